@@ -5,7 +5,7 @@ import pytest
 
 from zerofit.data.collate import CausalCollator
 from zerofit.data.order import MicroBatches, SampleOrder, Shortened, shortened
-from zerofit.recipe.batch_options import Growth
+from zerofit.recipe.batch_options import Warmup
 from zerofit.strategy.batches import BatchSizes
 
 LAYOUTS = [
@@ -14,14 +14,14 @@ LAYOUTS = [
 ]
 
 
-def growing_batches(layout: tuple, updates: int, consumed_updates: int = 0) -> list[list[int]]:
+def warmup_batches(layout: tuple, updates: int, consumed_updates: int = 0) -> list[list[int]]:
     """What all ranks together see in each update, which grow from 8 to 24 samples in four updates."""
     micro, accumulation, world = layout
-    sizes = BatchSizes(micro, 3 * accumulation, world, Growth(8, 24, 4))
-    growing = [sizes.accumulation_of(update) for update in range(consumed_updates + 1, 5)]
+    sizes = BatchSizes(micro, 3 * accumulation, world, Warmup(8, 24, 4))
+    warmup = [sizes.accumulation_of(update) for update in range(consumed_updates + 1, 5)]
     order, total, consumed = SampleOrder(37, 3), sizes.consumed(updates), sizes.consumed(consumed_updates)
     rows = [
-        iter(MicroBatches(order, total, consumed, micro, 3 * accumulation, world=world, rank=rank, growing=growing))
+        iter(MicroBatches(order, total, consumed, micro, 3 * accumulation, world=world, rank=rank, warmup=warmup))
         for rank in range(world)
     ]
     batches = []
@@ -34,10 +34,10 @@ def growing_batches(layout: tuple, updates: int, consumed_updates: int = 0) -> l
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_updates_that_grow_see_the_same_samples_in_every_layout(layout):
-    batches = growing_batches(layout, 7)
+    batches = warmup_batches(layout, 7)
     assert [len(batch) for batch in batches] == [8, 8, 16, 16, 24, 24, 24]
     assert [sample for batch in batches for sample in batch] == SampleOrder(37, 3).indices(0, 120).tolist()
-    assert growing_batches(layout, 7, consumed_updates=3) == batches[3:]
+    assert warmup_batches(layout, 7, consumed_updates=3) == batches[3:]
 
 
 def test_samples_are_cut_with_all_that_belongs_to_their_tokens():
@@ -50,14 +50,14 @@ def test_samples_are_cut_with_all_that_belongs_to_their_tokens():
 
 def test_each_micro_batch_has_the_length_of_its_update():
     cut = Shortened(
-        MicroBatches(SampleOrder(37, 3), 16, 0, 4, 2, world=1, rank=0, growing=[1, 1]), iter([2, 4, 6, 6, 8])
+        MicroBatches(SampleOrder(37, 3), 16, 0, 4, 2, world=1, rank=0, warmup=[1, 1]), iter([2, 4, 6, 6, 8])
     )
     assert [(len(batch), {length for _, length in batch}) for batch in cut] == [(4, {2}), (4, {4}), (4, {6}), (4, {6})]
-    assert [Growth(2, 8, 6)(update) for update in range(1, 9)] == [2, 2, 4, 4, 6, 6, 8, 8]
+    assert [Warmup(2, 8, 6)(update) for update in range(1, 9)] == [2, 2, 4, 4, 6, 6, 8, 8]
 
 
 def test_sizes_of_updates_that_grow():
-    sizes = BatchSizes(2, 6, 2, Growth(4, 24, 10))
+    sizes = BatchSizes(2, 6, 2, Warmup(4, 24, 10))
     assert [sizes.of_update(update) for update in range(1, 13)] == [4, 4, 8, 8, 12, 12, 16, 16, 20, 20, 24, 24]
     assert [sizes.consumed(updates) for updates in (0, 1, 3, 10, 12)] == [0, 4, 16, 120, 168]
     for samples in range(1, 200):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zerofit.model.configuration import usable_positions
-from zerofit.recipe.batch_options import Growth
+from zerofit.recipe.batch_options import Warmup
 from zerofit.recipe.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def choose_length(option: str, length: int, source: str | None, config: "Pretrai
     return length
 
 
-def growing_blocks(text: str, source: str | None, block_size: int, is_chat: bool) -> Growth:
+def length_warmup(text: str, source: str | None, block_size: int, is_chat: bool) -> Warmup:
     """How the length of samples grows, in tokens.
 
     Args:
@@ -56,7 +56,7 @@ def growing_blocks(text: str, source: str | None, block_size: int, is_chat: bool
         possible = [size for size in range(2, block_size) if block_size % size == 0]
         remedy = f"Begin with {', '.join(map(str, possible))}" if possible else "Leave it out"
         raise UserError(f"{stated}: no steps of {first} to block_size = {block_size}. {remedy}")
-    return Growth(first, block_size, updates)
+    return Warmup(first, block_size, updates)
 
 
 def report_data_loss(

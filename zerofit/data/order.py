@@ -130,7 +130,7 @@ class FixedOrder:
 class MicroBatches(torch.utils.data.Sampler[list[int]]):
     """This rank's micro-batches: `accumulation` for each update, each a list of sample indices (or FILLER).
 
-    Where updates grow, `growing` has the accumulations of the first ones, and those after them have `accumulation`.
+    Where updates grow, `warmup` has the accumulations of the first ones, and those after them have `accumulation`.
 
     Of a global batch, rank r's m-th micro-batch is row m, column r of its places laid out as
     (accumulation, world size, micro-batch). With a `sort_key` (of all samples) the places are first sorted, the
@@ -148,11 +148,11 @@ class MicroBatches(torch.utils.data.Sampler[list[int]]):
         world: int,
         rank: int,
         sort_key: np.ndarray | None = None,
-        growing: Sequence[int] = (),
+        warmup: Sequence[int] = (),
     ):
         super().__init__()
         self.order, self.total, self.consumed, self.sort_key = order, total, consumed, sort_key
-        self.accumulation, self.growing = accumulation, growing
+        self.accumulation, self.warmup = accumulation, warmup
         self.shape, self.rank = (-1, world, micro), rank
 
     def __len__(self) -> int:
@@ -161,7 +161,7 @@ class MicroBatches(torch.utils.data.Sampler[list[int]]):
     def _updates(self) -> Iterator[tuple[int, int]]:
         """(first place, accumulation) of each update."""
         start = self.consumed
-        for accumulation in itertools.chain(self.growing, itertools.repeat(self.accumulation)):
+        for accumulation in itertools.chain(self.warmup, itertools.repeat(self.accumulation)):
             if start >= self.total:
                 return
             yield start, accumulation

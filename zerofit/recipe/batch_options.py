@@ -12,7 +12,7 @@ FULL_ROW = (("block_size",), ("max_source_length", "max_target_length"))
 
 
 @dataclass(frozen=True)
-class Growth:
+class Warmup:
     """The first update has the size `first`. It grows in steps of as much until, after `updates` updates, it is
     `last`, which is a multiple of `first`."""
 
@@ -26,14 +26,14 @@ class Growth:
         return self.first * (1 + min(update - 1, self.updates) * steps // self.updates)
 
 
-def read_growth(text: str) -> tuple[int, int] | None:
+def read_warmup(text: str) -> tuple[int, int] | None:
     """(first size, updates that grow) of `START@UPDATES`; None: it is no such text."""
     found = re.fullmatch(r"([1-9]\d*)@([1-9]\d*)", text)
     return found and (int(found[1]), int(found[2]))
 
 
 GROWTH = (
-    read_growth,
+    read_warmup,
     "START@UPDATES, the size in the first update and the number of updates in which it grows, e.g. 64@5000",
 )
 

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from zerofit.recipe.batch_options import BatchOptions, Growth, read_growth
+from zerofit.recipe.batch_options import BatchOptions, Warmup, read_warmup
 from zerofit.recipe.errors import UserError
 
 RESUMED = "the run that resumes"  # the source of a size that follows from its global batch
@@ -19,14 +19,14 @@ class BatchSizes:
 
     Args:
         replicas: data-parallel.
-        growth: of the samples of an update, to the global batch; the same in every layout. None: all take it.
+        warmup: of the samples of an update (batch-size warm-up), to the global batch; the same in every layout. None: all take it.
         row_tokens: of a row of full length, where batches are by tokens: sizes are then so many of such rows.
     """
 
     micro_batch: int
     accumulation: int
     replicas: int
-    growth: Growth | None = None
+    warmup: Warmup | None = None
     row_tokens: int | None = None
 
     @property
@@ -39,12 +39,12 @@ class BatchSizes:
 
     def of_update(self, update: int) -> int:
         """Samples of an update, counted from 1."""
-        return self.growth(update) if self.growth else self.global_batch
+        return self.warmup(update) if self.warmup else self.global_batch
 
     @property
-    def growing(self) -> int:
+    def warmup_updates(self) -> int:
         """The updates before those that take the global batch."""
-        return self.growth.updates if self.growth else 0
+        return self.warmup.updates if self.warmup else 0
 
     def accumulation_of(self, update: int) -> int:
         """Micro-batches of an update, counted from 1."""
@@ -52,19 +52,19 @@ class BatchSizes:
 
     def consumed(self, updates: int) -> int:
         """Samples of so many updates, the first ones, together."""
-        grown = min(updates, self.growing)
-        return int(self._while_growing[grown]) + (updates - grown) * self.global_batch
+        warm = min(updates, self.warmup_updates)
+        return int(self._while_warming_up[warm]) + (updates - warm) * self.global_batch
 
     def num_updates(self, samples: int) -> int:
         """The updates in which so many samples are consumed; the last may have fewer than its size."""
-        if samples <= self._while_growing[-1]:
-            return int(np.searchsorted(self._while_growing, samples))
-        return self.growing - int(self._while_growing[-1] - samples) // self.global_batch
+        if samples <= self._while_warming_up[-1]:
+            return int(np.searchsorted(self._while_warming_up, samples))
+        return self.warmup_updates - int(self._while_warming_up[-1] - samples) // self.global_batch
 
     @cached_property
-    def _while_growing(self) -> np.ndarray:
-        """Samples consumed by 0, 1, ... `growing` updates."""
-        return np.cumsum([0, *(self.of_update(update) for update in range(1, self.growing + 1))])
+    def _while_warming_up(self) -> np.ndarray:
+        """Samples consumed by 0, 1, ... `warmup_updates` updates."""
+        return np.cumsum([0, *(self.of_update(update) for update in range(1, self.warmup_updates + 1))])
 
 
 def resolve_batches(
@@ -91,7 +91,7 @@ def resolve_batches(
     samples_per_micro_step = micro * replicas
     what = "processes" if replica_size == 1 else f"replicas (of {replica_size} processes)"
     if total is None:
-        return _growing(recipe, BatchSizes(micro, accumulation or 1, replicas, row_tokens=recipe.row_tokens), what)
+        return _with_warmup(recipe, BatchSizes(micro, accumulation or 1, replicas, row_tokens=recipe.row_tokens), what)
     if total % samples_per_micro_step:
         raise UserError(
             f"global_batch_size = {total} ({recipe.source('global_batch_size')}) is not a multiple of "
@@ -106,7 +106,7 @@ def resolve_batches(
             f"{total // samples_per_micro_step}. Set one of the two"
         )
     sizes = BatchSizes(micro, total // samples_per_micro_step, replicas, row_tokens=recipe.row_tokens)
-    return _growing(recipe, sizes, what)
+    return _with_warmup(recipe, sizes, what)
 
 
 def _fit_micro_batch(recipe: BatchOptions, replicas: int, replica_size: int) -> None:
@@ -115,14 +115,14 @@ def _fit_micro_batch(recipe: BatchOptions, replicas: int, replica_size: int) -> 
     Raises:
         UserError: there is none, since the samples cannot be shared evenly by so many replicas.
     """
-    total, growth = recipe.global_batch_size, read_growth(recipe.global_batch_warmup or "")
+    total, warmup = recipe.global_batch_size, read_warmup(recipe.global_batch_warmup or "")
     assert total is not None, "of the run that resumes"
-    smallest = math.gcd(total, growth[0]) if growth else total
+    smallest = math.gcd(total, warmup[0]) if warmup else total
     if smallest % replicas:
         possible = [number for number in range(1, smallest + 1) if smallest % number == 0]
         nearest = sorted(sorted(possible, key=lambda number: abs(number - replicas))[:NUMBERS_SHOWN])
         numbers = ", ".join(str(number * replica_size) for number in nearest)
-        begins = f", and begins with {growth[0]}" if growth else ""
+        begins = f", and begins with {warmup[0]}" if warmup else ""
         of = f" ({replicas} replicas of {replica_size})" if replica_size > 1 else ""
         raise UserError(
             f"the run that resumes has global_batch_size = {total}{begins}, which {replicas * replica_size} "
@@ -133,17 +133,17 @@ def _fit_micro_batch(recipe: BatchOptions, replicas: int, replica_size: int) -> 
         recipe.adopt("per_device_train_batch_size", fitting[-1], RESUMED)
 
 
-def _growing(recipe: BatchOptions, sizes: BatchSizes, what: str) -> BatchSizes:
-    """Add the growth that the recipe states.
+def _with_warmup(recipe: BatchOptions, sizes: BatchSizes, what: str) -> BatchSizes:
+    """Add the warm-up that the recipe states.
 
     Raises:
         UserError: the first size is no multiple of one pass, or the global batch none of it.
     """
     if recipe.global_batch_warmup is None:
         return sizes
-    growth = read_growth(recipe.global_batch_warmup)
-    assert growth is not None  # the recipe's own check has read it
-    first, updates = growth
+    warmup = read_warmup(recipe.global_batch_warmup)
+    assert warmup is not None  # the recipe's own check has read it
+    first, updates = warmup
     stated = f"global_batch_warmup = {recipe.global_batch_warmup} ({recipe.source('global_batch_warmup')})"
     possible = [
         size
@@ -159,4 +159,4 @@ def _growing(recipe: BatchOptions, sizes: BatchSizes, what: str) -> BatchSizes:
             f"{sizes.global_batch}, of passes of per_device_train_batch_size * {what} = "
             f"{sizes.samples_per_micro_step}. {remedy}"
         )
-    return replace(sizes, growth=Growth(first, sizes.global_batch, updates))
+    return replace(sizes, warmup=Warmup(first, sizes.global_batch, updates))

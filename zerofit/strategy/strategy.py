@@ -119,10 +119,10 @@ class Strategy:
     def describe(self) -> str:
         """One line for the log."""
         b = self.batches
-        growing = f" (first {b.growth.first}, grows for {b.growing} updates)" if b.growth else ""
+        warmup = f" (first {b.warmup.first}, grows for {b.warmup_updates} updates)" if b.warmup else ""
         rows, unit = b.row_tokens or 1, " tokens" if b.row_tokens else ""
         sizes = (
-            f"global batch {rows * b.global_batch:,}{unit}{growing} = {rows * b.micro_batch:,} x {b.accumulation} "
+            f"global batch {rows * b.global_batch:,}{unit}{warmup} = {rows * b.micro_batch:,} x {b.accumulation} "
             f"accumulation x {b.replicas}"
         )
         return f"{self.describe_layout}, {sizes}"

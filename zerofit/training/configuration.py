@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from zerofit.checkpoint.resume import EarlierRuns, ResumePlan
-from zerofit.data.lengths import LENGTHS, choose_length, growing_blocks
+from zerofit.data.lengths import LENGTHS, choose_length, length_warmup
 from zerofit.model.adapter_folder import AdapterFolder, to_train_on
 from zerofit.model.chat import named_template
 from zerofit.model.configuration import check_quantiser, load_configuration
@@ -138,7 +138,7 @@ def check_model(task: str, recipe: TaskRecipe, strategy: Strategy | None, auto_c
             length = choose_length(option, asked, recipe.source(option), config)
             warmup = getattr(recipe, "block_size_warmup", None)
             if option == "block_size" and warmup and recipe.trains:
-                growing_blocks(warmup, recipe.source("block_size_warmup"), length, is_chat=False)
+                length_warmup(warmup, recipe.source("block_size_warmup"), length, is_chat=False)
     with problems.collected():
         if template := getattr(recipe, "chat_template", None):
             named_template(template)

@@ -21,7 +21,7 @@ from zerofit.checkpoint.directory import ASKED, CLOCK, LEAVING
 from zerofit.checkpoint.hub import HubRepository
 from zerofit.checkpoint.mirror import Mirror, open_mirror
 from zerofit.checkpoint.run_state import RunState
-from zerofit.data.lengths import growing_blocks
+from zerofit.data.lengths import length_warmup
 from zerofit.data.pack import TaskData, TextData
 from zerofit.data.token_updates import updates_by_tokens
 from zerofit.health.anomaly import ACTIONS, MAX_IN_A_ROW, Anomaly
@@ -95,7 +95,7 @@ class Run:
         self.compilation: str | None = None  # what torch_compile = auto has taken, and why
         self.model_configuration: Any = None
         self.data: Any = None  # a TaskData, once the loop begins
-        self.growth: Any = None  # sequence-length warm-up; None: all rows at full length
+        self.length_warmup: Any = None  # sequence-length warm-up; None: all rows at full length
         self.state, self.stop = RunState(), Stop()
         self.best: Any  # a BestMetricTracker; this and what follows are made by open_record
         self.checkpoints: Any
@@ -191,7 +191,7 @@ class Run:
             if warmup := getattr(recipe, "block_size_warmup", None):
                 stated = recipe.source("block_size_warmup")
                 assert isinstance(data, TextData), "an option of causal tasks"
-                self.growth = growing_blocks(warmup, stated, data.block_size, data.is_chat)
+                self.length_warmup = length_warmup(warmup, stated, data.block_size, data.is_chat)
         self.accelerator, notes = start_processes(self)
         self.notes += notes
         if self.measurement:
@@ -514,7 +514,13 @@ class Run:
         self.memory.reset()
         self._totals = None
         batches = micro_batches(
-            self.data, self.collate, self.engine, self.length, recipe=recipe, updates=state.updates, growth=self.growth
+            self.data,
+            self.collate,
+            self.engine,
+            self.length,
+            recipe=recipe,
+            updates=state.updates,
+            warmup=self.length_warmup,
         )
         return UpdateStream(batches, self.length, state.updates)
 

@@ -10,7 +10,7 @@ import numpy as np
 from zerofit.data.collate import Batch
 from zerofit.data.order import LengthGroups, MicroBatches, SampleOrder, Shortened, loader, samples_of_run
 from zerofit.data.token_updates import TokenMicroBatches, TokenUpdates
-from zerofit.recipe.batch_options import Growth
+from zerofit.recipe.batch_options import Warmup
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import counted
@@ -170,14 +170,14 @@ def micro_batches(
     *,
     recipe: TrainingRecipe,
     updates: int = 0,
-    growth: Growth | None = None,
+    warmup: Warmup | None = None,
 ) -> Iterator[Batch]:
     """This rank's micro-batches after so many updates; the ranks of one replica get the same.
 
     Args:
         data: what a task has prepared: `train`, the samples, and `order`, their own order or None.
         updates: the number of updates that are done.
-        growth: the length of rows that grow in the first updates; None: samples are read in full.
+        warmup: the length of rows that grow in the first updates; None: samples are read in full.
     """
     sizes, samples, layout = length.batches, data.train, engine.layout
     workers, pin = recipe.dataloader_num_workers or 0, pins_memory(engine.device)
@@ -197,13 +197,13 @@ def micro_batches(
         world=layout.data_size,
         rank=layout.data_rank,
         sort_key=samples.sort_key if grouping != "none" else None,
-        growing=[sizes.accumulation_of(update) for update in range(updates + 1, sizes.growing + 1)],
+        warmup=[sizes.accumulation_of(update) for update in range(updates + 1, sizes.warmup_updates + 1)],
     )
-    sampler = micro if growth is None else Shortened(micro, _lengths(growth, sizes, updates))
+    sampler = micro if warmup is None else Shortened(micro, _lengths(warmup, sizes, updates))
     return iter(loader(samples, sampler, collate, workers, pin))
 
 
-def _lengths(growth: Growth, sizes: BatchSizes, updates: int) -> Iterator[int]:
+def _lengths(warmup: Warmup, sizes: BatchSizes, updates: int) -> Iterator[int]:
     """The length of each micro-batch's samples, without end."""
     for update in itertools.count(updates + 1):
-        yield from itertools.repeat(growth(update), sizes.accumulation_of(update))
+        yield from itertools.repeat(warmup(update), sizes.accumulation_of(update))
