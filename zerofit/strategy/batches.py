@@ -19,7 +19,7 @@ class BatchSizes:
 
     Args:
         replicas: data-parallel.
-        warmup: of the samples of an update (batch-size warm-up), to the global batch; the same in every layout. None: all take it.
+        warmup: batch-size warm-up, the same in every layout. None: every update takes the global batch.
         row_tokens: of a row of full length, where batches are by tokens: sizes are then so many of such rows.
     """
 
