@@ -110,7 +110,7 @@ def test_what_was_saved_is_what_there_was_when_the_save_began(tmp_path, asynchro
     engine = Alone()
     engine.train(range(3))
     before = {name: tensor.clone() for name, tensor in engine.weights().items()}
-    moments = {kind: [engine.state.get(kind, piece).clone() for piece in engine.state.held()] for kind in KINDS}
+    moments = {kind: [engine.state.get(kind, shard).clone() for shard in engine.state.held()] for kind in KINDS}
     saver = saver_of(engine, tmp_path, asynchronous=asynchronous)
     slow = []
 
@@ -134,8 +134,8 @@ def test_what_was_saved_is_what_there_was_when_the_save_began(tmp_path, asynchro
     other = Alone(seed=5)
     assert saver_of(other, tmp_path).load(folder)["updates"] == 3
     for kind in KINDS:
-        for piece, values in zip(other.state.held(), moments[kind]):
-            assert torch.equal(other.state.get(kind, piece), values), (kind, piece.name)
+        for shard, values in zip(other.state.held(), moments[kind]):
+            assert torch.equal(other.state.get(kind, shard), values), (kind, shard.name)
     assert other.train(range(3, 6)) == after
     assert saver.records[0]["bytes"] > 0
 
@@ -192,15 +192,15 @@ def test_a_checkpoint_of_another_model_is_refused(three):
 
 
 class Shifted(ReplicatedState):
-    """Takes what lies `by` elements later in the same weight for a piece, and round the end."""
+    """Takes what lies `by` elements later in the same weight for a shard, and round the end."""
 
     by = 0
 
-    def get(self, kind, piece):
-        return super().get(kind, piece).roll(self.by) if kind == "weight" else super().get(kind, piece)
+    def get(self, kind, shard):
+        return super().get(kind, shard).roll(self.by) if kind == "weight" else super().get(kind, shard)
 
 
-def test_pieces_that_are_other_weights_end_the_run_before_a_save(tmp_path):
+def test_shards_that_are_other_weights_end_the_run_before_a_save(tmp_path):
     engine = Alone()
     engine.state = Shifted(engine)
     engine.train(range(2))

@@ -16,7 +16,7 @@ from zerofit.model.parameters import count_parameters
 from zerofit.model.tensor_parallel.cut import Cut, TensorGroup, cut_for, join_shares
 from zerofit.model.tensor_parallel.layers import check_split, split_model
 from zerofit.model.tensor_parallel.shares import draw_share
-from zerofit.strategy.state import KINDS, Piece
+from zerofit.strategy.state import KINDS, Shard
 
 RANKS = 2
 LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -152,7 +152,7 @@ def test_random_weights_are_those_of_one_process_bit_for_bit(ranks, name):
         assert all(drawn.values()), drawn
 
 
-# -------------------------------------------------------------------------------------------------------------- pieces
+# -------------------------------------------------------------------------------------------------------------- shards
 
 
 SHAPES = {"columns": (12, 5), "rows": (6, 8), "fused": (4, 24), "bias": (24,), "norm": (7,), "vocabulary": (13, 3)}
@@ -163,22 +163,22 @@ def cut_of(name: str, rank: int, size: int) -> Cut | None:
     return cut_for(SHAPES[name], dims[name][0], rank, size, dims[name][1]) if name in dims and size > 1 else None
 
 
-def pieces_of(tensor: int, data: int, tensor_rank: int, data_rank: int, owned: bool) -> list[Piece]:
+def shards_of(tensor: int, data: int, tensor_rank: int, data_rank: int, owned: bool) -> list[Shard]:
     """What a rank has: of each share an equal part a replica, as ZeRO-3 cuts it."""
-    pieces = []
+    shards = []
     for name, shape in SHAPES.items():
         cut = cut_of(name, tensor_rank, tensor)
         size = torch.Size(shape).numel() if cut is None else cut.numel
         part = -(-size // data)
         start, stop = min(data_rank * part, size), min((data_rank + 1) * part, size)
         if start < stop and (cut is not None or tensor_rank == 0 or not owned):
-            pieces.append(Piece(name, shape, start, stop, cut))
-    return pieces
+            shards.append(Shard(name, shape, start, stop, cut))
+    return shards
 
 
-def values_of(kind: str, piece: Piece) -> torch.Tensor:
-    whole = torch.arange(float(torch.Size(piece.shape).numel())).view(piece.shape) + 1000 * KINDS.index(kind)
-    return (whole if piece.cut is None else piece.cut.of(whole)).flatten()[piece.start : piece.stop]
+def values_of(kind: str, shard: Shard) -> torch.Tensor:
+    whole = torch.arange(float(torch.Size(shard.shape).numel())).view(shard.shape) + 1000 * KINDS.index(kind)
+    return (whole if shard.cut is None else shard.cut.of(whole)).flatten()[shard.start : shard.stop]
 
 
 LAYOUTS = ((1, 1), (1, 3), (2, 2), (4, 3))  # tensor, data
@@ -188,25 +188,25 @@ LAYOUTS = ((1, 1), (1, 3), (2, 2), (4, 3))  # tensor, data
 def test_what_one_layout_writes_any_other_reads(tmp_path, written, read):
     tensor, data = written
     for rank in range(tensor * data):
-        pieces = pieces_of(tensor, data, rank % tensor, rank // tensor, owned=True)
-        tensors = {f"{kind}/{piece.name}": values_of(kind, piece) for piece in pieces for kind in KINDS}
-        write_shard(tmp_path, rank, pieces, {name: tensor.contiguous() for name, tensor in tensors.items()})
+        shards = shards_of(tensor, data, rank % tensor, rank // tensor, owned=True)
+        tensors = {f"{kind}/{shard.name}": values_of(kind, shard) for shard in shards for kind in KINDS}
+        write_shard(tmp_path, rank, shards, {name: tensor.contiguous() for name, tensor in tensors.items()})
     reader = ShardReader(tmp_path)
     assert reader.shapes == SHAPES
     for name, shape in SHAPES.items():
-        whole = Piece(name, shape, 0, torch.Size(shape).numel())
+        whole = Shard(name, shape, 0, torch.Size(shape).numel())
         assert torch.equal(reader.weight(name), values_of("weight", whole).view(shape))
     tensor, data = read
     for rank in range(tensor * data):
-        for piece in pieces_of(tensor, data, rank % tensor, rank // tensor, owned=False):
+        for shard in shards_of(tensor, data, rank % tensor, rank // tensor, owned=False):
             for kind in KINDS:
-                assert torch.equal(reader.read(kind, piece), values_of(kind, piece)), (rank, piece)
+                assert torch.equal(reader.read(kind, shard), values_of(kind, shard)), (rank, shard)
 
 
 def test_a_share_that_is_missing_is_noticed(tmp_path):
-    pieces = pieces_of(2, 1, 0, 0, owned=True)
+    shards = shards_of(2, 1, 0, 0, owned=True)
     write_shard(
-        tmp_path, 0, pieces, {f"{kind}/{each.name}": values_of(kind, each) for each in pieces for kind in KINDS}
+        tmp_path, 0, shards, {f"{kind}/{each.name}": values_of(kind, each) for each in shards for kind in KINDS}
     )
     assert torch.equal(ShardReader(tmp_path).weight("norm"), torch.arange(7.0))
     with pytest.raises(RuntimeError, match="of weight of rows, 24 elements are missing"):

@@ -1,4 +1,4 @@
-"""The state of a run in files: pieces of the optimizer's state from every rank, and how far the run had come.
+"""The state of a run in files: shards of the optimizer's state from every rank, and how far the run had come.
 
     state/progress.json            the fields of RunState (run_state.py); `run`: its options, strategy and processes;
                                    `data`: size, checksum and grouping of the training set; `steps` of the optimizer;
@@ -25,27 +25,27 @@ from zerofit.checkpoint.directory import entry
 from zerofit.model.parameters import true_shape
 from zerofit.model.tensor_parallel.cut import Cut
 from zerofit.recipe.files import atomic_file
-from zerofit.strategy.state import Piece, overlaps
+from zerofit.strategy.state import Shard, overlaps
 
 
-def write_shard(folder: Path, rank: int, pieces: list[Piece], tensors: dict[str, torch.Tensor]) -> None:
+def write_shard(folder: Path, rank: int, shards: list[Shard], tensors: dict[str, torch.Tensor]) -> None:
     """Write what this rank owns; its .json comes into being when the rest is on the disk."""
     data = _file(folder, rank)
     save_file(tensors, data)
-    parts = {piece.name: _entry_of(piece) for piece in pieces}
+    parts = {shard.name: _entry_of(shard) for shard in shards}
     with atomic_file(data.with_suffix(".json")) as file:
         file.write(json.dumps({"data": entry(data), "pieces": parts}) + "\n")
 
 
-def _entry_of(piece: Piece) -> dict[str, Any]:
-    part = {"shape": piece.shape, "start": piece.start, "stop": piece.stop}
-    return part if piece.cut is None else {**part, "cut": {"dim": piece.cut.dim, "ranges": piece.cut.ranges}}
+def _entry_of(shard: Shard) -> dict[str, Any]:
+    part = {"shape": shard.shape, "start": shard.start, "stop": shard.stop}
+    return part if shard.cut is None else {**part, "cut": {"dim": shard.cut.dim, "ranges": shard.cut.ranges}}
 
 
-def _piece_of(name: str, part: dict[str, Any]) -> Piece:
+def _shard_of(name: str, part: dict[str, Any]) -> Shard:
     shape, cut = tuple(part["shape"]), part.get("cut")
     cut = cut and Cut(shape, cut["dim"], tuple(map(tuple, cut["ranges"])))
-    return Piece(name, shape, part["start"], part["stop"], cut)
+    return Shard(name, shape, part["start"], part["stop"], cut)
 
 
 def entries_of_shards(folder: Path) -> dict[str, dict[str, Any]]:
@@ -61,18 +61,18 @@ def missing_shards(folder: Path, world_size: int) -> list[int]:
 
 
 class ShardReader:
-    """The pieces in a folder, read where they lie: only what is asked for is held in memory."""
+    """The shards in a folder, read where they lie: only what is asked for is held in memory."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._pieces: dict[str, list[tuple[int, Piece]]] = {}  # (rank, what it wrote) of each parameter
+        self._shards: dict[str, list[tuple[int, Shard]]] = {}  # (rank, what it wrote) of each parameter
         self._open: dict[int, Any] = {}
         for index in sorted(folder.glob("rank_*.json")):
             rank = int(index.stem.removeprefix("rank_"))
             for name, part in json.loads(index.read_text())["pieces"].items():
                 self.shapes[name] = tuple(part["shape"])
-                self._pieces.setdefault(name, []).append((rank, _piece_of(name, part)))
+                self._shards.setdefault(name, []).append((rank, _shard_of(name, part)))
 
     def problems(self, parameters: dict[str, torch.nn.Parameter]) -> list[str]:
         """Lines on trained parameters of a model that are not here, or have another shape."""
@@ -87,28 +87,28 @@ class ShardReader:
     def weight(self, name: str) -> torch.Tensor:
         """A parameter's whole value, fp32."""
         shape = self.shapes[name]
-        return self.read("weight", Piece(name, shape, 0, math.prod(shape))).view(shape)
+        return self.read("weight", Shard(name, shape, 0, math.prod(shape))).view(shape)
 
-    def read(self, kind: str, piece: Piece) -> torch.Tensor:
-        """(stop - start,) fp32: the value or a moment of a piece, put together from the pieces that were written."""
-        values = torch.empty(piece.stop - piece.start)
+    def read(self, kind: str, shard: Shard) -> torch.Tensor:
+        """(stop - start,) fp32: the value or a moment of a shard, put together from the shards that were written."""
+        values = torch.empty(shard.stop - shard.start)
         filled = 0
-        for rank, written in self._pieces[piece.name]:
-            common = list(overlaps(piece, written))
+        for rank, written in self._shards[shard.name]:
+            common = list(overlaps(shard, written))
             if not common:
                 continue
             begin, end = common[0][1], common[-1][1] + common[-1][2]
-            part = self._of(rank).get_slice(f"{kind}/{piece.name}")[begin:end]
+            part = self._of(rank).get_slice(f"{kind}/{shard.name}")[begin:end]
             for first, there, length in common:
                 values[first : first + length] = part[there - begin : there - begin + length]
                 filled += length
         if filled != len(values):
             missing = len(values) - filled
-            raise RuntimeError(f"{self.folder}: of {kind} of {piece.name}, {missing} elements are missing")
+            raise RuntimeError(f"{self.folder}: of {kind} of {shard.name}, {missing} elements are missing")
         return values
 
     def whole(self, name: str) -> torch.Tensor:
-        """Read a tensor that the first rank wrote beside its pieces."""
+        """Read a tensor that the first rank wrote beside its shards."""
         return self._of(0).get_tensor(name)
 
     def _of(self, rank: int) -> Any:  # safetensors has no types

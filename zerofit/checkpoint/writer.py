@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from zerofit.checkpoint.directory import MANIFEST, PROGRESS, STATE, CheckpointDirectory, flaw
 from zerofit.checkpoint.host_copies import HostCopies
 from zerofit.checkpoint.shards import (
-    Piece,
+    Shard,
     ShardReader,
     entries_of_shards,
     missing_shards,
@@ -95,7 +95,7 @@ class AsyncCheckpointWriter:
         engine, copied = self.engine, self.copies()
         if progress is not None:
             engine.state.initialize_moments()
-        pieces = engine.state.own() if progress is not None else []
+        shards = engine.state.own() if progress is not None else []
         tensors = {**engine.state.tensors(), **engine.state.whole_tensors()} if progress is not None else {}
         tensors = self._on_the_host("state", tensors, copied)
         weights_now = self.check(tensors) if progress is not None else {}
@@ -112,14 +112,14 @@ class AsyncCheckpointWriter:
         rank, world_size = engine.layout.rank, engine.layout.world_size
         self._save = _Save(self.checkpoints, update, why, rank, world_size, is_best=is_best, began=began)
         dtypes = {name: parameter.dtype for name, parameter in engine.state.whole.items()} if from_state else {}
-        self._save.start(pieces, tensors, progress, fill if engine.is_main else None, exported, dtypes=dtypes)
+        self._save.start(shards, tensors, progress, fill if engine.is_main else None, exported, dtypes=dtypes)
         if copied:
             self._save.blocked_s = time.perf_counter() - began
         else:
             self.wait()
 
     def check(self, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, list[float]]:
-        """See that the optimizer's pieces are the weights that the model computes with, by a few elements of each.
+        """See that the optimizer's shards are the weights that the model computes with, by a few elements of each.
 
         Args:
             tensors: the state as it is written; None: as it is.
@@ -130,15 +130,15 @@ class AsyncCheckpointWriter:
             UserError: they are other ones: what moves which weight is not known, and no checkpoint would be right.
         """
         engine = self.engine
-        of_model, of_pieces = engine.weight_samples(), engine.state.samples(tensors)
+        of_model, of_shards = engine.weight_samples(), engine.state.samples(tensors)
         is_first = engine.layout.data_rank == 0  # of the replicas, which have the same
         weights: dict[str, list[float]] = {}
         kept: dict[tuple[str, int], float] = {}
-        for in_model, in_pieces in engine.gather_objects((of_model if is_first else {}, of_pieces)) or ():
+        for in_model, in_shards in engine.gather_objects((of_model if is_first else {}, of_shards)) or ():
             weights |= in_model
-            kept |= in_pieces
-        pieces = {name: [kept.get((name, i), math.inf) for i in range(len(each))] for name, each in weights.items()}
-        if name := engine.from_main(_first_unlike(weights, pieces)):
+            kept |= in_shards
+        shards = {name: [kept.get((name, i), math.inf) for i in range(len(each))] for name, each in weights.items()}
+        if name := engine.from_main(_first_unlike(weights, shards)):
             raise UserError(
                 f"{engine.strategy.source}: what the optimizer keeps for {name} is not what the model has there: with "
                 "these settings the optimizer has its weights in another order than it says, and checkpoints would be "
@@ -320,7 +320,7 @@ class _Save:
 
     def _work(
         self,
-        pieces: list[Piece],
+        shards: list[Shard],
         tensors: dict[str, torch.Tensor],
         progress: dict[str, Any] | None,
         fill: Fill | None,
@@ -338,7 +338,7 @@ class _Save:
             partial = self.checkpoints.partial(self.update)
             if progress is not None:
                 (partial / STATE).mkdir(parents=True, exist_ok=True)
-                write_shard(partial / STATE, self.rank, pieces, tensors)
+                write_shard(partial / STATE, self.rank, shards, tensors)
             self.shard_is_written.set()
             if fill is None or (progress is not None and not self._all_are_there()):
                 return

@@ -15,7 +15,7 @@ import torch
 from zerofit.compat.deepspeed import step_sub_group, swapped_in
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import open_without_links
-from zerofit.strategy.state import Piece, ShardedState
+from zerofit.strategy.state import Shard, ShardedState
 
 PREFIX = "zerofit-"
 SAVED = "saved.bin"
@@ -88,27 +88,27 @@ class DiskState(ShardedState):
         return self.engine.engine.optimizer
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        pieces = self.own()
-        size = len(self.kinds) * sum(piece.stop - piece.start for piece in pieces)
+        shards = self.own()
+        size = len(self.kinds) * sum(shard.stop - shard.start for shard in shards)
         file = self.folder / SAVED
         file.unlink(missing_ok=True)  # a save under way keeps what it has
         room = torch.from_file(str(file), shared=True, size=size) if size else torch.empty(0)
         saved, start = {}, 0
-        for piece in self._in_memory(pieces):
+        for shard in self._in_memory(shards):
             for kind in self.kinds:
-                values = self.get(kind, piece)
-                saved[f"{kind}/{piece.name}"] = room[start : start + len(values)].copy_(values)
+                values = self.get(kind, shard)
+                saved[f"{kind}/{shard.name}"] = room[start : start + len(values)].copy_(values)
                 start += len(values)
         return saved
 
-    def get(self, kind: str, piece: Piece) -> torch.Tensor:
-        """Return the values of a piece, whose sub-group is in memory."""
-        flat, offset = self._held_in(self.parameters[piece.name])
+    def get(self, kind: str, shard: Shard) -> torch.Tensor:
+        """Return the values of a shard, whose sub-group is in memory."""
+        flat, offset = self._held_in(self.parameters[shard.name])
         held = flat if kind == "weight" else self.optimizer.state[flat][kind]
-        return held.detach()[offset : offset + piece.stop - piece.start]
+        return held.detach()[offset : offset + shard.stop - shard.start]
 
-    def set(self, kind: str, piece: Piece, values: torch.Tensor) -> None:
-        self.get(kind, piece).copy_(values)
+    def set(self, kind: str, shard: Shard, values: torch.Tensor) -> None:
+        self.get(kind, shard).copy_(values)
 
     def _step(self) -> None:
         for number, flat in enumerate(self._zero.fp32_partitioned_groups_flat):
@@ -116,10 +116,10 @@ class DiskState(ShardedState):
                 flat.grad = torch.zeros_like(flat)
                 step_sub_group(self._zero, number)
 
-    def _in_memory(self, pieces: list[Piece], written: bool = False) -> Iterator[Piece]:
-        def number(piece: Piece) -> int:
-            return self._zero.grad_position[self._zero.get_param_id(self.parameters[piece.name])][0]
+    def _in_memory(self, shards: list[Shard], written: bool = False) -> Iterator[Shard]:
+        def number(shard: Shard) -> int:
+            return self._zero.grad_position[self._zero.get_param_id(self.parameters[shard.name])][0]
 
-        for key, several in groupby(sorted(pieces, key=number), number):
+        for key, several in groupby(sorted(shards, key=number), number):
             with swapped_in(self._zero, key, written):
                 yield from several

@@ -1,8 +1,8 @@
-"""The state of an optimizer, in pieces of whole parameters: the same form under every strategy.
+"""The state of an optimizer, in shards of whole parameters: the same form under every strategy.
 
 A checkpoint keeps for each trained parameter its value in fp32 (`weight`), AdamW's two moments, or Muon's one, and
-with `ema_decay` the mean of its values (`ema`), which lies beside the moments. Each rank holds pieces of these: all of
-them under DDP, a shard under ZeRO. A piece is named by its parameter, by the share of it that tensor parallelism has
+with `ema_decay` the mean of its values (`ema`), which lies beside the moments. Each rank holds shards of these: all of
+them under DDP, a part under ZeRO. A shard is named by its parameter, by the share of it that tensor parallelism has
 cut out, if it has, and by the range of the flattened share (or parameter) that it covers. So what N ranks wrote under
 one strategy, M ranks read under another.
 """
@@ -28,7 +28,7 @@ SAMPLES = 16  # of a parameter
 
 
 @dataclass(frozen=True)
-class Piece:
+class Shard:
     """Elements [start, stop) of a flattened parameter of this shape; with a cut, of the flattened share."""
 
     name: str
@@ -38,7 +38,7 @@ class Piece:
     cut: Cut | None = None
 
     def runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (first elements in the flattened parameter, first elements in the piece, lengths) of what is
+        """Return (first elements in the flattened parameter, first elements in the shard, lengths) of what is
         contiguous in both, in ascending order."""
         if self.cut is None:
             first, last, length = (np.array([value]) for value in (self.start, 0, self.stop - self.start))
@@ -51,7 +51,7 @@ class Piece:
         return starts[within], first[within] - self.start, (last - first)[within]
 
     def find(self, elements: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (which of these elements of the flattened parameter are in this piece, where they are in it)."""
+        """Return (which of these elements of the flattened parameter are in this shard, where they are in it)."""
         starts, first, lengths = self.runs()
         run = np.searchsorted(starts, elements, "right") - 1
         offset = elements - starts[run]
@@ -64,8 +64,8 @@ def sampled_elements(num_elements: int) -> np.ndarray:
     return np.linspace(0, num_elements - 1, min(num_elements, SAMPLES)).astype(np.int64)
 
 
-def overlaps(one: Piece, other: Piece) -> Iterator[tuple[int, int, int]]:
-    """Yield (first element in the one, first in the other, length) of what two pieces have in common."""
+def overlaps(one: Shard, other: Shard) -> Iterator[tuple[int, int, int]]:
+    """Yield (first element in the one, first in the other, length) of what two shards have in common."""
     (a, in_a, of_a), (b, in_b, of_b) = one.runs(), other.runs()
     i = j = 0
     while i < len(a) and j < len(b):
@@ -79,7 +79,7 @@ def overlaps(one: Piece, other: Piece) -> Iterator[tuple[int, int, int]]:
 
 
 ReadWhole = Callable[[str], torch.Tensor]  # (name) -> what `whole_tensors` had of that name
-Read = Callable[[str, Piece], torch.Tensor]  # (kind, piece) -> (stop - start,) fp32 on the CPU
+Read = Callable[[str, Shard], torch.Tensor]  # (kind, shard) -> (stop - start,) fp32 on the CPU
 
 
 class OptimizerState:
@@ -103,22 +103,22 @@ class OptimizerState:
 
     def bytes_of_own(self) -> int:
         """Bytes that this rank writes into a checkpoint."""
-        return 4 * sum(len(self.kinds_of(piece.name)) * (piece.stop - piece.start) for piece in self.own())
+        return 4 * sum(len(self.kinds_of(shard.name)) * (shard.stop - shard.start) for shard in self.own())
 
     def bytes_of_all(self) -> int:
         """Bytes that all ranks write into a checkpoint together."""
         return 4 * sum(len(self.kinds_of(name)) * true_numel(parameter) for name, parameter in self.whole.items())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return what this rank writes of its pieces, in fp32: views of the optimizer's tensors where that can be."""
+        """Return what this rank writes of its shards, in fp32: views of the optimizer's tensors where that can be."""
         return {
-            f"{kind}/{piece.name}": self.get(kind, piece).float()
-            for piece in self.own()
-            for kind in self.kinds_of(piece.name)
+            f"{kind}/{shard.name}": self.get(kind, shard).float()
+            for shard in self.own()
+            for kind in self.kinds_of(shard.name)
         }
 
     def whole_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that this rank writes beside its pieces, each as it is."""
+        """Return the tensors that this rank writes beside its shards, each as it is."""
         return {}
 
     def samples(self, tensors: dict[str, torch.Tensor] | None = None) -> dict[tuple[str, int], float]:
@@ -127,30 +127,30 @@ class OptimizerState:
         Args:
             tensors: what `tensors` has returned; None: look at what the optimizer holds now.
         """
-        given = tensors and ((piece, tensors[f"weight/{piece.name}"]) for piece in self.own())
+        given = tensors and ((shard, tensors[f"weight/{shard.name}"]) for shard in self.own())
         found: dict[tuple[str, int], float] = {}
-        for piece, values in given or self._weights():
-            which, places = piece.find(sampled_elements(math.prod(piece.shape)))
+        for shard, values in given or self._weights():
+            which, places = shard.find(sampled_elements(math.prod(shard.shape)))
             sampled = values[torch.from_numpy(places)].tolist()
-            found |= {(piece.name, int(i)): value for i, value in zip(which, sampled)}
+            found |= {(shard.name, int(i)): value for i, value in zip(which, sampled)}
         return found
 
-    def _weights(self) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """Each piece that this rank writes, with its values."""
-        return ((piece, self.get("weight", piece)) for piece in self._in_memory(self.own()))
+    def _weights(self) -> Iterator[tuple[Shard, torch.Tensor]]:
+        """Each shard that this rank writes, with its values."""
+        return ((shard, self.get("weight", shard)) for shard in self._in_memory(self.own()))
 
-    def _in_memory(self, pieces: list[Piece], written: bool = False) -> Iterator[Piece]:
-        """Yield the pieces, each while what the optimizer keeps of it is in memory. All of them must be asked for.
+    def _in_memory(self, shards: list[Shard], written: bool = False) -> Iterator[Shard]:
+        """Yield the shards, each while what the optimizer keeps of it is in memory. All of them must be asked for.
 
         Args:
             written: it is changed meanwhile.
         """
-        yield from pieces
+        yield from shards
 
-    def held(self) -> list[Piece]:
-        """Return the pieces that this rank holds, and so has to read."""
+    def held(self) -> list[Shard]:
+        """Return the shards that this rank holds, and so has to read."""
         ranges = [(name, *self._range(parameter)) for name, parameter in self.parameters.items()]
-        return [self.piece(name, start, stop) for name, start, stop in ranges if start < stop]
+        return [self.shard(name, start, stop) for name, start, stop in ranges if start < stop]
 
     def _range(self, parameter: Any) -> tuple[int, int]:
         """The elements [start, stop) of a parameter, or of this replica's share of it, that this rank holds."""
@@ -165,29 +165,29 @@ class OptimizerState:
     def _held_in(self, parameter: Any) -> tuple[torch.Tensor, int]:
         return parameter, 0
 
-    def own(self) -> list[Piece]:
-        """Return the pieces that this rank writes: of all ranks together, every element once. What tensor parallelism
+    def own(self) -> list[Shard]:
+        """Return the shards that this rank writes: of all ranks together, every element once. What tensor parallelism
         does not cut is the same on all ranks that share a layer, and the first writes it; so is a tied weight on a
         pipeline's ends."""
         is_first = self.engine.layout.tensor_rank == 0
         return [
-            piece
-            for piece in self.held()
-            if (is_first or piece.cut is not None)
-            and not getattr(self.parameters[piece.name], "ds_pipe_replicated", False)
+            shard
+            for shard in self.held()
+            if (is_first or shard.cut is not None)
+            and not getattr(self.parameters[shard.name], "ds_pipe_replicated", False)
         ]
 
-    def piece(self, name: str, start: int, stop: int) -> Piece:
+    def shard(self, name: str, start: int, stop: int) -> Shard:
         """A range of what this rank's replica has of a parameter."""
         parameter = self.parameters[name]
-        return Piece(name, tuple(true_shape(parameter)), start, stop, getattr(parameter, "cut", None))
+        return Shard(name, tuple(true_shape(parameter)), start, stop, getattr(parameter, "cut", None))
 
-    def get(self, kind: str, piece: Piece) -> torch.Tensor:
-        """The values of a piece: flat, fp32, a view of what the optimizer holds where that can be."""
+    def get(self, kind: str, shard: Shard) -> torch.Tensor:
+        """The values of a shard: flat, fp32, a view of what the optimizer holds where that can be."""
         raise NotImplementedError
 
-    def set(self, kind: str, piece: Piece, values: torch.Tensor) -> None:
-        self.get(kind, piece).copy_(values)
+    def set(self, kind: str, shard: Shard, values: torch.Tensor) -> None:
+        self.get(kind, shard).copy_(values)
 
     @torch.no_grad()
     def load(self, read: Read, steps: int, read_whole: ReadWhole | None = None) -> None:
@@ -198,9 +198,9 @@ class OptimizerState:
             read_whole: of an optimizer that keeps other tensors than AdamW.
         """
         self.initialize_moments()
-        for piece in self._in_memory(self.held(), written=True):
-            for kind in self.kinds_of(piece.name):
-                self.set(kind, piece, read(kind, piece))
+        for shard in self._in_memory(self.held(), written=True):
+            for kind in self.kinds_of(shard.name):
+                self.set(kind, shard, read(kind, shard))
         self._load_whole(read_whole)
         self._set_steps(steps)
         self._weights_follow()
@@ -286,21 +286,21 @@ class ReplicatedState(OptimizerState):
     def _range(self, parameter: Any) -> tuple[int, int]:
         return 0, parameter.numel()
 
-    def own(self) -> list[Piece]:
+    def own(self) -> list[Shard]:
         rank, world = self.engine.layout.rank, self.engine.layout.world_size
-        cuts = [(piece, piece.stop * rank // world, piece.stop * (rank + 1) // world) for piece in self.held()]
-        return [Piece(piece.name, piece.shape, start, stop) for piece, start, stop in cuts if start < stop]
+        cuts = [(shard, shard.stop * rank // world, shard.stop * (rank + 1) // world) for shard in self.held()]
+        return [Shard(shard.name, shard.shape, start, stop) for shard, start, stop in cuts if start < stop]
 
-    def get(self, kind: str, piece: Piece) -> torch.Tensor:
-        parameter = self.parameters[piece.name]
+    def get(self, kind: str, shard: Shard) -> torch.Tensor:
+        parameter = self.parameters[shard.name]
         whole = parameter.data if kind == "weight" else self.optimizer.state[parameter][kind]
-        return whole.view(-1)[piece.start : piece.stop]
+        return whole.view(-1)[shard.start : shard.stop]
 
 
 class RowState(OptimizerState):
     """FSDP2: each rank holds some rows of each parameter; of several replicas the first one writes."""
 
-    def own(self) -> list[Piece]:
+    def own(self) -> list[Shard]:
         return super().own() if self.engine.layout.rank < self.engine.layout.shard_size else []
 
     def _range(self, parameter: Any) -> tuple[int, int]:
@@ -308,8 +308,8 @@ class RowState(OptimizerState):
         first, last = rows_of(len(parameter), layout.shard_rank, layout.shard_size)
         return first * inner, last * inner
 
-    def get(self, kind: str, piece: Piece) -> torch.Tensor:
-        parameter = self.parameters[piece.name]
+    def get(self, kind: str, shard: Shard) -> torch.Tensor:
+        parameter = self.parameters[shard.name]
         held = parameter if kind == "weight" else self.optimizer.state[parameter][kind]
         return held.detach().to_local().view(-1)
 
@@ -329,9 +329,9 @@ class FlatState(OptimizerState):
         fragment = fragment_of(parameter)
         return flat, 0 if fragment is None else fragment.offset
 
-    def get(self, kind: str, piece: Piece) -> torch.Tensor:
-        fragment = fragment_of(self.parameters[piece.name])
-        assert fragment is not None, "a piece that this rank holds"
+    def get(self, kind: str, shard: Shard) -> torch.Tensor:
+        fragment = fragment_of(self.parameters[shard.name])
+        assert fragment is not None, "a shard that this rank holds"
         flat = self.optimizer.param_groups[fragment.group]["params"][0]
         held = flat if kind == "weight" else self.optimizer.state[flat][kind]
         return held.detach()[fragment.offset : fragment.offset + fragment.numel]
@@ -353,27 +353,27 @@ class ShardedState(OptimizerState):
         number, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
         return zero.fp32_partitioned_groups_flat[number], offset
 
-    def get(self, kind: str, piece: Piece) -> torch.Tensor:
+    def get(self, kind: str, shard: Shard) -> torch.Tensor:
         from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
-        parameter = self.parameters[piece.name]
+        parameter = self.parameters[shard.name]
         local = (
             safe_get_local_fp32_param(parameter)
             if kind == "weight"
             else safe_get_local_optimizer_state(parameter, kind)
         )
-        return local[: piece.stop - piece.start]
+        return local[: shard.stop - shard.start]
 
-    def set(self, kind: str, piece: Piece, values: torch.Tensor) -> None:
+    def set(self, kind: str, shard: Shard, values: torch.Tensor) -> None:
         from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
-        parameter = self.parameters[piece.name]
-        shard = torch.zeros(parameter.ds_tensor.numel())
-        shard[: len(values)] = values
+        parameter = self.parameters[shard.name]
+        padded = torch.zeros(parameter.ds_tensor.numel())
+        padded[: len(values)] = values
         if kind == "weight":
-            safe_set_local_fp32_param(parameter, shard)
+            safe_set_local_fp32_param(parameter, padded)
         else:
-            safe_set_local_optimizer_state(parameter, shard, kind)
+            safe_set_local_optimizer_state(parameter, padded, kind)
 
     def _optimized(self) -> list[torch.Tensor]:
         return list(self.engine.engine.optimizer.fp32_partitioned_groups_flat)
@@ -385,8 +385,8 @@ class ShardedState(OptimizerState):
     def _weights_follow(self) -> None:
         optimizer = self.engine.engine.optimizer
         self.engine.engine.empty_partition_cache()
-        for piece in self._in_memory(self.held()):
-            self.parameters[piece.name].ds_tensor[: piece.stop - piece.start].copy_(self.get("weight", piece))
+        for shard in self._in_memory(self.held()):
+            self.parameters[shard.name].ds_tensor[: shard.stop - shard.start].copy_(self.get("weight", shard))
         optimizer.invalidate_secondary_tensor()  # ZeRO++: copies within a machine, of the weights that were there
         if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
