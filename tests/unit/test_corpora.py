@@ -96,10 +96,10 @@ FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     [
         ([None], "949,50,1", 40, 16, ()),
         ([None], "1", 700, 16, ("eod_mask_loss",)),  # more than one pass
-        ([None], "80,20,0", 2500, 7, FLAGS),
+        ([None], "80,20,0", 600, 7, FLAGS),
         ([1.0], "969,30,1", 300, 16, ()),  # a weight makes a blend of one
         ([0.3, 0.7], "90,10", 400, 16, ("reset_position_ids",)),
-        ([3, 1, 2], "80,10,10", 2000, 9, ("eod_mask_loss",)),
+        ([3, 1, 2], "80,10,10", 1000, 9, ("eod_mask_loss",)),
         ([None, None, None], "90/10/0", 200, 16, ()),
     ],
 )
