@@ -13,8 +13,10 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
+from transformers.models.auto import modeling_auto
 
 from zerofit.model.export import export_model
 from zerofit.model.loss import install_loss
@@ -142,6 +144,39 @@ def test_weights_of_every_kind_are_drawn_as_the_models_code_draws_them(family, a
     assert own.keys() == expected.keys()
     assert all(torch.equal(weight, expected[name]) for name, weight in own.items())
     assert len(made) == 1 + draws, "whole where something was not recorded, and there alone"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("auto_class", "families", "most"),
+    [
+        (AutoModelForCausalLM, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, 120),
+        (AutoModelForSequenceClassification, modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, 90),
+        (AutoModelForSeq2SeqLM, modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, 20),
+    ],
+)
+def test_weights_of_every_architecture_are_drawn_as_its_code_draws_them(auto_class, families, most):
+    """All that can be made small by the usual names of sizes."""
+    tried = 0
+    for family in families:
+        try:
+            config = AutoConfig.for_model(family, **{**small_sizes(family), "vocab_size": 97})
+            with torch.device("meta"):
+                size = sum(parameter.numel() for parameter in auto_class.from_config(config).parameters())
+            assert size < 3e7
+            torch.manual_seed(3)
+            expected = dict(auto_class.from_config(config).named_parameters())
+        except Exception:
+            continue
+
+        def make(config=config):
+            torch.manual_seed(3)
+            return auto_class.from_config(config)
+
+        for name, weight in draw_share(make, lambda model: None).named_parameters():
+            assert torch.equal(weight, expected[name]), (family, name)
+        tried += 1
+    assert tried > most
 
 
 @pytest.mark.parametrize(("family", "bytes_at_once"), [("gpt_neox", 20_000), ("llama", 1), ("gpt2", 10**9)])
