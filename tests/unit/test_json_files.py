@@ -158,3 +158,34 @@ def test_other_encodings_are_refused_whatever_a_record_holds(tmp_path, cache, va
     (tmp_path / name).write_bytes(text.encode("euc_jp"))
     for options in ({}, {"skip_bad_records": True}):
         assert f"{tmp_path / name} is not UTF-8" in refusal(read, cache, tmp_path / name, **options)
+
+
+VALUES = [["007", 7], ["2024-01-01", "2024-01-02"], ["a", 3, "b"], [1, 2]]
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("form", [("\r", None), ("\r\n", None), ("", None), (" ", None), ("\n", 1), ("", 1)])
+def test_records_that_are_not_one_a_line(tmp_path, cache, form, values):
+    between, indent = form
+    texts = [json.dumps({"text": "\u2028", "label": value}, indent=indent) for value in values]
+    (tmp_path / "a.json").write_text(between.join(texts))
+    as_texts = [value if values == [1, 2] else str(value) for value in values]
+    assert read(cache, tmp_path / "a.json")["label"][:] == as_texts
+
+
+@pytest.mark.parametrize("values", [[None, "a"], ["a", None], [1, None], [["a"], None], [None, 0.5]])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_missing_values_as_python_writes_those_of_pandas(tmp_path, cache, name, values):
+    rows = [json.dumps({"text": float("nan"), "label": float("nan") if value is None else value}) for value in values]
+    rows.append('{"text": "b"}')
+    (tmp_path / name).write_text("\n".join(rows) if name.endswith("l") else f"[{', '.join(rows)}]")
+    found = read(cache, tmp_path / name).to_pandas()
+    assert found["text"][2] == "b"
+    assert found["text"].isna().tolist() == [True, True, False]
+    assert found["label"].isna().tolist() == [*(value is None for value in values), True]
+
+
+def test_where_a_list_of_records_is_no_json(tmp_path, cache):
+    (tmp_path / "a.json").write_text('[{"text": "a"},\n {"text": "b"},\n]')
+    assert "not valid JSON: " in (said := refusal(read, cache, tmp_path / "a.json"))
+    assert "line 3" in said

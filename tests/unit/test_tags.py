@@ -81,12 +81,14 @@ SEQEVAL = {  # of seqeval 1.2.2, get_entities
     "I-A B-A I-B I-B": [("A", 0, 0), ("A", 1, 1), ("B", 2, 3)],
     "S-A B-A I-A E-A E-A O": [("A", 0, 0), ("A", 1, 3), ("A", 4, 4)],
     "B-A-B I-A-B O": [("A-B", 0, 1)],
+    "U-A U-A B-A I-A L-A L-B O": [("A", 0, 0), ("A", 1, 1), ("A", 2, 4), ("B", 5, 5)],  # BILOU, as spaCy writes it
 }
 
 
 def test_entities_are_those_of_seqeval():
     for tags, expected in SEQEVAL.items():
         assert entities(tags.split()) == expected
+        assert Labels(tuple(tags.split()), of_words=True).entities
     figures = compute("entities", [["B-A", "I-A", "O", "B-B"]], [["B-A", "O", "O", "B-B"]])
     assert figures == {"f1": 0.5, "precision": 0.5, "recall": 0.5, "accuracy": 0.75}
 
@@ -135,6 +137,14 @@ def test_columns_of_conll_files(tmp_path):
     assert list(map(json.loads, sentences("a\n\nb\n", tmp_path))) == [{"tokens": ["a"]}, {"tokens": ["b"]}]
     read = list(map(json.loads, sentences("New York\tB-LOC\r\n\u2028\tO\n\t\n.\tO", tmp_path)))
     assert read == [{"tokens": ["New York", "\u2028"], "tags": ["B-LOC", "O"]}, {"tokens": ["."], "tags": ["O"]}]
+
+
+@pytest.mark.parametrize("ends", ["\n", "\r\n", "\r"])
+def test_comments_and_line_ends_of_conll_files(tmp_path, ends):
+    comments = "# id 52\tdomain=en\n# sent_id = 1\n# newdoc\n# global.columns = A B\n#text=a # b\n"
+    text = f"{comments}a _ _ O\n# _ _ B-X\n\n{comments}# _ _ O\n# = _ B-X\n".replace("\n", ends)
+    rows = list(map(json.loads, sentences(text, tmp_path)))
+    assert rows == [{"tokens": ["a", "#"], "tags": ["O", "B-X"]}, {"tokens": ["#", "#"], "tags": ["O", "B-X"]}]
 
 
 @pytest.mark.parametrize(

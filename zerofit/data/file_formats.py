@@ -4,9 +4,9 @@ Files in another encoding or with a byte-order mark, packed files other than .gz
 with Excel's first line `sep=;`, and JSON objects with the records under a key are converted for the readers: to UTF-8,
 to .csv, to JSON lines, to the records alone. The converted file is cached."""
 
-import contextlib
 import csv
 import json
+import re
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -31,6 +31,7 @@ HALF_PAIR = (
     r"a text has half of a surrogate pair (as \ud83d alone), which is no character. Correct it, or skip such records "
     "with --skip_bad_records"
 )
+COMMENT = re.compile(r"#\s*(id\s|(newdoc|newpar)\b|[\w.:]+\s*=)")  # of CoNLL-U, MultiCoNER; "# O" is a word
 DOCUMENT = "-DOCSTART-"  # the first word of a line between documents of a .conll file
 BLANKS = " \t\r"  # no others: a tweet has U+00A0 and U+2028 as words
 CSV = {"encoding": "utf-8-sig", "keep_default_na": False}  # "None" and "NA" are words, and Excel writes a BOM
@@ -79,10 +80,12 @@ def unreadable(files: list[Path], kind: str, error: Exception) -> UserError:
                 if b"\\u" in text and has_half_pair(record):
                     return UserError(f"{path}, line {number}: {HALF_PAIR}")
         elif kind == "json":
-            with contextlib.suppress(ValueError):
-                halves = (number for number, record in enumerate(parse_json(data), 1) if has_half_pair(record))
-                if place := next(halves, None):
-                    return UserError(f"{path}, record {place}: {HALF_PAIR}")
+            try:
+                records = parse_json(data)
+            except json.JSONDecodeError as wrong:
+                return UserError(f"{path}: not valid JSON: {wrong}")
+            if place := next((number for number, record in enumerate(records, 1) if has_half_pair(record)), None):
+                return UserError(f"{path}, record {place}: {HALF_PAIR}")
     cause = error.__cause__ or error
     return UserError(f"{files[0]} cannot be read as {kind}: {' '.join(str(cause).split())[:400]}")
 
@@ -193,14 +196,16 @@ def sentences(text: str, path: Path) -> Iterator[bytes]:
     is only one.
 
     As in CoNLL-2003 there is a word a line, and an empty line between sentences. A tab separates columns where a line
-    has one, else blanks do.
+    has one, else blanks do. Comments before a sentence, such as `# sent_id = 1`, are left out.
 
     Raises:
         UserError: a word or a tag is empty; a line has another number of columns than the first one; there is no
             sentence.
     """
     num_columns, words, tags = 0, list[str](), list[str]()
-    for number, line in enumerate([*text.split("\n"), ""], 1):
+    for number, line in enumerate([*text.replace("\r\n", "\n").replace("\r", "\n").split("\n"), ""], 1):
+        if not words and COMMENT.match(line):
+            continue
         plain = [field for field in line.strip(BLANKS).split(" ") if field]
         columns = [field.strip(BLANKS) for field in line.split("\t")] if "\t" in line else plain
         if not any(columns) or columns[0] == DOCUMENT:

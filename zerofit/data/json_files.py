@@ -23,6 +23,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import atomic_file, open_bytes
 from zerofit.recipe.parsing import has_half_pair, parse_json
 
+NOT_BLANK = re.compile(r"\S")
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 HEAD = 4096  # bytes in which the first character of a file is
 FEW = 5  # records and columns: with fewer it is not clear which are which
@@ -155,7 +156,8 @@ def _written(records: Iterable[Any], paths: list[Path], folder: Path, what: str 
 
 
 def as_records(path: Path, folder: Path) -> Path:
-    """A file of records: the file itself, or JSON lines of the cache, made from a table as pandas' to_json writes it.
+    """A file of records: the file itself, or JSON lines of the cache, made from a table as pandas' to_json writes it,
+    or from records that are not one a line.
 
     Raises:
         UserError: the table has no names of columns.
@@ -172,16 +174,25 @@ def as_records(path: Path, folder: Path) -> Path:
         file.seek(0)
         lines = (line for line in file if line.strip())
         first, second = next(lines, b""), next(lines, b"")
-        if not start.startswith(b"{") or (second and first.strip() != b"{"):
+        if not start.startswith(b"{") or (second and _is_json(first)):
             return path
         file.seek(0)
         try:
             records = _records_of_table(parse_json(file.read()))
-        except ValueError:  # the library says what is wrong with it
-            return path
-    if records is None:
+        except ValueError:  # several records, which are not one a line
+            records = _json_records([path])
+    try:
+        return path if records is None else _written(records, [path], folder)
+    except (ValueError, RecursionError):  # the library says what is wrong with it
         return path
-    return _written(records, [path], folder)
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        parse_json(line.decode("utf-8-sig"))
+    except ValueError:
+        return False
+    return True
 
 
 def check_utf8(path: Path) -> None:
@@ -275,8 +286,12 @@ def _with_texts(kind: pa.DataType) -> pa.DataType:
 
 
 def _as_text(value: Any, kind: pa.DataType) -> Any:
-    """A value of this type. Raises TypeError: it is an object or a list where a text is expected."""
-    if value is None:
+    """A value of this type; NaN, as Python writes pandas' missing values, is none.
+
+    Raises:
+        TypeError: it is an object or a list where a text is expected.
+    """
+    if value is None or value != value:
         return None
     if pa.types.is_struct(kind):
         return {
@@ -291,12 +306,25 @@ def _as_text(value: Any, kind: pa.DataType) -> Any:
 
 
 def _json_records(paths: list[Path]) -> Iterator[dict[str, Any]]:
-    """The records of JSON files: a list of them, or one a line."""
+    """The records of JSON files: a list of them, or one a line; or over several lines, or several in one."""
     for path in paths:
         with open_bytes(path) as file:
             start = file.read(HEAD).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
             file.seek(0)
             if start == b"[":
                 yield from json.loads(file.read())
-            else:
-                yield from (json.loads(line.decode("utf-8-sig")) for line in file if line.strip())
+                continue
+            for line in filter(bytes.strip, file):
+                try:
+                    record = json.loads(line.decode("utf-8-sig"))
+                except json.JSONDecodeError:  # not one record a line: the file's end
+                    yield from _one_after_another((line + file.read()).decode("utf-8-sig"))
+                else:
+                    yield record
+
+
+def _one_after_another(text: str) -> Iterator[dict[str, Any]]:
+    decoder, place = json.JSONDecoder(), 0
+    while found := NOT_BLANK.search(text, place):
+        record, place = decoder.raw_decode(text, found.start())
+        yield record

@@ -66,8 +66,8 @@ class Labels:
 
     @property
     def entities(self) -> bool:
-        """Whether the tags mark entities of several words: B-PER, I-PER, O (IOB1, IOB2 and IOBES)."""
-        return self.of_words and all(name == "O" or re.fullmatch("[BIES]-.+", name) for name in self.names or ())
+        """Whether the tags mark entities of several words: B-PER, I-PER, O (IOB1, IOB2, IOBES and BILOU)."""
+        return self.of_words and all(name == "O" or re.fullmatch("[BIESLU]-.+", name) for name in self.names or ())
 
     @property
     def describe(self) -> str:

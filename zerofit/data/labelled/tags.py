@@ -69,7 +69,7 @@ def _items(table: Dataset, name: str) -> str | None:
 
 def located(rows: list[list[str]]) -> set[tuple[int, str, int, int]]:
     """(sentence, kind, first word, last word) of each named entity in the tags of these sentences:
-    B-PER, I-PER, O (IOB1, IOB2 and IOBES)."""
+    B-PER, I-PER, O (IOB1, IOB2, IOBES and BILOU)."""
     return {(row, *entity) for row, tags in enumerate(rows) for entity in entities(tags)}
 
 
@@ -80,6 +80,7 @@ def entities(tags: list[str]) -> list[tuple[str, int, int]]:
     before, kind_before = "O", ""
     for place, tag in enumerate(tags):
         mark, _, kind = tag.partition("-")
+        mark = {"L": "E", "U": "S"}.get(mark, mark)  # of BILOU
         if mark != "O":
             begins = mark in "BS" or before in "OES" or kind != kind_before
             found.append((kind, place if begins else found.pop()[1], place))
