@@ -178,7 +178,7 @@ def as_records(path: Path, folder: Path) -> Path:
             return path
         file.seek(0)
         try:
-            records = _records_of_table(parse_json(file.read()))
+            records: Iterable[Any] | None = _records_of_table(parse_json(file.read()))
         except ValueError:  # several records, which are not one a line
             records = _json_records([path])
     try:
