@@ -9,6 +9,7 @@ from helpers import check_refusal, refusal, write_records
 
 from zerofit.data.chat.instructions import Form, find_form
 from zerofit.data.records import BadRecord
+from zerofit.data.text import text_column
 from zerofit.recipe import ClmRecipe
 
 QUESTION, ANSWER = {"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Ho."}
@@ -211,10 +212,41 @@ def test_a_held_out_file_of_another_form(tmp_path, prepare):
     assert "Be brief.\n\n### Instruction:\nHi?\n\n### Response:\nHo." in text_of(data, data.validation)
 
 
-def test_turns_as_the_text_of_a_json_list():
-    table = Dataset.from_list([{"messages": json.dumps(TURNS)}])
-    form = find_form(ClmRecipe(), table)
+@pytest.mark.parametrize("written", [json.dumps, repr, partial(json.dumps, indent=1)])
+def test_turns_as_the_text_of_a_list(written):
+    record = {"id": "1", "messages": written(TURNS)}
+    form = form_of(record)
     assert form == Form("messages", "messages")
-    assert form.read(table[0]) == TURNS
-    with pytest.raises(BadRecord, match="JSON list that is not valid"):
-        form.read({"messages": "[{"})
+    assert form.read(record) == TURNS
+    asked = {"prompt": written([SYSTEM, QUESTION]), "completion": written([ANSWER])}
+    assert form_of(asked) == Form("prompt", "prompt", "completion"), "which is not plain"
+    assert form_of(asked).read(asked) == [SYSTEM, *TURNS]
+    of_numpy = {"messages": f"[{QUESTION}\n {ANSWER}]"}
+    for cut in ({"messages": "[{"}, of_numpy):
+        with pytest.raises(BadRecord, match="list that is not valid"):
+            form.read(cut)
+    assert form_of(of_numpy) == form, "it is no plain text"
+
+
+def test_answers_that_are_numbers():
+    table = Dataset.from_list([{"question": "1+1", "answer": 2}, {"question": "1/2", "answer": 0.5}])
+    form = find_form(ClmRecipe(), table)
+    assert [form.read(record)[-1]["content"] for record in table] == ["2", "0.5"]
+
+
+@pytest.mark.parametrize("record", [
+    {"title": "t", "paragraphs": [{"context": "a long text"}]},
+    {"id": "17", "data": ["a question", "an answer"]},
+    {"id": "a", "body": {"messages": TURNS}},
+])  # fmt: skip
+def test_a_small_text_beside_lists_is_not_the_text(record):
+    message = refusal(text_column, Dataset.from_list([record] * 3), None)
+    assert f"the only column of text is {next(iter(record))}" in message
+    assert text_column(Dataset.from_list([{**record, "content": "x"}]), "content") == "content"
+
+
+def test_a_text_beside_small_lists():
+    assert (
+        text_column(Dataset.from_list([{"content": "a long text", "tags": ["a"], "meta": {"n": 1}}]), None)
+        == "content"
+    )

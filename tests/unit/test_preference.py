@@ -149,6 +149,8 @@ FORMS = {
     "turns": {"prompt": [user("x")], "chosen": [answer("good")], "rejected": [answer("bad")]},
     "ShareGPT": {"conversations": [{"from": "human", "value": "x"}], "chosen": {"from": "gpt", "value": "good"},
                  "rejected": {"from": "gpt", "value": "bad"}},
+    "texts of lists": {"prompt": "x", "chosen": repr([user("x"), answer("good")]),
+                       "rejected": json.dumps([user("x"), answer("bad")])},
     "spoken": {"chosen": "\n\nHuman: x\n\nAssistant: good", "rejected": "\n\nHuman: x\n\nAssistant: bad"},
 }  # fmt: skip
 
@@ -170,6 +172,9 @@ def test_pairs_as_people_have_them(name):
     assert said(rejected) == [("user", "x"), ("assistant", "bad")]
     with_system = [said(each) for each in read(FORMS[name], system_prompt="s")]
     assert with_system == [[("system", "s"), *said(each)] for each in (chosen, rejected)]
+    if {"prompt", "question", "instruction", "conversations"} & {*FORMS[name]}:
+        of_record = [said(each) for each in read({**FORMS[name], "system": "s"}, system_prompt="t")]
+        assert of_record == with_system
 
 
 def test_earlier_answers_are_part_of_the_prompt():

@@ -25,6 +25,7 @@ from zerofit.data.tables import (
     fingerprint,
     first_records,
     hold_out,
+    holds_lists,
     identity,
     keyed,
     text_columns,
@@ -35,6 +36,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import open_bytes
 from zerofit.recipe.tasks import ClmRecipe
 
+FIRST_RECORDS = 100  # that show which column holds most
 FEW_DOCUMENTS = 20  # with fewer, the held-out part is cut from the texts, not from the list of documents
 GROUP = 4 << 20  # characters
 BYTES_PER_CHARACTER = 175  # while a text is tokenised: 7.05 GiB for one of 40 MB
@@ -98,7 +100,11 @@ def _contains(path: Path, mark: str) -> bool:
 
 
 def text_column(dataset: Dataset, name: str | None) -> str:
-    """The column of text. Raises UserError if there is none, or several are possible."""
+    """The column of text.
+
+    Raises:
+        UserError: there is none, several are possible, or lists or objects beside the only one hold more than it.
+    """
     check_column(dataset, "text_column", name, "text")
     if name or "text" in text_columns(dataset):
         return name or "text"
@@ -106,6 +112,13 @@ def text_column(dataset: Dataset, name: str | None) -> str:
     if len(texts) != 1:
         raise UserError(f"no column is called text; {columns_present(dataset)}. Name the one with --text_column")
     check_name(texts[0], "text_column")
+    first = dataset[:FIRST_RECORDS]
+    others = [each for each, kind in dataset.features.items() if holds_lists(kind) or isinstance(kind, dict)]
+    if larger := [each for each in others if len(str(first[each])) > len(str(first[texts[0]]))]:
+        raise UserError(
+            f"the only column of text is {texts[0]}, and {larger[0]} holds more, in no form of chats or pairs that is "
+            f"known; {columns_present(dataset)}. Name the text with --text_column"
+        )
     return texts[0]
 
 

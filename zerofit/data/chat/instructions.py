@@ -6,7 +6,9 @@ such as tool_calls, reasoning_content or name, for the template. The message of 
 itself excludes from training (weight, train, mask, ...) has `masked: True`.
 """
 
-import json
+import ast
+import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +17,7 @@ from typing import Any
 from datasets import Dataset
 
 from zerofit.data.records import BadRecord
-from zerofit.data.tables import holds_lists, match_columns, text_columns
+from zerofit.data.tables import holds_lists, match_columns, text_columns, text_of
 from zerofit.data.turns import (
     ASSISTANT,
     DIALOGUES,
@@ -36,6 +38,7 @@ from zerofit.data.turns import (
     without_nothing,
 )
 from zerofit.model.chat import TEMPLATE_ARGUMENTS, Conversation, Message, check_arguments, tool_definitions
+from zerofit.recipe.parsing import parse_json
 from zerofit.recipe.tasks import ClmRecipe
 
 QUESTIONS = {"instruction": ("instruction",), "prompt": ("prompt", "question", "query")}
@@ -50,6 +53,7 @@ ROLES = {
 }
 ROLE_OF_NAME = {name: role for role, names in ROLES.items() for name in names}
 KINDS = {"messages": "a conversation", "instruction": "an instruction", "prompt": "a prompt and its answer"}
+TURNS = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")  # of a text, what only a list has
 FIRST_RECORDS = 100  # that are looked at for turns with roles
 
 
@@ -153,16 +157,18 @@ class Form:
 
 
 def _worded(value: Any) -> Any:
-    return str(value) if isinstance(value, (int, float)) else value  # an answer of digits is read as a number
+    return text_of(value) if isinstance(value, (int, float)) else value  # an answer of digits is read as a number
 
 
 def _unpacked(value: Any, what: str = "its turns are", begins: str = "[") -> Any:
-    """Turns that are stored as the text of a JSON list, as in tables without lists."""
+    """Turns that are stored as the text of a list, in JSON or in Python, as in tables without lists."""
     if isinstance(value, str) and value.lstrip()[:1] in tuple(begins):
         try:
-            return json.loads(value)
+            return parse_json(value)
         except ValueError:
-            raise BadRecord(f"{what} the text of a JSON list that is not valid") from None
+            with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                return ast.literal_eval(value.strip())  # pandas' to_csv writes lists so
+            raise BadRecord(f"{what} the text of a list that is not valid JSON") from None
     return value
 
 
@@ -197,7 +203,9 @@ def given_in(record: dict[str, Any], columns: tuple[str, ...]) -> dict[str, Any]
 
 
 def turns_in(value: Any, role: str, column: str) -> list[Message]:
-    """The turns of a column: a list of them, or the one text of a `role`."""
+    """The turns of a column: a list of them, its text, or the one text of a `role`."""
+    if isinstance(value, str) and TURNS.match(value):
+        value = _unpacked(value, f"the {column} is")
     if not isinstance(value, (list, dict)):
         return [{"role": role, "content": _text(value, f"the {column}")}]
     messages = []
@@ -314,15 +322,24 @@ def _form_of(kind: str, recipe: ClmRecipe, table: Dataset, answered: bool) -> Fo
     if question is None:
         return None
     if kind == "prompt":
-        plain = not any(holds_lists(table.features[name]) for name in (question, answer) if name)
+        plain = not any(holds_turns(table, name) for name in (question, answer) if name)
         return form(question, answer, plain=plain)
     history = "history" if "history" in names and holds_lists(table.features["history"]) else None
     return form(question, answer, match_columns(INPUTS, names), history=history)
 
 
+def holds_turns(table: Dataset, name: str) -> bool:
+    """Whether a column holds turns, and not one text: as a list, an object, or the text of a list."""
+    kind = table.features[name]
+    texts = table[name][:FIRST_RECORDS] if name in text_columns(table) else []
+    return holds_lists(kind) or isinstance(kind, dict) or any(text and TURNS.match(text) for text in texts)
+
+
 def _has_roles(conversations: list[Any]) -> bool:
     """Whether turns have a known role."""
     try:
+        if any(isinstance(items, str) and TURNS.match(items) for items in conversations):
+            return True
         lists = [items for items in map(_unpacked, conversations) if isinstance(items, (list, dict))]
         return any(role in ROLE_OF_NAME for items in lists for role in roles_of(items))
     except BadRecord:

@@ -5,6 +5,7 @@ Records as people have them: `prompt` (or `question`, `instruction` with `input`
 or texts with "Human:" and "Assistant:" in front of each turn.
 """
 
+import contextlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,9 +14,17 @@ from typing import Any
 
 from datasets import Dataset
 
-from zerofit.data.chat.instructions import Form, check_order, first_form, given_columns, given_in, turns_in
+from zerofit.data.chat.instructions import (
+    Form,
+    check_order,
+    first_form,
+    given_columns,
+    given_in,
+    holds_turns,
+    turns_in,
+)
 from zerofit.data.records import BadRecord
-from zerofit.data.tables import columns_present, holds_lists
+from zerofit.data.tables import columns_present
 from zerofit.data.turns import MASKED, TRAINED, placeholders_of, refuse_placeholders
 from zerofit.model.chat import Conversation, Message
 from zerofit.recipe.errors import UserError
@@ -89,9 +98,7 @@ class PreferenceForm:
         spoken = [] if self.prompt or not isinstance(value, str) else _spoken(value)
         turns = spoken or turns_in(value, "assistant", column)
         if turns and turns[0]["role"] != "assistant":  # a whole conversation
-            begins = []
-            if self.system_prompt and turns[0]["role"] != "system":
-                begins = [{"role": "system", "content": self.system_prompt}]
+            begins = [] if turns[0]["role"] == "system" else self._system(record)
         elif self.prompt is None:
             raise BadRecord(f"its {column} is an answer without a prompt (a column prompt, question or instruction)")
         else:
@@ -99,6 +106,13 @@ class PreferenceForm:
         conversation = [{name: turn[name] for name in turn if name != "trained"} for turn in (*begins, *turns)]
         check_order(conversation)
         return conversation
+
+    def _system(self, record: dict[str, Any]) -> list[Message]:
+        """The system's turn of a record whose answers are whole conversations without one."""
+        if self.prompt is not None:
+            with contextlib.suppress(BadRecord):  # the rest of its prompt is not needed
+                return [turn for turn in self.prompt.read(record)[:1] if turn["role"] == "system"]
+        return [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
 
 
 def _spoken(text: str) -> list[Message]:
@@ -121,8 +135,5 @@ def find_preferences(recipe: ClmRecipe, table: Dataset) -> PreferenceForm:
     prompt = first_form(recipe, table, answered=False)
     if prompt is not None:
         prompt = replace(prompt, answered=False)
-    lists = any(
-        holds_lists(table.features[name]) or isinstance(table.features[name], dict) for name in (CHOSEN, REJECTED)
-    )
-    plain = not lists and prompt is not None and prompt.plain
+    plain = not any(holds_turns(table, name) for name in (CHOSEN, REJECTED)) and prompt is not None and prompt.plain
     return PreferenceForm(prompt, recipe.system_prompt, plain, given_columns(table), placeholders_of(table))
