@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import check_refusal, refusal, tiny_model
+from safetensors.torch import load_file, save_file
 from sentencepiece import SentencePieceProcessor
 from tokenizers import ByteLevelBPETokenizer
 from transformers import (
@@ -289,6 +290,49 @@ def test_weights_that_are_no_numbers_are_named_as_they_are_loaded(tmp_path, dtyp
     assert "transformer.wte.weight (5 of 3,104 values), transformer.h.1.ln_1.bias (1 of 32 values)" in said
     said = refusal(read_model, AutoModelForCausalLM, "model", str(tmp_path), model.config, precision=None)
     assert "2 of its 28 weights hold NaN" in said
+
+
+# ------------------------------------------------------------------------------------ names that other programs stored
+
+
+def stored_as(folder, rename, family: str = "llama"):
+    """(a model, the strategy and the recipe that read it); its weights are stored in `folder` under other names."""
+    model = tiny_model(family)
+    model.save_pretrained(folder)
+    named = load_file(folder / "model.safetensors")
+    save_file({rename(name): tensor for name, tensor in named.items()}, folder / "model.safetensors", {"format": "pt"})
+    launch = SimpleNamespace(world_size=1, rank=0)
+    strategy = Strategy(launch, batches=None, precision="fp32", deepspeed=None, source="")
+    return model, strategy, ClmRecipe(model_name_or_path=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("family", "rename"),
+    [
+        ("llama", "module.{}".format),  # DDP's
+        ("gpt_neox", "_orig_mod.module.{}".format),  # torch.compile's, around that
+        ("gpt2", lambda name: name.replace("h.1.", "h.1._orig_mod.")),  # of one block
+        ("llama", lambda name: "_fsdp_wrapped_module." + name.replace("mlp.", "_checkpoint_wrapped_module.mlp.")),
+    ],
+)
+def test_weights_of_a_wrapped_model_are_those_of_the_model(tmp_path, family, rename):
+    model, strategy, recipe = stored_as(tmp_path / "wrapped", rename, family)
+    built = build_model(AutoModelForCausalLM, model.config, recipe, strategy, 1)
+    assert built.initialized_weights == []
+    read, missing = read_model(AutoModelForCausalLM, "model", str(tmp_path / "wrapped"), model.config, precision=None)
+    assert missing == []
+    model.save_pretrained(tmp_path / "plain")
+    for number, each in enumerate((built, read)):
+        each.save_pretrained(tmp_path / str(number))
+        stored, plain = (load_file(tmp_path / name / "model.safetensors") for name in (str(number), "plain"))
+        assert stored.keys() == plain.keys()
+        assert all(torch.equal(stored[name], plain[name]) for name in plain)
+
+
+def test_files_without_a_weight_of_the_model_are_refused(tmp_path):
+    model, strategy, recipe = stored_as(tmp_path, "state_dict.{}".format)
+    said = refusal(build_model, AutoModelForCausalLM, model.config, recipe, strategy, 0)
+    assert "none of the weights of a LlamaForCausalLM, such as model.embed_tokens.weight" in said
 
 
 def test_a_folder_of_vocabulary_files_does_not_hide_an_architecture(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from zerofit.model.configuration import STORED_ROWS, from_hub_or_folder, missing
 from zerofit.model.export import drop_invalid_settings, read_generation_settings
 from zerofit.model.lora import quantisation
 from zerofit.model.parameters import check_finite, true_shape
+from zerofit.model.pretrained_io import WRAPPERS, of_wrappers
 from zerofit.model.stages import keep_stage
 from zerofit.model.tensor_parallel.cut import keep_rows
 from zerofit.model.tensor_parallel.layers import split_model
@@ -96,7 +97,7 @@ def _build(
     try:
         torch.manual_seed(seed)
         if name:
-            common |= _ignoring(ignored_weights, strategy) if ignored_weights else {}
+            common |= _ignoring(ignored_weights, strategy) if ignored_weights else {"key_mapping": WRAPPERS}
             if strategy.device_of_weights is not None:  # not a context: computation stays on the CPU
                 common.setdefault("device_map", {"": strategy.device_of_weights})
             settings, dropped = read_generation_settings(name)
@@ -110,7 +111,8 @@ def _build(
                     _resize_embeddings(model, config.vocab_size, drawn_dtype)
             # What was renamed or converted at load is undone at save. Under ZeRO-3 transformers notes every rule that
             # it knows, and would give the weights names that this model has never had (LayerNorm.gamma).
-            keep_conversions(model, lambda rule: rule.was_used())
+            keep_conversions(model, lambda rule: rule.was_used() and not of_wrappers(rule))
+            _check_names(model, info["missing_keys"], name)
             if model.can_generate():
                 model.dropped_settings = {**dropped, **drop_invalid_settings(model.generation_config)}
             # With ignore_mismatched_sizes transformers ignores every weight that does not fit.
@@ -173,8 +175,18 @@ def _ignoring(names: Sequence[str], strategy: "Strategy") -> dict[str, Any]:
     """The arguments of from_pretrained with which it ignores some weights. Under ZeRO-3 ignore_mismatched_sizes has no
     effect on transformers; there, and only there, it ignores a weight that gets a name unknown to the model."""
     if strategy.shards_parameters:
-        return {"key_mapping": {f"^{re.escape(name)}$": f"ignored.{name}" for name in names}}
-    return {"ignore_mismatched_sizes": True}
+        return {"key_mapping": WRAPPERS | {f"^{re.escape(name)}$": f"ignored.{name}" for name in names}}
+    return {"key_mapping": WRAPPERS, "ignore_mismatched_sizes": True}
+
+
+def _check_names(model: torch.nn.Module, missing: Iterable[str], name: str) -> None:
+    """Raises UserError if not one weight of the model was loaded: it would train from random ones."""
+    if not {each for each, _ in model.named_parameters()} - set(missing):
+        first, kind = next(model.named_parameters())[0], type(model).__name__
+        raise UserError(
+            f"model_name_or_path = {name!r}: its files have none of the weights of a {kind}, such as {first}. Store "
+            "them under these names, as save_pretrained does; to train from scratch name it with --config_name"
+        )
 
 
 def head_weights(auto_class: Any, config: "PretrainedConfig", num_labels: int) -> list[str]:

@@ -17,7 +17,16 @@ from zerofit.recipe.files import temporary_path
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+WRAPPERS = {  # a key_mapping: what torch.compile, FSDP and DDP put into the names of weights is no part of them
+    **{rf"\b{name}\.": "" for name in ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")},
+    r"^module\.": "",
+}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def of_wrappers(step: Any) -> bool:
+    """Return whether a step of loading takes away the name of a wrapper, which saving must not undo."""
+    return not WRAPPERS.keys().isdisjoint(step.source_patterns)
 
 
 def read_config(
@@ -58,6 +67,7 @@ def read_model(
     """
     from safetensors import SafetensorError
 
+    from zerofit.compat.transformers import keep_conversions
     from zerofit.model.compilation import fuse_gelu  # imports torch
     from zerofit.model.parameters import check_finite
 
@@ -74,6 +84,7 @@ def read_model(
             config=config,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
+            key_mapping=WRAPPERS,
             **common,
         )
     except SafetensorError as error:
@@ -82,6 +93,7 @@ def read_model(
         if not quantised:
             raise
         raise UserError(f"{option} = {name!r} is quantised, and needs more: {first_line(error)}") from None
+    keep_conversions(model, lambda step: not of_wrappers(step))
     check_finite(model, f"{option} = {name!r}")
     mismatched = [entry[0] for entry in info["mismatched_keys"]]
     return fuse_gelu(model).eval(), sorted({*info["missing_keys"], *mismatched})
