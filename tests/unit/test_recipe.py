@@ -88,7 +88,7 @@ OFF = {bool: ["false"], int: ["0"], float: ["0"]}
 @pytest.mark.parametrize("file", sorted((ROOT / "recipes").rglob("*.yaml")), ids=lambda file: file.stem)
 def test_no_flag_is_refused_for_what_only_the_file_says(file, monkeypatch):
     cls = RECIPES[file.parent.name]
-    entries = parsing._read_yaml(str(file), {}, [])  # once: it takes as long as all the rest
+    entries = parsing._read_yaml(str(file), {}, [], {})  # once: it takes as long as all the rest
     monkeypatch.setattr(parsing, "_read_yaml", lambda *_: entries)
     kinds, tried = kinds_of(cls), 0
     for field in dataclasses.fields(cls):
@@ -166,10 +166,25 @@ def test_what_is_refused(flags, words):
         ("block_size: [1, 2]\n", ["block_size", "a list", "an integer"]),
         ("seed: 1\nseed: 2\n", ["line 2", "set twice"]),
         ("a: [1\n", ["not valid YAML"]),
+        ("seed: 010\n", ["seed is 10.0", "an integer"]),  # 8 in YAML 1.1
+        ("seed: 1:30\n", ["'1:30', a text", "an integer"]),  # 90 in YAML 1.1
+        ("report_name: no\n", ["report_name is false", "put it in quotes"]),
+        ("push_to_hub: false\n", ["push_to_hub is false", "Leave the line out"]),
     ],
 )
 def test_what_is_refused_in_a_file(tmp_path, text, words):
     check_refusal(words, parse, *recipe_file(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    "text", ["0123", "1e3", "1.10", "2024-01-01", "2024-99-99", "1_000", "0x1f", "1:30", "+1", ".5"]
+)
+def test_a_text_is_what_is_written(tmp_path, text):
+    lines = f"report_name: {text}\nsave_strategy: no\nlora_target_modules: [{text}]\nlora: true\n"
+    recipe = parse(*recipe_file(tmp_path, lines))
+    assert recipe.report_name == text
+    assert recipe.lora_target_modules == [text]
+    assert recipe.save_strategy == "no"
 
 
 def test_all_problems_come_together(tmp_path):

@@ -74,7 +74,10 @@ def read_recipe(
     config = flags.pop("config", None)
     if config is not None:
         config = recipe_file(config)
-        for name, (value, line) in _read_yaml(config, aliases, problems).items():
+        texts = {
+            each.name: each.metadata["choices"] for each in dataclasses.fields(cls) if kinds[each.name].base is str
+        }
+        for name, (value, line) in _read_yaml(config, aliases, problems, texts).items():
             source = f"{config}, line {line}"
             if value is None and (name in kinds or name in hints):
                 continue  # null: not stated, as in the recipe.yaml of a run, which has all options that there were
@@ -194,23 +197,35 @@ def _take_flag(name: str, texts: list[str], kind: Kind, values: dict[str, Any], 
 
 
 class _RecipeLoader(BoundedLoader):
-    """YAML 1.2 numbers: PyYAML's own rule reads 5e-4, which has no dot, as a string."""
+    """YAML 1.2 numbers: PyYAML's own rules read 5e-4, which has no dot, as a string, 010 as 8 and 1:30 as 90."""
 
 
+INTEGER, NUMBER = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+TIME, FLAG, TEXT = "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:bool", "tag:yaml.org,2002:str"
 _RecipeLoader.yaml_implicit_resolvers = {
-    first: [pair for pair in resolvers if pair[0] != "tag:yaml.org,2002:float"]
+    first: [pair for pair in resolvers if pair[0] not in (INTEGER, NUMBER)]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _RecipeLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
+    INTEGER, re.compile(r"^[-+]?(0|[1-9][\d_]*)$|^0x[\da-fA-F]+$"), list("-+0123456789")
+)
+_RecipeLoader.add_implicit_resolver(
+    NUMBER,
     re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"),
     list("-+0123456789."),
 )
 # An integer matches the float rule too; the rule added last is asked last, so integers stay integers.
 
 
-def _read_yaml(path: str, aliases: dict[str, str], problems: list[str]) -> dict[str, tuple[Any, int]]:
-    """The file's top-level mapping as {name: (value, line number)}."""
+def _read_yaml(
+    path: str, aliases: dict[str, str], problems: list[str], choices: dict[str, tuple[str, ...]]
+) -> dict[str, tuple[Any, int]]:
+    """The file's top-level mapping as {name: (value, line number)}.
+
+    Args:
+        choices: {option that is a text: the values that it allows, if it allows few}. For these a number or a date is
+            the text as it is written, and so is the choice `no`.
+    """
     entries: dict[str, tuple[Any, int]] = {}
     try:
         loader = _RecipeLoader(read_text(Path(path)))
@@ -223,6 +238,11 @@ def _read_yaml(path: str, aliases: dict[str, str], problems: list[str]) -> dict[
             name = aliases.get(written, written)
             if name in entries:
                 problems.append(f"{path}, line {line}: {written} is set twice, keep one of the two")
+            for item in value.value if name in choices and isinstance(value, yaml.SequenceNode) else [value]:
+                if name in choices and (
+                    item.tag in (INTEGER, NUMBER, TIME) or (item.tag == FLAG and item.value in choices[name])
+                ):
+                    item.tag = TEXT
             entries[name] = (loader.construct_object(value, deep=True), line)
     except (OSError, UnicodeDecodeError) as error:
         close = nearest_recipe(path) if isinstance(error, FileNotFoundError) else None
@@ -302,6 +322,8 @@ def _with_flags(cls: type[R], of_file: dict[str, tuple[Any, str]], flags: dict[s
 
 
 def _unquote_hint(value: Any, kind: Kind) -> str:
+    if isinstance(value, bool) and kind.base is str:
+        return '. Leave the line out; or, for a text such as no or on, put it in quotes: "no"'
     if not isinstance(value, str):
         return ""
     try:
