@@ -432,7 +432,9 @@ def test_strategies_agree(run, case, layout):
     )
     assert sum(map(bool, expected)) >= 2
     for line, other in zip(held, expected):
-        assert line == pytest.approx(other, rel=RTOL, abs=1e-6)  # a margin is 0 before training
+        assert line == pytest.approx(
+            other, rel=RTOL, abs=5e-6
+        )  # a margin: sums of log-probabilities that nearly cancel
 
 
 @pytest.mark.parametrize(("case", "layout"), table("mixed labels", layouts=LAYOUTS))
