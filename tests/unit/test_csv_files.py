@@ -102,6 +102,29 @@ def test_lines_that_are_read_in_another_way_than_meant_are_counted(tmp_path, cac
     assert list(notes) == ([f"note      {path}: {said}"] if said else [])
 
 
+@pytest.mark.parametrize(("lines", "rows", "noted"), [
+    ('text, label\n"a, b", "x"\n"c ""d""", y\n', [("a, b", "x"), ('c "d"', "y")], True),
+    ('"text", "label"\n"a", "x, y"\n"b", "z"\n', [("a", "x, y"), ("b", "z")], True),
+    ('text, label\na, x\nb, y\n', [("a", " x"), ("b", " y")], False),
+    ('text,label\n"he said, ""a""",x\n" ""b""",y\n', [('he said, "a"', "x"), (' "b"', "y")], False),
+    ('text,label\na, "b" and c\n', [("a", ' "b" and c')], False),
+])  # fmt: skip
+def test_blanks_before_quotes_are_no_part_of_a_text(tmp_path, cache, lines, rows, noted):
+    (tmp_path / "a.csv").write_text(lines)
+    data = read_data(ClsRecipe(train_file=[str(tmp_path / "a.csv")], cache_dir=cache))
+    assert [tuple(record.values()) for record in data.parts["train"]] == rows
+    assert any("blanks before a field" in note for note in data.notes) == noted
+
+
+@pytest.mark.parametrize(
+    ("header", "again"), [("text,label,label", ["label"]), ("a,a,b,b", ["a", "b"]), (",text,", [])]
+)
+def test_columns_of_one_name_are_told(tmp_path, cache, header, again):
+    (tmp_path / "a.csv").write_text(f"{header}\n{header.replace('l', 'x').replace('t', 'y')}\n")
+    notes = read_data(ClsRecipe(train_file=[str(tmp_path / "a.csv")], cache_dir=cache)).notes
+    assert [note.split("of the columns ")[1].split()[0] for note in notes if "the first is read" in note] == again
+
+
 def test_a_file_of_a_header_alone(tmp_path, cache):
     assert "(本文, 評価) and no record" in refusal(read, write(tmp_path / "a.csv", rows=[]), cache)
 

@@ -103,6 +103,8 @@ def test_blanks_around_labels_are_removed_and_said():
     assert labels.names == ("neg", "pos")
     assert "' pos', 'pos '" in labels.notes[0]
     assert not found(["pos", "neg"]).notes
+    assert "the label -1 is a class" in found([0, 1, 2, -1]).notes[0]  # SNLI's, as to_json writes it
+    assert not found([-1, 1]).notes
 
 
 @pytest.mark.parametrize("values", [["0,5", "1,25", "2"], ["-0,5", ",5"], ["1,5e3", "2"]])

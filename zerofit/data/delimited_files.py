@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, Features, Value
 
 from zerofit.data.tables import select
-from zerofit.recipe.columns import ending_of, find_delimiter, head_of
+from zerofit.recipe.columns import ending_of, find_delimiter, first_rows, head_of
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import open_bytes
 
@@ -45,6 +45,7 @@ def check_fields(path: Path, kwargs: dict[str, Any]) -> tuple[list[str], bool]:
             io.TextIOWrapper(file, encoding=kwargs["encoding"], newline=""),
             delimiter=kwargs.get("sep", ","),
             quoting=kwargs.get("quoting", csv.QUOTE_MINIMAL),
+            skipinitialspace=kwargs.get("skipinitialspace", False),
             strict=True,
         )
         for fields in _rows(lines):
@@ -65,12 +66,17 @@ def check_fields(path: Path, kwargs: dict[str, Any]) -> tuple[list[str], bool]:
                 repeated.append(lines.line_num)
     if not count:
         raise UserError(f"{path} has a header ({', '.join(header)}) and no record")
+    again = [name for place, name in enumerate(header) if name in header[:place]]
     found = {
         f"fewer than {len(header)} fields, the others are empty": short,
         'text after a closing quote; inside quotes write ""': broken,
         "the header once more, left out": repeated,
     }
-    return [f"note      {path}: {what} ({_lines(places)})" for what, places in found.items() if places], bool(repeated)
+    notes = [f"note      {path}: {what} ({_lines(places)})" for what, places in found.items() if places]
+    notes += [
+        f"note      {path}: of the columns {name} the first is read" for name in dict.fromkeys(filter(None, again))
+    ]
+    return notes, bool(repeated)
 
 
 def _rows(lines: Any) -> Iterator[list[str] | None]:
@@ -107,13 +113,28 @@ def without_headers(table: Dataset) -> Dataset:
 
 def with_quoting(path: Path, kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """(the arguments of the reader of a .csv or .tsv file, with the quoting of this file; a note about it, if any)."""
-    is_quoted = has_quoted_fields(path, kwargs) if kwargs.get("quoting") == csv.QUOTE_NONE else None
+    if kwargs.get("quoting") != csv.QUOTE_NONE:
+        if not _has_blanks_before_quotes(path, kwargs):
+            return kwargs, ""
+        return {**kwargs, "skipinitialspace": True}, f'note      {path}: blanks before a field are left out: a, "b"'
+    is_quoted = has_quoted_fields(path, kwargs)
     if is_quoted is None:
         return kwargs, ""
     if is_quoted:
         note = f"note      {path}: double quotes enclose fields, as pandas writes them"
         return {**kwargs, "quoting": csv.QUOTE_MINIMAL}, note
     return kwargs, f"note      {path}: double quotes are parts of the texts, they enclose no fields"
+
+
+def _has_blanks_before_quotes(path: Path, kwargs: dict[str, Any]) -> bool:
+    """Whether fields are written as in `a, "b"`, where the quotes enclose the field: no program writes a text so that
+    begins with a blank and a quote, and none goes on behind the quote that ends it."""
+    head = head_of(path, [kwargs["encoding"]]) or ""
+    if not re.search(rf'{re.escape(kwargs.get("sep", ","))} +"(?!")', head):
+        return False
+    rows = first_rows(head, kwargs.get("sep", ","), len(head))
+    begun = [field.strip() for row in rows for field in row if re.match(' +"', field)]
+    return bool(begun) and all(field[1:].endswith('"') or '"' not in field[1:] for field in begun)
 
 
 def has_quoted_fields(path: Path, kwargs: dict[str, Any]) -> bool | None:

@@ -208,10 +208,10 @@ def _load(
 
 
 def _quoting_and_columns(path: Path, kwargs: dict[str, Any], notes: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """(the quoting of a .csv or .tsv file, as an argument of the reader; its columns)."""
+    """(the quoting of a .csv or .tsv file, as arguments of the reader; its columns)."""
     own, note = with_quoting(path, kwargs)
     notes += [note] if note else []
-    return {key: own[key] for key in ("quoting",) if key in own}, list(text_features(path, own))
+    return {key: own[key] for key in ("quoting", "skipinitialspace") if key in own}, list(text_features(path, own))
 
 
 # ----------------------------------------------------------------------------------------------------------------- hub

@@ -162,6 +162,9 @@ def find_labels(
     if blank:
         shown = ", ".join(map(repr, blank[:3])) + ", ..." * (len(blank) > 3)
         return Labels(names, notes=(f"note      labels are read without the blanks at their ends: {shown}",))
+    if names == tuple(map(str, range(MISSING, len(names) + MISSING))):
+        note = "note      the label -1 is a class; if records have it that have no label, as SNLI's, remove these"
+        return Labels(names, notes=(note,))
     return Labels(names)
 
 
