@@ -14,7 +14,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "train": 499,  # 800
     "zerofit": 142,  # cli.py
     "zerofit/recipe": 3_944,  # 2,700
-    "zerofit/model": 6_491,  # 4,700
+    "zerofit/model": 6_497,  # 4,700
     "zerofit/compat": 724,  # 600
     "zerofit/data": 7_861,  # 6,000
     "zerofit/strategy": 5_533,  # 4,800
@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_744,  # 1,300
     "zerofit/tools": 11_787,  # 10,600
     "benchmarks": 1_996,  # 1,800
-    "tests": 28_984,  # 21,500
+    "tests": 29_000,  # 21,500
 }
 
 

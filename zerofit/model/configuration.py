@@ -365,7 +365,8 @@ def _fits(value: Any, like: bool | int | float) -> bool:
 
 def usable_positions(config: "PretrainedConfig") -> int | None:
     """The longest row that the model has positions for; None: only memory limits it."""
-    return family_of(config).usable_positions(config)
+    positions = family_of(config).usable_positions(config)
+    return positions if positions and positions > 0 else None  # an XLNet's are -1
 
 
 def has_head(config: Any, head: str) -> bool:

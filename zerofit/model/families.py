@@ -178,7 +178,12 @@ BERT = Family(model_types=("bert", "electra"), lora_targets=("query", "key", "va
 ROBERTA = replace(  # Liu et al. 2019
     BERT, model_types=("roberta", "xlm-roberta", "camembert"), usable_positions=positions_after_padding
 )
-LONGFORMER = replace(ROBERTA, model_types=("longformer", "mpnet"), lora_targets=(ALL_LINEAR,))
+POSITIONS_OF_ROBERTA = replace(
+    ROBERTA,
+    model_types=("longformer", "mpnet", "data2vec-text", "ibert", "lilt", "luke", "markuplm", "roberta-prelayernorm",
+                 "xlm-roberta-xl", "xmod"),
+    lora_targets=(ALL_LINEAR,),
+)  # fmt: skip
 DEBERTA = Family(  # He et al. 2021
     model_types=("deberta",),
     lora_targets=("in_proj",),  # query, key and value in one layer
@@ -221,7 +226,7 @@ T5 = replace(  # Raffel et al. 2020: trained in bf16; the larger sizes exceed fp
 )
 
 FAMILIES = (GPT2, FUSED_BY_HEADS, GPT_NEOX, LLAMA_LIKE, QWEN3, MISTRAL, LLAMA, OLMO2, EXPERTS, BERT, ROBERTA,
-            LONGFORMER, DEBERTA, DEBERTA_V2, BART, PEGASUS, BLENDERBOT, OPT, SWITCH, T5)  # fmt: skip
+            POSITIONS_OF_ROBERTA, DEBERTA, DEBERTA_V2, BART, PEGASUS, BLENDERBOT, OPT, SWITCH, T5)  # fmt: skip
 BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 DEFAULT = Family()
 Plan = TypeVar("Plan", TensorPlan, StagePlan)
