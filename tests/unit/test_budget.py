@@ -13,7 +13,7 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 499,  # 800
     "zerofit": 142,  # cli.py
-    "zerofit/recipe": 3_944,  # 2,700
+    "zerofit/recipe": 3_954,  # 2,700
     "zerofit/model": 6_497,  # 4,700
     "zerofit/compat": 724,  # 600
     "zerofit/data": 7_861,  # 6,000
@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_744,  # 1,300
     "zerofit/tools": 11_787,  # 10,600
     "benchmarks": 1_996,  # 1,800
-    "tests": 29_000,  # 21,500
+    "tests": 29_012,  # 21,500
 }
 
 

@@ -34,7 +34,7 @@ ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 
 @pytest.mark.parametrize("bomb", [
     f"{ALIASES}train_file: *i\n", f"train_file: {DEEP}\n", f"train_file: {'{a: ' * 5000}\n",
-    f"max_train_steps: {'9' * 9999}\n", "report_name: 2026-99-99\n", "train_file: &x [*x]\n",
+    f"max_train_steps: {'9' * 9999}\n", "seed: 2026-99-99\n", "train_file: &x [*x]\n",
 ])  # fmt: skip
 def test_yaml(tmp_path, bomb):
     (tmp_path / "recipe.yaml").write_text(bomb)

@@ -151,6 +151,18 @@ def test_a_yaml_that_is_no_strategy_here_is_one_sentence(tmp_path, monkeypatch, 
     assert all(word in said for word in words), said
 
 
+@pytest.mark.parametrize("text", [
+    "distributed_type: NO\ndistributed_type: MULTI_GPU\n",
+    "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n  zero_stage: 2\n",
+    "distributed_type: MULTI_GPU\nnum_processes: 2\n'num_processes': 4\n",
+])  # fmt: skip
+def test_a_key_that_stands_twice_in_a_yaml_is_refused(tmp_path, text):
+    (tmp_path / "mine.yaml").write_text(text)
+    said = refusal(find_strategies, [str(tmp_path / "mine.yaml")])
+    assert "is set twice: keep one" in said
+    assert f"line {text.count(chr(10))}" in said
+
+
 def test_what_accelerates_own_questions_write_is_accepted(tmp_path):
     usual = {"compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "MULTI_GPU",
              "downcast_bf16": "no", "enable_cpu_affinity": False, "gpu_ids": "all", "machine_rank": 0,

@@ -17,7 +17,8 @@ LONGEST_ALIAS = 1000  # characters of a value that is repeated
 
 
 class BoundedLoader(yaml.SafeLoader):
-    """PyYAML's, which would follow aliases of aliases, and nesting until Python's stack is full."""
+    """PyYAML's, which would follow aliases of aliases, and nesting until Python's stack is full. A key that stands
+    twice in a map is refused."""
 
     depth = 0
 
@@ -35,6 +36,15 @@ class BoundedLoader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The map of a node, in which each key may stand once: PyYAML would take the last."""
+        names = [str(key.value) for key, _ in node.value]
+        if again := [key for place, (key, _) in enumerate(node.value) if str(key.value) in names[:place]]:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{again[0].value} is set twice: keep one", again[0].start_mark
+            )
+        return super().construct_mapping(node, deep)
 
 
 def _is_short(node: yaml.Node | None) -> bool:
