@@ -7,11 +7,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from zerofit.model.adapter_folder import BASE_SAMPLE, differs
 from zerofit.model.export import Weights, export_model, write_beside, write_card
 from zerofit.model.exported import review_export
 from zerofit.model.folders import TRAINED_WITH
 from zerofit.model.lora import Adapter
-from zerofit.recipe.errors import first_line
+from zerofit.recipe.errors import UserError, first_line
+from zerofit.recipe.parsing import read_record
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.model_card import model_card
 from zerofit.strategy.engine import Engine
@@ -49,6 +51,16 @@ class ModelExporter:
     def weights(self) -> Weights:
         """The full tensors that are written, on the main process; nothing elsewhere. All ranks read it to its end."""
         return self._engine.weights() if self.writes_all else (self._engine.trained_state() or {}).items()
+
+    def check_base(self, folder: Path) -> None:
+        """Raises UserError if the frozen weights are others than those that a checkpoint's adapter was trained on."""
+        own = self._adapter.base_sample if self._adapter is not None else {}
+        recorded = (read_record(folder / BASE_SAMPLE).get("modules") if own else None) or {}
+        if self._engine.from_main([name for name in own if name in recorded and differs(recorded[name], own[name])]):
+            raise UserError(
+                f"model_name_or_path = {self._recipe.model_name_or_path!r} has other weights than those that the "
+                f"adapter in {folder} was trained on. Bring these back, or train anew in another --output_dir"
+            )
 
     def write(self, weights: Weights, held_out: dict[str, float], folder: Path, in_thread: bool = False) -> list[str]:
         """Write the folder, on the main process: the weights first, since no other file may cost them. Returns what
