@@ -49,8 +49,8 @@ class Flash:
             pieces.append(found[0].transpose(0, 1))
         return torch.cat(pieces)
 
-    def varlen_attn(self, q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
-        assert enable_gqa == (q.shape[1] != k.shape[1])
+    def varlen_attn(self, q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=None):
+        assert enable_gqa == ((q.shape[1] != k.shape[1]) if attention.TAKES_GROUPS else None)
         assert q.shape[-1] % 8 == 0
         assert window_size[1] == 0
         return self.of_documents(q, k, v, cu_q, max_q, scale, window_size[0])

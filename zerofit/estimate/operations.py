@@ -95,15 +95,20 @@ def _shape(kind: str, name: str, factors: tuple[Any, ...]) -> tuple[int, ...]:
 
 def _flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     if packet.__name__ == FLASH:
-        flops = sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
+        flops = sdpa_flop_count(*(_with_heads_of(args[0], tensor) for tensor in args[:3]))
         return flops // 2 if _is_causal(args, kwargs, 4) else flops
     if packet.__name__ == FLASH_BACKWARD:
-        flops = sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))
+        flops = sdpa_backward_flop_count(*(_with_heads_of(args[1], tensor) for tensor in args[:4]))
         return flops // 2 if _is_causal(args, kwargs, 7) else flops
     if packet is aten.addmm:  # its formula takes the `out_dtype` that may follow for the result
         args, kwargs = args[:3], {}
     formula = flop_registry.get(packet)
     return formula(*args, **kwargs, out_val=result) if formula is not None else 0
+
+
+def _with_heads_of(query: torch.Tensor, tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape (B, heads, T, D) with the query's heads: torch 2.11 counts no groups of them."""
+    return (tensor.shape[0], query.shape[1], *tensor.shape[2:])
 
 
 def _is_causal(args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> bool:

@@ -244,7 +244,7 @@ class Tracer:
         linear = LinearOfZero3() if self.settings.keeps_inputs else contextlib.nullcontext()
         chunks = replaced(chunked_loss, "chunk_starts", ledger.some_chunks)
         multiplies = replaced(chunked_loss, "has_half_matmul", lambda device: self.settings.gpu_kernels)
-        adds = replaced(chunked_loss, "adds_half_products", lambda device: True)
+        adds = replaced(chunked_loss, "adds_half_products", lambda device: traces_half_sums())
         norm = contextlib.ExitStack()
         if self.settings.gpu_kernels:
             norm.enter_context(replaced(norms, "rms_norm", fused_norm))
@@ -288,6 +288,18 @@ class Borders:
             layer.register_forward_pre_hook(entered, with_kwargs=True, prepend=True),
             layer.register_forward_hook(left, with_kwargs=True),
         ]
+
+
+@functools.cache
+def traces_half_sums() -> bool:
+    """Return whether torch traces products in half precision that are added to a matrix in fp32: 2.11 does not."""
+    with fake_tensors():
+        total, half = torch.ones(8, 8), torch.ones(8, 8, dtype=torch.bfloat16)
+        try:
+            torch.addmm(total, half, half, out_dtype=torch.float32, out=total)
+        except TypeError:
+            return False
+    return True
 
 
 def _make_fake(model: torch.nn.Module) -> None:
