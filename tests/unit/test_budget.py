@@ -17,7 +17,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/model": 6_497,  # 4,700
     "zerofit/compat": 724,  # 600
     "zerofit/data": 7_861,  # 6,000
-    "zerofit/strategy": 5_533,  # 4,800
+    "zerofit/strategy": 5_535,  # 4,800
     "zerofit/estimate": 4_989,  # 4,700
     "zerofit/record": 1_681,  # 4,300 with health and checkpoint
     "zerofit/health": 1_515,
@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_744,  # 1,300
     "zerofit/tools": 11_787,  # 10,600
     "benchmarks": 1_996,  # 1,800
-    "tests": 29_047,  # 21,500
+    "tests": 29_061,  # 21,500
 }
 
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import yaml
-from helpers import refusal
+from helpers import ROOT, refusal
 from test_run_folder import checkpoint
 
 from zerofit.checkpoint.resume import EarlierRuns, check_data, differences_from, fingerprint
@@ -14,6 +14,8 @@ from zerofit.recipe.errors import NothingToDo
 from zerofit.record.run_folder import RunFolder, identity
 from zerofit.record.written_files import NAMES
 from zerofit.strategy.batches import resolve_batches
+from zerofit.strategy.deepspeed_config import resolve_config
+from zerofit.strategy.layout import ParallelLayout
 
 
 def recipe(*flags: str) -> ClmRecipe:
@@ -89,6 +91,18 @@ def test_a_number_of_processes_that_cannot_share_the_batch(total, growth, replic
     for number in map(int, said.rpartition("can: ")[2].split(", ")):
         again = options.draft()
         assert resolve_batches(again, number // replica_size, total_stays=True).global_batch == total
+
+
+@pytest.mark.parametrize(("processes", "total", "expected"), [(8, 8, (1, 1)), (4, 24, (3, 2)), (2, 24, (4, 3))])
+def test_it_follows_under_deepspeed_too(processes, total, expected):
+    """Also where a flag states the micro-batch of 4 that the run began with, and the JSON leaves it open."""
+    options = recipe("--global_batch_size", str(total))
+    config = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
+    layout = ParallelLayout(world_size=processes)
+    resolved, _ = resolve_config(config, "zero3.json", options, layout, total_stays=True)
+    assert resolved["train_batch_size"] == total
+    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    assert tuple(resolved[key] for key in keys) == expected
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ class OptionResolver(Problems):
     def __init__(self, config: dict[str, Any], source: str, recipe: TrainingRecipe) -> None:
         super().__init__()
         self.config, self.source, self.recipe = config, source, recipe
+        self.left_open = set[str]()  # keys that were "auto", and have the recipe's value
 
     def resolve(self, option: str, key: str, default: Any = None) -> None:
         """The recipe owns `key` as `option`: agree with it, or adopt the stated value if the option is unset."""
@@ -46,6 +47,7 @@ class OptionResolver(Problems):
         if stated == "auto" or self.recipe.is_flag(option):
             value = getattr(self.recipe, option)
             node[name] = default if value is None else value
+            self.left_open |= {key} if stated == "auto" else set()
 
     def resolve_value(self, option: str, key: str, stated: Any) -> None:
         if isinstance(stated, bool) or not isinstance(stated, (int, float)):
@@ -71,7 +73,7 @@ class OptionResolver(Problems):
         """Set `key` where it is absent or "auto"; anything else than `value` is a contradiction, unless the value
         follows from a flag."""
         node, name = _node(self.config, key)
-        stated = node.get(name, "auto")
+        stated = "auto" if key in self.left_open else node.get(name, "auto")
         flag = next(filter(self.recipe.is_flag, follows_from), None)
         if stated not in ("auto", value) and flag:
             self.leave_out(key, stated, flag)
