@@ -22,11 +22,11 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/record": 1_681,  # 4,300 with health and checkpoint
     "zerofit/health": 1_515,
     "zerofit/checkpoint": 1_945,
-    "zerofit/training": 3_580,  # 2,000
+    "zerofit/training": 3_596,  # 2,000
     "zerofit/launch": 1_744,  # 1,300
     "zerofit/tools": 11_787,  # 10,600
     "benchmarks": 1_996,  # 1,800
-    "tests": 29_061,  # 21,500
+    "tests": 29_078,  # 21,500
 }
 
 

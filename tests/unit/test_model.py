@@ -37,6 +37,7 @@ from zerofit.model.tokenizer import TokenizerOptions, check_vocabulary, load_tok
 from zerofit.recipe import ClmRecipe
 from zerofit.strategy.strategy import Strategy
 from zerofit.training.configuration import check_layerdrop, check_model
+from zerofit.training.prepare import lacking_weights
 
 PUBLISHED = {  # parameters, from the papers or the hub's model pages
     "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
@@ -304,6 +305,22 @@ def stored_as(folder, rename, family: str = "llama"):
     launch = SimpleNamespace(world_size=1, rank=0)
     strategy = Strategy(launch, batches=None, precision="fp32", deepspeed=None, source="")
     return model, strategy, ClmRecipe(model_name_or_path=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("family", "part"), [("llama", "layers.1.mlp"), ("gpt2", "h.0.ln_1"), ("gpt_neox", "embed_in")]
+)
+def test_weights_that_a_checkpoint_lacks_are_told(tmp_path, family, part):
+    """But for those of a head that is to be trained."""
+    model, strategy, recipe = stored_as(tmp_path / "damaged", str, family)
+    file = tmp_path / "damaged" / "model.safetensors"
+    save_file({name: each for name, each in load_file(file).items() if part not in name}, file, {"format": "pt"})
+    built = build_model(AutoModelForCausalLM, model.config, recipe, strategy, 1)
+    (note,) = lacking_weights(built, (), "damaged")
+    assert "model_name_or_path = 'damaged' lacks" in note
+    assert part in note
+    built.initialized_weights = ["score.weight", "bert.pooler.dense.bias", "a.b"]
+    assert lacking_weights(built, ["a.b"], "damaged") == []
 
 
 @pytest.mark.parametrize(

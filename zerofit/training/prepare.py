@@ -30,6 +30,7 @@ from zerofit.model.norms import fuse_norms
 from zerofit.model.recomputation import enable_recomputation, offload_inputs
 from zerofit.model.residual import round_embeddings
 from zerofit.recipe.files import appears, is_there
+from zerofit.recipe.parsing import counted
 from zerofit.strategy import processes
 from zerofit.strategy.builds import lock_files
 from zerofit.strategy.devices import pins_memory
@@ -45,7 +46,9 @@ if TYPE_CHECKING:
 COMPILING = 4.0  # times watchdog_minutes: the first of each phase of an update
 LONG = 12.0  # times watchdog_minutes: reading, placing or writing a whole model
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
-HEAD = re.compile(r"(^|\.)(classifier|score|pooler|pre_classifier|classification_head|sequence_summary|qa_outputs)\b")
+HEAD = re.compile(
+    r"(^|\.)(classifier|score|pooler|pre_classifier|classification_head|sequence_summary|logits_proj|qa_outputs)\b"
+)
 
 
 def build_model(auto_class: Any, config: PretrainedConfig, run: "Run", ignored_weights: Sequence[str] = ()) -> Any:
@@ -76,10 +79,23 @@ def build_model(auto_class: Any, config: PretrainedConfig, run: "Run", ignored_w
         ignored_weights=ignored_weights,
         num_parameters=run.facts.parameters,
     )
+    if run.stored is None:
+        run.notes += lacking_weights(model, ignored_weights, recipe.model_name_or_path)
     fuse_norms(model)
     if not recipe.residual_in_fp32:
         round_embeddings(model)
     return model
+
+
+def lacking_weights(model: Any, ignored: Sequence[str], name: str | None) -> list[str]:
+    """A note on weights that a checkpoint should have and has not, and which are random: all that are missing but for
+    those of a head that is to be trained, and those that are ignored."""
+    missing = [each for each in getattr(model, "initialized_weights", ()) if each not in ignored]
+    missing = [each for each in missing if not HEAD.search(each)]
+    if not missing:
+        return []
+    named = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+    return [f"model_name_or_path = {name!r} lacks {counted(len(missing), 'weight')}, now random: {named}"]
 
 
 def add_lora(model: Any, run: "Run") -> None:
