@@ -244,7 +244,8 @@ class Tracer:
         linear = LinearOfZero3() if self.settings.keeps_inputs else contextlib.nullcontext()
         chunks = replaced(chunked_loss, "chunk_starts", ledger.some_chunks)
         multiplies = replaced(chunked_loss, "has_half_matmul", lambda device: self.settings.gpu_kernels)
-        adds = replaced(chunked_loss, "adds_half_products", lambda device: traces_half_sums())
+        can_add = traces_half_sums()  # asked here: its own operations are not the program's
+        adds = replaced(chunked_loss, "adds_half_products", lambda device: can_add)
         norm = contextlib.ExitStack()
         if self.settings.gpu_kernels:
             norm.enter_context(replaced(norms, "rms_norm", fused_norm))
