@@ -43,6 +43,9 @@ class Exporter:
         save_file({name: tensor.contiguous() for name, tensor in weights}, folder / "model.safetensors")
         return []
 
+    def check_base(self, folder: Path) -> None:
+        """There is no adapter."""
+
 
 class SavingEngine(Alone):
     """Each step is one update of the real optimizer; `before` is called with its number."""
