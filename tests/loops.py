@@ -23,7 +23,7 @@ def bare_run(recipe, engine, length, **parts: Any) -> Run:
         schedule=lambda update: 0.1,
         state=RunState(),
         stop=Stop(),
-        length_warmup=None,
+        warmup=None,
         counters=[],
         best=BestMetricTracker("loss"),
         recorder=MagicMock(),

@@ -432,9 +432,8 @@ def test_strategies_agree(run, case, layout):
     )
     assert sum(map(bool, expected)) >= 2
     for line, other in zip(held, expected):
-        assert line == pytest.approx(
-            other, rel=RTOL, abs=5e-6
-        )  # a margin: sums of log-probabilities that nearly cancel
+        # A margin is a difference of sums of log-probabilities, which nearly cancel.
+        assert line == pytest.approx(other, rel=RTOL, abs=5e-6)
 
 
 @pytest.mark.parametrize(("case", "layout"), table("mixed labels", layouts=LAYOUTS))

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from folders import hub_folder, tools_in_this_process
-from helpers import BIN, ROOT, completed, environment, launch, metrics, tiny_deberta, updates, write_records
+from helpers import BIN, ROOT, completed, environment, launch, metrics, tiny_deberta, tiny_t5, updates, write_records
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from transformers import (
     AutoConfig,
@@ -338,3 +339,18 @@ def test_the_published_dialogue_command(material, tmp_path, capfd):
         assert zerofit(["generate", "--model", str(output), "--prompt", asked]) == 0
     assert capfd.readouterr().out.splitlines()[-1].strip() == rows[0]["prediction"]
     assert list(output.rglob("*.wandb"))
+
+
+def test_a_t5_trains_in_bf16_in_place_of_fp16_and_the_record_says_so(material, cache, tmp_path):
+    tiny_t5(tmp_path / "t5", material / "tokenizers" / "blenderbot")
+    pairs = write_records(
+        tmp_path / "pairs.jsonl", [{"source": f"say {number}", "target": f"it is {number}"} for number in range(8)]
+    )
+    done = completed(
+        tmp_path / "run", "--model_name_or_path", tmp_path / "t5", "--train_file", pairs, "--precision", "fp16",
+        "--max_train_steps", "1", "--save_strategy", "no", "--predict_with_generate", "false", "--cache_dir", cache,
+        strategy="single", processes=1, task="seq2seq",
+    )  # fmt: skip
+    assert "bf16 in place of fp16" in done.stdout
+    for name in ("recipe.yaml", "strategy.yaml"):
+        assert yaml.safe_load((tmp_path / "run" / name).read_text())["precision"] == "bf16"

@@ -13,20 +13,20 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 499,  # 800
     "zerofit": 142,  # cli.py
-    "zerofit/recipe": 3_954,  # 2,700
-    "zerofit/model": 6_497,  # 4,700
+    "zerofit/recipe": 3_952,  # 2,700
+    "zerofit/model": 6_500,  # 4,700
     "zerofit/compat": 724,  # 600
-    "zerofit/data": 7_861,  # 6,000
+    "zerofit/data": 7_863,  # 6,000
     "zerofit/strategy": 5_535,  # 4,800
     "zerofit/estimate": 4_990,  # 4,700
     "zerofit/record": 1_681,  # 4,300 with health and checkpoint
     "zerofit/health": 1_515,
-    "zerofit/checkpoint": 1_945,
-    "zerofit/training": 3_596,  # 2,000
+    "zerofit/checkpoint": 1_951,
+    "zerofit/training": 3_588,  # 2,000
     "zerofit/launch": 1_744,  # 1,300
     "zerofit/tools": 11_787,  # 10,600
     "benchmarks": 1_996,  # 1,800
-    "tests": 29_081,  # 21,500
+    "tests": 29_095,  # 21,500
 }
 
 

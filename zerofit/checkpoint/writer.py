@@ -112,7 +112,14 @@ class AsyncCheckpointWriter:
         rank, world_size = engine.layout.rank, engine.layout.world_size
         self._save = _Save(self.checkpoints, update, why, rank, world_size, is_best=is_best, began=began)
         dtypes = {name: parameter.dtype for name, parameter in engine.state.whole.items()} if from_state else {}
-        self._save.start(shards, tensors, progress, fill if engine.is_main else None, exported, dtypes=dtypes)
+        self._save.start(
+            shards=shards,
+            tensors=tensors,
+            progress=progress,
+            fill=fill if engine.is_main else None,
+            exported=exported,
+            dtypes=dtypes,
+        )
         if copied:
             self._save.blocked_s = time.perf_counter() - began
         else:
@@ -299,9 +306,8 @@ class _Save:
         self._began, self._seconds, self._bytes = began, 0.0, 0
         self._until = float("inf")  # when the main process no longer waits for the files of others
 
-    def start(self, *work: Any, dtypes: dict[str, torch.dtype]) -> None:
-        more = {"dtypes": dtypes}
-        self._thread = threading.Thread(target=self._work, args=work, kwargs=more, name="checkpoint", daemon=True)
+    def start(self, **work: Any) -> None:
+        self._thread = threading.Thread(target=self._work, kwargs=work, name="checkpoint", daemon=True)
         self._thread.start()
 
     def conclude(self, failure: str | None) -> str | None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zerofit.model.configuration import usable_positions
-from zerofit.recipe.batch_options import Warmup
+from zerofit.recipe.batch_options import Warmup, read_warmup
 from zerofit.recipe.errors import UserError
 
 if TYPE_CHECKING:
@@ -48,7 +48,9 @@ def length_warmup(text: str, source: str | None, block_size: int, is_chat: bool)
     Raises:
         UserError: block_size is not reached in steps of the first length; answers would be cut off.
     """
-    first, updates = map(int, text.split("@"))
+    found = read_warmup(text)
+    assert found is not None  # the recipe's own check has read it
+    first, updates = found
     stated = f"block_size_warmup = {text} ({source})"
     if is_chat:
         raise UserError(f"{stated}: the answers of conversations would be cut off. It is for text")

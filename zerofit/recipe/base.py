@@ -34,9 +34,7 @@ class Findings:
     """What is known of a recipe's options. It is no dataclass: none of this is an option itself."""
 
     unset: frozenset[str] = frozenset()  # options of the recipe's file that a flag has set to null
-    left_out: Sequence[
-        str
-    ] = ()  # a note on each value of the recipe's or strategy's file without effect beside a flag
+    left_out: Sequence[str] = ()  # notes on values of the recipe's or strategy's file without effect beside a flag
     without_effect: Sequence[str] = ()  # the flags that have no effect on a launch without training
     contradictions: Sequence[str] = ()  # a sentence on each setting that is not that of the adapter trained on
     _sources: Mapping[str, str] = MappingProxyType({})  # {option: what has set it}
@@ -90,7 +88,7 @@ class Recipe(Findings):
         self._sources = {**self._sources, name: source}
 
     def decide(self, name: str, value: Any) -> None:
-        """Resolve an option that is "auto"; works on a frozen recipe."""
+        """Resolve an option that is "auto", or that the model cannot have; works on a frozen recipe."""
         self.__dict__[name] = value
 
     def draft(self) -> Self:

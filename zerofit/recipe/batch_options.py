@@ -32,7 +32,7 @@ def read_warmup(text: str) -> tuple[int, int] | None:
     return found and (int(found[1]), int(found[2]))
 
 
-GROWTH = (
+WARMUP = (
     read_warmup,
     "START@UPDATES, the size in the first update and the number of updates in which it grows, e.g. 64@5000",
 )
@@ -77,7 +77,7 @@ class BatchOptions(Recipe, phase="train"):
         None,
         "START@UPDATES, as 64@5000: the first update takes START samples, and updates grow in steps of START to the "
         "global batch, which those after UPDATES have.",
-        form=GROWTH,
+        form=WARMUP,
         needs="!tokens_per_batch",
     )
     num_train_epochs: float = option(

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 
 from zerofit.recipe.base import Clash, Recipe
-from zerofit.recipe.batch_options import GROWTH
+from zerofit.recipe.batch_options import WARMUP
 from zerofit.recipe.data_options import WEIGHTS, problems_of_weights, weighted
 from zerofit.recipe.fields import option
 from zerofit.recipe.inference_options import InferenceOptions
@@ -56,7 +56,7 @@ class TextOptions(Recipe):
         None,
         "START@UPDATES, as 64@2000: samples of text are cut to START tokens in the first update, and grow in steps of "
         "START to block_size, which those after UPDATES have. What is cut off is not read in that epoch.",
-        form=GROWTH,
+        form=WARMUP,
         phase="train",
         needs="!tokens_per_batch !preference_loss",
     )

@@ -10,13 +10,13 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    import torch
-
 from packaging.requirements import Requirement
 
 from zerofit import __version__
 from zerofit.strategy.host_memory import cpu_model
+
+if TYPE_CHECKING:
+    import torch
 
 PACKAGES = (
     "torch",

@@ -47,7 +47,8 @@ class OptionResolver(Problems):
         if stated == "auto" or self.recipe.is_flag(option):
             value = getattr(self.recipe, option)
             node[name] = default if value is None else value
-            self.left_open |= {key} if stated == "auto" else set()
+            if stated == "auto":
+                self.left_open.add(key)
 
     def resolve_value(self, option: str, key: str, stated: Any) -> None:
         if isinstance(stated, bool) or not isinstance(stated, (int, float)):
@@ -132,7 +133,6 @@ def resolve_config(
     resolver.fill("train_micro_batch_size_per_gpu", batches.micro_batch, "per_device_train_batch_size")
     resolver.fill("gradient_accumulation_steps", batches.accumulation, "gradient_accumulation_steps", BATCHES)
     resolver.fill("train_batch_size", batches.global_batch, "micro-batch * accumulation * processes", BATCHES)
-    resolver.fill("gradient_clipping", recipe.max_grad_norm, "max_grad_norm")
     zero = config["zero_optimization"]
     if zero.get("stage") == 3:
         resolver.fill(

@@ -95,7 +95,7 @@ class Run:
         self.compilation: str | None = None  # what torch_compile = auto has taken, and why
         self.model_configuration: Any = None
         self.data: Any = None  # a TaskData, once the loop begins
-        self.length_warmup: Any = None  # sequence-length warm-up; None: all rows at full length
+        self.warmup: Any = None  # sequence-length warm-up; None: all rows at full length
         self.state, self.stop = RunState(), Stop()
         self.best: Any  # a BestMetricTracker; this and what follows are made by open_record
         self.checkpoints: Any
@@ -191,7 +191,7 @@ class Run:
             if warmup := getattr(recipe, "block_size_warmup", None):
                 stated = recipe.source("block_size_warmup")
                 assert isinstance(data, TextData), "an option of causal tasks"
-                self.length_warmup = length_warmup(warmup, stated, data.block_size, data.is_chat)
+                self.warmup = length_warmup(warmup, stated, data.block_size, data.is_chat)
         self.accelerator, notes = start_processes(self)
         self.notes += notes
         if self.measurement:
@@ -346,9 +346,8 @@ class Run:
         self.seconds = time.perf_counter() - self.began
 
     def bounds(self) -> Bounds:
-        """Return the limits of this update's loss and gradient norm (see AnomalyDetector), with this rank's report to
-        the others; for `step`, once for each update. The next update's micro-batches are fetched meanwhile, while the
-        device still computes this one."""
+        """Fetch the next update's micro-batches, while the device still computes this one's gradients, and return the
+        limits of loss and gradient norm (see AnomalyDetector) with this rank's report to the others."""
         if self.measurement:
             return self.measurement.bounds()
         if self._skips:
@@ -498,8 +497,7 @@ class Run:
         return EvaluationTime(seconds, num_samples / seconds)
 
     def _begin(self, evaluate: Callable[[], dict[str, float]] | None) -> UpdateStream:
-        """Evaluate before the first update, if that is asked for, and return the training data from the update on that
-        the state is at: at the start of a launch, and after a rewind."""
+        """Evaluate, if that is asked for before the first update; return the training data from the next one on."""
         state, recipe = self.state, self.recipe
         self.detector.begin(state.anomaly_history)
         self.recorder.begin(state.updates)
@@ -514,13 +512,7 @@ class Run:
         self.memory.reset()
         self._totals = None
         batches = micro_batches(
-            self.data,
-            self.collate,
-            self.engine,
-            self.length,
-            recipe=recipe,
-            updates=state.updates,
-            warmup=self.length_warmup,
+            self.data, self.collate, self.engine, self.length, recipe=recipe, updates=state.updates, warmup=self.warmup
         )
         return UpdateStream(batches, self.length, state.updates)
 

@@ -90,11 +90,14 @@ def draw_share(make: Callable[[], "PreTrainedModel"], keep: Callable[["PreTraine
 
 
 def _skips_meta(model: nn.Module) -> bool:
-    """Whether the code of a model initializes weights in a way that does nothing on the meta device."""
-    modules = {sys.modules[type(each).__module__] for each in model.modules()}
-    return any(
-        SKIPS_META.search(inspect.getsource(each)) for each in modules if each.__package__ != "torch.nn.modules"
-    )
+    """Whether the code of a model initializes weights in a way that does nothing on the meta device, or is not here to
+    be looked at."""
+    names = {type(each).__module__ for each in model.modules()}
+    try:
+        sources = [inspect.getsource(sys.modules[name]) for name in names if not name.startswith("torch.nn.modules.")]
+    except (OSError, KeyError):
+        return True
+    return any(map(SKIPS_META.search, sources))
 
 
 def _with_values(parameter: nn.Parameter, whole: torch.Tensor) -> nn.Parameter:
