@@ -344,7 +344,7 @@ def test_the_published_dialogue_command(material, tmp_path, capfd):
 def test_a_t5_trains_in_bf16_in_place_of_fp16_and_the_record_says_so(material, cache, tmp_path):
     tiny_t5(tmp_path / "t5", material / "tokenizers" / "blenderbot")
     pairs = write_records(
-        tmp_path / "pairs.jsonl", [{"source": f"say {number}", "target": f"it is {number}"} for number in range(8)]
+        tmp_path / "pairs.jsonl", [{"source": f"say {number}", "target": f"it is {number}"} for number in range(16)]
     )
     done = completed(
         tmp_path / "run", "--model_name_or_path", tmp_path / "t5", "--train_file", pairs, "--precision", "fp16",
