@@ -196,12 +196,13 @@ def launched(output: Path, *arguments: str, strategy: str | None = None, process
     """Run train/TASK.py to its end: in forked ranks (ranks.py), or under `accelerate launch`.
 
     Args:
-        launcher: whether it is launched for real; so it is with `variables` of its environment, and where there is
-            a device: the process that ranks are forked from is one of the CPU.
+        launcher: whether it is launched for real; so it is where there is a device: the process that ranks are forked
+            from is one of the CPU.
+        variables: of the ranks' environment.
         machines: as many as the forked ranks believe to be on.
         through: a script that the forked ranks run, with its arguments; it runs the task's.
     """
-    if launcher or variables or torch.accelerator.is_available():
+    if launcher or torch.accelerator.is_available():
         command = launch_command(output, *arguments, strategy=strategy, processes=processes, task=task)
         return subprocess.run(
             command, cwd=cwd, capture_output=True, text=True, timeout=timeout, env=environment(**variables)
@@ -211,7 +212,7 @@ def launched(output: Path, *arguments: str, strategy: str | None = None, process
         words += ["--strategy", strategy]
         (pair,) = find_strategies([strategy]).values()
         processes = processes or yaml.safe_load(pair.read_text())["num_processes"]
-    done = _rank_server().run(words, rank_environments(environment(), processes, machines), cwd, timeout)
+    done = _rank_server().run(words, rank_environments(environment(**variables), processes, machines), cwd, timeout)
     # In any group ranks may wait for one that reads or writes a checkpoint: COLLECTIVE_TIMEOUT.
     assert all(seconds >= 24 * 3600 for seconds in done.group_timeouts), done.group_timeouts
     return done

@@ -140,7 +140,7 @@ CASES = {
     "preferences": Case("dpo", 16, (  # each layout makes its own reference
         "--model_name_or_path", "{llama}", "--train_file", "{pairs}", "--chat_template", "instruction",
         "--block_size", "160", "--max_eval_samples", "17",
-    ), ("zero3",)),
+    ), ("zero2",)),
     "muon": Case("clm", 22, (*PACKED, "--optim", "muon")),
     "adafactor": Case("clm", 22, (*PACKED, "--optim", "adafactor")),
     "smoothed": Case("clm", 22, (*PACKED, "--label_smoothing", "0.1", "--z_loss", "0.01")),

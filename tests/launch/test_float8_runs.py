@@ -14,7 +14,7 @@ RUN = ["--model_type", "llama", "--config_overrides",
        "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=160,"
        "max_position_embeddings=64", "--train_file", ROOT / "docs" / "fine-tune.md", "--document_separator", "line",
        "--train_tokenizer_vocab_size", "301", "--block_size", "64", "--max_eval_samples", "8", "--learning_rate",
-       "3e-3", "--per_device_train_batch_size", "2", "--global_batch_size", "8", "--max_train_steps", "50",
+       "3e-3", "--per_device_train_batch_size", "4", "--global_batch_size", "8", "--max_train_steps", "50",
        "--save_steps", "25", "--precision", "bf16", "--torch_compile", "false", "--sample_tokens", "0"]  # fmt: skip
 
 if not OPTIONAL.is_dir():

@@ -122,7 +122,10 @@ def test_every_launcher_starts_every_script_alike(launcher, task, strategy, opti
     assert (strategies["name"], strategies["num_processes"]) == (strategy, 1 if launcher == "python" else 2)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher",
+    [pytest.param(name, marks=() if name in ("accelerate", "zerofit") else pytest.mark.long) for name in LAUNCHERS],
+)
 def test_an_option_is_refused_alike(launcher, options, tmp_path):
     """Nothing is imported for it. The record has the code 2 also where the launcher ends with another."""
     output = tmp_path / "refused"
