@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_744,  # 1,300
     "zerofit/tools": 11_787,  # 10,600
     "benchmarks": 1_996,  # 1,800
-    "tests": 29_095,  # 21,500
+    "tests": 29_099,  # 21,500
 }
 
 
