@@ -31,14 +31,6 @@ def stop_rank(machine, draw, run) -> str:
 
 
 def kill_launcher(machine, draw, run) -> str:
-    """`accelerate launch` below `zerofit launch`: the ranks are orphans."""
-    parent = run.running[machine.number].pid
-    (agent,) = [process for process in machine.processes() if process.ppid() == parent]
-    agent.kill()
-    return f"machine {machine.number}"
-
-
-def kill_supervisor(machine, draw, run) -> str:
     run.running[machine.number].kill()
     return f"machine {machine.number}"
 
@@ -70,7 +62,7 @@ def signal_run(machine, draw, run) -> str:
     return "SIGTERM"
 
 
-KINDS = (kill_rank, stop_rank, kill_launcher, kill_supervisor, lose_machine, pull_cable, loosen_cable, signal_run)
+KINDS = (kill_rank, stop_rank, kill_launcher, lose_machine, pull_cable, loosen_cable, signal_run)
 CABLES = (pull_cable, loosen_cable)  # a rank that saves or evaluates has more patience: the run may just go on
 STRATEGIES = {"ddp": 0, "zero2": 1, "zero3": 2, "fsdp2": 3, "tp": 4}
 

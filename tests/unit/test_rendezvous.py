@@ -30,7 +30,7 @@ def free_port() -> int:
 @pytest.fixture
 def members(monkeypatch):
     """Runs members of a rendezvous, as threads, each on its own machine: what each has seen at the end."""
-    monkeypatch.setattr(rendezvous, "KNOWN_S", 5.0)
+    monkeypatch.setattr(rendezvous, "KNOWN_S", 1.0)
 
     def run(*acts, count: int | None = None, numbers=None, limit_s: float = 30.0) -> list:
         store = HashStore()
@@ -109,23 +109,12 @@ def test_the_store_of_one_machine_listens_on_the_loopback_interface_only():
 # --------------------------------------------------------------------------------------------------------------- ranks
 
 
-def test_a_lost_peer_is_named_by_its_machine_and_other_code_is_noted():
+def test_machines_are_named_and_other_code_is_noted():
     rank = RankRendezvous(TORCHRUN)
-    lost = "[pair.cc:552] Connection closed by peer [10.0.0.2]:38716"
-    assert rank.named(lost) == lost, "they have not met"
     rank.rendezvous = Rendezvous(HashStore(), "rank", 0, 2, limit_s=1.0)
     rank.rendezvous.machines = {
-        str(number): {
-            "machine": number,
-            "host": f"gpu0{number}",
-            "addresses": ["127.0.0.1", f"10.0.0.{number + 1}"],
-            "code": f"{number}",
-        }
-        for number in range(2)
+        str(number): {"machine": number, "host": f"gpu0{number}", "code": f"{number}"} for number in range(2)
     }
-    assert rank.named(lost) == "[pair.cc:552] Connection closed by peer machine 1 (gpu01)"
-    assert rank.named("remote=[::ffff:10.0.0.1]:29500") == "remote=machine 0 (gpu00)"
-    assert rank.named("[127.0.0.1]:1") == "[127.0.0.1]:1"
     assert rank.machines == ["machine 0 (gpu00)", "machine 1 (gpu01)"]
     assert rank.place_of(rank.here, "cuda") == "machine 1 (gpu01), GPU 0"
     rank._met.set()

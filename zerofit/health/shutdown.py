@@ -5,6 +5,7 @@ every update (`bounds` in zerofit/training/run.py), so all leave after the same 
 """
 
 import contextlib
+import ctypes
 import enum
 import faulthandler
 import os
@@ -28,6 +29,7 @@ from zerofit.recipe.errors import (
     record_code,
 )
 
+PR_SET_PDEATHSIG = 1  # prctl(2)
 LOOK_AROUND_S = 2.0
 ONE_SIGNAL_S = 1.0  # within which a signal may come twice: a scheduler sends it, and the launcher passes it on
 
@@ -53,11 +55,7 @@ class StopReason(enum.IntEnum):
         return self in SIGNALS.values()
 
     def exit_code(self, saved: bool) -> int:
-        """The exit code of a run that stopped for this reason; 0: it came to its end.
-
-        Args:
-            saved: whether there is a checkpoint of its last update.
-        """
+        """The exit code of a run that stopped for this reason; 0: it came to its end."""
         if self is StopReason.NONE:
             return 0
         needs_a_person = not saved or self is StopReason.ANOMALY
@@ -85,6 +83,12 @@ def heard_signals() -> list[int]:
     """Those of SIGNALS that a program is to handle. SIGHUP stays ignored where it is when the program starts: under
     nohup."""
     return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+
+
+def end_with_parent() -> None:
+    """Let this process get SIGTERM when the one that has started it is gone (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def listen(receive: Callable[[int], None]) -> None:
@@ -144,11 +148,7 @@ def _stop_listening() -> None:
 
 
 class StartingRank:
-    """A rank that is signalled before it trains, or that does not train: it leaves at once.
-
-    Args:
-        record: writes an exit code with its reason.
-    """
+    """A rank that is signalled before it trains, or that does not train: it leaves at once."""
 
     def __init__(self, record: Callable[[int, str], None]):
         self._record, self._rank = record, int(os.environ.get("RANK", "0"))
@@ -196,8 +196,6 @@ class ShutdownHandler:
 
     Args:
         max_hours: after this time since `started` the run is to stop; None: never.
-        started: time.time() when the program was started.
-        on_signal: is given the name of the signal that was received.
     """
 
     def __init__(self, max_hours: float | None, started: float, on_signal: Callable[[str], None] = lambda name: None):

@@ -1,9 +1,9 @@
 """Start the processes of a run, let them meet, start them again, and end them with one exit code.
 
-`zerofit launch` (command.py) reads the machines from the scheduler's variables (schedulers.py). Its process is the
-supervisor: it passes signals on. It starts the agent (agent.py), which is `accelerate launch` with torch's elastic
-agent; the agents of several machines meet (machine_group.py), and start their ranks again (restart_rule.py). The ranks
-of several machines meet before they have a process group (ranks.py), also under torchrun and `accelerate launch`.
+`zerofit launch` (command.py) reads the machines from the scheduler's variables (schedulers.py). Its process is
+`accelerate launch` with torch's elastic agent (agent.py) and passes signals on (supervisor.py); ranks get SIGTERM when
+it is gone. The agents of several machines meet (machine_group.py), and start their ranks again (restart_rule.py). The
+ranks of several machines meet before they have a process group (ranks.py), also under other launchers.
 
 Which process writes `exit_code` to environment.json, and when: the supervisor and rank 0 remove the code of the launch
 before, as they start. A rank that fails writes the code of its own failure, unless one is there: the first failure is

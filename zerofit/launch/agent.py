@@ -1,34 +1,25 @@
-"""`accelerate launch`, as `zerofit launch` starts it: torchrun's agent, whose machines meet and say who is missing.
-
-    python -P zerofit/launch/agent.py --config_file accelerate_configs/zero3.yaml ... train/clm.py ...
+"""`accelerate launch` with torchrun's agent, whose machines meet and say who is missing.
 
 torchrun lets machines wait 15 minutes for each other and then prints a traceback; here they meet in machine_group.py.
 On one machine the store listens on the loopback interface only. With `--max_restarts` the processes are started again
 where restart_rule.py allows that.
 
-When a process fails, torchrun's log and traceback are left out, and the exit code is that of the first that has. The
-processes end when the one that has started the agent is gone.
+When a process fails, torchrun's log and traceback are left out, and the exit code is that of the first that has.
 """
 
-import contextlib
-import ctypes
 import json
 import logging
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-if __name__ == "__main__":  # started alone: the package's folder is not on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import psutil
-from accelerate.commands import launch
+from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed import PrefixStore
 from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -38,22 +29,10 @@ from zerofit.launch.machine_group import MachineGroup
 from zerofit.launch.rendezvous import Ended, serve_store
 from zerofit.launch.restart_rule import Restarts, code_of_run, have_saved
 from zerofit.recipe.errors import EXIT_USER_ERROR, OUR_LAUNCHER, UserError, first_line
-from zerofit.record.run_folder import RunFolder
-from zerofit.record.terminal import outlive_the_terminal
-
-RUN = "ZEROFIT_RUN"  # the run's folder, which the supervisor names
-PARENT = os.getppid()
-PR_SET_PDEATHSIG = 1  # prctl(2)
-STOP = signal.SIGUSR2  # no restart from here on
 
 
 class RestartingAgent(AskingAgent):
-    """torch's agent, which is told after each failure whether another restart is left.
-
-    Attributes:
-        restarts: decides.
-        group: of the machines; None: there is one.
-    """
+    """torch's agent, which is told after each failure whether another restart is left."""
 
     restarts = Restarts(None)
     group: MachineGroup | None = None
@@ -71,6 +50,7 @@ class RestartingAgent(AskingAgent):
                 int(given.timeout.total_seconds()),
             )
         spec.master_addr = spec.master_port = None  # those of the rendezvous hold: a restart has a new store
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are the supervisor's
         super().__init__(spec, *args, **kwargs)
 
     def starts_again(self, failures: dict[int, Any], allowed: int) -> bool:
@@ -128,36 +108,27 @@ class MachineRendezvous(StaticTCPRendezvous):
         return 0 if RestartingAgent.group is None else RestartingAgent.group.num_waiting()
 
 
-def main() -> int:
-    """Launch, and return the exit code: of several machines, that of the run."""
-    command, threads = ["accelerate", "launch", *sys.argv[1:]], "OMP_NUM_THREADS" in os.environ
+def launch(words: list[str], restarts: Restarts, recorded: Callable[[], int | None]) -> int:
+    """Run `accelerate launch` in this process. Returns the exit code of this machine's processes, or of several
+    machines that of the run; prints a mistake.
+
+    Args:
+        recorded: the exit code on record, once the processes have ended; None: there is none.
+    """
+    command, threads = ["accelerate", "launch", *words], "OMP_NUM_THREADS" in os.environ
     about = {"command": command, "started": psutil.Process().create_time(), "has_threads": threads}
     os.environ[OUR_LAUNCHER] = json.dumps(about)  # for the ranks: zerofit/strategy/launch.py
-    end_with_parent()
-    outlive_the_terminal()
     if "LOGLEVEL" not in os.environ:  # torchrun's variable
         logging.disable(logging.ERROR)
-    folder = Path(os.environ[RUN]) if RUN in os.environ else None
-    RestartingAgent.restarts = restarts = Restarts(folder)
-    signal.signal(STOP, lambda number, frame: restarts.stop())
+    RestartingAgent.restarts = restarts
+    with RestartingAgent.launching():
+        code = _accelerate_launch(words)
+    return code if (group := RestartingAgent.group) is None else group.settle(code, recorded())
+
+
+def _accelerate_launch(words: list[str]) -> int:
     try:
-        with RestartingAgent.launching():
-            code = run_launcher()
-    except SignalException as error:  # the others may restart without this machine: they are not waited for
-        return 128 + error.sigval
-    if (group := RestartingAgent.group) is None:
-        return code
-    return group.settle(code, None if folder is None else RunFolder(folder).environment().get("exit_code"))
-
-
-def run_launcher() -> int:
-    """`accelerate launch`. Returns the exit code of this machine's processes; prints a mistake.
-
-    Raises:
-        SignalException: this process was told to end.
-    """
-    try:
-        launch.main()
+        launch_command(launch_command_parser().parse_args(words))
         return 0
     except UserError as error:
         problem = error
@@ -171,24 +142,6 @@ def run_launcher() -> int:
     return problem.code if isinstance(problem, Ended) else EXIT_USER_ERROR
 
 
-def end_with_parent() -> None:
-    """Get SIGTERM when the parent is gone, and pass it on where accelerate does not: to the process of a launch of
-    one. (Of several, torchrun takes care.)"""
-
-    def pass_on(number: int, frame: Any) -> None:
-        processes = psutil.Process().children()
-        for process in processes:
-            process.send_signal(number)
-        if not processes:
-            raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, pass_on)
-    with contextlib.suppress(OSError, AttributeError):  # Linux
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != PARENT:
-            raise SystemExit(128 + signal.SIGTERM)
-
-
 def _positive(code: int) -> int:
     """An exit code as a shell shows it: 128 and the number of a signal."""
     return code if code >= 0 else 128 - code
@@ -196,7 +149,3 @@ def _positive(code: int) -> int:
 
 def _end(code: int) -> str:
     return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,5 +1,4 @@
-"""`zerofit launch`: start a run on all accelerators and machines, with `accelerate launch` (agent.py), whose line it
-prints.
+"""`zerofit launch`: start a run on all accelerators and machines, with `accelerate launch`, whose line it prints.
 
     zerofit launch recipes/clm/stdlib-gpt2.yaml
     zerofit launch --strategy zero2 train/clm.py --config recipes/clm/stdlib-gpt2.yaml --learning_rate 1e-4
@@ -70,31 +69,27 @@ class LaunchOptions(Recipe):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the devices, the machines and the command line, and run it. Returns the exit code of the run.
-
-    Raises:
-        UserError: a mistake in the options; the machines cannot be told.
-    """
+    """Print the devices, the machines and the command line, and run it. Returns the exit code of the run. Raises
+    UserError: a mistake in the options; the machines cannot be told."""
     argv = list(argv or [])
     is_launch = not wants_help(argv) and "--dry_run" not in argv
-    with Supervisor(exit_code_of(argv), is_launch) as supervisor:
+    with Supervisor(exit_code_of(argv) if is_launch else None) as supervisor:
         options, program = read_options(argv)
-        layout = choose_launcher_options(options, program)
-        return 0 if options.dry_run else supervisor.run(layout, program, environment_of_launcher(options))
+        words = [*choose_launcher_options(options, program), *program]
+        return 0 if options.dry_run else supervisor.run(words, environment_of_launcher(options))
 
 
 def exit_code_of(argv: list[str]) -> ExitCode:
     """Find where the run's exit code is kept, before the command line is checked: `argv` may have mistakes."""
     _, words = take_words(LaunchOptions, argv)
-    named = next((word for word in words[:1] if not word.startswith("--")), "")
-    path = Path(recipe_file(named))
-    is_recipe = path.suffix in (".yaml", ".yml")
-    task = next((task for task in TASKS if task in (named, path.stem)), None)
-    task = task or (task_of_recipe(str(path)) if is_recipe else None) or "clm"
+    try:
+        file, *options = program_of(words, flag_value(argv, "task"))
+    except UserError:  # which is told later
+        file, options = "clm.py", words
     number = flag_value(argv, "machine_rank")
     number = number or next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
-    recipe = ["--config", str(path)] if is_recipe and "--config" not in argv else []
-    return ExitCode(find_folder(task, [*recipe, *words[bool(named) :]]), {"RANK": number})
+    task = Path(file).stem
+    return ExitCode(find_folder(task if task in TASKS else "clm", options), {"RANK": number})
 
 
 def choose_launcher_options(options: LaunchOptions, program: list[str]) -> list[str]:
@@ -130,11 +125,8 @@ def choose_launcher_options(options: LaunchOptions, program: list[str]) -> list[
 
 
 def read_options(argv: list[str]) -> tuple[LaunchOptions, list[str]]:
-    """(options of this command, the program and its options). The former may come before and after the program.
-
-    Raises:
-        UserError: there is no recipe and no program; anything that parse_recipe raises.
-    """
+    """(options of this command, the program and its options). The former may come before and after the program. Raises
+    UserError: there is no recipe and no program; anything that parse_recipe raises."""
     taken, rest = take_words(LaunchOptions, argv)
     launch_words = [word for words in taken for word in words]
     if wants_help(argv):
@@ -144,13 +136,11 @@ def read_options(argv: list[str]) -> tuple[LaunchOptions, list[str]]:
 
 
 def program_of(words: list[str], task: str | None = None) -> list[str]:
-    """[train/TASK.py, its options ...] for a recipe or a program with options, or for `--config RECIPE`.
+    """[train/TASK.py, its options ...] for a recipe or a program with options, or for `--config RECIPE`. Raises
+    UserError: there is no such file, or the task is unknown.
 
     Args:
         task: None: the name of the recipe's folder.
-
-    Raises:
-        UserError: there is no such file, or the task is unknown.
     """
     if not words:
         raise UserError(f"nothing to train. {WHAT}")
@@ -185,12 +175,8 @@ def program_of(words: list[str], task: str | None = None) -> list[str]:
 
 
 def choose_machines(options: LaunchOptions) -> Machines:
-    """The machines from the environment, or from the options where --num_machines is given.
-
-    Raises:
-        UserError: of several machines, the number of this one or the address of the first is missing or wrong; a
-            port is none.
-    """
+    """The machines from the environment, or from the options where --num_machines is given. Raises UserError: of
+    several machines, the number of this one or the address of the first is missing or wrong; a port is none."""
     if options.num_machines is None:
         machines = read_machines(os.environ)
     else:

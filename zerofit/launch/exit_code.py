@@ -33,11 +33,7 @@ def find_folder(task: str, argv: list[str]) -> Path:
 
 
 class ExitCode:
-    """The exit code of one launch. Nothing here raises: a run fails by its own cause.
-
-    Args:
-        environment: variables with the number of this rank.
-    """
+    """The exit code of one launch. Nothing here raises: a run fails by its own cause."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str] = os.environ):
         self.folder, self.is_main = RunFolder(folder), environment.get("RANK", "0") == "0"
@@ -55,11 +51,7 @@ class ExitCode:
                     (self.folder.path / "environment.json").unlink()
 
     def write(self, code: int, reason: str | None = None) -> None:
-        """Write how this launch ends, unless a rank has done so.
-
-        Args:
-            reason: what the run said last.
-        """
+        """Write how this launch ends, unless a rank has done so."""
         with contextlib.suppress(OSError):
             environment = self.read()
             if "exit_code" in environment or not self._is_ours(environment) or (self.is_main and self._is_at_work()):

@@ -28,18 +28,14 @@ GRACE_S = 15.0  # processes of this machine end by themselves within it, and say
 
 
 class MachineGroup:
-    """The launcher of one machine, among those of all.
+    """The launcher of one machine, among those of all. Raises UserError: machine 0 cannot be reached; this machine
+    takes part already.
 
     Args:
-        address, port: of the store, which machine 0 serves.
-        number: of this machine.
         limit_s: a machine without a sign of life for so long ends a rendezvous.
 
     Attributes:
         round: how often all have met.
-
-    Raises:
-        UserError: machine 0 cannot be reached; this machine takes part already.
     """
 
     def __init__(self, address: str, port: int, number: int, count: int, limit_s: float):
@@ -76,11 +72,8 @@ class MachineGroup:
             log(f"machine {number} ({platform.node()}) has been lost and started again: all machines restart")
 
     def meet(self) -> Any:
-        """Wait until all machines have come. Returns the store of this round's ranks.
-
-        Raises:
-            Ended: a machine has stopped or is missing.
-        """
+        """Wait until all machines have come. Returns the store of this round's ranks. Raises Ended: a machine has
+        stopped or is missing."""
         rendezvous = self._next_rendezvous()
         rendezvous.come()
         rendezvous.ready()
@@ -97,11 +90,8 @@ class MachineGroup:
         return self._servers[-1] if self.number == 0 else open_store(self.address, port, self.limit_s)
 
     def num_waiting(self) -> int:
-        """Count the machines that have come to the next rendezvous. Asks the store once a second.
-
-        Raises:
-            Ended: a machine does not restart; machine 0 is gone.
-        """
+        """Count the machines that have come to the next rendezvous. Asks the store once a second. Raises Ended: a
+        machine does not restart; machine 0 is gone."""
         now = time.monotonic()
         if now < self._looked_at + BEAT_S:
             return 0
@@ -127,11 +117,7 @@ class MachineGroup:
         return waiting
 
     def failures(self, failed: bool = False) -> int:
-        """Count the rounds after which processes have failed.
-
-        Args:
-            failed: they have, after the last one.
-        """
+        """Count the rounds after which processes have failed."""
         if failed:
             self._store.set(f"failed{self.round}", "")
         return sum(self._store.check([f"failed{number}"]) for number in range(1, self.round + 1))
@@ -149,7 +135,6 @@ class MachineGroup:
         all machines the same.
 
         Args:
-            code: of this machine.
             recorded: of the run, where its folder has it; counts on machine 0.
         """
         store, beats = self._store, Heartbeats(self._store)

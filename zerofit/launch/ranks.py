@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import platform
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 CONNECT_S = 20.0  # to say why this rank ends before it has come
 LAUNCHER_S = 40.0  # within which a launcher ends the ranks of its machine
-ADDRESS = re.compile(r"\[(?:::ffff:)?([^\]\s]+)\]:\d+")  # as gloo and TCPStore print them
 
 
 class RankRendezvous:
@@ -48,11 +46,8 @@ class RankRendezvous:
         self._met, self._server = threading.Event(), None
 
     def start(self) -> None:
-        """Come to the rendezvous, and give signs of life from now on.
-
-        Raises:
-            UserError: machine 0 cannot be reached; another rank has the same number.
-        """
+        """Come to the rendezvous, and give signs of life from now on. Raises UserError: machine 0 cannot be reached;
+        another rank has the same number."""
         if self.is_open:
             rendezvous = self._come(self.limit_s)
             threading.Thread(target=self._watch, args=(rendezvous,), daemon=True).start()
@@ -79,11 +74,8 @@ class RankRendezvous:
                 (self.rendezvous or self._come(CONNECT_S)).stop(message, code)
 
     def first_on_rank_0(self, name: str, action: Callable[[], T]) -> T | None:
-        """Let rank 0 do something before all others go on. Returns its result there, None on other ranks.
-
-        Raises:
-            UserError: of rank 0, on all ranks.
-        """
+        """Let rank 0 do something before all others go on. Returns its result there, None on other ranks. Raises
+        UserError: of rank 0, on all ranks."""
         if self.count == 1:
             return action()
         store, key = self.store or self._connect(CONNECT_S), f"zerofit/first{self.attempt}/{name}"
@@ -101,16 +93,6 @@ class RankRendezvous:
             raise
         finally:
             store.set(key, json.dumps(problems))
-
-    def named(self, text: str) -> str:
-        """Return a text with the names of machines in place of their addresses."""
-        machines = [] if self.rendezvous is None else self.rendezvous.machines.values()
-
-        def name(found: re.Match[str]) -> str:
-            there = [each for each in machines if found[1] in (*each["addresses"], each["host"])]
-            return f"machine {there[0]['machine']} ({there[0]['host']})" if len(there) == 1 else found[0]
-
-        return ADDRESS.sub(name, text)
 
     @property
     def machines(self) -> list[str]:

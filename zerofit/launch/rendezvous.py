@@ -66,14 +66,12 @@ class Rendezvous:
     Args:
         store: a torch.distributed.Store; its server is on machine 0.
         kind: what the members are: machine or rank.
-        number: of this member.
-        count: of all members.
         limit_s: a member without a sign of life for so long ends the rendezvous.
         here: members on each machine.
         again: the members have met before, or this one has come before and died.
 
     Attributes:
-        machines: when all have met, {number: the machine's number, host, addresses and code}.
+        machines: when all have met, {number: the machine's number, host and code}.
     """
 
     def __init__(
@@ -86,18 +84,17 @@ class Rendezvous:
         self._beats = Heartbeats(store)
 
     def come(self) -> None:
-        """Say that this member is there.
-
-        Raises:
-            Ended: another has the same number.
-        """
+        """Say that this member is there. Raises Ended: another has the same number."""
         if self.store.add(f"{self.number}/came", 1) > 1 and not self.again:
             first = self._described(self.number)
-            self._end(
+            message = (
                 f"{self.kind} {self.number} is there twice: {first}, and on host {platform.node()}. Give each machine "
                 "its own number (--machine_rank; torchrun: --node_rank)"
             )
-        self.store.set(f"{self.number}/machine", json.dumps(_this_machine(self.machine)))
+            self._tell(message, EXIT_USER_ERROR)
+            raise Ended(message)
+        about = {"machine": self.machine, "host": platform.node(), "code": digest_of_code()}
+        self.store.set(f"{self.number}/machine", json.dumps(about))
 
     def ready(self) -> None:
         """Say that this member can go on as soon as all others can."""
@@ -105,11 +102,8 @@ class Rendezvous:
         self.store.add("ready", 1)
 
     def poll(self) -> bool:
-        """Give a sign of life and look around. Returns whether all are ready.
-
-        Raises:
-            Ended: a member has stopped, is missing, or the store is gone.
-        """
+        """Give a sign of life and look around. Returns whether all are ready. Raises Ended: a member has stopped, is
+        missing, or the store is gone."""
         store = self.store
         try:
             self._beats.beat(self.number)
@@ -136,11 +130,13 @@ class Rendezvous:
         """Tell all others why this member ends, if nobody has ended before; returns when they can know it."""
         who = f"machine {self.machine} ({platform.node()})"
         who = f"rank {self.number} of {who}" if self.kind == "rank" else who
-        end = {"message": f"{who} has stopped: {message.removeprefix('error: ')}", "code": code}
-        self.store.compare_set("end", "", json.dumps({**end, "machine": self.machine}))
+        self._tell(f"{who} has stopped: {message.removeprefix('error: ')}", code, self.machine)
+
+    def _tell(self, message: str, code: int, machine: int | None = None) -> None:
+        self.store.compare_set("end", "", json.dumps({"message": message, "code": code, "machine": machine}))
         self._leave()
 
-    def _leave(self, missing: int = 0) -> None:
+    def _leave(self) -> None:
         """Say that this member knows of the end. On the machine of the store: wait until the others know as well."""
         if self._has_left:
             return
@@ -148,7 +144,7 @@ class Rendezvous:
         if self.machine:
             self.store.add("left", 1)
             return
-        until, others = time.monotonic() + KNOWN_S, self.count - self.here - missing
+        until, others = time.monotonic() + KNOWN_S, self.count - self.here
         while self.store.add("left", 0) < others and time.monotonic() < until:
             time.sleep(0.1)
 
@@ -165,11 +161,8 @@ class Rendezvous:
             "machines, each with the same --num_machines, its own --machine_rank and the address of machine 0, and "
             "look at the output of the one that is silent"
         )
-        self._end(message, len(missing), EXIT_FAILED if is_lost else EXIT_USER_ERROR)
-
-    def _end(self, message: str, missing: int = 0, code: int = EXIT_USER_ERROR) -> None:
-        self.store.compare_set("end", "", json.dumps({"message": message, "code": code, "machine": None}))
-        self._leave(missing)
+        code = EXIT_FAILED if is_lost else EXIT_USER_ERROR
+        self._tell(message, code)
         raise Ended(message, code)
 
     def _has_come(self, number: int) -> bool:
@@ -181,24 +174,12 @@ class Rendezvous:
         return f"{self.kind} {number}, which has {'not come again' if self.again else 'never come'}"
 
 
-def _this_machine(number: int) -> dict[str, Any]:
-    import psutil
-
-    interfaces = psutil.net_if_addrs().values()
-    families = (socket.AF_INET, socket.AF_INET6)
-    addresses = [each.address for interface in interfaces for each in interface if each.family in families]
-    return {"machine": number, "host": platform.node(), "addresses": addresses, "code": digest_of_code()}
-
-
 # -------------------------------------------------------------------------------------------------------------- stores
 
 
 def open_store(address: str, port: int, limit_s: float) -> Any:
-    """Connect to the store of machine 0, and wait for it.
-
-    Raises:
-        UserError: it cannot be reached for so long, or something else listens there.
-    """
+    """Connect to the store of machine 0, and wait for it. Raises UserError: it cannot be reached for so long, or
+    something else listens there."""
     from torch.distributed import TCPStore
 
     until = time.monotonic() + limit_s
@@ -224,14 +205,12 @@ def open_store(address: str, port: int, limit_s: float) -> Any:
 
 
 def serve_store(port: int, everywhere: bool) -> Any:
-    """Serve a store in this process, which the next TCPStore of this process and port uses as well.
+    """Serve a store in this process, which the next TCPStore of this process and port uses as well. Raises UserError:
+    the port is in use.
 
     Args:
         port: 0: any free one.
         everywhere: on all interfaces; else on the loopback interface only.
-
-    Raises:
-        UserError: the port is in use.
     """
     from torch.distributed import TCPStore
 

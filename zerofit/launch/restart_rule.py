@@ -25,12 +25,7 @@ FINAL = {
 
 
 class Restarts:
-    """Decides after each failure.
-
-    Attributes:
-        is_stopped: somebody has asked the launch to end.
-        failed_after: the last update before the last failure; None: nothing has failed.
-    """
+    """Decides after each failure."""
 
     def __init__(self, folder: Path | None, failed_after: int | None = None):
         self.folder, self.is_stopped = folder, False

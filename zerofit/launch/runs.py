@@ -19,7 +19,7 @@ import psutil
 from zerofit.launch.schedulers import ONE_MACHINE, PORT, Machines
 from zerofit.recipe.places import PACKAGE, script
 
-LAUNCHER = (sys.executable, "-P", str(PACKAGE / "launch" / "agent.py"))  # `accelerate launch`
+LAUNCHER = (sys.executable, "-P", str(PACKAGE / "launch" / "supervisor.py"))  # `accelerate launch`
 MARK = "ZEROFIT_LAUNCH"  # a variable of every process of a launch; ranks have process groups of their own
 TRACEBACK = "Traceback (most recent call last)"
 UPDATE = re.compile(r"^update +(\d+)/", re.MULTILINE)
@@ -41,14 +41,7 @@ def launcher_options(
 
 @dataclass(frozen=True)
 class LaunchedRun:
-    """A training run that can be launched again and again, with any number of processes.
-
-    Args:
-        config_file: the strategy's accelerate YAML.
-        recipe: the recipe's file.
-        output: the run's folder.
-        flags: further flags of the recipe.
-    """
+    """A training run that can be launched again and again, with any number of processes."""
 
     task: str
     config_file: Path
@@ -63,15 +56,11 @@ class LaunchedRun:
 
 
 class RunningLaunch:
-    """A launch that is started as a `with` block begins. As the block is left, also by an error, all its processes
-    are killed.
+    """A launch that is started as a `with` block begins. As the block is left, also by an error, all its processes are
+    killed.
 
     Args:
-        command: its command line.
-        output: the run's folder.
-        log: the file for its output.
         mark: of its processes; by default a new one. With the mark of an earlier launch, `kill` ends its processes.
-        environment: further environment variables of its processes.
     """
 
     def __init__(
@@ -212,11 +201,7 @@ def ending_in_order() -> Iterator[None]:
 
 
 def failure(launch: RunningLaunch, how: str) -> str | None:
-    """Return why a launch failed, with its last lines; None if it did not.
-
-    Args:
-        how: the result of `wait`.
-    """
+    """Return why a launch failed, with its last lines; None if it did not."""
     code, text = launch.exit_code, launch.text
     if how == "late":
         problem = f"has not ended in {launch.seconds / 60:.1f} minutes"

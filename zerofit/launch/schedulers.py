@@ -41,11 +41,7 @@ RANK_VARIABLES = (*(SCHEDULERS[name][1] for name in NAMED), INDEX, SCHEDULERS[GE
 
 @dataclass(frozen=True)
 class Machines:
-    """The number of machines, the number of this one, and the address of the first.
-
-    Attributes:
-        source: where this comes from, in words.
-    """
+    """The number of machines, the number of this one, and the address of the first."""
 
     count: int
     rank: int | None = 0
@@ -58,12 +54,9 @@ ONE_MACHINE = Machines(1)
 
 
 def read_machines(environment: Mapping[str, str]) -> Machines:
-    """The machines from the environment; one machine where it names none.
-
-    Raises:
-        UserError: torchrun or accelerate has started this process; a scheduler starts this command on one of several
-            machines only, or several times on each; two schedulers contradict each other; a number is none.
-    """
+    """The machines from the environment; one machine where it names none. Raises UserError: torchrun or accelerate has
+    started this process; a scheduler starts this command on one of several machines only, or several times on each;
+    two schedulers contradict each other; a number is none."""
     if "LOCAL_RANK" in environment:
         raise UserError(
             f"LOCAL_RANK = {environment['LOCAL_RANK']!r} is set: a launcher has started this command, and zerofit "
@@ -112,11 +105,7 @@ def _read(name: str, environment: Mapping[str, str]) -> Machines | None:
 
 
 def _check_tasks(environment: Mapping[str, str]) -> None:
-    """Check that Slurm or OpenMPI starts this command once on each machine.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Check that Slurm or OpenMPI starts this command once on each machine. Raises UserError: it does not."""
     if environment.get("SLURM_NNODES", "1") != "1":
         remedy = f"Start it once on each: srun --ntasks-per-node=1 zerofit launch ... ({THIS_MACHINE})"
         count, tasks = environment.get("SLURM_STEP_NUM_NODES"), environment.get("SLURM_STEP_NUM_TASKS")

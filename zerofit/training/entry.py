@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerofit.health.shutdown import StartingRank, listen, listening_within
+from zerofit.health.shutdown import StartingRank, end_with_parent, listen, listening_within
 from zerofit.health.watchdog import Watchdog
 from zerofit.launch.exit_code import ExitCode, find_folder
 from zerofit.launch.ranks import RankRendezvous
 from zerofit.recipe import parse_recipe
-from zerofit.recipe.errors import EXIT, EXIT_FAILED, exit_within, leave, reports_user_errors
+from zerofit.recipe.errors import EXIT, EXIT_FAILED, OUR_LAUNCHER, exit_within, leave, reports_user_errors
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.paths import check_paths, output_folder
 from zerofit.recipe.tasks import TaskRecipe
@@ -28,12 +28,7 @@ from zerofit.strategy.builds import check_compiled_code
 
 @dataclass(frozen=True)
 class Start:
-    """A launch of a script whose options are read, and whose files are there.
-
-    Args:
-        task: the name of the script.
-        ranks: this rank among those of all machines.
-    """
+    """A launch of a script whose options are read, and whose files are there."""
 
     task: str
     recipe: TaskRecipe
@@ -53,6 +48,8 @@ def begin(task: str, kind: type[TaskRecipe]) -> Start:
         os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))
         if sys.argv[1:2] == [f"--local_rank={os.environ.get('LOCAL_RANK')}"]:
             del sys.argv[1]  # it is in a variable as well
+    if OUR_LAUNCHER in os.environ:
+        end_with_parent()
     ranks = RankRendezvous()
     record_the_end(task, ranks)
     opened: list[Start] = []
@@ -81,11 +78,7 @@ def record_the_end(task: str, ranks: RankRendezvous) -> None:
 
 def read_start(task: str, kind: type[TaskRecipe], argv: Sequence[str], ranks: RankRendezvous) -> Start:
     """Read these options of a script, and look whether the files are there that they name; the ranks of several
-    machines meet.
-
-    Raises:
-        UserError: an option or a path is wrong.
-    """
+    machines meet. Raises UserError: an option or a path is wrong."""
     from zerofit.recipe.addresses import fetch_inputs
 
     timeline = Timeline()
