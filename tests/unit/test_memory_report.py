@@ -13,7 +13,7 @@ from helpers import ROOT, environment, tiny_model
 from torch.distributed import DistBackendError
 
 from zerofit.estimate.remedies import Shortage, remedies, state_setup
-from zerofit.health.out_of_memory import RunFacts, explain, measure
+from zerofit.health.out_of_memory import explain, measure
 from zerofit.health.out_of_memory_errors import is_out_of_memory
 from zerofit.model.loss import install_loss
 from zerofit.recipe import ClmRecipe
@@ -175,11 +175,16 @@ def tiny_run():
     return recipe, strategy, engine
 
 
+def run_of(recipe, strategy, engine=None, **known):
+    known = {"task": "clm", "row_tokens": None, "program_bytes": 0, "parameters": 0, **known}
+    return SimpleNamespace(recipe=recipe, strategy=strategy, engine=engine, **known)
+
+
 def test_an_engine_is_measured(tiny_run):
     recipe, strategy, engine = tiny_run
     recipe.remember_sources({"block_size": "--block_size"})
     error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1073741824 bytes.")
-    facts = RunFacts("clm", recipe, strategy, engine)
+    facts = run_of(recipe, strategy, engine)
     message = explain(error, "backward", 1, facts)
     weights = sum(parameter.nbytes for parameter in engine.module.parameters())
     assert message.startswith("out of memory: rank 0 of 1, backward of update 1, host memory (ddp, fp32)")
@@ -193,7 +198,7 @@ def test_an_engine_is_measured(tiny_run):
 def test_the_command_at_the_end_is_a_plan_of_this_run(tiny_run, capsys):
     recipe, strategy, engine = tiny_run
     recipe.remember_sources({"block_size": "--block_size", "config_name": "--config_name"})
-    message = explain(MemoryError(), "backward", 1, RunFacts("clm", recipe, strategy, engine))
+    message = explain(MemoryError(), "backward", 1, run_of(recipe, strategy, engine))
     words = shlex.split(message.splitlines()[-1])
     assert words[:8] == ["zerofit", "plan", "--task", "clm", "--block_size", "64", "--config_name", "gpt2"]
     assert plan_main([*words[2:], "--strategies", "single", "--batch_sizes", "1", "--json", "-"]) == 0
@@ -206,7 +211,7 @@ def test_the_command_at_the_end_is_a_plan_of_this_run(tiny_run, capsys):
 def test_host_memory_beside_a_device_and_before_there_is_an_engine(tiny_run, monkeypatch):
     recipe, strategy, _ = tiny_run
     monkeypatch.setattr("zerofit.health.out_of_memory.resident_bytes", lambda: 5 * GIB)
-    facts = RunFacts("clm", recipe, strategy, parameters=GIB, program_bytes=2 * GIB)
+    facts = run_of(recipe, strategy, parameters=GIB, program_bytes=2 * GIB)
     found = measure(MemoryError(), "load", facts)
     assert (found.held.weights, found.rest, found.expected().weights) == (3 * GIB, 0, 4 * GIB)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)

@@ -110,28 +110,6 @@ def test_the_tables_of_compare_fit_80_columns(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("missing", "mismatched", "expected"),
-    [
-        ({"classifier.weight", "classifier.bias"}, set(), True),
-        ({"score.weight"}, set(), True),
-        ({"bert.pooler.dense.weight", "classifier.bias"}, set(), True),
-        ({"bert.encoder.layer.0.output.dense.weight", "classifier.bias"}, set(), False),
-        ({"score.weight"}, {("model.norm.weight", (3,), (4,))}, False),
-        (set(), set(), False),
-    ],
-)
-def test_a_new_head_is_no_news(missing, mismatched, expected):
-    """What transformers says of weights that training makes; what else is missing is still said."""
-    from transformers.utils.loading_report import LoadStateDictInfo
-
-    from zerofit.training.prepare import is_of_a_new_head
-
-    found = LoadStateDictInfo(missing, {"cls.predictions.bias"}, mismatched, [], {}, set())
-    assert is_of_a_new_head(found.create_loading_report()) == expected
-    assert not is_of_a_new_head("`use_cache=True` | is incompatible")
-
-
-@pytest.mark.parametrize(
     ("task", "head", "described"),
     [
         ("cls", "Text,Label", "texts Text, labels Label"),

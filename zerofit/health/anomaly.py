@@ -41,7 +41,6 @@ class AnomalyDetector:
 
     Args:
         threshold: of the robust z-score of spikes; 0: only NaN and infinity are anomalies.
-        clipped: gradients are clipped.
         scaled: the loss is scaled (fp16), and an infinite gradient is the scaler's business.
         history: logarithms of the accepted updates' figures, oldest first.
     """
@@ -57,11 +56,7 @@ class AnomalyDetector:
         self.history, self.overflows = history, 0
 
     def bounds(self, targets: float) -> Bounds:
-        """What the next update may be at most: known before its backward pass, so that a device can decide.
-
-        Args:
-            targets: the number of targets that its loss is summed over.
-        """
+        """What the next update may be at most: known before its backward pass, so that a device can decide."""
         return Bounds(
             loss_sum=self._bound("loss") * targets,
             grad_norm=math.inf if self.clipped else self._bound("grad_norm"),
@@ -70,11 +65,7 @@ class AnomalyDetector:
 
     def record(self, figures: dict[str, float], refused: bool) -> str | None:
         """Take the loss and grad_norm of an update into account. Returns why it was refused; None if it was not, and
-        then they join the history.
-
-        Args:
-            refused: whether one of them was beyond `bounds`.
-        """
+        then they join the history."""
         wrong = next((name for name, value in figures.items() if not math.isfinite(value)), None)
         if wrong is None:
             self.overflows = 0
@@ -126,12 +117,7 @@ class Anomaly:
     losses: list[float]  # and the loss sum of each
 
     def report(self, engine: Engine, action: str, preview_sample: Callable[[int], str]) -> dict[str, Any] | None:
-        """The line of anomalies.jsonl, on the main process; None elsewhere. All ranks call it together.
-
-        Args:
-            action: what is done about it.
-            preview_sample: sample index -> how the sample begins.
-        """
+        """The line of anomalies.jsonl, on the main process; None elsewhere. All ranks call it together."""
         rank = engine.layout.rank
         own = [
             {"rank": rank, "loss": loss, "samples": batch.samples} for batch, loss in zip(self.batches, self.losses)

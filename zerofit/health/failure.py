@@ -4,10 +4,14 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from zerofit.health.out_of_memory import RunFacts, explain
+from zerofit.health.out_of_memory import explain
 from zerofit.health.out_of_memory_errors import causes_of, is_out_of_memory
 from zerofit.recipe.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, first_line, print_last, printable
+
+if TYPE_CHECKING:
+    from zerofit.training.run import Run
 
 # What torch.distributed says where another process is gone: gloo (torch 2.13, each seen by killing one of two
 # processes in all_reduce, all_gather, reduce_scatter, barrier, gather_object and broadcast_object_list), the store
@@ -36,32 +40,21 @@ OF_TORCH = (
 
 
 def explain_failure(
-    error: Exception,
-    at: tuple[str, int | None],
-    facts: RunFacts,
-    *,
-    named: Callable[[str], str],
-    waits_for: Callable[[], list[str]],
+    error: Exception, at: tuple[str, int | None], run: "Run", waits_for: Callable[[], list[str]]
 ) -> int | None:
-    """Tell of memory that ran out, and of a process that is gone. Returns the exit code; None: nothing is known.
-
-    Args:
-        at: the phase and the update in which the error came.
-        named: names the machines of the addresses in a text.
-        waits_for: says which collective the ranks wait in.
-    """
+    """Tell of memory that ran out, and of a process that is gone. Returns the exit code; None: nothing is known."""
     phase, update = at
     if is_out_of_memory(error):
         frames = traceback.extract_tb(error.__traceback__)
         if phase == "forward" and any("cross_entropy" in frame.name for frame in frames):
             phase = "loss"
-        print_last(printable(f"\n{explain(error, phase, update, facts)}"))
+        print_last(printable(f"\n{explain(error, phase, update, run)}"))
         return EXIT_OUT_OF_MEMORY
     if died_elsewhere(error):
         where = f"phase {phase} of update {update}" if update else f"phase {phase}"
         said = re.sub(r"^\[\S+\.cc:\d+\] ", "", first_line(error).split(". ")[0])  # a line of gloo's source
-        cause = f"another process is gone ({named(said)})"
-        said = "\n  waiting  ".join([f"rank {facts.strategy.layout.rank} leaves in {where}: {cause}", *waits_for()])
+        cause = f"another process is gone ({said})"
+        said = "\n  waiting  ".join([f"rank {run.strategy.layout.rank} leaves in {where}: {cause}", *waits_for()])
         print(printable(f"\n{said}"), file=sys.stderr, flush=True)
         return EXIT_FAILED  # whoever died first has the cause
     return None

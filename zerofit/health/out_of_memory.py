@@ -3,47 +3,28 @@
 import contextlib
 import os
 import shlex
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from zerofit.estimate.remedies import WORKING, Shortage, StateBytes, StateSetup, remedies, state_setup
-from zerofit.health.out_of_memory_errors import NO_HANDLE, figures_of, is_out_of_memory
+from zerofit.health.out_of_memory_errors import figures_of, is_out_of_memory
 from zerofit.health.watchdog_process import ADVICE, RESUME
 from zerofit.model.loss import has_separate_body
 from zerofit.recipe.errors import first_line
-from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.meters import MemoryMeter
 from zerofit.record.terminal import size, table
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.host_memory import host_memory, resident_bytes
-from zerofit.strategy.strategy import Strategy
+
+if TYPE_CHECKING:
+    from zerofit.training.run import Run
 
 LENGTHS = ("block_size", "max_length", "max_source_length", "max_target_length")
 
 
-@dataclass
-class RunFacts:
-    """The facts of a run that the report is made of, as far as they are known by now.
-
-    Args:
-        row_tokens: of a training row; None: what the recipe's options of length say.
-        program_bytes: resident memory of the host before the model was loaded, which is no activation.
-        parameters: of the whole model.
-    """
-
-    task: str
-    recipe: TaskRecipe
-    strategy: Strategy
-    engine: Engine | None = None
-    row_tokens: int | None = None
-    program_bytes: int = 0
-    parameters: int = 0
-
-
-def explain(error: BaseException, phase: str, update: int | None, facts: RunFacts) -> str:
+def explain(error: BaseException, phase: str, update: int | None, run: "Run") -> str:
     """Write the report that is printed instead of a traceback.
 
     Args:
@@ -52,42 +33,42 @@ def explain(error: BaseException, phase: str, update: int | None, facts: RunFact
     """
     at = f"{phase} of update {update:,}" if update else phase
     try:
-        found = measure(error, phase, facts)
-        launch, memory = facts.strategy.launch, "the device's memory" if found.on_host is False else "host memory"
+        found = measure(error, phase, run)
+        launch, memory = run.strategy.launch, "the device's memory" if found.on_host is False else "host memory"
         first = f"out of memory: rank {launch.rank} of {launch.world_size}, {at}, {memory} "
-        lines = [f"{first}({facts.strategy.name}, {facts.strategy.precision})", *_amounts(error, found, facts)]
+        lines = [f"{first}({run.strategy.name}, {run.strategy.precision})", *_amounts(error, found, run)]
         if helpful := remedies(found):
             rows = [f"  {f'about {size(each.saves)}':>12}  {each.option}  ({each.what})" for each in helpful]
             lines += ["what would help, by what it saves:", *rows, f"with a remedy added, {RESUME}"]
         elif found.on_host:
             lines += [f"what would help: {ADVICE}", f"then {RESUME}"]
-        return "\n  ".join([*lines, "what else fits, predicted:", f"  {_plan_command(facts, found)}"])
+        return "\n  ".join([*lines, "what else fits, predicted:", f"  {_plan_command(run, found)}"])
     except Exception as problem:  # a device that has failed may answer nothing any more, and there is no memory left
         said = first_line(error) if isinstance(error, Exception) else str(error)
         return f"out of memory: {at}: {said}\n  (no more can be said of it: {first_line(problem)})"
 
 
-def measure(error: BaseException, phase: str, facts: RunFacts) -> Shortage:
+def measure(error: BaseException, phase: str, run: "Run") -> Shortage:
     """Measure what this rank holds of the memory that ran out."""
-    figures, engine = figures_of(error), facts.engine
+    figures, engine = figures_of(error), run.engine
     on_cpu = engine.device.type == "cpu" if engine is not None else not torch.accelerator.is_available()
     on_host = None if on_cpu else is_out_of_memory(error) != "device"
-    setup = state_setup(facts.strategy, facts.recipe, facts.parameters, engine)
+    setup = state_setup(run.strategy, run.recipe, run.parameters, engine)
     sizes: dict[str, int] = {}
-    if engine is None:
-        taken = torch.accelerator.memory_allocated() if on_host is False else resident_bytes() - facts.program_bytes
+    if engine is None:  # resident memory before the model was loaded is no activation
+        taken = torch.accelerator.memory_allocated() if on_host is False else resident_bytes() - run.program_bytes
         held = StateBytes(max(0, min(taken, setup.held(on_host).weights)))
         rest = max(0, taken - held.weights)
     else:
-        held, rest = _held(engine, setup, on_host, facts.program_bytes)
-        sizes = _pass_sizes(engine, facts)
+        held, rest = _held(engine, setup, on_host, run.program_bytes)
+        sizes = _pass_sizes(engine, run)
     free, total = figures.get("free"), figures.get("total")
     if free is None:
         with contextlib.suppress(Exception):  # after some errors the device answers no more
             free, total = torch.accelerator.get_memory_info() if on_host is False else host_memory()
     return Shortage(
-        recipe=facts.recipe,
-        strategy=facts.strategy,
+        recipe=run.recipe,
+        strategy=run.strategy,
         setup=setup,
         phase=phase,
         on_host=on_host,
@@ -101,34 +82,29 @@ def measure(error: BaseException, phase: str, facts: RunFacts) -> Shortage:
     )
 
 
-def _amounts(error: BaseException, found: Shortage, facts: RunFacts) -> list[str]:
+def _amounts(error: BaseException, found: Shortage, run: "Run") -> list[str]:
     """Lines on how much was asked for and is free, and the table of what is held."""
-    figures, lines, amounts = figures_of(error), list[str](), list[str]()
-    if NO_HANDLE in str(error):
-        lines.append("cuBLAS could not be started: usually because memory ran out, but not always")
+    figures, amounts = figures_of(error), list[str]()
     if asked := figures.get("asked", 0):
         amounts.append(f"asked for {size(asked)}")
     if found.free is not None and found.total:
         amounts.append(f"{size(found.free)} of {size(found.total)} free")
-    if {"total", "free", "in_use"} <= figures.keys():
-        others = figures["total"] - figures["free"] - figures["in_use"]
-        amounts += [f"other processes hold {size(others)}"] if others > 0.01 * figures["total"] else []
-    tokens = _row_tokens(facts)
-    batch = f" ({facts.strategy.batches.micro_batch} rows" + (f" of up to {tokens:,} tokens)" if tokens else ")")
+    tokens = _row_tokens(run)
+    batch = f" ({run.strategy.batches.micro_batch} rows" + (f" of up to {tokens:,} tokens)" if tokens else ")")
     rows = list[tuple[str, ...]]()
     for label, held, due in zip(("weights", "gradients", "optimizer state"), found.held, found.expected()):
         missing = f" (about {size(due - held)} to come)" if held < 0.9 * due else ""
         rows.append((label + missing, size(held)))
     rest = "the rest of the process" if found.on_host else "activations, logits and workspace"
     rows.append((f"{rest}, and the program" if found.on_host is None else rest, size(found.rest - asked)))
-    lines += ["; ".join(amounts), f"held by this rank{batch if found.phase in WORKING else ''}:"]
+    lines = ["; ".join(amounts), f"held by this rank{batch if found.phase in WORKING else ''}:"]
     return [*filter(None, lines), *table(rows).splitlines()]
 
 
-def _plan_command(facts: RunFacts, found: Shortage) -> str:
+def _plan_command(run: "Run", found: Shortage) -> str:
     """The command of `zerofit plan` for this run on these devices."""
-    world_size, memory = facts.strategy.launch.world_size, found.total
-    words = ["zerofit", "plan", "--task", facts.task, *facts.recipe.flags_given(), "--num_gpus", str(world_size)]
+    world_size, memory = run.strategy.launch.world_size, found.total
+    words = ["zerofit", "plan", "--task", run.task, *run.recipe.flags_given(), "--num_gpus", str(world_size)]
     if world_size > found.local_processes:
         words += ["--gpus_per_node", str(found.local_processes)]
     if found.on_host is None:
@@ -140,8 +116,8 @@ def _plan_command(facts: RunFacts, found: Shortage) -> str:
     return shlex.join([*words, "--gpu_memory", f"{memory >> 20}MiB" if memory else "80GiB"])
 
 
-def _row_tokens(facts: RunFacts) -> int:
-    return facts.row_tokens or sum(getattr(facts.recipe, name, None) or 0 for name in LENGTHS)
+def _row_tokens(run: "Run") -> int:
+    return run.row_tokens or sum(getattr(run.recipe, name, None) or 0 for name in LENGTHS)
 
 
 def _held(engine: Engine, setup: StateSetup, on_host: bool | None, program_bytes: int) -> tuple[StateBytes, int]:
@@ -160,11 +136,11 @@ def _held(engine: Engine, setup: StateSetup, on_host: bool | None, program_bytes
     return held, max(0, peak - (program_bytes if on_host is None else 0) - sum(held))
 
 
-def _pass_sizes(engine: Engine, facts: RunFacts) -> dict[str, int]:
+def _pass_sizes(engine: Engine, run: "Run") -> dict[str, int]:
     """The fields of Shortage that follow from the model's configuration and the micro-batch."""
     module: Any = engine.module
-    recipe, strategy = facts.recipe, facts.strategy
-    config, tokens = module.config.get_text_config(), _row_tokens(facts)
+    recipe, strategy = run.recipe, run.strategy
+    config, tokens = module.config.get_text_config(), _row_tokens(run)
     layers = getattr(config, "num_hidden_layers", 0)
     layers += getattr(config, "decoder_layers", getattr(config, "num_decoder_layers", 0))
     element, rows = (4 if strategy.precision == "fp32" else 2), strategy.batches.micro_batch

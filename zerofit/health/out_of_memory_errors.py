@@ -27,7 +27,6 @@ PATTERNS = {  # torch's CUDA allocator, its CPU allocator, numpy
     "asked": (rf"[Tt]ried to allocate {SIZE}", rf"Unable to allocate {SIZE}"),
     "total": (rf"total capacity of {SIZE}",),
     "free": (rf"of which {SIZE} is free",),
-    "in_use": (rf"this process has {SIZE} memory in use",),
 }
 
 
@@ -66,7 +65,7 @@ def causes_of(error: BaseException | None) -> list[BaseException]:
 
 
 def figures_of(error: BaseException) -> dict[str, int]:
-    """The figures in an error's message, in bytes: asked, total, free, in_use; only what is there."""
+    """The figures in an error's message, in bytes: asked, total, free; only what is there."""
     text = "\n".join(str(one) for one in causes_of(error))
     figures = {}
     for name, patterns in PATTERNS.items():

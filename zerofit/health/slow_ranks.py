@@ -106,13 +106,7 @@ class RankClock:
 
 
 class SlowRanks:
-    """Compares the seconds of the ranks, interval after interval.
-
-    Args:
-        interval: updates between two lines of the log.
-        place_of: rank -> its machine and device, in words.
-        measures: of what the ranks' own seconds tell.
-    """
+    """Compares the seconds of the ranks, interval after interval."""
 
     def __init__(self, layout: ParallelLayout, interval: int, place_of: Callable[[int], str], measures: str):
         self.measures = measures

@@ -31,7 +31,6 @@ class Watchdog:
 
     Args:
         limit_seconds: without a sign of life for so long, the rank's stacks are printed and it is ended; None: never.
-        machine: this one, in words.
     """
 
     def __init__(self, rank: int, limit_seconds: float | None, machine: str = ""):
@@ -111,7 +110,6 @@ class Watchdog:
         watchdog asks for it, from a thread, since the main thread waits.
 
         Args:
-            folder: of the run.
             machines: all of them, in words; each has as many ranks as this one.
         """
         if self._child is None or self._child.stdout is None:

@@ -42,9 +42,7 @@ def choose(
     """Choose what `--torch_compile auto` compiles for training on CUDA devices.
 
     Args:
-        config: the model's configuration; None: it has no experts.
         num_updates: of the whole run; None: not known, and taken for enough.
-        missing: what a compiler needs and the machine has not (`missing_compiler`); None: nothing.
         before: what was compiled of the run that this one resumes; None: it resumes none.
     """
     experts = strategy.divides_experts or any((getattr(config, name, None) or 1) > 1 for name in EXPERTS)

@@ -16,9 +16,7 @@ class BestMetricTracker:
     Args:
         metric: the figure's name without `eval_`.
         patience: evaluations in a row without a better one, after which training stops; None: never.
-        keeps: the weights of the best evaluation are kept.
         loads: model/ is to hold them, not the last.
-        best: of the run's state; it is updated in place.
     """
 
     metric: str
@@ -50,15 +48,10 @@ class BestMetricTracker:
 def make_best_tracker(
     recipe: EvaluationOptions, figures: tuple[str, ...], is_evaluated: bool, best: BestEvaluation
 ) -> BestMetricTracker:
-    """The tracker that the recipe asks for.
+    """The tracker that the recipe asks for. Raises UserError: there is no such figure, or nothing to measure.
 
     Args:
         figures: what an evaluation gives; the first is the task's own choice.
-        is_evaluated: whether the run has anything to evaluate on.
-        best: of the run's state.
-
-    Raises:
-        UserError: there is no such figure, or nothing to measure.
     """
     metric = (recipe.metric_for_best_model or figures[0]).removeprefix("eval_")
     if metric == "f1" and "f1" not in figures and "f1_macro" in figures:

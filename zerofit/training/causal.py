@@ -17,11 +17,8 @@ from zerofit.training.run import Run
 
 
 def fit_vocabulary(config: Any, tokenizer: Any, recipe: ClmRecipe) -> list[str | None]:
-    """Give the model's configuration as many rows as the tokenizer needs. Returns notes for the log.
-
-    Raises:
-        UserError: model and tokenizer do not belong together.
-    """
+    """Give the model's configuration as many rows as the tokenizer needs. Returns notes for the log. Raises UserError:
+    model and tokenizer do not belong together."""
     return [check_vocabulary(config, tokenizer, recipe), pad_vocabulary(config, recipe)]
 
 
@@ -36,13 +33,11 @@ def choose_loss_and_attention(model: Any, run: Run) -> None:
 
 def try_kernels(engine: Engine, recipe: ClmRecipe, collate: Any) -> list[str | None]:
     """Choose by trial, on random tokens, the attention kernel that keeps packed documents apart and the loss that is
-    the model's own; check that ranks that split rows find what one finds. Returns notes for the log.
+    the model's own; check that ranks that split rows find what one finds. Returns notes for the log. Raises UserError:
+    one of these is not so.
 
     Args:
         collate: lays rows out as in training; it learns how the attention kernel takes packed rows.
-
-    Raises:
-        UserError: one of these is not so.
     """
     notes: list[str | None] = []
     if recipe.is_packed:

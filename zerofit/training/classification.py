@@ -36,11 +36,8 @@ MAX_ROWS, MAX_PICTURED = 20, 60  # classes of a table, and of a picture
 
 def choose_head(config: Any, labels: Labels, recipe: ClsRecipe) -> tuple[Any, list[str], list[str | None]]:
     """Choose the head of the model. The configuration gets the labels. Returns (the Auto class of transformers, the
-    names of its weights that are drawn anew, notes for the log).
-
-    Raises:
-        UserError: there is no such head for this kind of model; the pretrained head has another number of labels.
-    """
+    names of its weights that are drawn anew, notes for the log). Raises UserError: there is no such head for this kind
+    of model; the pretrained head has another number of labels."""
     pretrained, notes = recipe.model_name_or_path, list[str | None]()
     if labels.choices:
         auto_class: Any = AutoModelForMultipleChoice

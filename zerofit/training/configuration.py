@@ -35,11 +35,8 @@ class RunConfiguration:
     """The configuration of a run. Nothing in it changes any more; `recipe.source(option)` says who set an option.
 
     Args:
-        recipe: every option with the value that holds; frozen.
-        trackers: those that are used.
         options_given_for: the number of data-parallel processes with which the recipe's own accumulation makes the
             global batch.
-        notes: for the log.
         adapter: that is trained on; the recipe names its base.
         compiled_before: torch_compile of the run that this one resumes; None: it resumes none.
     """
@@ -116,14 +113,11 @@ def resolve(task: str, recipe: TaskRecipe) -> RunConfiguration:
 
 
 def check_model(task: str, recipe: TaskRecipe, strategy: Strategy | None, auto_class: Any) -> Any:
-    """Check what can be checked of a model before its weights or any data are read. Returns its configuration.
+    """Check what can be checked of a model before its weights or any data are read. Returns its configuration. Raises
+    UserError: there is no such model, the strategy cannot split it, it has too few positions.
 
     Args:
         strategy: None: it is not known.
-        auto_class: of transformers, that the task needs.
-
-    Raises:
-        UserError: there is no such model, the strategy cannot split it, it has too few positions.
     """
     config, problems = load_configuration(recipe, auto_class), Problems()
     if recipe.model_name_or_path:
@@ -147,11 +141,7 @@ def check_model(task: str, recipe: TaskRecipe, strategy: Strategy | None, auto_c
 
 
 def check_task(task: str, strategy: Strategy) -> None:
-    """Check that a task supports the kinds of parallelism of a strategy.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Check that a task supports the kinds of parallelism of a strategy. Raises UserError: it does not."""
     degrees = {"sequence": strategy.sequence, "tensor": strategy.tensor, "pipeline": strategy.pipeline}
     kinds = " and ".join(kind for kind, degree in degrees.items() if degree > 1)
     if task not in CAUSAL and kinds:
@@ -162,11 +152,8 @@ def check_task(task: str, strategy: Strategy) -> None:
 
 
 def check_teacher(recipe: Any, strategy: Strategy) -> None:
-    """Check that a teacher can be held beside the student (`--teacher`).
-
-    Raises:
-        UserError: the strategy shards or splits what a process computes; the teacher would be in full on each.
-    """
+    """Check that a teacher can be held beside the student (`--teacher`). Raises UserError: the strategy shards or
+    splits what a process computes; the teacher would be in full on each."""
     splits = strategy.tensor * strategy.pipeline * strategy.sequence > 1
     if getattr(recipe, "teacher", None) and (strategy.shards_parameters or strategy.fully_shards or splits):
         raise UserError(
@@ -189,14 +176,8 @@ def check_layerdrop(config: Any, processes: int, source: str) -> None:
 
 
 def check_layout(config: Any, strategy: Strategy, recipe: TaskRecipe) -> None:
-    """Check that a model can be laid out as the strategy says.
-
-    Args:
-        config: of the model.
-
-    Raises:
-        UserError: ranks cannot split its rows or its layers, or share its layers.
-    """
+    """Check that a model can be laid out as the strategy says. Raises UserError: ranks cannot split its rows or its
+    layers, or share its layers."""
     experts = strategy.launch.world_size if strategy.divides_experts else 1
     checks = (
         (strategy.sequence, partial(check_rows, recipe=recipe, precision=strategy.precision)),

@@ -44,11 +44,7 @@ def measurement_from_environment() -> "Measurement | None":
 
 
 class Measurement:
-    """Repeats the longest rows of a run's data, times its updates and writes down what they took.
-
-    Args:
-        request: the JSON file.
-    """
+    """Repeats the longest rows of a run's data, times its updates and writes down what they took."""
 
     def __init__(self, request: Path):
         about = json.loads(request.read_text(encoding="utf-8"))
@@ -63,11 +59,8 @@ class Measurement:
         return max(num_samples, global_batch)
 
     def limit_memory(self, accelerator: Accelerator) -> None:
-        """Limit the device's memory of this rank. All ranks call it together, before there is a model.
-
-        Raises:
-            UserError: the device has less.
-        """
+        """Limit the device's memory of this rank. All ranks call it together, before there is a model. Raises
+        UserError: the device has less."""
         self.device = accelerator.device
         if self.limit is None or self.device.type == "cpu":
             return
@@ -117,11 +110,7 @@ class Measurement:
         return Bounds(may_overflow=self.scaled)
 
     def log(self, update: Update, outcome: Outcome) -> None:
-        """Take the figures of an update.
-
-        Raises:
-            UserError: the update was refused.
-        """
+        """Take the figures of an update. Raises UserError: the update was refused."""
         self.figures = {"loss": outcome.loss_sum / (update.totals.targets or 1.0), "grad_norm": outcome.grad_norm}
         if outcome.refused:
             raise UserError(f"loss is {self.figures['loss']:g}, grad_norm {self.figures['grad_norm']:g} in the trial")
@@ -193,13 +182,11 @@ def limit_device(device: torch.device, limit: int, ranks: int) -> None:
     """Limit this rank to `limit` bytes of its device's allocator.
 
     Memory outside of the allocator (the driver's context of each process, other programs) is measured here: with it,
-    the device could be full before the limits are reached.
+    the device could be full before the limits are reached. Raises UserError: the device has less, or its allocator
+    cannot be limited; the message says which.
 
     Args:
         ranks: processes on this device, each with this limit. All of them have their contexts by now.
-
-    Raises:
-        UserError: the device has less, or its allocator cannot be limited; the message says which.
     """
     free, total = torch.accelerator.get_memory_info()
     taken = max(0, total - free - ranks * torch.accelerator.memory_reserved())

@@ -29,7 +29,7 @@ def open_record(run: "Run") -> None:
     """Resume the run that is in the folder, if one is, and begin its record and its checkpoints."""
     recipe, engine, state, samples = run.recipe, run.engine, run.state, run.data.train
     lengths = samples.lengths
-    run.facts.row_tokens = len(samples[0]["input_ids"]) if lengths is None else int(lengths.max())
+    run.row_tokens = len(samples[0]["input_ids"]) if lengths is None else int(lengths.max())
     run.best = make_best_tracker(recipe, run.figures, bool(run.data.num_held_out), state.best)
     command = run.strategy.launch.command
     run.environment = describe_environment(command, engine.device) if run.is_main else {}

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 COMPILING = 4.0  # times watchdog_minutes: the first of each phase of an update
 LONG = 12.0  # times watchdog_minutes: reading, placing or writing a whole model
-STYLE = re.compile(r"\x1b\[[0-9;]*m")
 HEAD = re.compile(
     r"(^|\.)(classifier|score|pooler|pre_classifier|classification_head|sequence_summary|logits_proj|qa_outputs)\b"
 )
@@ -53,13 +52,10 @@ HEAD = re.compile(
 
 def build_model(auto_class: Any, config: PretrainedConfig, run: "Run", ignored_weights: Sequence[str] = ()) -> Any:
     """The model with its pretrained weights, or with random ones of the recipe's seed: the same under every strategy.
+    Raises UserError: weights are nowhere.
 
     Args:
-        auto_class: of transformers, such as AutoModelForCausalLM.
         ignored_weights: names of weights that are drawn anew whatever the checkpoint has.
-
-    Raises:
-        UserError: weights are nowhere.
     """
     recipe, strategy = run.recipe, run.strategy
     continued = run.config.adapter
@@ -69,7 +65,7 @@ def build_model(auto_class: Any, config: PretrainedConfig, run: "Run", ignored_w
         check_resized(continued, config)
         ignored_weights = [*ignored_weights, *continued.full_weights]
     # Known before, since loading may take all memory.
-    run.facts.parameters = load.size_of_model(auto_class, config, strategy, recipe.trust_remote_code)
+    run.parameters = load.size_of_model(auto_class, config, strategy, recipe.trust_remote_code)
     model = load.build_model(
         auto_class,
         config,
@@ -77,7 +73,7 @@ def build_model(auto_class: Any, config: PretrainedConfig, run: "Run", ignored_w
         strategy,
         recipe.seed,
         ignored_weights=ignored_weights,
-        num_parameters=run.facts.parameters,
+        num_parameters=run.parameters,
     )
     if run.stored is None:
         run.notes += lacking_weights(model, ignored_weights, recipe.model_name_or_path)
@@ -100,11 +96,8 @@ def lacking_weights(model: Any, ignored: Sequence[str], name: str | None) -> lis
 
 def add_lora(model: Any, run: "Run") -> None:
     """Add the LoRA adapter that the recipe asks for, and freeze the rest; continue one that is trained on; put one
-    that is only evaluated onto its base. Nothing without any.
-
-    Raises:
-        UserError: modules that the adapter needs are not in the model.
-    """
+    that is only evaluated onto its base. Nothing without any. Raises UserError: modules that the adapter needs are not
+    in the model."""
     if run.stored is not None:
         run.stored.inject(model, run.strategy)
     elif run.config.adapter is not None:
@@ -114,18 +107,15 @@ def add_lora(model: Any, run: "Run") -> None:
 
 
 def start_processes(run: "Run") -> tuple[Accelerator, list[str]]:
-    """The Accelerator, its process group running, and notes for the log.
-
-    Raises:
-        UserError: machines have other options or other data.
-    """
+    """The Accelerator, its process group running, and notes for the log. Raises UserError: machines have other options
+    or other data."""
     if not (run.is_main and sys.stderr.isatty()):
         disable_progress_bar()
     # Rows are packed full or come with their mask; transformers cannot know, and asks for one at every run.
     of_loading = logging.getLogger("transformers.modeling_utils")
     of_loading.addFilter(lambda line: "attention_mask" not in line.getMessage())
-    if run.task == "cls" and run.recipe.trains:
-        of_loading.addFilter(lambda line: not is_of_a_new_head(line.getMessage()))
+    if run.recipe.trains:  # `lacking_weights` tells what matters of it
+        of_loading.addFilter(lambda line: "LOAD REPORT" not in line.getMessage() or "MISMATCH" in line.getMessage())
     watchdog = run.watchdog
     watchdog.phase("rendezvous", patience=math.inf)
     met = run.ranks.wait()
@@ -150,7 +140,7 @@ def start_processes(run: "Run") -> tuple[Accelerator, list[str]]:
         size, backend = distributed.get_world_size(), distributed.get_backend()
         watchdog.record_collectives(run.folder.path, size, backend, run.ranks.machines)
     check_float8_device(run.recipe)
-    run.facts.program_bytes = resident_bytes()
+    run.program_bytes = resident_bytes()
     watchdog.phase("load", patience=LONG)
     check_machines(run.config)
     before = run.config.compiled_before
@@ -161,20 +151,9 @@ def start_processes(run: "Run") -> tuple[Accelerator, list[str]]:
     return accelerator, [*met, *notes, *compiling]
 
 
-def is_of_a_new_head(report: str) -> bool:
-    """Return True if a report of transformers on loaded weights says no more than that the head is to be trained."""
-    rows = [[cell.strip() for cell in STYLE.sub("", line).split("|")] for line in report.splitlines() if "|" in line]
-    missing = [name for name, state, *_ in rows if state == "MISSING"]
-    spoilt = any(state in ("MISMATCH", "CONVERSION") for _, state, *_ in rows)
-    return bool(missing) and not spoilt and all(map(HEAD.search, missing))
-
-
 def check_machines(config: RunConfiguration) -> None:
-    """Check that all ranks train the same run on the same files.
-
-    Raises:
-        UserError: one does not; it names the machine.
-    """
+    """Check that all ranks train the same run on the same files. Raises UserError: one does not; it names the
+    machine."""
     options = {f"option {name}": value for name, value in config.resume.identity.items()}
     files = {f"{name} (files and their bytes)": sizes for name, sizes in files_and_sizes(config.recipe).items()}
     resumed = {f"run to resume in output_dir = {str(config.folder.path)!r}": config.resume.sources}

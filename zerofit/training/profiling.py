@@ -20,13 +20,7 @@ SNAPSHOT_EVENTS = 100_000  # allocations and releases that torch remembers
 
 
 class Profiler:
-    """Records updates of this rank. A run that stops among them, or resumes there, has the part that it made.
-
-    Args:
-        updates: which.
-        files: the trace, and where a device has one a snapshot of memory.
-        note: takes a line for the log.
-    """
+    """Records updates of this rank. A run that stops among them, or resumes there, has the part that it made."""
 
     def __init__(self, updates: range, files: list[Path], *, device: str, note: Callable[[str], None]) -> None:
         self.updates, self.files, self.device, self.note = updates, files, device, note

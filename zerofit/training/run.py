@@ -26,7 +26,6 @@ from zerofit.data.pack import TaskData, TextData
 from zerofit.data.token_updates import updates_by_tokens
 from zerofit.health.anomaly import ACTIONS, MAX_IN_A_ROW, Anomaly
 from zerofit.health.failure import explain_failure
-from zerofit.health.out_of_memory import RunFacts
 from zerofit.health.shutdown import ShutdownHandler, StopReason
 from zerofit.health.slow_ranks import RankSeconds
 from zerofit.model.adapter_folder import trained_on_configuration
@@ -71,9 +70,6 @@ class Run:
     """A launch of a script: it trains, or (`recipe.trains` is false) it evaluates a stored model or lets it answer.
 
     Attributes:
-        recipe: every option with its final value; frozen.
-        strategy: how it is trained, by the launcher's YAML and the DeepSpeed JSON.
-        folder: the output folder.
         num_updates: steps of the optimizer in the whole run; 0 where nothing is trained.
         stop: why training ended.
     """
@@ -87,7 +83,8 @@ class Run:
         self.measurement = measurement_from_environment() if self.recipe.trains else None  # None: an ordinary run
         self.hub: HubRepository | None = None
         self.shutdown = ShutdownHandler(self.recipe.max_hours, start.timeline.started, start.watchdog.stop_requested)
-        self.facts = RunFacts(self.task, self.recipe, self.strategy)
+        self.engine: Any = None  # once it is prepared
+        self.row_tokens = self.program_bytes = self.parameters = 0  # for a report on memory that ran out
         self.notes, self.lines = list(config.notes), list[str]()
         self.starting = ExitStack()  # contexts that `prepare` closes
         self.adapter: Any = None  # LoRA's, of this run
@@ -120,10 +117,7 @@ class Run:
     @classmethod
     def open(cls, start: "Start") -> "Run":
         """Resolve the recipe, the strategy and an earlier run to resume, and see that the output folder is free.
-
-        Raises:
-            UserError: anything that can be found wrong before data is read.
-        """
+        Raises UserError: anything that can be found wrong before data is read."""
         stored, mirror, task = None, None, start.task
         start.timeline.mark("imports")
         if not start.recipe.trains:
@@ -151,11 +145,8 @@ class Run:
     # ----------------------------------------------------------------------------------------- before the first update
 
     def model_config(self, auto_class: Any) -> Any:
-        """The configuration of the model, which the task needs an `auto_class` of transformers for.
-
-        Raises:
-            UserError: there is no such model, the strategy cannot split it, or it has too few positions.
-        """
+        """The configuration of the model, which the task needs an `auto_class` of transformers for. Raises UserError:
+        there is no such model, the strategy cannot split it, or it has too few positions."""
         config = self.model_configuration = check_model(self.task, self.recipe, self.strategy, auto_class)
         if self.stored is not None:
             return self.stored.configuration(config)
@@ -169,17 +160,10 @@ class Run:
             self.recipe.decide("precision", precision)
         self.strategy = self.strategy.with_precision(precision)
         self.config = replace(self.config, strategy=self.strategy)
-        self.facts.strategy = self.strategy
 
     def start(self, data: TaskData) -> None:
         """Fix the number of updates, and start the ranks' process group: not before, since reading data may take long.
-
-        Args:
-            data: what the task has prepared; its `train` is None where nothing is trained.
-
-        Raises:
-            UserError: there are fewer samples than one global batch takes; machines differ.
-        """
+        Raises UserError: there are fewer samples than one global batch takes; machines differ."""
         recipe = self.recipe
         self.timeline.mark("data")
         self.by_tokens = updates_by_tokens(data.train, recipe.row_tokens, recipe.global_batch_size, recipe.seed)
@@ -236,7 +220,7 @@ class Run:
         self.watchdog.phase("prepare", patience=LONG)
         self.notes += self.stored.notes if self.stored else ()
         if not recipe.model_name_or_path:
-            self.notes += filter(None, [strategy.sharded_init_reason(self.facts.parameters)])
+            self.notes += filter(None, [strategy.sharded_init_reason(self.parameters)])
         if dropped := getattr(model, "dropped_settings", None):
             named = ", ".join(f"{name} = {value!r}" for name, value in dropped.items())
             self.notes.append(f"generation settings that transformers refuses to save are dropped: {named}")
@@ -253,7 +237,6 @@ class Run:
         if schedule is not None and schedule.warning:
             self.say(f"warning: {schedule.warning}")
         self.engine.alive = self.watchdog.alive
-        self.facts.engine, self.facts.parameters = self.engine, self.parameters
         self.counters = [counter for counter in [getattr(model, "routing", None)] if counter is not None]
         if self.counters:
             self.note(*self.counters[0].describe(strategy.autocasts and not recipe.lora))
@@ -280,6 +263,7 @@ class Run:
         """Updates from the first that is not done to the last, or until there is a reason to stop (`self.stop`).
 
         The samples of update k are the same under every strategy, whatever the number of processes and micro-batches.
+        Raises UserError: there is no such figure as metric_for_best_model; the folder holds another run.
 
         Args:
             data: what the task has prepared. Samples of your own: a SampleSet (data/pack.py) as its `train`.
@@ -289,9 +273,6 @@ class Run:
             unit: what the loss is a mean over, for the plot.
             counter: a loss with figures of its own, as PreferenceLoss; in place of the routers' of the model.
             evaluate_first: () -> the held-out figures; called before the first update, with `eval_on_start`.
-
-        Raises:
-            UserError: there is no such figure as metric_for_best_model; the folder holds another run.
         """
         self.data, self.collate, self.figures, self.unit = data, collate, tuple(figures), unit
         self.counters = [counter] if counter is not None else self.counters
@@ -565,7 +546,7 @@ class Run:
         watchdog = self.watchdog
         if self.measurement and (code := self.measurement.explain(error, watchdog.at[0])) is not None:
             return code
-        return explain_failure(error, watchdog.at, self.facts, named=self.ranks.named, waits_for=watchdog.waits_for)
+        return explain_failure(error, watchdog.at, self, watchdog.waits_for)
 
     # ------------------------------------------------------------------------------------------------------ afterwards
 
@@ -589,12 +570,10 @@ class Run:
         num_held_out: int,
         remarks: Callable[[], list[str]] = list,
     ) -> int:
-        """Evaluate the stored model, or predict for predict_file, and exit. Returns the exit code.
+        """Evaluate the stored model, or predict for predict_file, and exit. Returns the exit code. Raises UserError:
+        nothing is held out.
 
         Args:
             predict: () -> the files that the main process has written.
-
-        Raises:
-            UserError: nothing is held out.
         """
         return answer(self, evaluate, predict, num_held_out, remarks)

@@ -37,7 +37,6 @@ class StoredModel:
         asked_for: what --model_name_or_path says.
         base: what is loaded: of an adapter its base.
         adapter: None: the model is whole.
-        notes: for the log.
     """
 
     task: str
@@ -49,11 +48,8 @@ class StoredModel:
 
     @classmethod
     def open(cls, task: str, recipe: TaskRecipe) -> "StoredModel":
-        """See also that no training run's folder is written to.
-
-        Raises:
-            UserError: it would be; the model is an adapter without a base, or for another task.
-        """
+        """See also that no training run's folder is written to. Raises UserError: it would be; the model is an adapter
+        without a base, or for another task."""
         recipe = recipe.draft()
         asked_for = recipe.model_name_or_path
         assert asked_for, "the recipe's own check"
@@ -100,11 +96,8 @@ class StoredModel:
         return self.adapter.full_weights if self.adapter else []
 
     def inject(self, model: PreTrainedModel, strategy: Strategy) -> None:
-        """Put the adapter onto its base.
-
-        Raises:
-            UserError: it was trained on a different base model, or weights of the model are nowhere.
-        """
+        """Put the adapter onto its base. Raises UserError: it was trained on a different base model, or weights of the
+        model are nowhere."""
         if self.adapter is not None:
             quantised = self.recipe.quantised is not None
             self.notes.extend(inject_adapter(self.adapter, model, self.base, strategy, quantised))

@@ -62,11 +62,8 @@ class RunLength:
 def run_length(
     recipe: TrainingRecipe, num_samples: int, batches: BatchSizes, by_tokens: TokenUpdates | None = None
 ) -> RunLength:
-    """The length of the run in samples and updates.
-
-    Raises:
-        UserError: there are fewer samples than one global batch takes; `profile` names an update beyond the last.
-    """
+    """The length of the run in samples and updates. Raises UserError: there are fewer samples than one global batch
+    takes; `profile` names an update beyond the last."""
     if num_samples < batches.global_batch:
         raise UserError(
             f"the training data gives {num_samples} samples, fewer than one global batch of {batches.global_batch} "
@@ -138,7 +135,6 @@ class UpdateStream:
     """The micro-batches of one update after another, each loaded before it is needed.
 
     Args:
-        batches: this rank's micro-batches, without end.
         updates: the number of updates that are done: the stream begins behind them.
     """
 
@@ -176,7 +172,6 @@ def micro_batches(
 
     Args:
         data: what a task has prepared: `train`, the samples, and `order`, their own order or None.
-        updates: the number of updates that are done.
         warmup: the length of rows that grow in the first updates; None: samples are read in full.
     """
     sizes, samples, layout = length.batches, data.train, engine.layout

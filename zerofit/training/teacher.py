@@ -41,14 +41,11 @@ class Teacher:
 
 
 def load_teacher(run: "Run", student: Any, data: TextData, collate: Any) -> Teacher:
-    """Load the recipe's teacher, and give the student's loss its head.
+    """Load the recipe's teacher, and give the student's loss its head. Raises UserError: it cannot be loaded, has
+    another vocabulary, makes logits in another way than its head, or mixes the documents of a packed row.
 
     Args:
         collate: lays rows out as in training.
-
-    Raises:
-        UserError: it cannot be loaded, has another vocabulary, makes logits in another way than its head, or mixes the
-            documents of a packed row.
     """
     recipe: Any = run.recipe  # a DistillRecipe
     device = run.device
