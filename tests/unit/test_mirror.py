@@ -182,7 +182,7 @@ def test_without_credentials_a_run_does_not_wait(scene, faults, monkeypatch):
         open_mirror(scene.recipe, scene.folder)
 
 
-def test_a_store_that_is_dead_is_reported_once_and_harms_nothing(scene, faults):
+def test_a_store_that_is_dead_is_reported_once_and_harms_nothing(scene, faults, monkeypatch):
     mirror = scene.mirror()
     scene.save(1)
     while scene.there() != [1]:
@@ -192,7 +192,8 @@ def test_a_store_that_is_dead_is_reported_once_and_harms_nothing(scene, faults):
         scene.save(update)
     while len(faults.calls) < faults.dead_after + 20:
         pass
-    said = mirror.finish(limit_s=0.01)
+    monkeypatch.setattr(mirroring, "FINISH_S", 0.01)
+    said = mirror.finish()
     assert [line for line in said if "cannot be written" in line] == said[:1]
     assert "HTTP 503" in said[0]
     assert "1 checkpoint mirrored, 2 not" in said[-1]
@@ -200,10 +201,9 @@ def test_a_store_that_is_dead_is_reported_once_and_harms_nothing(scene, faults):
     faults.dead_after = None
     mirror._thread.join()
     assert scene.there() == [2, 3], "it went on trying"
-    assert "can be written again" in mirror.messages()[-1]
 
 
-def test_a_store_that_never_answers_stops_nothing(scene, faults):
+def test_a_store_that_never_answers_stops_nothing(scene, faults, monkeypatch):
     mirror = scene.mirror()
     faults.open.clear()
     scene.save(1)
@@ -213,7 +213,8 @@ def test_a_store_that_never_answers_stops_nothing(scene, faults):
         assert not mirror.messages()
     kept = {int(folder.name[-8:]) for folder in scene.directory.folders()}
     assert {19, 20} <= kept <= {1, 19, 20}, "and what is being read"
-    line, summary = mirror.finish(limit_s=0.01)
+    monkeypatch.setattr(mirroring, "FINISH_S", 0.01)
+    line, summary = mirror.finish()
     assert "it was not ready" in line
     assert "0 checkpoints mirrored, 20 not" in summary
 

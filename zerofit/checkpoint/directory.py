@@ -40,7 +40,6 @@ class CheckpointDirectory:
     """checkpoints/update_NNNNNNNN/ of a run's folder. Only one process writes here, but for the files within state/.
 
     Args:
-        path: the folder checkpoints/.
         limit: of those that were asked for, keep the last so many; None: all.
     """
 
@@ -186,13 +185,11 @@ def entry(path: Path) -> dict[str, Any]:
 
 
 def flaw(folder: Path, rank: int = 0, num_ranks: int = 1) -> str | None:
-    """The first thing that is wrong with a checkpoint's files; None if they are what was written.
+    """The first thing that is wrong with a checkpoint's files; None if they are what was written. Raises UserError: a
+    later version has written it, in a format that this one does not know.
 
     Args:
         rank: look at every `num_ranks`-th file only, from this one on: ranks share the reading.
-
-    Raises:
-        UserError: a later version has written it, in a format that this one does not know.
     """
     try:
         text = (folder / MANIFEST).read_text()

@@ -25,7 +25,6 @@ class ModelExporter:
 
     Args:
         adapter: of the run; None: the whole model is trained and written.
-        environment: of environment.json, for the model card.
     """
 
     def __init__(
@@ -64,15 +63,10 @@ class ModelExporter:
 
     def write(self, weights: Weights, held_out: dict[str, float], folder: Path, in_thread: bool = False) -> list[str]:
         """Write the folder, on the main process: the weights first, since no other file may cost them. Returns what
-        could not be written beside them, each with the reason.
+        could not be written beside them, each with the reason. Raises Exception: the weights could not be written.
 
         Args:
-            weights: read once, one after another.
-            held_out: figures for the model card.
             in_thread: another thread than the training's writes: two threads must not use the same tokenizer.
-
-        Raises:
-            Exception: the weights could not be written.
         """
         if in_thread and self._tokenizer_of_thread is None:
             self._tokenizer_of_thread = copy.deepcopy(self._tokenizer)
@@ -96,11 +90,7 @@ class ModelExporter:
 
     def review(self, folder: Path) -> list[str]:
         """Load a folder back, without its weights. Returns lines for the log: what was read, and what others stumble
-        over.
-
-        Raises:
-            RuntimeError: weights are missing, or have another shape.
-        """
+        over. Raises RuntimeError: weights are missing, or have another shape."""
         in_full = without_sharding() if self._engine.strategy.shards_parameters else contextlib.nullcontext()
         with in_full:
             return review_export(folder, type(self._engine.whole))

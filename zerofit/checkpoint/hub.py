@@ -16,22 +16,15 @@ FINISH_S = 4 * 3600.0  # at the end of a run: 100 GB at 60 Mbit/s
 
 
 class HubRepository:
-    """A repository that can be written, on the main process of a run.
-
-    Args:
-        name: owner/name.
-    """
+    """A repository that can be written, on the main process of a run."""
 
     def __init__(self, name: str, api: HfApi):
         self.name, self._api = name, api
 
     @classmethod
     def open(cls, name: str) -> "HubRepository":
-        """See that there is such a repository, or make a private one, and that it can be written.
-
-        Raises:
-            UserError: there is no connection, or no right to write.
-        """
+        """See that there is such a repository, or make a private one, and that it can be written. Raises UserError:
+        there is no connection, or no right to write."""
         work_offline_without_network()
         disable_progress_bars()
         api = HfApi()

@@ -30,10 +30,7 @@ class CheckpointManager:
     Args:
         state: of the run: saved, and restored in place.
         run: what a checkpoint tells of the run: the options that make it, its strategy, its processes.
-        data: the fingerprint of the training set, which the run's place in the data refers to.
         metric: the figure that tells which evaluation is the best, without `eval_`.
-        keeps_best: the weights of the best evaluation are kept.
-        mirror: where checkpoints are copied to, on the main process; None: nowhere.
     """
 
     def __init__(
@@ -67,11 +64,8 @@ class CheckpointManager:
     # ------------------------------------------------------------------------------------------------------- resuming
 
     def resume(self, plan: ResumePlan) -> None:
-        """Restore the run that is in the folder, or the checkpoint that is named, where there is one.
-
-        Raises:
-            UserError: none of the folder's checkpoints can be used, or it is of another run.
-        """
+        """Restore the run that is in the folder, or the checkpoint that is named, where there is one. Raises
+        UserError: none of the folder's checkpoints can be used, or it is of another run."""
         began, checkpoint = time.perf_counter(), None
         for source in plan.sources:
             checkpoint, warnings = self.writer.choose(source)
@@ -104,12 +98,9 @@ class CheckpointManager:
         )
 
     def drop_replaced(self) -> None:
-        """Remove the checkpoints of updates that come again, on the main process; of a run that this one replaces,
-        all of them. Models of this run stay where it starts over: each is replaced when its update comes again.
-
-        Raises:
-            UserError: another launch has put them there since this one began.
-        """
+        """Remove the checkpoints of updates that come again, on the main process; of a run that this one replaces, all
+        of them. Models of this run stay where it starts over: each is replaced when its update comes again. Raises
+        UserError: another launch has put them there since this one began."""
         self.folder.lock()
         if self._resumes_its_own_folder:
             self.directory.drop(lambda update: update > self.state.updates)

@@ -38,15 +38,12 @@ NO_CREDENTIALS = ("NoCredentialsError", "DefaultCredentialsError", "ClientAuthen
 
 
 class MirrorLost(Exception):
-    """Another run writes to the same address."""
+    """A checkpoint is in the store that neither this run nor an earlier launch of it has written."""
 
 
 class MirrorStore:
-    """The files at one address, such as s3://bucket/run. Its methods raise whatever the store raises.
-
-    Raises:
-        UserError: nothing is known of such addresses, or a package is missing.
-    """
+    """The files at one address, such as s3://bucket/run. Its methods raise whatever the store raises. Raises
+    UserError: nothing is known of such addresses, or a package is missing."""
 
     def __init__(self, address: str):
         self.address = address
@@ -147,15 +144,14 @@ class Mirror:
         messages, self._messages = self._messages, []
         return messages
 
-    def finish(self, limit_s: float | None = None) -> list[str]:
+    def finish(self) -> list[str]:
         """Copy what is left, for a limited time. Returns lines for the log. Never fails."""
-        limit_s = FINISH_S if limit_s is None else limit_s
         self._ending.set()
         self._wanted.set()
         if self._thread is not None:
-            self._thread.join(limit_s)
+            self._thread.join(FINISH_S)
             if self._thread.is_alive():
-                self._report(f"it was not ready {limit_s / 60:g} minutes after training")
+                self._report(f"it was not ready {FINISH_S / 60:g} minutes after training")
         number, missing = counted(len(self._mirrored), "checkpoint"), len(self._made - self._mirrored)
         return [*self.messages(), f"mirror      {number} mirrored, {missing} not: {self.store.address}"]
 
@@ -176,8 +172,6 @@ class Mirror:
                 self._report(reason(error))
                 pause_s = RETRY_S
                 continue
-            if self._is_reported:
-                self._messages.append(f"note      {self.store.address} can be written again")
             self._is_reported, pause_s = False, None
             if is_last:
                 return
@@ -191,12 +185,8 @@ class Mirror:
         self._is_reported = True
 
     def copy(self, is_last: bool) -> None:
-        """Copy all that is not in the store, and remove there what is no longer in the folder.
-
-        Raises:
-            MirrorLost: a checkpoint is there that neither this run nor an earlier launch of it has written.
-            Exception: of the store.
-        """
+        """Copy all that is not in the store, and remove there what is no longer in the folder. Raises MirrorLost, and
+        whatever the store raises."""
         there = self.store.checkpoints()
         if self._known is None:
             for name in there:
@@ -284,12 +274,7 @@ def open_mirror(recipe: TrainingRecipe, folder: RunFolder) -> tuple[Mirror, list
 
 def _restore(store: MirrorStore, recipe: TrainingRecipe, folder: RunFolder) -> list[str]:
     """Bring back the newest whole checkpoint, where the folder has none or only earlier ones, and the run's record.
-    Returns notes for the log.
-
-    Raises:
-        UserError: see open_mirror.
-        Exception: of the store.
-    """
+    Returns notes for the log. Raises as open_mirror, and whatever the store raises."""
     directory = CheckpointDirectory(folder.path / CHECKPOINTS)
     newest, there = next(directory.resumable(), None), store.checkpoints()
     candidates = [name for name, manifest in there.items() if manifest and (newest is None or name > newest.name)]

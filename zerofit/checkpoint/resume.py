@@ -33,10 +33,8 @@ class ResumePlan:
     """From where a run resumes.
 
     Args:
-        folder: the output folder.
         identity: the options that make the run the run that it is.
         sources: what is tried, one after another: auto (the newest checkpoint of the folder), or a checkpoint.
-        notes: for the log.
     """
 
     folder: RunFolder
@@ -203,12 +201,9 @@ def _run_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def differences_from(recipe: TrainingRecipe, global_batch: int, recorded: dict[str, Any]) -> list[str]:
-    """The options in which a run differs from the one of the checkpoint that was named.
-
-    Raises:
-        UserError: another optimizer; no mean of the weights where there shall be one; another seed or batch, with
-            which the checkpoint's place in the data is another place.
-    """
+    """The options in which a run differs from the one of the checkpoint that was named. Raises UserError: another
+    optimizer; no mean of the weights where there shall be one; another seed or batch, with which the checkpoint's
+    place in the data is another place."""
     differing = differing_options(identity(recipe, global_batch), recorded)
     missing = {
         "optim ": "one optimizer cannot read what another has kept",

@@ -205,10 +205,7 @@ class AsyncCheckpointWriter:
 
     def choose(self, requested: str) -> tuple[Path | None, list[str]]:
         """The checkpoint to resume from (the newest whole one, or the one that is named), and warnings about others.
-
-        Raises:
-            UserError: the one that is named is no whole checkpoint.
-        """
+        Raises UserError: the one that is named is no whole checkpoint."""
         candidates = []
         if self.engine.is_main:
             is_named = requested != "auto"
@@ -235,11 +232,8 @@ class AsyncCheckpointWriter:
         return next(filter(None, problems), None)
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Put a checkpoint's state into the engine. Returns the progress of its run.
-
-        Raises:
-            UserError: it is of another model, or no checkpoint at all.
-        """
+        """Put a checkpoint's state into the engine. Returns the progress of its run. Raises UserError: it is of
+        another model, or no checkpoint at all."""
         state = self.engine.state
         try:
             progress: dict[str, Any] = json.loads((folder / STATE / PROGRESS).read_text())
@@ -334,12 +328,7 @@ class _Save:
         *,
         dtypes: dict[str, torch.dtype],
     ) -> None:
-        """Write this rank's shard; on the main process (where there is a `fill`) the rest, too.
-
-        Args:
-            exported: what of the exported model is not in the state.
-            dtypes: of the exported parameters that are.
-        """
+        """Write this rank's shard; on the main process (where there is a `fill`) the rest, too."""
         try:
             partial = self.checkpoints.partial(self.update)
             if progress is not None:

@@ -92,9 +92,6 @@ def add_line(file: Path, line: dict[str, Any]) -> None:
 class LineReader:
     """The whole lines of a file to which others append. Each is returned once.
 
-    Args:
-        parse: the bytes of a line -> its object; None: the line is passed over.
-
     Attributes:
         position: bytes that were read.
     """

@@ -84,7 +84,6 @@ class ThroughputMeter:
     Args:
         flops_per_token: of the model at this run's sequence length.
         peak: FLOP/s that all devices together could reach, None if not known.
-        evaluations: in order.
     """
 
     flops_per_token: float

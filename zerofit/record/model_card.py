@@ -26,8 +26,6 @@ def model_card(
     """The text, which names no folder of this machine.
 
     Args:
-        held_out: the figures that are shown.
-        model_class: the name of the model's class.
         base: of an adapter that was trained on, which is what the recipe names; None: what the recipe names.
     """
     public = recipe.to_publish()

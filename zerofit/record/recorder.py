@@ -18,8 +18,6 @@ class RunRecorder:
     """The record of one run. All ranks call its methods together; only the main process writes.
 
     Args:
-        environment: of environment.json.
-        bar: of the terminal.
         preview_sample: sample index -> how the sample begins, for anomalies.jsonl.
     """
 

@@ -64,14 +64,11 @@ class RunFolder:
 
     def refuse_foreign_files(self, overwrite: bool, in_checkpoints: bool = True) -> None:
         """Check that nothing in the folder is in the way of a run, and, where no run has been there yet, that it is
-        empty.
+        empty. Raises UserError: it names the first files.
 
         Args:
             overwrite: start beside files that are not in the way.
             in_checkpoints: look into checkpoints/ as well: the run starts over.
-
-        Raises:
-            UserError: it names the first files.
         """
         foreign, stays = self.written.foreign(in_checkpoints), overwrite or bool(self.written.names)
         names = list(islice(filter(_is_in_the_way, foreign) if stays else foreign, SHOWN + 1))
@@ -104,11 +101,8 @@ class RunFolder:
         return found
 
     def lock(self) -> None:
-        """Keep other launches out of the folder, as long as this process lives.
-
-        Raises:
-            UserError: one is at work there, or the folder cannot be written.
-        """
+        """Keep other launches out of the folder, as long as this process lives. Raises UserError: one is at work
+        there, or the folder cannot be written."""
         if self._lock is not None or not self.path.is_dir():
             return
         try:
@@ -145,14 +139,12 @@ class RunFolder:
         *,
         resumed_from: Path | None = None,
     ) -> None:
-        """Write what the run is, and start its record, or continue it after `updates` updates.
+        """Write what the run is, and start its record, or continue it after `updates` updates. Raises UserError: the
+        folder cannot be written.
 
         Args:
             environment: gets `resumed_after`: the updates after which launches of this run have resumed it.
             resumed_from: the folder of the run that is resumed: this one, or another whose record is copied.
-
-        Raises:
-            UserError: the folder cannot be written.
         """
         with self.writing():
             if updates:
@@ -166,11 +158,8 @@ class RunFolder:
                 self.samples.start(updates)
 
     def start_answers(self, options: dict[str, Any], strategy: dict[str, Any], environment: dict[str, Any]) -> None:
-        """Start the record of a launch that trains nothing; what an earlier one has left is replaced.
-
-        Raises:
-            UserError: the folder cannot be written.
-        """
+        """Start the record of a launch that trains nothing; what an earlier one has left is replaced. Raises
+        UserError: the folder cannot be written."""
         with self.writing():
             self._clear(0, None)
             self._describe(options, strategy, environment)
@@ -262,11 +251,8 @@ class RunFolder:
 
     @contextlib.contextmanager
     def new_file(self, name: str, mode: str = "w") -> Iterator[IO[Any]]:
-        """A file of the run, which replaces an earlier one at the end of the block.
-
-        Raises:
-            UserError: there is a file of that name which no run has written.
-        """
+        """A file of the run, which replaces an earlier one at the end of the block. Raises UserError: there is a file
+        of that name which no run has written."""
         self.claim(name)
         with atomic_file(self.path / name, mode) as file:
             yield file

@@ -1,13 +1,12 @@
 """The trackers of accelerate: a run begins there, and goes on after a resume. Only the main process speaks to them."""
 
-import netrc
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
+from requests.utils import get_netrc_auth
 
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.options import TrackingOptions
@@ -25,6 +24,7 @@ RESUMED: dict[str, tuple[Callable[[Any], str], Callable[[str], dict[str, Any]]]]
     "aim": (lambda run: run.hash, lambda id: {"run_hash": id}),
     "mlflow": (lambda run: run.info.run_id, lambda id: {"run_id": id}),
 }
+WANDB = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
 IN_THE_FOLDER = {"wandb": "wandb/", "swanlab": "swanlog/", "aim": ".aim/", "dvclive": "dvclive/"}
 
 
@@ -49,18 +49,13 @@ def start_trackers(
     task: str,
     state: "RunState",
 ) -> list[str]:
-    """Open the trackers, and continue the runs there. Returns a sentence for the log where wandb goes offline.
-
-    Args:
-        state: of the run; its `tracker_ids` are filled in.
-
-    Raises:
-        UserError: a tracker does not start.
-    """
+    """Open the trackers, and continue the runs there. Returns a sentence for the log where wandb goes offline. Raises
+    UserError: a tracker does not start."""
     project, name, notes = recipe.report_name or f"zerofit-{task}", folder.path.name, []
     if trackers and accelerator.is_main_process:
         folder.written.add([f"{project}/", *(IN_THE_FOLDER[each] for each in trackers if each in IN_THE_FOLDER)])
-    if "wandb" in trackers and not (os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY") or _has_login()):
+    login = os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY") or get_netrc_auth(WANDB)
+    if "wandb" in trackers and not login:
         os.environ["WANDB_MODE"] = "offline"
         notes.append(f"wandb: no login found, so the run is kept in {folder.path}/wandb; `wandb sync` sends it later")
     goes_on, path = state.updates > 0, folder.path
@@ -92,10 +87,3 @@ def start_trackers(
     for tracker in RESUMED.keys() & {*trackers} if accelerator.is_main_process else ():
         state.tracker_ids[tracker] = RESUMED[tracker][0](accelerator.get_tracker(tracker, unwrap=True))
     return notes
-
-
-def _has_login() -> bool:
-    try:
-        return any("wandb" in host for host in netrc.netrc(Path("~/.netrc").expanduser()).hosts)
-    except (OSError, netrc.NetrcParseError):
-        return False

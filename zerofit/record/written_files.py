@@ -34,11 +34,7 @@ NAMES = {
 
 
 class WrittenFiles:
-    """The record of one folder.
-
-    Args:
-        path: the folder.
-    """
+    """The record of one folder."""
 
     def __init__(self, path: Path):
         self.path = path
