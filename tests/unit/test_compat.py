@@ -9,13 +9,12 @@ import sys
 import tempfile
 from datetime import timedelta
 from importlib.metadata import version
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.utils.checkpoint
-from helpers import ROOT, small_sizes, tiny_model, write_records
+from helpers import ROOT, small_sizes, tiny_model
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from private_parts import find_uses, sources
@@ -430,18 +429,6 @@ def _recomputing_functions(part):
     model(input_ids=torch.arange(4)[None])
     assert len(called) == len(model.model.layers)
     assert set(called) <= set(functions)
-
-
-def _check_blocks(part):
-    seen = []
-    with tempfile.TemporaryDirectory() as folder:
-        file = write_records(Path(folder, "a.jsonl"), [{"text": "007"}])
-        load = importlib.import_module("datasets").load_dataset_builder
-        builder = load("json", data_files=[str(file)], cache_dir=folder)
-        part(builder, lambda table, paths: seen.append(table.to_pylist()))
-        builder.download_and_prepare()
-    assert seen
-    assert all(block == [{"text": "007"}] for block in seen)
 
 
 def _forget_state(part):

@@ -4,9 +4,9 @@ import json
 
 import pytest
 from datasets import Dataset
-from helpers import refusal, write_records
+from helpers import read_data, refusal, write_records
 
-from zerofit.data.pairs.columns import Columns, Pair, find_columns, read_keyed_conversations
+from zerofit.data.pairs.columns import Columns, Pair, find_columns
 from zerofit.data.pairs.prepare import (
     PairEncoder,
     SourceFormat,
@@ -14,7 +14,6 @@ from zerofit.data.pairs.prepare import (
     turn_separator,
 )
 from zerofit.data.records import BadRecord
-from zerofit.data.tables import identity
 from zerofit.model.configuration import load_configuration
 from zerofit.model.tokenizer import TokenizerOptions, load_tokenizer
 from zerofit.recipe import Seq2SeqRecipe, parse_recipe
@@ -113,13 +112,12 @@ def test_conversations_by_their_name(tmp_path):
     """The form of Topical-Chat."""
     for part in (0, 1):
         (tmp_path / f"{part}.json").write_text(json.dumps({f"t_{part}{n}": keyed(10 * part + n) for n in range(3)}))
-    paths = [tmp_path / "0.json", tmp_path / "1.json"]
-    table = read_keyed_conversations(paths)
+    recipe = Seq2SeqRecipe(train_file=[str(tmp_path / "*.json")], cache_dir=tmp_path)
+    table = read_data(recipe).parts["train"]
+    columns = find_columns(recipe, table)
+    assert columns == Columns("content", None, None)
     expected = [[f"{turn} ({n})" for turn in TURNS] for n in (0, 1, 2, 10, 11, 12)]
-    assert table["dialogue"][:] == expected
-    assert find_columns(Seq2SeqRecipe(), table) == Columns("dialogue", None, None)
-    assert identity(read_keyed_conversations(paths)) == identity(table)  # every process finds the same cache
-    assert identity(read_keyed_conversations(paths[:1])) != identity(table)
+    assert [[*pairs[-1].source, pairs[-1].target] for pairs in map(columns.read, table)] == expected
 
 
 @pytest.fixture(scope="module")

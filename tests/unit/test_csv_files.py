@@ -66,7 +66,7 @@ def test_files_that_were_joined_have_one_header(tmp_path, cache, name, mark):
 def test_a_file_is_looked_through_once(tmp_path, cache, monkeypatch):
     path = write(tmp_path / "a.csv", rows=[*ROWS, ("short",)])
     notes = read_data(ClsRecipe(train_file=[path], cache_dir=cache)).notes
-    monkeypatch.setattr("zerofit.data.sources.check_fields", lambda *args: pytest.fail("another rank, or launch"))
+    monkeypatch.setattr("zerofit.data.file_formats.read_delimited", lambda *args: pytest.fail("again"))
     assert list(read_data(ClsRecipe(train_file=[path], cache_dir=cache)).notes) == list(notes) != []
 
 

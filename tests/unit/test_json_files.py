@@ -6,7 +6,6 @@ import pandas as pd
 import pytest
 from helpers import read_data, refusal
 
-from zerofit.data import json_files
 from zerofit.recipe import ClsRecipe
 
 LONG = "x" * 400_000  # 26 such records fill a block of the library
@@ -72,14 +71,6 @@ def test_columns_may_come_one_after_another(tmp_path, cache):
     assert found["column4"][0] is None
 
 
-def test_records_that_differ_too_much_for_the_memory_are_refused(tmp_path, cache, monkeypatch):
-    write(tmp_path / "a.jsonl", [{"label": "a"}])
-    write(tmp_path / "b.jsonl", [{"label": 1}])
-    monkeypatch.setattr(json_files, "MEMORY", 1 << 50)
-    message = refusal(read, cache, tmp_path / "a.jsonl", tmp_path / "b.jsonl")
-    assert f"{tmp_path / 'a.jsonl'}: records differ" in message
-
-
 @pytest.mark.parametrize("columns", [("id", "source", "model", "system_prompt", "messages"), ("type", "id", "cwd")])
 def test_columns_of_agents_records_need_no_package(tmp_path, cache, columns):
     record = dict.fromkeys(columns, "a") | ({"messages": [{"role": "user"}]} if "messages" in columns else {})
@@ -137,7 +128,7 @@ def test_half_of_a_surrogate_pair_is_named_and_can_be_skipped(tmp_path, cache, h
     path = tmp_path / name
     path.write_text("\n".join(rows) if name.endswith("l") else f"[{', '.join(rows)}]")
     message = refusal(read, cache, path)
-    assert f"{path}, {'line' if name.endswith('l') else 'record'} 3: a text has half of a surrogate pair" in message
+    assert f"{path}, record 3: a text has half of a surrogate pair" in message
     source = read_data(ClsRecipe(train_file=[str(path)], cache_dir=cache, skip_bad_records=True))
     assert source.parts["train"]["text"][:] == ["0", "1", "3"]
     assert any("record 3" in note for note in source.notes)

@@ -1,143 +1,143 @@
-"""What .csv and .tsv files have: a delimiter, quotes, columns of texts."""
+""".csv and .tsv files: their delimiter, quotes and columns. All values are texts, as they are written."""
 
 import csv
-import io
 import re
 import sys
 from collections.abc import Iterator
-from functools import reduce
+from contextlib import contextmanager
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pandas as pd
-import pyarrow as pa
-import pyarrow.compute as pc
-from datasets import Dataset, Features, Value
-
-from zerofit.data.tables import select
-from zerofit.recipe.columns import ending_of, find_delimiter, first_rows, head_of
+from zerofit.data.encodings import open_text
+from zerofit.data.options import DataOptions
+from zerofit.data.tables import texts_of, write_table
+from zerofit.recipe.columns import DELIMITERS, SEPARATOR_LINE, ending_of, find_delimiter, first_rows, head_of
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.files import open_bytes
 
 QUOTED = r'(?<![^{0}])"(?:[^"]|"")*"(?![^{0}])'  # a field; {0} is what separates fields
+Options = dict[str, Any]  # of csv.reader
 
 
-def with_delimiter(paths: list[Path], kwargs: dict[str, Any], delimiter: str | None) -> dict[str, Any]:
-    """The arguments of the reader of .csv and .tsv files, with the delimiter of these files."""
-    if delimiter is None and "names" not in kwargs and (head := head_of(paths[0], [kwargs["encoding"]])):
-        delimiter = find_delimiter(head, ending_of(paths[0]))
-    return {**kwargs, "sep": delimiter} if delimiter else kwargs
+def read_delimited(paths: list[Path], data: DataOptions, header: tuple[str, ...], place: Path) -> list[str]:
+    """Write the records of .csv and .tsv files as one table to `place`. Returns notes.
 
-
-def check_fields(path: Path, kwargs: dict[str, Any]) -> tuple[list[str], bool]:
-    """(notes on the lines that pandas reads in another way than they are meant, each kind counted; whether some repeat
-    the header, as `cat a.csv b.csv` leaves them). In a table of one column such a line may be a text.
+    Args:
+        header: the names of the columns of files without a header.
 
     Raises:
-        UserError: there is no record, or the first has more fields than the header: pandas would drop the first.
+        UserError: a file has no record, or a record has more fields than the header.
     """
     csv.field_size_limit(sys.maxsize)
-    header, count = list(kwargs.get("names") or []), 0
-    short, broken, repeated = list[int](), list[int](), list[int]()
-    with open_bytes(path) as file:
-        lines = csv.reader(
-            io.TextIOWrapper(file, encoding=kwargs["encoding"], newline=""),
-            delimiter=kwargs.get("sep", ","),
-            quoting=kwargs.get("quoting", csv.QUOTE_MINIMAL),
-            skipinitialspace=kwargs.get("skipinitialspace", False),
-            strict=True,
-        )
-        for fields in _rows(lines):
-            if fields and not header:
-                header = fields
-                continue
-            count += fields != []
-            if fields is None:
-                broken.append(lines.line_num)
-            elif count == 1 and len(fields) > len(header):
-                names = ", ".join(header)
+    notes, columns, records = list[str](), dict[str, None](), list[Iterator[dict[str, str]]]()
+    for path in paths:
+        options = _options(path, data, bool(header), notes)
+        with _lines(path, data.encoding) as lines:
+            names = list(header) or next(filter(None, csv.reader(lines, **options)), [])
+        columns |= dict.fromkeys(_named(names))
+        records.append(_records(path, data.encoding, options, names, bool(header), notes=notes))
+    write_table(chain.from_iterable(records), texts_of(columns), place)
+    return notes
+
+
+@contextmanager
+def _lines(path: Path, encoding: str | None, newline: str | None = "") -> Iterator[Iterator[str]]:
+    """The lines of a file, without that in which Excel names the delimiter."""
+    with open_text(path, encoding, newline) as file:
+        first = file.readline()
+        yield chain([] if SEPARATOR_LINE.match(first) else [first], file)
+
+
+def _named(names: list[str]) -> list[str]:
+    """The names of the columns, each once, as pandas makes them."""
+    numbers = [names[:place].count(name) for place, name in enumerate(names)]
+    unique = [f"{name}.{number}" if number else name for name, number in zip(names, numbers)]
+    return [unique[place] if name else f"Unnamed: {place}" for place, name in enumerate(names)]
+
+
+def _records(
+    path: Path, encoding: str | None, options: Options, names: list[str], is_headless: bool, *, notes: list[str]
+) -> Iterator[dict[str, str]]:
+    """The records of a file. Adds notes on lines that are read in another way than they are meant, each kind counted,
+    and leaves out those that repeat the header, as `cat a.csv b.csv` makes them; in a table of one column such a line
+    may be a text."""
+    short, again, count = list[int](), list[int](), 0
+    with _lines(path, encoding) as lines:
+        rows = csv.reader(lines, **options)
+        for number, fields in enumerate(filter(None, rows), int(is_headless)):
+            if number and len(fields) > len(names):
                 raise UserError(
-                    f"{path}: {len(fields)} fields, {len(header)} columns ({names}). Quote texts, or set delimiter"
+                    f"{path}, line {rows.line_num}: {len(fields)} fields, {len(names)} columns ({', '.join(names)}). "
+                    "Quote texts, or set delimiter"
                 )
-            elif fields and len(fields) < len(header):
-                short.append(lines.line_num)
-            elif len(header) > 1 and [fields[0].lstrip("\ufeff"), *fields[1:]] == header:
-                repeated.append(lines.line_num)
+            count += number > 0
+            if number and len(names) > 1 and [fields[0].lstrip("\ufeff"), *fields[1:]] == names:
+                again.append(rows.line_num)
+            elif number:
+                short += [rows.line_num] if len(fields) < len(names) else []
+                yield dict(zip_longest(_named(names), fields, fillvalue=""))
     if not count:
-        raise UserError(f"{path} has a header ({', '.join(header)}) and no record")
-    again = [name for place, name in enumerate(header) if name in header[:place]]
+        raise UserError(f"{path} has a header ({', '.join(names)}) and no record")
     found = {
-        f"fewer than {len(header)} fields, the others are empty": short,
-        'text after a closing quote; inside quotes write ""': broken,
-        "the header once more, left out": repeated,
+        f"fewer than {len(names)} fields, the others are empty": short,
+        'text after a closing quote; inside quotes write ""': _broken(path, encoding, options),
+        "the header once more, left out": again,
     }
-    notes = [f"note      {path}: {what} ({_lines(places)})" for what, places in found.items() if places]
-    notes += [
-        f"note      {path}: of the columns {name} the first is read" for name in dict.fromkeys(filter(None, again))
-    ]
-    return notes, bool(repeated)
+    for what, places in found.items():
+        if places:
+            more = f" and {len(places) - 1:,} more" if len(places) > 1 else ""
+            notes.append(f"note      {path}: {what} (line {places[0]:,}{more})")
+    repeated = dict.fromkeys(name for place, name in enumerate(names) if name and name in names[:place])
+    notes += [f"note      {path}: of the columns {name} the first is read" for name in repeated]
 
 
-def _rows(lines: Any) -> Iterator[list[str] | None]:
-    """The rows of a csv.reader; None for one that it cannot read."""
-    while True:
-        try:
-            yield next(lines)
-        except StopIteration:
-            return
-        except csv.Error:
-            yield None
-
-
-def _lines(places: list[int]) -> str:
-    return f"line {places[0]:,}" + (f" and {len(places) - 1:,} more" if len(places) > 1 else "")
-
-
-def text_features(path: Path, kwargs: dict[str, Any]) -> Features:
-    """The columns of a .csv file, all as text, so that values stay as they are written. The datasets library would
-    infer types from the first 10,000 rows."""
-    columns = pd.read_csv(path, nrows=0, **kwargs).columns
-    return Features(dict.fromkeys(columns, Value("string")))
-
-
-def without_headers(table: Dataset) -> Dataset:
-    """The records of a table that are not its column names."""
-    texts = pa.table([pc.utf8_ltrim(column, "\ufeff") for column in table.data.columns], names=table.column_names)
-    are_names = reduce(pc.and_kleene, map(pc.equal, texts.columns, table.column_names)).fill_null(False)
-    return select(table, np.flatnonzero(~are_names.to_numpy()))
+def _broken(path: Path, encoding: str | None, options: Options) -> list[int]:
+    """The numbers of the lines in which text follows a closing quote."""
+    places = []
+    with _lines(path, encoding) as lines:
+        rows = csv.reader(lines, strict=True, **options)
+        while True:
+            try:
+                next(rows)
+            except csv.Error:
+                places.append(rows.line_num)
+            except StopIteration:
+                return places
 
 
 # -------------------------------------------------------------------------------------------------------------- quotes
 
 
-def with_quoting(path: Path, kwargs: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """(the arguments of the reader of a .csv or .tsv file, with the quoting of this file; a note about it, if any)."""
-    if kwargs.get("quoting") != csv.QUOTE_NONE:
-        if not _has_blanks_before_quotes(path, kwargs):
-            return kwargs, ""
-        return {**kwargs, "skipinitialspace": True}, f'note      {path}: blanks before a field are left out: a, "b"'
-    is_quoted = has_quoted_fields(path, kwargs)
-    if is_quoted is None:
-        return kwargs, ""
-    if is_quoted:
-        note = f"note      {path}: double quotes enclose fields, as pandas writes them"
-        return {**kwargs, "quoting": csv.QUOTE_MINIMAL}, note
-    return kwargs, f"note      {path}: double quotes are parts of the texts, they enclose no fields"
+def _options(path: Path, data: DataOptions, is_headless: bool, notes: list[str]) -> Options:
+    """The arguments of csv.reader for a file."""
+    ending, head = ending_of(path), head_of(path, [data.encoding]) or ""
+    found = DELIMITERS[ending] if is_headless or not head else find_delimiter(head, ending)
+    options = {"delimiter": data.delimiter or found}
+    if ending == ".csv":
+        if _has_blanks_before_quotes(head, options["delimiter"]):
+            notes.append(f'note      {path}: blanks before a field are left out: a, "b"')
+            return {**options, "skipinitialspace": True}
+        return options
+    is_quoted = has_quoted_fields(path, data.encoding, options["delimiter"], is_headless)
+    if is_quoted is not None:
+        what = (
+            "enclose fields, as pandas writes them" if is_quoted else "are parts of the texts, they enclose no fields"
+        )
+        notes.append(f"note      {path}: double quotes {what}")
+    return {**options, "quoting": csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE}
 
 
-def _has_blanks_before_quotes(path: Path, kwargs: dict[str, Any]) -> bool:
+def _has_blanks_before_quotes(head: str, delimiter: str) -> bool:
     """Whether fields are written as in `a, "b"`, where the quotes enclose the field: no program writes a text so that
     begins with a blank and a quote, and none goes on behind the quote that ends it."""
-    head = head_of(path, [kwargs["encoding"]]) or ""
-    if not re.search(rf'{re.escape(kwargs.get("sep", ","))} +"(?!")', head):
+    if not re.search(rf'{re.escape(delimiter)} +"(?!")', head):
         return False
-    rows = first_rows(head, kwargs.get("sep", ","), len(head))
+    rows = first_rows(head, delimiter, len(head))
     begun = [field.strip() for row in rows for field in row if re.match(' +"', field)]
     return bool(begun) and all(field[1:].endswith('"') or '"' not in field[1:] for field in begun)
 
 
-def has_quoted_fields(path: Path, kwargs: dict[str, Any]) -> bool | None:
+def has_quoted_fields(path: Path, encoding: str | None, delimiter: str, is_headless: bool) -> bool | None:
     """Whether the fields of a .tsv file are quoted as pandas and Excel quote them; False: they are texts with quotes
     in them, as GLUE's. None: there is no quote.
 
@@ -146,12 +146,12 @@ def has_quoted_fields(path: Path, kwargs: dict[str, Any]) -> bool | None:
     header; a column of which all fields are quoted; or commas, which Excel quotes too, in all of these fields and in
     no other. Where every line has as many fields as the first, line breaks are none of the fields'.
     """
-    delimiter, width, lines_fit = kwargs["sep"], 0, True
+    width, lines_fit = 0, True
     field, lines, num_quotes = re.compile(QUOTED.format(re.escape(delimiter))), list[str](), 0
     line_width, seen, is_broken, is_doubled = None, False, False, False
     of_header, always, num_records, commas, other_commas = False, None, 0, True, False
-    with open_bytes(path) as file:
-        for line in io.TextIOWrapper(file, encoding=kwargs["encoding"]):
+    with _lines(path, encoding, newline=None) as of_file:
+        for line in of_file:
             line_width = line.count(delimiter) if line_width is None else line_width
             lines_fit = lines_fit and (line == "\n" or line.count(delimiter) == line_width)
             lines.append(line)
@@ -168,7 +168,7 @@ def has_quoted_fields(path: Path, kwargs: dict[str, Any]) -> bool | None:
             if '"' in others or (quoted and len(fields) != width):
                 return False
             places = {place for place, text in enumerate(fields) if text == "\0"}
-            if num_records or kwargs.get("names"):
+            if num_records or is_headless:
                 always = places if always is None else always & places
             else:
                 of_header = bool(quoted)

@@ -1,8 +1,9 @@
-"""Texts that are not UTF-8: propose their encoding, and convert them to UTF-8."""
+"""Open text files: UTF-8, what a byte-order mark says, or an encoding that the user names; propose one of these."""
 
 import codecs
 import io
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -18,6 +19,38 @@ NEARLY = 0.1  # of charset-normalizer's measure of chaos: how much worse than th
 SHOWN = 40  # number of characters of a decoded line to show
 PORTION = 1 << 20  # number of characters to convert at a time
 CERTAINLY_UTF8 = 20  # number of characters beyond ASCII that cannot be valid UTF-8 by chance
+
+
+@contextmanager
+def open_text(path: Path, encoding: str | None = None, newline: str | None = None) -> Iterator[IO[str]]:
+    """Open a file, which may be packed, to read text from its start; a byte-order mark is no part of it.
+
+    Args:
+        encoding: None: UTF-8, or what a byte-order mark stands for.
+        newline: as in `open`.
+
+    Raises:
+        UserError: the file is in another encoding, or damaged.
+    """
+    encoding = encoding or encoding_of_mark(path)
+    try:
+        with open_bytes(path) as file:
+            data = io.BytesIO(b"".join(as_utf8(file, encoding, path))) if encoding else file
+            yield io.TextIOWrapper(data, encoding="utf-8-sig", newline=newline)
+    except UnicodeDecodeError:
+        with open_bytes(path) as file:
+            raise UserError(not_utf8(path, file.read())) from None
+
+
+def not_utf8(path: Path, data: bytes) -> str:
+    """The message for a file that is not UTF-8: where, and which encodings are likely."""
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as wrong:
+        line = data.count(b"\n", 0, wrong.start) + 1
+        where = f"byte 0x{data[wrong.start]:02x} at offset {wrong.start} (line {line})"
+        return f"{path} is not UTF-8: {where}. {proposal(data)}"
+    raise AssertionError("it is UTF-8")
 
 
 def proposal(data: bytes) -> str:

@@ -1,47 +1,37 @@
-"""The formats of data files, by their endings, and what is wrong with a file that cannot be read.
+"""The formats of data files, by their endings, and the tables that are made of them."""
 
-Files in another encoding or with a byte-order mark, packed files other than .gz, Excel and .conll files, .csv files
-with Excel's first line `sep=;`, and JSON objects with the records under a key are converted for the readers: to UTF-8,
-to .csv, to JSON lines, to the records alone. The converted file is cached."""
-
-import csv
-import json
 import re
-from collections.abc import Iterator
-from hashlib import sha256
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from glob import escape
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
 
 import pandas as pd
+from datasets import Dataset, Features, List, Value, load_dataset
 
-from zerofit.data.encodings import PORTION, as_utf8, encoding_of_mark, proposal
+from zerofit.data.delimited_files import read_delimited
+from zerofit.data.encodings import open_text
+from zerofit.data.json_files import read_json
 from zerofit.data.options import DataOptions
-from zerofit.recipe.columns import SEPARATOR_LINE, ending_of
+from zerofit.data.tables import stored_table, texts_of, write_table
+from zerofit.recipe.columns import ending_of
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.files import PACKED, atomic_file, open_bytes
-from zerofit.recipe.parsing import has_half_pair, parse_json
+from zerofit.recipe.files import PACKED
 
 FORMATS = {
     ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "tsv", ".xlsx": "xlsx",
     ".parquet": "parquet", ".conll": "conll",
     ".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".tokens": "text", ".py": "text", ".tex": "text",
 }  # fmt: skip
-HALF_PAIR = (
-    r"a text has half of a surrogate pair (as \ud83d alone), which is no character. Correct it, or skip such records "
-    "with --skip_bad_records"
-)
+OPTIONS = {  # that some formats have
+    "encoding": ("json", "csv", "tsv", "text", "conll"), "delimiter": ("csv", "tsv"), "field": ("json",),
+}  # fmt: skip
 COMMENT = re.compile(r"#\s*(id\s|(newdoc|newpar)\b|[\w.:]+\s*=)")  # of CoNLL-U, MultiCoNER; "# O" is a word
 DOCUMENT = "-DOCSTART-"  # the first word of a line between documents of a .conll file
 BLANKS = " \t\r"  # no others: a tweet has U+00A0 and U+2028 as words
-CSV = {"encoding": "utf-8-sig", "keep_default_na": False}  # "None" and "NA" are words, and Excel writes a BOM
-BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "csv": ("csv", CSV),
-    "tsv": ("csv", {**CSV, "sep": "\t", "quoting": csv.QUOTE_NONE}),  # unless with_quoting finds quotes
-    "xlsx": ("csv", CSV),
-    "json": ("json", {"parse_agent_traces": False}),  # records of some columns would need another package
-    "conll": ("json", {}),
-}
 
 
 def format_of(files: list[Path]) -> str:
@@ -58,141 +48,90 @@ def format_of(files: list[Path]) -> str:
     return next(iter(kinds))
 
 
-def unreadable(files: list[Path], kind: str, error: Exception) -> UserError:
-    """The error for unreadable files: names the first that is not UTF-8 or not of its format."""
-    for path in files if kind not in ("parquet", "xlsx") else []:
-        with open_bytes(path) as file:
-            data = file.read()
-        try:
-            data.decode("utf-8")
-        except UnicodeDecodeError as wrong:
-            line = data.count(b"\n", 0, wrong.start) + 1
-            return UserError(
-                f"{path} is not UTF-8: byte 0x{data[wrong.start]:02x} at offset {wrong.start} (line {line}). "
-                + proposal(data)
-            )
-        if kind == "json" and not data.lstrip().startswith(b"["):
-            for number, text in enumerate(data.splitlines(), 1):
-                try:
-                    record = parse_json(text or b"{}")
-                except json.JSONDecodeError as wrong:
-                    return UserError(f"{path}, line {number}: not valid JSON: {wrong}")
-                if b"\\u" in text and has_half_pair(record):
-                    return UserError(f"{path}, line {number}: {HALF_PAIR}")
-        elif kind == "json":
-            try:
-                records = parse_json(data)
-            except json.JSONDecodeError as wrong:
-                return UserError(f"{path}: not valid JSON: {wrong}")
-            if place := next((number for number, record in enumerate(records, 1) if has_half_pair(record)), None):
-                return UserError(f"{path}, record {place}: {HALF_PAIR}")
-    cause = error.__cause__ or error
-    return UserError(f"{files[0]} cannot be read as {kind}: {' '.join(str(cause).split())[:400]}")
+def read_table(
+    paths: list[Path], kind: str, data: DataOptions, unit: str, header: tuple[str, ...]
+) -> tuple[Dataset, list[str]]:
+    """(the records of files of one format, notes on how they were read), from the cache where they are in it.
 
-
-# ---------------------------------------------------------------------------------------------------------- conversion
-
-
-def plain_files(paths: list[Path], kind: str, data: DataOptions) -> list[Path]:
-    """The files themselves, or converted copies.
+    Args:
+        unit: of text files, which is a record: line, paragraph or document.
+        header: names of the columns of .csv and .tsv files without a header.
 
     Raises:
-        UserError: a file is not in that encoding, is no JSON, or has no such key; the option is not for such files.
+        UserError: a file is not UTF-8, not in the encoding that is named, or not of its format.
     """
-    for option, value, kinds in (
-        ("encoding", data.encoding, ("json", "csv", "tsv", "text", "conll")),
-        ("delimiter", data.delimiter, ("csv", "tsv")),
-        ("field", data.field, ("json",)),
-    ):
-        if value and kind not in kinds:
+    for option, kinds in OPTIONS.items():
+        if (value := getattr(data, option)) and kind not in kinds:
             raise UserError(f"{option} = {value!r}: no effect on {paths[0]}, a .{kind} file. Remove it")
-    return [_converted(path, kind, data) for path in paths]
+    if kind == "parquet":
+        names, folder = [escape(str(path)) for path in paths], data.hub_cache
+        try:
+            return load_dataset("parquet", data_files=names, split="train", cache_dir=folder and str(folder)), []
+        except Exception as error:  # the library raises a dozen types
+            cause = " ".join(str(error.__cause__ or error).split())[:400]
+            raise UserError(f"{paths[0]} cannot be read as parquet: {cause}") from None
+    makers: dict[str, Callable[[Path], list[str]]] = {
+        "json": partial(read_json, paths, data),
+        "xlsx": partial(_read_excel, paths),
+        "conll": partial(_read_conll, paths, data.encoding),
+        "text": partial(_read_texts, paths, data.encoding, unit),
+    }
+    make = makers.get(kind) or partial(read_delimited, paths, data, header)
+    words = (data.encoding, data.delimiter, data.field, data.skip_bad_records, data.allow_data_loss, unit, header)
+    return stored_table(paths, data.cache.folder, make, kind, *words)
 
 
-def _converted(path: Path, kind: str, data: DataOptions) -> Path:
-    """The converted file in the cache, which is written once; the file itself where the readers can read it."""
-    encoding = data.encoding
-    if not encoding and kind not in ("xlsx", "parquet"):
-        encoding = encoding_of_mark(path)
-    is_packed = path.suffix.lower() in PACKED and path.suffix != ".gz"
-    has_separator_line = kind in ("csv", "tsv") and _has_separator_line(path, encoding)
-    is_converted = encoding or data.field or is_packed or kind in ("xlsx", "conll") or has_separator_line
-    if not is_converted and not any(mark in str(path) for mark in "*?[]{}") and "::" not in str(path):
-        return path
-    file_stat = path.stat()
-    what = (str(path), file_stat.st_size, file_stat.st_mtime_ns, encoding, data.field)
-    ending = ".csv" if kind == "xlsx" else ".jsonl" if data.field or kind == "conll" else ending_of(path)
-    place = data.cache.folder / f"plain-{sha256(repr(what).encode()).hexdigest()[:32]}{ending}"
-    if place.exists():
-        return place
-    if not is_converted:  # the library would take the name for a glob
-        place = place.with_name(f"{place.name}{path.suffix if path.suffix in PACKED else ''}")
-        place.unlink(missing_ok=True)
-        place.symlink_to(path)
-        return place
-    with atomic_file(place, "wb") as written, open_bytes(path) as file:
-        portions = as_utf8(file, encoding, path) if encoding else iter(lambda: file.read(PORTION), b"")
-        if kind == "xlsx":
-            written.write(_first_sheet(path))
-        elif kind == "conll":
-            try:
-                written.writelines(sentences(b"".join(portions).decode("utf-8-sig"), path))
-            except UnicodeDecodeError as error:
-                raise unreadable([path], kind, error) from None
-        else:
-            if has_separator_line:
-                written.write(next(portions).partition(b"\n")[2])
-            written.writelines(_records(portions, data.field, path) if data.field else portions)
-    return place
+def _read_texts(paths: list[Path], encoding: str | None, unit: str, place: Path) -> list[str]:
+    """Write the lines, paragraphs or whole texts of files as a table. Returns no notes."""
+
+    def texts() -> Iterator[str]:
+        for path in paths:
+            with open_text(path, encoding) as file:
+                if unit == "line":
+                    yield from (line.removesuffix("\n") for line in file)
+                elif unit == "paragraph":
+                    yield from filter(None, file.read().split("\n\n"))
+                else:
+                    yield file.read()
+
+    write_table(({"text": text} for text in texts()), texts_of(["text"]), place)
+    return []
 
 
-def _has_separator_line(path: Path, encoding: str | None) -> bool:
-    with open_bytes(path) as file:
-        head = file.read(64).decode(encoding or "utf-8", "replace")
-    return bool(SEPARATOR_LINE.match(head.removeprefix("\ufeff")))
+def _read_excel(paths: list[Path], place: Path) -> list[str]:
+    """Write the first sheets of Excel files as one table, all values as texts. Returns notes on the other sheets."""
+    sheets, notes = [], []
+    for path in paths:
+        try:
+            with pd.ExcelFile(path, engine="openpyxl") as book:
+                sheets.append(book.parse(dtype=str, keep_default_na=False).rename(columns=str))
+                first, *others = book.sheet_names
+        except ImportError:
+            raise UserError(f"{path}: pip install openpyxl, or save it as .csv (UTF-8)") from None
+        except (ValueError, KeyError, OSError, BadZipFile) as error:
+            raise UserError(f"{path} cannot be read as .xlsx: {first_line(error)}") from None
+        if sheets[-1].empty:
+            raise UserError(f"{path} has a header ({', '.join(sheets[-1].columns)}) and no record")
+        names = ", ".join(map(repr, others))
+        notes += [f"note      {path}: sheet {first!r} is read; to read {names}, save it as .csv"] if others else []
+    columns = dict.fromkeys(chain.from_iterable(sheets))
+    write_table(chain.from_iterable(sheet.to_dict("records") for sheet in sheets), texts_of(columns), place)
+    return notes
 
 
-def _first_sheet(path: Path) -> bytes:
-    """The first sheet of an Excel file as .csv."""
-    try:
-        sheet = pd.read_excel(path, dtype=str, keep_default_na=False, engine="openpyxl")
-    except ImportError:
-        raise UserError(f"{path}: pip install openpyxl, or save it as .csv (UTF-8)") from None
-    except (ValueError, KeyError, OSError, BadZipFile) as error:
-        raise UserError(f"{path} cannot be read as .xlsx: {first_line(error)}") from None
-    return sheet.to_csv(index=False).encode()
+def _read_conll(paths: list[Path], encoding: str | None, place: Path) -> list[str]:
+    """Write the sentences of .conll files as a table. Returns no notes."""
+    records = list[dict[str, Any]]()
+    for path in paths:
+        with open_text(path, encoding) as file:
+            records += sentences(file, path)
+    names = dict.fromkeys(chain.from_iterable(records))
+    write_table(iter(records), Features({name: List(Value("string")) for name in names}), place)
+    return []
 
 
-def sheets_left_out(path: Path) -> list[str]:
-    """A note on the sheets of an Excel file that are not read: all but the first; nothing if it has one."""
-    with pd.ExcelFile(path, engine="openpyxl") as book:
-        first, *others = book.sheet_names
-    names = ", ".join(map(repr, others))
-    return [f"note      {path}: sheet {first!r} is read; to read {names}, save it as .csv"] if others else []
-
-
-def _records(portions: Iterator[bytes], field: str, path: Path) -> Iterator[bytes]:
-    """The records under a key of one JSON object, one record per line."""
-    try:
-        held = parse_json(b"".join(portions))
-    except ValueError as error:
-        raise UserError(
-            f"{path}: not valid JSON: {error}. (field = {field!r} is for files of one JSON object)"
-        ) from None
-    for key in field.split("."):
-        if not isinstance(held, dict) or key not in held:
-            keys = f"its keys are {', '.join(held)}" if isinstance(held, dict) else f"it is a {type(held).__name__}"
-            raise UserError(f"field = {field!r}: {path} has no key {key!r}; {keys}")
-        held = held[key]
-    if not isinstance(held, list) or not held:
-        raise UserError(f"field = {field!r}: {path} has no list of records there, but a {type(held).__name__}")
-    for record in held:
-        row = record if isinstance(record, dict) else {"text": record}
-        yield json.dumps(row, ensure_ascii=False).encode() + b"\n"
-
-
-def sentences(text: str, path: Path) -> Iterator[bytes]:
-    """The sentences of tagged words as JSON lines: `tokens`, the first column, and `tags`, the last; no tags if there
+def sentences(lines: Iterable[str], path: Path) -> Iterator[dict[str, list[str]]]:
+    """The sentences of tagged words as records: `tokens`, the first column, and `tags`, the last; no tags if there
     is only one.
 
     As in CoNLL-2003 there is a word a line, and an empty line between sentences. A tab separates columns where a line
@@ -203,15 +142,15 @@ def sentences(text: str, path: Path) -> Iterator[bytes]:
             sentence.
     """
     num_columns, words, tags = 0, list[str](), list[str]()
-    for number, line in enumerate([*text.replace("\r\n", "\n").replace("\r", "\n").split("\n"), ""], 1):
+    for number, line in enumerate(chain(lines, [""]), 1):
+        line = line.removesuffix("\n")
         if not words and COMMENT.match(line):
             continue
         plain = [field for field in line.strip(BLANKS).split(" ") if field]
         columns = [field.strip(BLANKS) for field in line.split("\t")] if "\t" in line else plain
         if not any(columns) or columns[0] == DOCUMENT:
             if words:
-                record = {"tokens": words, "tags": tags} if tags else {"tokens": words}
-                yield json.dumps(record, ensure_ascii=False).encode() + b"\n"
+                yield {"tokens": words, "tags": tags} if tags else {"tokens": words}
             words, tags = [], []
             continue
         num_columns = num_columns or len(columns)

@@ -85,9 +85,8 @@ def read_causal_prompts(
     Raises:
         UserError: there is no such column, a text is empty, a role is out of order, no positions are left to write.
     """
-    unit = recipe.document_separator or "line"
-    sample_by = {"file": "document", "paragraph": "paragraph"}.get(unit, "line")
-    source = read_source(options, sample_by=lambda files: sample_by)
+    unit = {"file": "document", "paragraph": "paragraph"}.get(recipe.document_separator or "", "line")
+    source = read_source(options, unit_of=lambda files: unit)
     recipe = recipe.columns_in(source.first.column_names)
     form = find_form(recipe, source.first)
     tokenizer = get_tokenizer(options.tokenizer, config, lambda: (), "")

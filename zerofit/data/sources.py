@@ -2,28 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from hashlib import sha256
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
-from zerofit.data.delimited_files import (
-    check_fields,
-    text_features,
-    with_delimiter,
-    with_quoting,
-    without_headers,
-)
-from zerofit.data.file_formats import BUILDERS, format_of, plain_files, sheets_left_out, unreadable
-from zerofit.data.json_files import as_records, load_json, without_half_pairs
-from zerofit.data.lengths import report_data_loss
+from zerofit.data.file_formats import format_of, read_table
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.stdlib import EMBEDDED, read_stdlib
 from zerofit.data.stream_reader import find_shards
-from zerofit.data.tables import derived, identity, keyed, looked_through
+from zerofit.data.tables import derived
 from zerofit.recipe.columns import DELIMITERS, ending_of, find_delimiter, head_of
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.parsing import counted
@@ -79,16 +68,15 @@ class Source:
 def read_source(
     data: DataOptions,
     held_out: dict[str, tuple[str, ...]] | None = None,
-    sample_by: Callable[[list[Path]], str] | None = None,
-    reader: Callable[[list[Path]], Dataset | None] | None = None,
+    unit_of: Callable[[list[Path]], str] | None = None,
     header: tuple[str, ...] = (),
 ) -> Source:
     """Read files, or a data set of the hub.
 
     Args:
         held_out: the held-out parts, each with its possible names on the hub.
-        sample_by: for text files: returns line, paragraph or document. Without it text files are refused.
-        reader: reads JSON and text files of a special form first; it returns None for any other file.
+        unit_of: for text files: returns line, paragraph or document, which is a record. Without it text files are
+            refused.
         header: names of the columns of .csv and .tsv files without a header.
 
     Raises:
@@ -103,36 +91,21 @@ def read_source(
     if not files:
         return Source(_used_parts(_from_hub(data, held_out), data.trains), {})
     named = next(iter(files))
-    kind = format_of(files[named])
+    kind, unit = format_of(files[named]), ""
     for part, paths in files.items():
         if format_of(paths) != kind:
             raise UserError(f"{part}_file is {format_of(paths)} and {named}_file is {kind}: use one format for both")
-    plain = {part: plain_files(paths, kind, data) for part, paths in files.items()}
-    builder, kwargs = BUILDERS.get(kind, (kind, {}))
     if kind == "text":
-        kwargs = {"sample_by": sample_by(plain[named]) if sample_by else None}
-    if builder == "csv":
-        kwargs = {**kwargs, "names": list(header)} if header else kwargs
-        kwargs = with_delimiter(plain[named], kwargs, data.delimiter)
+        if unit_of is None:
+            what = "this task reads records: .jsonl, .json, .csv, .xlsx, .parquet"
+            raise UserError(f"{named}_file = {files[named][0]}: {what}")
+        unit = unit_of(files[named])
     parts, notes = dict[str, Dataset](), list[str]()
-    if kind == "xlsx":
-        for path in (path for paths in files.values() for path in paths):
-            notes += looked_through(path, data.cache.folder, partial(sheets_left_out, path))
-    for part, paths in plain.items():
-        try:
-            parts[part] = _load(builder, part, paths, kind, data, kwargs=kwargs, reader=reader, notes=notes)
-        except UserError as error:
-            raise UserError(_with_names(error.problems, paths, files[part])) from None
-        notes = _with_names(notes, paths, files[part])
+    for part, paths in files.items():
+        parts[part], of_part = read_table(paths, kind, data, unit, header)
+        notes += of_part
     written = _lowercase_columns(parts, data.named_columns) if data.lowercases else {}
     return Source(parts, files, notes=notes, written=written)
-
-
-def _with_names(texts: list[str], plain: list[Path], files: list[Path]) -> list[str]:
-    """Messages that name the user's files, not those of the cache."""
-    for path, file in zip(plain, files):
-        texts = [text.replace(str(path), str(file)) for text in texts]
-    return texts
 
 
 def _lowercase_columns(parts: dict[str, Dataset], named: frozenset[str]) -> dict[str, str]:
@@ -152,66 +125,6 @@ def _lowercase_columns(parts: dict[str, Dataset], named: frozenset[str]) -> dict
 def _used_parts(parts: dict[str, Dataset], trains: bool) -> dict[str, Dataset]:
     """The parts, without training data if the launch does not train and held-out data exist."""
     return parts if trains or len(parts) == 1 else {name: parts[name] for name in parts if name != "train"}
-
-
-def _load(
-    builder: str,
-    part: str,
-    paths: list[Path],
-    kind: str,
-    data: DataOptions,
-    *,
-    kwargs: dict[str, Any],
-    reader: Callable[[list[Path]], Dataset | None] | None,
-    notes: list[str],
-) -> Dataset:
-    try:
-        table = reader(paths) if reader and kind in ("json", "text") else None
-        if table is not None:
-            return table
-        if kind == "text" and not kwargs["sample_by"]:
-            raise UserError(f"{part}_file = {paths[0]}: this task reads records: .jsonl, .json, .csv, .xlsx, .parquet")
-        folder = data.cache.folder
-        if builder == "json":
-            records = [as_records(path, folder) for path in paths]
-            try:
-                return load_json(records, part, data.hub_cache, folder)
-            except Exception as error:
-                if isinstance(error, UserError) or not data.skip_bad_records:
-                    raise
-                good, skipped, total = without_half_pairs(records, folder)
-                if not skipped:
-                    raise
-                what = f"records of {paths[0]} are skipped, such as record {skipped[0]}: half of a surrogate pair"
-                notes += report_data_loss(data.allow_data_loss, len(skipped), total, what)
-                return load_json([good], part, data.hub_cache, folder)
-        load = partial(load_dataset, builder, split=part, cache_dir=data.hub_cache and str(data.hub_cache))
-        if builder != "csv":
-            return load(data_files={part: [str(path) for path in paths]}, **kwargs)
-        tables = []
-        for (quoting, _), group in groupby(paths, partial(_quoting_and_columns, kwargs=kwargs, notes=notes)):
-            files, own = list(group), {**kwargs, **quoting}
-            words, repeated = sorted(own.items()), False
-            for path in files:
-                told, has_headers = looked_through(path, data.cache.folder, partial(check_fields, path, own), words)
-                notes += told
-                repeated |= has_headers
-            # "007" stays "007", and "true" is no boolean
-            features = text_features(files[0], own)
-            table = load(data_files={part: [str(path) for path in files]}, features=features, **own)
-            tables.append(without_headers(table) if repeated else table)
-        return keyed(concatenate_datasets(tables), *map(identity, tables)) if len(tables) > 1 else tables[0]
-    except UserError:
-        raise
-    except Exception as error:  # the library raises a dozen types
-        raise unreadable(paths, kind, error) from None
-
-
-def _quoting_and_columns(path: Path, kwargs: dict[str, Any], notes: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """(the quoting of a .csv or .tsv file, as arguments of the reader; its columns)."""
-    own, note = with_quoting(path, kwargs)
-    notes += [note] if note else []
-    return {key: own[key] for key in ("quoting", "skipinitialspace") if key in own}, list(text_features(path, own))
 
 
 # ----------------------------------------------------------------------------------------------------------------- hub

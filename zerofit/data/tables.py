@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import pyarrow as pa
 from datasets import Dataset, Features, List, Value
 from datasets.utils import disable_progress_bars
 from datasets.utils.logging import CRITICAL, set_verbosity
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 SPLIT_SEED = 0  # the held-out part stays the same when the run's seed changes
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 LOOKED_AT = 1000  # records whose texts say whether a column holds numbers
+WRITTEN_AT_ONCE = 200  # records
 IDS = List(Value("int32"))  # a column of token ids
 Columns = dict[str, list[Any]]  # {name: values of some rows}
 Form = TypeVar("Form", str, tuple[str, ...])
@@ -232,22 +235,47 @@ def one_process_at_a_time(folder: Path) -> Iterator[None]:
         yield
 
 
-def looked_through(path: Path, folder: Path, look: Callable[[], Any], *words: object) -> Any:
-    """What a look through a whole file finds, as JSON has it: the first process looks, and the cache tells the others
-    and later launches.
+def stored_table(
+    paths: Sequence[Path], folder: Path, make: Callable[[Path], list[str]], *words: object
+) -> tuple[Dataset, list[str]]:
+    """(the table of some files, notes about it), mapped from the disk: the first process makes it, and the cache gives
+    it to the others and to later launches.
 
     Args:
-        words: what the finding depends on beside the file.
+        make: writes the table to a path (see write_table), and returns the notes.
+        words: what the table depends on beside the files.
     """
-    stat = path.stat()
-    what = (str(path), stat.st_size, stat.st_mtime_ns, digest_of_code(Path(__file__).parent), *words)
-    place = folder / f"look-{sha256(repr(what).encode()).hexdigest()[:32]}.json"
-    if not place.exists():
-        found = look()
-        folder.mkdir(parents=True, exist_ok=True)
-        with atomic_file(place) as file:
+    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    name = sha256(repr((stats, digest_of_code(Path(__file__).parent), *words)).encode()).hexdigest()[:32]
+    place, notes = folder / f"table-{name}.arrow", folder / f"table-{name}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (place.exists() and notes.exists()):
+        found = make(place)
+        with atomic_file(notes) as file:
             json.dump(found, file)
-    return json.loads(place.read_text(encoding="utf-8"))
+    return keyed(Dataset.from_file(str(place)), name), json.loads(notes.read_text(encoding="utf-8"))
+
+
+def texts_of(columns: Iterable[str]) -> Features:
+    """The features of columns of texts."""
+    return Features(dict.fromkeys(columns, Value("string")))
+
+
+def write_table(
+    records: Iterable[dict[str, Any]], stored: Features, place: Path, shown: Features | None = None
+) -> None:
+    """Write records to an Arrow file.
+
+    Args:
+        stored: the columns as they are in the records.
+        shown: the columns of the table, if it has texts of JSON as values; by default the same.
+    """
+    schema, records = (shown or stored).arrow_schema, iter(records)
+    with atomic_file(place, "wb") as file, pa.ipc.new_stream(file, schema) as stream:
+        while rows := list(islice(records, WRITTEN_AT_ONCE)):
+            columns = {field.name: pa.array((row.get(field.name) for row in rows), field.type)
+                       for field in stored.arrow_schema}  # fmt: skip
+            stream.write_table(pa.table(columns).cast(schema))
 
 
 def encode_table(

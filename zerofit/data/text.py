@@ -10,6 +10,7 @@ import psutil
 from datasets import Dataset, Features
 from transformers import PreTrainedTokenizerBase
 
+from zerofit.data.encodings import open_text
 from zerofit.data.options import DataOptions
 from zerofit.data.pack import NO_TEXT, Documents, PackedBlocks, SeparateDocuments, TextData
 from zerofit.data.sources import Source, read_source
@@ -33,7 +34,6 @@ from zerofit.data.tables import (
 )
 from zerofit.model.tokenizer import END_OF_TEXT, padding_token
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.files import open_bytes
 from zerofit.recipe.tasks import ClmRecipe
 
 FIRST_RECORDS = 100  # that show which column holds most
@@ -53,12 +53,15 @@ def read_records(recipe: ClmRecipe, options: DataOptions) -> Source:
     """
     unit = ""
 
-    def sample_by(files: list[Path]) -> str:
+    def unit_of(files: list[Path]) -> str:
         nonlocal unit
-        unit = _text_unit(recipe.document_separator, recipe.packing, files)
+        unit = recipe.document_separator or ("line" if recipe.packing == "none" else "file")
+        is_marked = not recipe.document_separator and _contains(files[0], options.encoding, END_OF_TEXT)
+        if is_marked or unit not in ("line", "paragraph", "file"):
+            unit = "mark"
         return unit if unit in ("line", "paragraph") else "document"
 
-    source = read_source(options, sample_by=sample_by)
+    source = read_source(options, unit_of=unit_of)
     source.unit = unit
     return source
 
@@ -81,21 +84,13 @@ def take_texts(source: Source, recipe: ClmRecipe, options: DataOptions) -> dict[
     return {"train": first_records(train, options.max_train_samples), **parts}
 
 
-def _text_unit(separator: str | None, packing: str, files: list[Path]) -> str:
-    if separator in ("line", "paragraph", "file"):
-        return separator
-    if separator or _contains(files[0], END_OF_TEXT):
-        return "mark"
-    return "line" if packing == "none" else "file"
-
-
-def _contains(path: Path, mark: str) -> bool:
-    needle, tail = mark.encode(), b""
-    with open_bytes(path) as file:
+def _contains(path: Path, encoding: str | None, mark: str) -> bool:
+    tail = ""
+    with open_text(path, encoding) as file:
         while chunk := file.read(2**24):
-            if needle in tail + chunk:
+            if mark in tail + chunk:
                 return True
-            tail = chunk[-len(needle) :]
+            tail = chunk[-len(mark) :]
     return False
 
 

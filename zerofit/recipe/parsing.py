@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +58,11 @@ def read_yaml(path: Path) -> Any:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())[:400]}") from None
 
 
-def parse_json(text: str | bytes, made_of: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Parse JSON as json.loads does, with its `object_pairs_hook`. Raises json.JSONDecodeError also where Python's
-    stack is too small for the nesting."""
+def parse_json(text: str | bytes, **options: Any) -> Any:
+    """Parse JSON as json.loads does, with its options. Raises json.JSONDecodeError also where Python's stack is too
+    small for the nesting."""
     try:
-        return json.loads(text, object_pairs_hook=made_of)
+        return json.loads(text, **options)
     except RecursionError:
         raise json.JSONDecodeError(TOO_DEEP, "", 0) from None
 

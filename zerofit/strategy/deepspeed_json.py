@@ -115,7 +115,7 @@ def read_config(launch: Launch, collected: Problems | None = None) -> tuple[dict
     if not path.is_file():
         raise UserError(f"{launch.source}: deepspeed_config_file = {launch.json_path!r}: there is no such file")
     try:
-        config = parse_json(read_text(path), _each_key_once)
+        config = parse_json(read_text(path), object_pairs_hook=_each_key_once)
     except ValueError as error:  # the message names the line
         raise UserError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(config, dict):

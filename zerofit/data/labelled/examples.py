@@ -277,7 +277,7 @@ def _prepare_unlabelled(
     if has_head(config, "MultipleChoice"):
         raise UserError("predict_file: a model of multiple choice needs labels. Use --evaluate_only")
     with one_process_at_a_time(options.cache.folder):
-        source = read_source(options, sample_by=lambda files: "line")
+        source = read_source(options, unit_of=lambda files: "line")
         table = source.first
         recipe = recipe.columns_in(table.column_names)
         names = task.labels if task else None

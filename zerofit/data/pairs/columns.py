@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
@@ -19,7 +18,6 @@ from zerofit.data.tables import (
     check_name,
     columns_present,
     holds_lists,
-    keyed,
     match_columns,
     text_columns,
     worded_columns,
@@ -41,8 +39,6 @@ from zerofit.data.turns import (
     turns_of,
 )
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.files import open_bytes
-from zerofit.recipe.parsing import parse_json
 from zerofit.recipe.tasks import Seq2SeqRecipe
 
 REPLIES = ("response", "reply", "target")
@@ -171,7 +167,11 @@ def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> Columns:
     if answered and not is_named:
         verdict = refuse_preferences(table, "--source_column and --target_column")
     if dialogue is None and not is_named:
-        lists = (name for name in DIALOGUES if name in table.column_names and holds_lists(table.features[name]))
+        lists = (
+            name
+            for name in (*DIALOGUES, "content")
+            if name in table.column_names and holds_lists(table.features[name])
+        )
         dialogue = next(lists, None)
     if dialogue:
         reply = target or (match_columns(REPLIES, texts) if answered else None)
@@ -241,31 +241,3 @@ def column_of(code: str | None, columns: list[str]) -> str | None:
         if found := [name for name in columns if same(name)]:
             return found[0] if len(found) == 1 else None
     return None
-
-
-def read_keyed_conversations(paths: list[Path]) -> Dataset | None:
-    """Topical-Chat's format: one JSON object, {id: {"content": [{"message": ...}, ...]}}. None for any other.
-
-    Source: https://github.com/alexa/Topical-Chat (conversations/*.json).
-    """
-    conversations: list[list[str | None]] = []
-    for path in paths:
-        with open_bytes(path) as file:
-            if file.read(64).lstrip()[:1] != b"{":
-                return None
-            file.seek(0)
-            try:
-                content = parse_json(file.read())
-            except ValueError:
-                return None  # JSON lines, or invalid JSON, which the datasets library reports
-        held = content.values()
-        if not content or not all(
-            isinstance(value, dict) and isinstance(value.get("content"), list) for value in held
-        ):
-            return None
-        try:
-            conversations += [[text for _, text in turns_of(value["content"])] for value in held]
-        except BadRecord:
-            return None
-    stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    return keyed(Dataset.from_dict({"dialogue": conversations}), "conversations", stamps)

@@ -13,7 +13,7 @@ from zerofit.data.lengths import choose_length, report_data_loss
 from zerofit.data.mixture import mixed, options_of_sources
 from zerofit.data.options import PARTS, DataOptions
 from zerofit.data.pack import TaskData, TokenizedDataset
-from zerofit.data.pairs.columns import Columns, Pair, column_of, find_columns, read_keyed_conversations
+from zerofit.data.pairs.columns import Columns, Pair, column_of, find_columns
 from zerofit.data.records import Part, read_parts
 from zerofit.data.sources import read_source
 from zerofit.data.tables import IDS, TableCache, derived, fingerprint, identity, one_process_at_a_time
@@ -124,8 +124,7 @@ def open_pairs(
     recipe: Seq2SeqRecipe, options: DataOptions, config: PretrainedConfig, widths: tuple[int, int]
 ) -> tuple[dict[str, Part], Columns, "PairEncoder", list[str]]:
     """(the records of each part, their columns, what makes token ids of them, notes)."""
-    sample_by = (lambda files: "line") if recipe.predict_file else None
-    source = read_source(options, sample_by=sample_by, reader=read_keyed_conversations)
+    source = read_source(options, unit_of=(lambda files: "line") if recipe.predict_file else None)
     source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
     columns = find_columns(recipe.columns_in(source.first.column_names), source.first)
     parts, notes = read_parts(source, dict.fromkeys(source.parts, columns), options)
