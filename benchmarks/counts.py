@@ -1,6 +1,6 @@
 """Collectives, and what the host waits for, in an update under every strategy: counted on the simulated accelerator.
 
-    python benchmarks/counts.py                       # every pair, five launches each, 10 minutes: the tables
+    python benchmarks/counts.py                       # every pair, four launches each, 8 minutes: the tables
                                                       # of docs/measurements/counts.md
     python benchmarks/counts.py ddp zero3 --lines     # these, on the screen; with the line of code behind each wait
 
@@ -49,7 +49,6 @@ KINDS = {
     "barrier": "barrier",
 }
 LETTERS = {"forward": "F", "backward": "B", "update": "U", "data": "U"}
-GRAPHS = "graphs"  # the phase of what torch.compile has done in all updates
 BEFORE_STEP = "before the step"  # that of the operations between the last backward pass and the optimizer's step
 PER = ("per layer and micro-batch", "per layer", "other, per micro-batch", "other")
 Counts = dict[tuple[str, str], list[float]]  # {(phase, what): [count, bytes]}
@@ -104,7 +103,7 @@ def waits(ranks: list[list[dict]]) -> Counts:
     for events in ranks:
         found: Counts = collections.defaultdict(lambda: [0, 0])
         for event in events:
-            if event["phase"] not in (GRAPHS, BEFORE_STEP) and (not event["ranks"] or "barrier" in event["event"]):
+            if event["phase"] != BEFORE_STEP and (not event["ranks"] or "barrier" in event["event"]):
                 found[event["phase"], event["event"].removeprefix("aten::")][0] += event["count"]
         each.append(found)
     return max(each, key=lambda found: sum(count for count, _ in found.values()))
@@ -144,33 +143,23 @@ def reason_of(error: RuntimeError) -> str:
     return "none: " + lines[0].partition("rror: ")[2].replace("|", "/").split(". ")[0]
 
 
-def graphs(on_cpu, strategy: str) -> str:
-    """Cells of the table of graphs; on the CPU, as torch.compile does not know the simulated accelerator."""
-    try:
-        events = launch(on_cpu, strategy, *SIZES[1], "--torch_compile")[0]
-    except RuntimeError as error:
-        return "refused |" if "torch_compile" in str(error).partition("rror: ")[2] else f"{reason_of(error)} |"
-    return " | ".join(str(event["count"]) for event in events if event["phase"] == GRAPHS)
-
-
-def rank_server(on_cpu: bool = False):
-    """What ranks are forked from: a process that has imported the libraries, with four simulated devices or none."""
+def rank_server():
+    """What ranks are forked from: a process that has imported the libraries, with four simulated devices."""
     from helpers import environment
     from ranks import RankServer
 
     from zerofit.tools.simulate import build
 
     devices = {**build.environment(build.build()), "SIMGPU_MEMORY": ",".join(["4294967296"] * 4)}
-    return RankServer({**environment(), **({} if on_cpu else devices)})
+    return RankServer({**environment(), **devices})
 
 
 def tables(strategies: list[str], lines: bool) -> str:
-    """Launch every strategy and write both tables, in Markdown."""
-    server, on_cpu = rank_server(), rank_server(on_cpu=True)
+    """Launch every strategy and write the tables, in Markdown."""
+    server = rank_server()
     heads = [f"| pair (processes) | {' | '.join(PER)} |", "|---" * 5 + "|"]
     exchanged, waited, behind = list(heads), list(heads), []
     dispatched = ["| pair (processes) | operations per layer | other operations |", "|---|--:|--:|"]
-    compiled = ["| pair (processes) | graphs of 4 layers | graph breaks |", "|---|--:|--:|"]
     for strategy in strategies:
         name = f"`{strategy}` ({PROCESSES.get(strategy, 2)})"
         try:
@@ -186,13 +175,12 @@ def tables(strategies: list[str], lines: bool) -> str:
         behind += [
             f"{strategy}: {event['count']} {event['event']} {event['phase']} {event['line']}"
             for event in runs[SIZES[0]][0]
-            if not event["ranks"] and event["phase"] not in (GRAPHS, BEFORE_STEP)
+            if not event["ranks"] and event["phase"] != BEFORE_STEP
         ]
         found = [next(e for e in runs[size][0] if e["phase"] == BEFORE_STEP)["count"] for size in SIZES[:2]]
         of_layer = (found[1] - found[0]) / (SIZES[1][0] - SIZES[0][0]) * stages
         dispatched.append(f"| {name} | {of_layer:g} | {found[0] - of_layer * SIZES[0][0] / stages:g} |")
-        compiled.append(f"| {name} | {graphs(on_cpu, strategy)} |")
-        print(exchanged[-1], waited[-1], dispatched[-1], compiled[-1], sep="\n", flush=True)
+        print(exchanged[-1], waited[-1], dispatched[-1], sep="\n", flush=True)
     if lines:
         print("\n".join(["", f"waits of rank 0, {SIZES[0][0]} layers, {SIZES[0][1]} micro-batches:", *behind]))
     sizes = (
@@ -215,10 +203,6 @@ def tables(strategies: list[str], lines: bool) -> str:
             "## Operations between the last backward pass and the optimizer",
             "",
             *dispatched,
-            "",
-            "## Graphs of --torch_compile",
-            "",
-            *compiled,
             "",
             about,
             "",
@@ -248,12 +232,10 @@ def main() -> None:
 def count_and_run() -> None:
     """A rank of a launch: the task itself, and a file of what its update COUNTED did until the next began."""
     import torch
-    import torch._dynamo
     import torch.distributed as dist
     from torch.optim.optimizer import register_optimizer_step_pre_hook
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from zerofit.model import compilation
     from zerofit.training.run import Run
 
     if simgpu := sys.modules.get("simgpu"):  # its current device is that of the process that ranks are forked from
@@ -287,9 +269,6 @@ def count_and_run() -> None:
             simgpu.observe(note if update == COUNTED else None)
         if update == COUNTED + 1:
             names = ("phase", "event", "ranks", "line", "count", "bytes")
-            compiled = torch._dynamo.utils.counters  # which is empty where nothing is compiled
-            counts[GRAPHS, "graphs", (), ""] = [compiled["stats"]["unique_graphs"], 0]
-            counts[GRAPHS, "breaks", (), ""] = [sum(compiled["graph_break"].values()), 0]
             events = [dict(zip(names, (*key, *found))) for key, found in counts.items()]
             Path(os.environ[FOLDER], f"rank_{os.environ['RANK']}.json").write_text(json.dumps(events))
 
@@ -301,7 +280,6 @@ def count_and_run() -> None:
     Run.updates = counted
     Run.within = lambda self, phase: (enter(phase), within(self, phase))[1]
     register_optimizer_step_pre_hook(lambda *_: modes.pop().__exit__(None, None, None) if modes else None)
-    compilation.compile_model.__defaults__ = ("eager", False)  # graphs as dynamo finds them; nothing is generated
     sys.argv[0] = str(ROOT / "train" / "clm.py")
     runpy.run_path(sys.argv[0], run_name="__main__")
 

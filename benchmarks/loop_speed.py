@@ -15,11 +15,8 @@ the updates after the warm-up, the device synchronised at both ends. Ratios are 
 must arrive at the same loss, or there is nothing to compare: then it stops.
 
 On a machine that others share, the spread says how much they disturbed. The last column, the ratio of the two fastest
-updates in all rounds, is disturbed least; that is why there are many short rounds.
-
-OpenMP's threads sleep while they wait, for all candidates alike, as in zerofit/strategy/launch.py: spinning ones are
-a little faster while nobody else wants the cores, and many times slower when somebody does. OMP_WAIT_POLICY=ACTIVE in
-front of the command measures everything with torch's default.
+updates in all rounds, is disturbed least. OpenMP's threads sleep while they wait, as in zerofit/strategy/launch.py;
+OMP_WAIT_POLICY=ACTIVE in front of the command measures everything with torch's default.
 """
 
 import argparse

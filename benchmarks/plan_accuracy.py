@@ -48,10 +48,12 @@ PAIRS = (
     "--dataset_name stdlib-functions --train_tokenizer_vocab_size 2048 --max_target_length 16 "
     "--max_train_samples 400 --predict_with_generate false"
 ).split()
-LORA, AGAIN = ("--lora",), ("--gradient_checkpointing",)
+LORA = ("--lora",)
+AGAIN = ("--gradient_checkpointing",)
 SELECTIVE = (*AGAIN, "selective")
 ON_HOST = ("--activation_offload",)
-WHOLE, ROWS = ("--packing", "concatenate"), ("--packing", "none")
+WHOLE = ("--packing", "concatenate")
+ROWS = ("--packing", "none")
 
 
 def _llama(layers: int, width: int, heads: int = 4, groups: int = 4) -> list[str]:
@@ -180,84 +182,73 @@ class Configuration:
         ]
 
 
-def _make(
-    model: str,
-    strategy: str,
-    precision: str,
-    length: int,
-    accumulation: int,
-    sizes: tuple[int, int],
-    *more: tuple[str, ...],
-) -> Configuration:
-    return Configuration(model, strategy, precision, length, accumulation, sizes, sum(more, ()))
-
-
 CONFIGURATIONS = [
-    _make("GPT-2, 4 of 256", "single", "fp32", 128, 1, (2, 8), WHOLE),
-    _make("GPT-2, 4 of 256", "ddp", "fp32", 64, 2, (2, 12)),
-    _make("GPT-2, 3 of 512", "ddp", "bf16", 64, 2, (2, 9)),
-    _make("GPT-2, 3 of 512", "zero1", "bf16", 64, 2, (2, 10)),
-    _make("GPT-2, 3 of 512", "zero2", "fp32", 64, 1, (2, 8), WHOLE),
-    _make("GPT-2, 4 of 256", "zero3", "fp32", 128, 1, (2, 7), WHOLE),
-    _make("GPT-2, 3 of 512", "zero2_offload", "bf16", 96, 2, (2, 7)),
-    _make("GPT-2, 4 of 256", "zero3_offload", "bf16", 64, 1, (2, 11)),
-    _make("GPT-2 with dropout, 4 of 256", "ddp", "fp32", 64, 1, (2, 9), WHOLE),
-    _make("Llama, 4 of 256", "single", "bf16", 128, 2, (2, 10), AGAIN),
-    _make("Llama, 4 of 256", "ddp", "bf16", 128, 1, (2, 8), LORA),
-    _make("Llama, 4 of 256", "zero3", "bf16", 128, 1, (2, 8), LORA),
-    _make("Llama, 3 of 384, grouped", "zero2", "bf16", 64, 2, (2, 14), AGAIN),
-    _make("Llama, 3 of 384, grouped", "zero3", "bf16", 96, 2, (2, 8), WHOLE),
-    _make("GPT-NeoX, 3 of 320", "zero1", "fp32", 96, 1, (2, 8), LORA, ROWS),
-    _make("GPT-NeoX, 3 of 320", "zero3_offload_optimizer", "fp32", 64, 2, (2, 16), AGAIN),
-    _make("Llama classifier, 4 of 256", "zero3_offload", "bf16", 64, 1, (2, 10)),
-    _make("BERT, 4 of 256", "single", "fp32", 64, 2, (2, 10)),
-    _make("BERT, 4 of 256", "ddp", "bf16", 64, 2, (2, 12)),
-    _make("BERT, 4 of 256", "zero2_offload", "fp32", 96, 1, (2, 8), LORA),
-    _make("DeBERTa, 3 of 192", "ddp", "fp32", 64, 1, (2, 9)),
-    _make("DeBERTa, 3 of 192", "zero2", "bf16", 64, 1, (2, 12)),
-    _make("RoBERTa, 3 of 384", "zero1", "bf16", 128, 1, (2, 12), AGAIN),
-    _make("RoBERTa, 3 of 384", "zero3", "fp32", 64, 1, (2, 8)),
-    _make("BlenderBot, 2 + 3 of 256", "single", "bf16", 64, 1, (2, 12)),
-    _make("BlenderBot, 2 + 3 of 256", "ddp", "fp32", 96, 1, (2, 10), AGAIN),
-    _make("BlenderBot, 2 + 3 of 256", "ddp", "bf16", 64, 2, (2, 11), LORA),
-    _make("BlenderBot, 2 + 3 of 256", "zero2", "bf16", 64, 2, (2, 13)),
-    _make("T5, 3 + 3 of 256", "zero1", "fp32", 64, 2, (2, 9)),
-    _make("T5, 3 + 3 of 256", "zero3", "fp32", 96, 1, (2, 7), LORA),
-    _make("BART, 2 + 2 of 256", "zero2_offload", "bf16", 64, 1, (2, 12)),
-    _make("BART, 2 + 2 of 256", "zero3_offload", "fp32", 64, 2, (2, 10)),
+    Configuration("GPT-2, 4 of 256", "single", "fp32", 128, 1, (2, 8), WHOLE),
+    Configuration("GPT-2, 4 of 256", "ddp", "fp32", 64, 2, (2, 12)),
+    Configuration("GPT-2, 3 of 512", "ddp", "bf16", 64, 2, (2, 9)),
+    Configuration("GPT-2, 3 of 512", "zero1", "bf16", 64, 2, (2, 10)),
+    Configuration("GPT-2, 3 of 512", "zero2", "fp32", 64, 1, (2, 8), WHOLE),
+    Configuration("GPT-2, 4 of 256", "zero3", "fp32", 128, 1, (2, 7), WHOLE),
+    Configuration("GPT-2, 3 of 512", "zero2_offload", "bf16", 96, 2, (2, 7)),
+    Configuration("GPT-2, 4 of 256", "zero3_offload", "bf16", 64, 1, (2, 11)),
+    Configuration("GPT-2 with dropout, 4 of 256", "ddp", "fp32", 64, 1, (2, 9), WHOLE),
+    Configuration("Llama, 4 of 256", "single", "bf16", 128, 2, (2, 10), AGAIN),
+    Configuration("Llama, 4 of 256", "ddp", "bf16", 128, 1, (2, 8), LORA),
+    Configuration("Llama, 4 of 256", "zero3", "bf16", 128, 1, (2, 8), LORA),
+    Configuration("Llama, 3 of 384, grouped", "zero2", "bf16", 64, 2, (2, 14), AGAIN),
+    Configuration("Llama, 3 of 384, grouped", "zero3", "bf16", 96, 2, (2, 8), WHOLE),
+    Configuration("GPT-NeoX, 3 of 320", "zero1", "fp32", 96, 1, (2, 8), LORA + ROWS),
+    Configuration("GPT-NeoX, 3 of 320", "zero3_offload_optimizer", "fp32", 64, 2, (2, 16), AGAIN),
+    Configuration("Llama classifier, 4 of 256", "zero3_offload", "bf16", 64, 1, (2, 10)),
+    Configuration("BERT, 4 of 256", "single", "fp32", 64, 2, (2, 10)),
+    Configuration("BERT, 4 of 256", "ddp", "bf16", 64, 2, (2, 12)),
+    Configuration("BERT, 4 of 256", "zero2_offload", "fp32", 96, 1, (2, 8), LORA),
+    Configuration("DeBERTa, 3 of 192", "ddp", "fp32", 64, 1, (2, 9)),
+    Configuration("DeBERTa, 3 of 192", "zero2", "bf16", 64, 1, (2, 12)),
+    Configuration("RoBERTa, 3 of 384", "zero1", "bf16", 128, 1, (2, 12), AGAIN),
+    Configuration("RoBERTa, 3 of 384", "zero3", "fp32", 64, 1, (2, 8)),
+    Configuration("BlenderBot, 2 + 3 of 256", "single", "bf16", 64, 1, (2, 12)),
+    Configuration("BlenderBot, 2 + 3 of 256", "ddp", "fp32", 96, 1, (2, 10), AGAIN),
+    Configuration("BlenderBot, 2 + 3 of 256", "ddp", "bf16", 64, 2, (2, 11), LORA),
+    Configuration("BlenderBot, 2 + 3 of 256", "zero2", "bf16", 64, 2, (2, 13)),
+    Configuration("T5, 3 + 3 of 256", "zero1", "fp32", 64, 2, (2, 9)),
+    Configuration("T5, 3 + 3 of 256", "zero3", "fp32", 96, 1, (2, 7), LORA),
+    Configuration("BART, 2 + 2 of 256", "zero2_offload", "bf16", 64, 1, (2, 12)),
+    Configuration("BART, 2 + 2 of 256", "zero3_offload", "fp32", 64, 2, (2, 10)),
 ]
 SET_ASIDE = set(random.Random(19).sample(range(len(CONFIGURATIONS)), len(CONFIGURATIONS) // 2))
 SHARED = [  # two ranks share each layer, split each row, are stages, or gather blocks (fsdp2)
-    _make("GPT-2, 3 of 512", "tp", "fp32", 64, 1, (2, 8), WHOLE),
-    _make("Llama, 3 of 384, grouped", "sp", "bf16", 128, 1, (2, 8)),
-    _make("Llama, 3 of 384, grouped", "tp", "bf16", 96, 2, (2, 8)),
-    _make("Llama, 4 of 256", "tp_zero3", "fp32", 128, 1, (2, 7), WHOLE),
-    _make("GPT-2, 4 of 256", "sp", "fp32", 128, 2, (2, 9), WHOLE),
-    _make("Llama, 4 of 256", "tp_zero2", "bf16", 128, 2, (2, 10), AGAIN),
-    _make("GPT-2, 3 of 512", "sp", "bf16", 96, 1, (2, 10), AGAIN),
-    _make("GPT-2, 4 of 256", "pp", "fp32", 128, 2, (2, 8), WHOLE),
-    _make("Llama, 4 of 256", "pp", "bf16", 128, 4, (2, 8), WHOLE),
-    _make("Llama, 4 of 256", "3d", "bf16", 128, 4, (2, 8), WHOLE),
-    _make("GPT-2, 4 of 256", "3d", "fp32", 128, 2, (2, 8), WHOLE, AGAIN),
-    _make("GPT-2, 3 of 512", "fsdp2", "fp32", 64, 1, (2, 8), WHOLE),
-    _make("Llama, 4 of 256", "fsdp2", "bf16", 128, 2, (2, 10), AGAIN),
-    _make("Llama, 3 of 384, grouped", "fsdp2", "bf16", 96, 1, (2, 9)),
-    _make("BERT, 4 of 256", "fsdp2", "fp32", 96, 2, (4, 16)),
-    _make("GPT-NeoX, 3 of 320", "fsdp2", "bf16", 128, 1, (2, 9), LORA),
+    Configuration("GPT-2, 3 of 512", "tp", "fp32", 64, 1, (2, 8), WHOLE),
+    Configuration("Llama, 3 of 384, grouped", "sp", "bf16", 128, 1, (2, 8)),
+    Configuration("Llama, 3 of 384, grouped", "tp", "bf16", 96, 2, (2, 8)),
+    Configuration("Llama, 4 of 256", "tp_zero3", "fp32", 128, 1, (2, 7), WHOLE),
+    Configuration("GPT-2, 4 of 256", "sp", "fp32", 128, 2, (2, 9), WHOLE),
+    Configuration("Llama, 4 of 256", "tp_zero2", "bf16", 128, 2, (2, 10), AGAIN),
+    Configuration("GPT-2, 3 of 512", "sp", "bf16", 96, 1, (2, 10), AGAIN),
+    Configuration("GPT-2, 4 of 256", "pp", "fp32", 128, 2, (2, 8), WHOLE),
+    Configuration("Llama, 4 of 256", "pp", "bf16", 128, 4, (2, 8), WHOLE),
+    Configuration("Llama, 4 of 256", "3d", "bf16", 128, 4, (2, 8), WHOLE),
+    Configuration("GPT-2, 4 of 256", "3d", "fp32", 128, 2, (2, 8), WHOLE + AGAIN),
+    Configuration("GPT-2, 3 of 512", "fsdp2", "fp32", 64, 1, (2, 8), WHOLE),
+    Configuration("Llama, 4 of 256", "fsdp2", "bf16", 128, 2, (2, 10), AGAIN),
+    Configuration("Llama, 3 of 384, grouped", "fsdp2", "bf16", 96, 1, (2, 9)),
+    Configuration("BERT, 4 of 256", "fsdp2", "fp32", 96, 2, (4, 16)),
+    Configuration("GPT-NeoX, 3 of 320", "fsdp2", "bf16", 128, 1, (2, 9), LORA),
 ]
 RECOMPUTED = [  # the same with each way of recomputing, and others
-    *(_make("Llama, 8 of 256", "ddp", "fp32", 64, 1, (2, 8), WHOLE, *way) for way in ((), (AGAIN,), (SELECTIVE,))),
-    _make("GPT-2 with dropout, 4 of 256", "zero2", "fp32", 64, 1, (2, 8), WHOLE, SELECTIVE),
-    _make("GPT-2, 4 of 256", "zero3", "fp32", 64, 2, (2, 8), WHOLE, SELECTIVE),
-    _make("Llama, 4 of 256", "fsdp2", "bf16", 64, 1, (2, 8), WHOLE, SELECTIVE),
-    _make("GPT-2, 4 of 256", "tp", "fp32", 64, 1, (2, 8), WHOLE, SELECTIVE),
-    _make("DeBERTa, 3 of 192", "ddp", "fp32", 64, 1, (2, 8), SELECTIVE),
-    _make("T5, 3 + 3 of 256", "zero1", "fp32", 64, 1, (2, 8), SELECTIVE),
+    *(Configuration("Llama, 8 of 256", "ddp", "fp32", 64, 1, (2, 8), WHOLE + way) for way in ((), AGAIN, SELECTIVE)),
+    Configuration("GPT-2 with dropout, 4 of 256", "zero2", "fp32", 64, 1, (2, 8), WHOLE + SELECTIVE),
+    Configuration("GPT-2, 4 of 256", "zero3", "fp32", 64, 2, (2, 8), WHOLE + SELECTIVE),
+    Configuration("Llama, 4 of 256", "fsdp2", "bf16", 64, 1, (2, 8), WHOLE + SELECTIVE),
+    Configuration("GPT-2, 4 of 256", "tp", "fp32", 64, 1, (2, 8), WHOLE + SELECTIVE),
+    Configuration("DeBERTa, 3 of 192", "ddp", "fp32", 64, 1, (2, 8), SELECTIVE),
+    Configuration("T5, 3 + 3 of 256", "zero1", "fp32", 64, 1, (2, 8), SELECTIVE),
 ]
 OFFLOADED = [  # the inputs of recomputed layers wait on the host; the same without
-    *(_make("Llama, 24 of 128", "ddp", "fp32", 256, 1, (2, 8), WHOLE, AGAIN, *more) for more in ((), (ON_HOST,))),
+    Configuration("Llama, 24 of 128", "ddp", "fp32", 256, 1, (2, 8), WHOLE + AGAIN),
+    Configuration("Llama, 24 of 128", "ddp", "fp32", 256, 1, (2, 8), WHOLE + AGAIN + ON_HOST),
     *(
-        _make("Llama, 8 of 256", strategy, precision, 256, accumulation, (2, 8), WHOLE, AGAIN, ON_HOST)
+        Configuration("Llama, 8 of 256", strategy, precision, 256, accumulation, (2, 8), WHOLE + AGAIN + ON_HOST)
         for strategy, precision, accumulation in (
             ("ddp", "fp32", 1),
             ("zero2", "fp32", 2),
@@ -266,20 +257,20 @@ OFFLOADED = [  # the inputs of recomputed layers wait on the host; the same with
             ("sp", "fp32", 1),
         )
     ),
-    _make("BlenderBot, 2 + 3 of 256", "ddp", "fp32", 96, 1, (2, 10), AGAIN, ON_HOST),
-    _make("DeBERTa, 3 of 192", "zero2", "fp32", 64, 1, (2, 12), AGAIN, ON_HOST),
+    Configuration("BlenderBot, 2 + 3 of 256", "ddp", "fp32", 96, 1, (2, 10), AGAIN + ON_HOST),
+    Configuration("DeBERTa, 3 of 192", "zero2", "fp32", 64, 1, (2, 12), AGAIN + ON_HOST),
 ]
 EXPERTS = [  # mixtures of experts, which are divided among ranks, or are as other weights
-    _make("Mixtral, 4 of 256", "ep", "fp32", 128, 1, (2, 8), WHOLE),
-    _make("Mixtral, 4 of 256", "ep", "bf16", 96, 2, (2, 10)),
-    _make("OLMoE, 3 of 192", "ep", "fp32", 64, 2, (2, 9), WHOLE, AGAIN),
-    _make("Qwen 3 MoE, 4 of 192", "ep", "bf16", 128, 1, (2, 8), WHOLE),
-    _make("Mixtral, 4 of 256", "fsdp2", "fp32", 128, 1, (2, 8), WHOLE),
-    _make("Mixtral, 4 of 256", "zero3", "bf16", 128, 1, (2, 8), WHOLE),
-    _make("OLMoE, 3 of 192", "ddp", "fp32", 64, 2, (2, 9), WHOLE),
-    _make("OLMoE, 3 of 192", "zero3", "fp32", 64, 2, (2, 9), WHOLE),
-    _make("Qwen 3 MoE, 4 of 192", "zero3", "bf16", 96, 1, (2, 10), WHOLE, AGAIN),
-    _make("Mixtral, 4 of 256", "ep", "bf16", 128, 1, (2, 10), WHOLE, AGAIN),
+    Configuration("Mixtral, 4 of 256", "ep", "fp32", 128, 1, (2, 8), WHOLE),
+    Configuration("Mixtral, 4 of 256", "ep", "bf16", 96, 2, (2, 10)),
+    Configuration("OLMoE, 3 of 192", "ep", "fp32", 64, 2, (2, 9), WHOLE + AGAIN),
+    Configuration("Qwen 3 MoE, 4 of 192", "ep", "bf16", 128, 1, (2, 8), WHOLE),
+    Configuration("Mixtral, 4 of 256", "fsdp2", "fp32", 128, 1, (2, 8), WHOLE),
+    Configuration("Mixtral, 4 of 256", "zero3", "bf16", 128, 1, (2, 8), WHOLE),
+    Configuration("OLMoE, 3 of 192", "ddp", "fp32", 64, 2, (2, 9), WHOLE),
+    Configuration("OLMoE, 3 of 192", "zero3", "fp32", 64, 2, (2, 9), WHOLE),
+    Configuration("Qwen 3 MoE, 4 of 192", "zero3", "bf16", 96, 1, (2, 10), WHOLE + AGAIN),
+    Configuration("Mixtral, 4 of 256", "ep", "bf16", 128, 1, (2, 10), WHOLE + AGAIN),
 ]
 OTHERS = {"shared": SHARED, "recomputed": RECOMPUTED, "offloaded": OFFLOADED, "experts": EXPERTS}
 

@@ -36,6 +36,7 @@ SIZES = {  # DeepSpeed's defaults
 ON_HOST = {"stage": 3, "overlap_comm": True, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
 H200, RECOMPUTED = ("--gpu", "h200-141gb"), ("--gradient_checkpointing",)
 FULL = ("--loss", "full")
+HOST = "zero3_offload_optimizer"
 ROWS = (  # what, bytes, which, strategy or the DeepSpeed section, GPUs, Liger's functions, micro-batch, tokens, flags
     ("ZeRO-3, optimizer on the host", 16.3 * GIB, "reserved", ON_HOST, 8, True, 1, 8192, RECOMPUTED),
     ("the same", 37.5 * GIB, "reserved", ON_HOST, 8, True, 1, 65536, RECOMPUTED),
@@ -47,17 +48,7 @@ ROWS = (  # what, bytes, which, strategy or the DeepSpeed section, GPUs, Liger's
     ("FSDP, torchtitan", 83.9 * GIB, "reserved", "fsdp2", 8, False, 1, 32768, (*RECOMPUTED, *FULL)),
     ("7B, ZeRO-2 (chenyaofo's gist)", 38.6e9, "allocated", "zero2", 8, False, 4, 4096, (*RECOMPUTED, *FULL)),
     ("7B, ZeRO-3", 39.1e9, "allocated", "zero3", 8, False, 8, 4096, (*RECOMPUTED, *FULL)),
-    (
-        "7B, ZeRO-3, optimizer on the host",
-        9.4e9,
-        "allocated",
-        "zero3_offload_optimizer",
-        8,
-        False,
-        2,
-        4096,
-        (*RECOMPUTED, *FULL),
-    ),
+    ("7B, the same on the host", 9.4e9, "allocated", HOST, 8, False, 2, 4096, (*RECOMPUTED, *FULL)),
 )
 
 
@@ -101,16 +92,12 @@ class Rotation(torch.autograd.Function):
 def ligers_functions(used: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if used:
-            for target, name, function in (
-                (
-                    modeling_llama.LlamaMLP,
-                    "forward",
-                    lambda self, x: self.down_proj(SwiGLU.apply(self.gate_proj(x), self.up_proj(x))),
-                ),
-                (modeling_llama.LlamaRMSNorm, "forward", lambda self, x: Norm.apply(x, self.weight)),
-                (modeling_llama, "apply_rotary_pos_emb", lambda q, k, *others, **more: Rotation.apply(q, k)),
-            ):
-                stack.enter_context(replaced(target, name, function))
+            mlp, norm = modeling_llama.LlamaMLP, modeling_llama.LlamaRMSNorm
+            gated = lambda self, x: self.down_proj(SwiGLU.apply(self.gate_proj(x), self.up_proj(x)))  # noqa: E731
+            stack.enter_context(replaced(mlp, "forward", gated))
+            stack.enter_context(replaced(norm, "forward", lambda self, x: Norm.apply(x, self.weight)))
+            rotated = replaced(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *_, **more: Rotation.apply(q, k))
+            stack.enter_context(rotated)
         yield
 
 

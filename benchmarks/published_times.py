@@ -1,8 +1,8 @@
 """Predicted seconds of an update beside published, measured ones: zerofit/estimate/measured_rows.csv.
 
     python benchmarks/published_times.py                 # all rows: tables by kind, source and GPU; two minutes
-    python benchmarks/published_times.py --write         # also `predicted` in the CSV, the plot, and with each row's
-                                                         # parts docs/measurements/plan-times.csv
+    python benchmarks/published_times.py --write         # also `predicted` in the CSV, and with each row's parts
+                                                         # docs/measurements/plan-times.csv
     python benchmarks/published_times.py --only internevo --parts
 
 A row is predicted as `zerofit plan` predicts it: MPT, BLOOM and Megatron's models as transformers' GPT-2 of the same
@@ -33,7 +33,6 @@ from zerofit.tools.tool_recipe import read_with_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ROOT / "docs" / "measurements" / "plan-times.csv"
-PLOT = ROOT / "docs" / "images" / "plan-times.png"
 AUTOCAST = "nanogpt"  # over weights in fp32, so that the residual stream is in fp32; the others compute with bf16 ones
 LORA_TARGETS = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 
@@ -130,31 +129,6 @@ def write(rows: list[MeasuredRow], parts: dict[str, dict[str, float]]) -> None:
             writer.writerow([row.id, row.kind, row.gpu, row.seconds, f"{row.predicted:.5g}", *several])
 
 
-def draw(rows: list[MeasuredRow]) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 5.6), layout="constrained")
-    axes = figure.subplots()
-    for kind in dict.fromkeys(row.kind for row in rows):
-        points = [(row.seconds, row.predicted) for row in rows if row.kind == kind]
-        axes.scatter(*zip(*points, strict=True), s=14, alpha=0.6, label=f"{kind} ({len(points)})")
-    ends = (0.3, 1500)
-    axes.plot(ends, ends, color="black", linewidth=0.8)
-    for factor in (1 / 1.25, 1.25):
-        axes.plot(ends, [factor * end for end in ends], color="grey", linewidth=0.6, linestyle="--")
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="measured seconds of an update",
-        ylabel="predicted",
-        xlim=ends,
-        ylim=ends,
-        title="Published runs and zerofit plan; dashed: 25 %",
-    )
-    axes.legend()
-    figure.savefig(PLOT, dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="rows whose id contains this")
@@ -185,7 +159,6 @@ def main() -> None:
     print(summary([row for row in rows if row.trust == "C"], lambda row: f"trust C: {row.kind}"))
     if options.write:
         write(rows, {name: parts for name, (_, parts) in found.items()})
-        draw(trusted)
 
 
 if __name__ == "__main__":

@@ -37,14 +37,12 @@ def test_every_benchmark_is_run():
 
 
 def test_every_launch_on_a_gpu_is_a_recipe():
-    model, _, options, updates = on_gpu.PADDED
-    rows = [*on_gpu.ROWS, *((model, "single", 8, f"--packing none {each}") for each in options)]
-    for name, strategy, size, further in rows:
-        recipe = parse_recipe(ClmRecipe, on_gpu.words_of({"strategy": strategy, "flags": on_gpu.flags_of(
-            on_gpu.MODELS[name], size, further)}, Path("out"), updates)[1:])  # fmt: skip
-        assert recipe.max_train_steps == updates
+    for name, strategy, size, further in on_gpu.ROWS:
+        row = {"strategy": strategy, "flags": on_gpu.flags_of(on_gpu.MODELS[name], size, further)}
+        recipe = parse_recipe(ClmRecipe, on_gpu.words_of(row, Path("out"))[1:])
+        assert recipe.max_train_steps == on_gpu.UPDATES
         assert (ROOT / "accelerate_configs" / f"{recipe.strategy}.yaml").is_file()
-    assert {*on_gpu.MODELS, "single", "zero2", "zero3", "--torch_compile --float8", ""} <= {*sum(rows, ())}
+    assert {*on_gpu.MODELS, "single", "zero2", "zero3", "--torch_compile --float8", ""} <= {*sum(on_gpu.ROWS, ())}
     for module, name, value in on_gpu.BEFORE:
         assert hasattr(importlib.import_module(module), name), name
         eval(value)

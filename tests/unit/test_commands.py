@@ -22,7 +22,7 @@ from zerofit.tools.generate.generate_options import GenerateOptions
 from zerofit.tools.merge import MergeOptions
 from zerofit.tools.plan.plan import only_calibrates
 from zerofit.tools.plan.plan_options import DevicesOptions, PlanOptions
-from zerofit.tools.prepare.prepare_options import JoinOptions, PrepareOptions
+from zerofit.tools.prepare.prepare import JoinOptions, PrepareOptions
 from zerofit.tools.show.show import read_options as read_show
 from zerofit.tools.submit import submit
 from zerofit.tools.tool_recipe import read_with_recipe

@@ -21,7 +21,7 @@ from zerofit.data.megatron.corpus import megatron, open_corpus, read_card, token
 from zerofit.model.tokenizer import END_OF_TEXT, TokenizerOptions, load_tokenizer
 from zerofit.tools.prepare import documents
 from zerofit.tools.prepare.corpora import encoder_of, named_tokenizer
-from zerofit.tools.prepare.prepare_options import PrepareOptions
+from zerofit.tools.prepare.prepare import PrepareOptions
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.usefixtures("tools")
@@ -173,7 +173,7 @@ def test_names_of_tokenizers(data, tokenizers, tmp_path):
     for name, places in same.items():
         tokenizers[name].save_pretrained(tmp_path / name)
         for place in [*places, tmp_path / name]:
-            found = named_tokenizer("tokenizer", str(place))
+            found = named_tokenizer(str(place))
             assert tokenizer_fingerprint(found) == tokenizer_fingerprint(tokenizers[name]), place
             assert found.eos_token_id == tokenizers[name].eos_token_id
             assert found("One <s>two</s>")["input_ids"] == tokenizers[name]("One <s>two</s>")["input_ids"]
@@ -187,7 +187,7 @@ def test_a_tiktoken_file(tmp_path):
     lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(tokens)]
     (tmp_path / "tokenizer.model").write_text("\n".join(lines) + "\n")
     for place in (tmp_path, tmp_path / "tokenizer.model"):
-        found = named_tokenizer("tokenizer", str(place))
+        found = named_tokenizer(str(place))
         assert found("hello")["input_ids"] == [259, 258, ord("o")]
         assert found.eos_token == "<|end_of_text|>"
 
@@ -457,7 +457,7 @@ def test_what_is_not_joined(data, tokenizers, byte_tokenizer, tmp_path, made, ca
     assert f"0 and {tokenizers['gpt2'].eos_token_id}" in said
     assert "different tokenizers" in said
     refused(capsys, "merge", "--input", with_end, "--output_prefix", with_end, "--overwrite")
-    assert "uint16 and" in refused(capsys, "merge", "--input", without_end, data("megatron/first_document"), *output)
+    assert "and no card" in refused(capsys, "merge", "--input", without_end, data("megatron/first_document"), *output)
 
 
 def test_several_keys_become_several_corpora(byte_tokenizer, tmp_path):

@@ -187,7 +187,7 @@ def test_a_damaged_record_is_passed_over_or_refused_in_a_sentence(tmp_path, name
         assert sources == ("auto",), "its checkpoint says which run it is"
     with contextlib.suppress(UserError):
         plan(tmp_path, "--learning_rate", "1e-3")
-    shown = runs_in([str(tmp_path)], {})
+    shown = runs_in([str(tmp_path)])
     table_of_runs(shown, 80, 0.0)
     if name == "metrics.jsonl":
         plot_run(RunFolder(tmp_path).metrics.read(), io.BytesIO(), "title", "token", "accuracy")

@@ -71,7 +71,7 @@ def test_further_options(written, kind, tmp_path):
         kind, RECIPE, "--nodes", 2, "--gpus_per_node", 4, "--num_processes", 4, "--name", "trial", *further, *odd
     )
     assert problems(kind, text, 2) == []
-    assert notes == "" or kind == "skypilot"
+    assert notes == ""
     words = words_of(kind, text)
     for name, value in zip(odd[::2], odd[1::2], strict=True):
         assert words[words.index(name) + 1] == value
@@ -187,20 +187,14 @@ def test_mistakes():
     for words, said in (
         (("slurm", RECIPE, "--machine_rank", "1"), "--machine_rank has no place in a job's file"),
         (("slurm", RECIPE, "--num_processes", "3", "--nodes", "2"), "num_processes = 3 on 2 nodes"),
-        (("slurm", RECIPE, "--strategy", "single"), "use ddp"),
         *(
             (("slurm", RECIPE, "--time", time), "ranks save 600 s before the limit")
-            for time in ("10", "10:00", "0:10:00", "00:05:00", "0-0:10", "0-00:09:59", "9:59")
+            for time in ("10", "10:00", "0:10:00", "00:59:00")
         ),
         (("slurm", RECIPE, "--gpus_per_node", "2", "--learnin_rate", "1", "--run"), "--learnin_rate is not an option"),
         (("jobset", RECIPE, "--name", "My_Job"), "name = 'My_Job'"),
     ):
         assert said in refusal(submit.main, [*words])
-
-
-@pytest.mark.parametrize("time", ["11", "10:01", "0:10:01", "1:00:00", "0-1", "1-00:00", "1-0:00:00"])
-def test_a_limit_that_leaves_time_to_save(written, time):
-    assert f"--time={time}" in written("slurm", RECIPE, "--time", time)[0]
 
 
 def test_what_the_launch_will_refuse_is_noted(written):
@@ -209,6 +203,7 @@ def test_what_the_launch_will_refuse_is_noted(written):
     assert "note: the launch will refuse this: --learnin_rate is not an option. Did you mean learning_rate?" in notes
     _, notes = written("slurm", RECIPE, "--nodes", 3, "--gpus_per_node", 1, "--strategy", "tp")
     assert "note: the launch will refuse this: num_processes = 3 is not a multiple of tensor" in notes
+    assert "the launch will refuse this: " in written("slurm", RECIPE, "--strategy", "single")[1]
 
 
 def test_it_is_handed_to_the_scheduler(tmp_path, monkeypatch, capfd):

@@ -26,17 +26,11 @@ LLAMA_3_1 = (
 ).split()
 LLAMA_3_SPECIAL = 256  # special tokens that all of Llama 3's models have
 ENDS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
-SENTENCE = "The quick brown fox jumps over 13 lazy dogs, naïve as they are."
 
 
 @dataclass
 class ConvertedTokenizer:
-    """A tokenizer of transformers, or none.
-
-    Args:
-        ends: ids of the beginning and the end(s) of a text.
-        notes: for the terminal.
-    """
+    """A tokenizer of transformers, or none; ids of the beginning and the end(s) of a text; notes for the terminal."""
 
     tokenizer: Any
     ends: tuple[int, int | list[int]]
@@ -68,11 +62,10 @@ def find_tokenizer(folder: Path, chosen: str | None) -> Path | None:
 
 
 def convert_tokenizer(file: Path | None, vocab: int, version: str) -> ConvertedTokenizer:
-    """Convert a tokenizer file of Meta's.
+    """Convert a tokenizer file of Meta's; Llama 3's special tokens depend on the model's version (`version_of`).
 
     Args:
         vocab: rows of the embeddings.
-        version: of the model, from `version_of`; Llama 3's special tokens depend on it.
 
     Raises:
         UserError: the file is not a tokenizer, or has more tokens than the model.
@@ -82,7 +75,6 @@ def convert_tokenizer(file: Path | None, vocab: int, version: str) -> ConvertedT
         return ConvertedTokenizer(None, ends, ["warning: the folder has no tokenizer (--tokenizer none)"])
     ranks = tiktoken_ranks(file)
     made = _of_tiktoken(file, ranks, vocab, version) if ranks else _of_sentencepiece(file)
-    made.source = file
     size = max(made.tokenizer.get_vocab().values()) + 1
     if size > vocab:
         raise UserError(f"{file} has {size} tokens, and the model {vocab}: name this model's tokenizer")
@@ -119,22 +111,14 @@ def _of_sentencepiece(file: Path) -> ConvertedTokenizer:
     with tempfile.TemporaryDirectory() as folder:  # other files beside it would be read instead
         shutil.copyfile(file, Path(folder) / "tokenizer.model")
         tokenizer = LlamaTokenizer.from_pretrained(folder, add_bos_token=True)
-    ids, expected = tokenizer(SENTENCE, add_special_tokens=False)["input_ids"], pieces.encode(SENTENCE)
-    notes = []
-    if ids != expected:
-        notes.append("warning: transformers' tokenizer splits a test sentence differently from sentencepiece")
-    return ConvertedTokenizer(tokenizer, (pieces.bos_id(), pieces.eos_id()), notes)
+    return ConvertedTokenizer(tokenizer, (pieces.bos_id(), pieces.eos_id()), [], file)
 
 
 def special_tokens(version: str, number: int) -> list[str]:
     """Llama 3's special tokens: the named ones, and numbered ones in between and after them."""
-    names = LLAMA_3_1 if version == "3.1" else LLAMA_3
-    numbered = itertools.count()
-    tokens = [
-        f"<|reserved_special_token_{next(numbered)}|>" if name == "-" else f"<|{name}|>"
-        for name in (*names, *"-" * (number - len(names)))
-    ]
-    return tokens[:number]
+    names, numbered = LLAMA_3_1 if version == "3.1" else LLAMA_3, itertools.count()
+    tokens = [f"reserved_special_token_{next(numbered)}" if name == "-" else name for name in [*names, *"-" * number]]
+    return [f"<|{name}|>" for name in tokens[:number]]
 
 
 def _of_tiktoken(file: Path, ranks: dict[bytes, int], vocab: int, version: str) -> ConvertedTokenizer:
@@ -156,13 +140,8 @@ def _of_tiktoken(file: Path, ranks: dict[bytes, int], vocab: int, version: str) 
         single=f"{names[0]} $A", pair=f"{names[0]} $A {names[0]}:1 $B:1", special_tokens=[(names[0], start)]
     )
     bpe.post_processor = Sequence([ByteLevel(trim_offsets=False), begin])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        bos_token=names[0],
-        eos_token=names[1],
-        model_input_names=["input_ids", "attention_mask"],
-        clean_up_tokenization_spaces=False,
-    )
-    ends = [start + names.index(name) for name in ENDS if name in names]
-    note = "note: no chat template; generation ends at any of " + ", ".join(name for name in ENDS if name in names)
-    return ConvertedTokenizer(tokenizer, (start, ends), [note])
+    names_of = {"bos_token": names[0], "eos_token": names[1], "model_input_names": ["input_ids", "attention_mask"]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, clean_up_tokenization_spaces=False, **names_of)
+    found = [name for name in ENDS if name in names]
+    note = f"note: no chat template; generation ends at any of {', '.join(found)}"
+    return ConvertedTokenizer(tokenizer, (start, [start + names.index(name) for name in found]), [note], file)

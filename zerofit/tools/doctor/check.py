@@ -71,15 +71,10 @@ def check_machine(
     num_machines: int = 1,
     precision: str | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """Find what is wrong with a machine for a run.
+    """Yield (level, message) of what is wrong with a machine for a run of so many processes on it.
 
     Args:
         variables: the environment of a process.
-        processes: on this machine.
-        precision: None: not known.
-
-    Yields:
-        (level, message).
     """
     there, counted_processes = len(machine.devices), counted(processes, "process")
     for maker, count in machine.present.items():
@@ -88,19 +83,17 @@ def check_machine(
             what = f"{hiding[0]} = {variables[hiding[0]]!r} hides the machine's {counted(count, f'{maker} GPU')}"
             yield WARNING, f"{what}: a run is on the CPU. Type unset {hiding[0]}"
     if not there and processes > machine.cores:
-        remedy = f"Use --num_processes {machine.cores * num_machines} or less"
-        yield WARNING, f"{counted_processes} oversubscribe {counted(machine.cores, 'core')}. {remedy}"
+        what = f"{counted_processes} oversubscribe {counted(machine.cores, 'core')}"
+        yield WARNING, f"{what}. Use --num_processes {machine.cores * num_machines} or less"
     if there and processes != there:
         level, only = (ERROR, "") if processes > there else (NOTE, " for all of them")
         what = f"{counted_processes} on this machine, which has {counted(there, 'device')}"
         yield level, f"{what}. Use --num_processes {there * num_machines}{only}"
-    without = sorted({device.name for device in machine.devices if device.has_bf16 is False})
-    if precision == "bf16" and without:
-        what = f"precision = bf16: torch emulates it, slowly, on a {', a '.join(without)}"
-        yield WARNING, f"{what}. Use --precision fp16"
-    if precision == "bf16" and machine.bf16_slowdown:
-        what = f"precision = bf16: its products take {machine.bf16_slowdown:.0f} times as long as fp32 on this CPU"
-        yield WARNING, f"{what}. Use --precision fp32"
+    for name in sorted({device.name for device in machine.devices if device.has_bf16 is False}):
+        if precision == "bf16":
+            yield WARNING, f"precision = bf16: torch emulates it, slowly, on a {name}. Use --precision fp16"
+    if precision == "bf16" and (times := machine.bf16_slowdown):
+        yield WARNING, f"precision = bf16 takes {times:.0f} times as long as fp32 on this CPU. Use --precision fp32"
     for number, device in enumerate(machine.devices):
         if device.free < NO_MEMORY_FREE * device.total:
             used = f"{size(device.total - device.free)} of {size(device.total)}"
@@ -109,8 +102,7 @@ def check_machine(
         what = f"/dev/shm has {size(machine.shm)}: processes that exchange data through it may die with a bus error"
         yield WARNING, f"{what}. Start the container with --shm-size=1g or more"
     if machine.output and machine.disk_free < FULL_DISK:
-        what = f"{machine.output}: only {size(machine.disk_free)} free"
-        yield WARNING, f"{what}. Name another folder with --output_dir"
+        yield WARNING, f"{machine.output}: only {size(machine.disk_free)} free. Name another folder with --output_dir"
     if machine.output and num_machines > 1 and not machine.disk_shared:
         what = f"{machine.output} seems to be on a disk of this machine, one of {num_machines}"
         yield WARNING, f"{what}. Name a folder on a file system that all machines share with --output_dir"

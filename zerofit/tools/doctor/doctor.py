@@ -58,11 +58,7 @@ def read_options(argv: list[str]) -> tuple[DoctorOptions, str | None, TrainingRe
 def make_report(
     options: DoctorOptions, task: str | None, recipe: TrainingRecipe, problems: list[str], shell: dict[str, str]
 ) -> DoctorReport:
-    """The report on this machine, and on the launch that the options name.
-
-    Args:
-        shell: the environment in which the launch would be typed.
-    """
+    """The report on this machine, and on the launch that the options name, as it would be typed in this shell."""
     report = DoctorReport(bad_input=bool(problems))
     report.add(ERROR, *problems)
     report.add(WARNING, *untried_versions())

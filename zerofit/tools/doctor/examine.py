@@ -74,14 +74,8 @@ def examine(
 def _examine_run(
     report: DoctorReport, options: DoctorOptions, task: str | None, recipe: TrainingRecipe, shell: dict[str, str]
 ) -> tuple[int, int, str | None]:
-    """Look at the launch line, then at recipe and strategy.
-
-    Returns:
-        (processes of this machine, machines, the precision where it is known).
-
-    Raises:
-        UserError: there is no such strategy, or its YAML cannot be read.
-    """
+    """Look at the launch line, then at recipe and strategy. Returns (processes of this machine, machines, the
+    precision where it is known). Raises UserError: there is no such strategy, or its YAML cannot be read."""
     is_sound = not report.bad_input
     processes, machines = _launch(report, options, task, recipe)
     here = processes // machines or 1
@@ -125,11 +119,7 @@ def _examine_run(
 
 
 def _launch(report: DoctorReport, options: DoctorOptions, task: str | None, recipe: TrainingRecipe) -> tuple[int, int]:
-    """Find out and report the launch line. Returns (processes, machines).
-
-    Raises:
-        UserError: there is no such strategy, or its YAML cannot be read.
-    """
+    """Find out and report the launch line. Returns (processes, machines). Raises as `_examine_run`."""
     devices, file, strategy = num_devices(), None, recipe.strategy
     content: dict[str, Any] = {}
     found: dict[str, int] = {}
@@ -157,15 +147,11 @@ def _launch(report: DoctorReport, options: DoctorOptions, task: str | None, reci
     if processes % machines:
         what = f"num_processes = {processes} on {machines} machines: each has the same number"
         report.add(ERROR, f"{what}. Use --num_processes {machines * max(1, processes // machines)}")
-    words: list[object]
+    address, several = content.get("main_process_ip") or "MACHINE_0", machines > 1
+    words: list[object] = ["accelerate", "launch", "--config_file", file, "--num_processes", processes]
+    words += ["--num_machines", machines, "--machine_rank", 0, "--main_process_ip", address] if several else []
     if file is None:
-        words = ["torchrun", "--nproc_per_node", processes // machines]
-        words += ["--nnodes", machines] if machines > 1 else []
-    else:
-        words = ["accelerate", "launch", "--config_file", file, "--num_processes", processes]
-        address = content.get("main_process_ip") or "MACHINE_0"
-        of_several = ["--num_machines", machines, "--machine_rank", 0, "--main_process_ip", address]
-        words += of_several if machines > 1 else []
+        words = ["torchrun", "--nproc_per_node", processes // machines, *(["--nnodes", machines] if several else [])]
     program = ["train/TASK.py", "--config", "RECIPE"]
     if task:
         program = [shown_path(script(task)), *recipe.flags_given(without=("strategy",) if file else ())]
@@ -174,11 +160,7 @@ def _launch(report: DoctorReport, options: DoctorOptions, task: str | None, reci
 
 
 def _resolve(report: DoctorReport, task: str | None, recipe: TrainingRecipe) -> tuple[TrainingRecipe, Strategy | None]:
-    """Resolve the whole run as its first process does; of a recipe with problems, or without training, the strategy.
-
-    Raises:
-        UserError: recipe, pair and earlier run contradict each other.
-    """
+    """Resolve a run as its first process does; of a recipe with problems, or without training, its strategy."""
     if task and isinstance(recipe, TaskRecipe) and recipe.trains:
         try:
             config = resolve(task, recipe)
@@ -194,11 +176,7 @@ def _resolve(report: DoctorReport, task: str | None, recipe: TrainingRecipe) -> 
 
 
 def _look_at_model(report: DoctorReport, task: str, recipe: TrainingRecipe, strategy: Strategy | None) -> None:
-    """Check model, layout, lengths, adapter and tokenizer; no weights are read.
-
-    Raises:
-        UserError: they are not what the recipe needs.
-    """
+    """Check model, layout, lengths, adapter and tokenizer; no weights are read."""
     auto_class = getattr(transformers, AUTO_CLASSES[task])
     on_base, config = on_its_base(recipe, task, auto_class)
     with report.collected():
@@ -216,14 +194,13 @@ def _to_download(recipe: TrainingRecipe, shell: Mapping[str, str]) -> tuple[str,
     """(how bad it is, messages on the weights and tokenizers that the recipe names and that are not here)."""
     messages = []
     offline = next((each for each in OFFLINE if shell.get(each, "").upper() in TRUE), None)
-    files = {"model_name_or_path": "config.json", "config_name": "config.json"}
-    for option, file in {**files, "tokenizer_name": "tokenizer_config.json"}.items():
+    for option in ("model_name_or_path", "config_name", "tokenizer_name"):
         name = getattr(recipe, option)
-        if not name or Path(name).expanduser().exists() or is_missing_folder(name):
-            continue
-        if option == "config_name" and name.lower() in known_architectures():
+        is_here = not name or Path(name).expanduser().exists() or is_missing_folder(name)
+        if is_here or (option == "config_name" and name.lower() in known_architectures()):
             continue
         with contextlib.suppress(HFValidationError):
+            file = "tokenizer_config.json" if option == "tokenizer_name" else "config.json"
             if isinstance(try_to_load_from_cache(name, file), str):
                 continue
         remedy = f"the run downloads it. To have it before: hf download {name}"
@@ -241,12 +218,9 @@ def recipe_values(recipe: TrainingRecipe, strategy: Strategy | None) -> list[tup
         if source is not None and field.name not in ("precision", "strategy"):  # they are the launch's
             values[field.name] = (field.name, getattr(recipe, field.name), source or "this machine")
     if strategy and recipe.trains:
-        batches = strategy.batches
-        source = "from global_batch_size" if recipe.global_batch_size else DEFAULT
+        batches, accumulation, name = strategy.batches, "gradient_accumulation_steps", "global_batch_size"
         made = f"{batches.micro_batch} x {batches.accumulation} x {batches.replicas} replicas"
-        for name, value, why in (
-            ("gradient_accumulation_steps", batches.accumulation, source),
-            ("global_batch_size", batches.global_batch, made),
-        ):
-            values.setdefault(name, (name, value, why))
+        source = "from global_batch_size" if recipe.global_batch_size else DEFAULT
+        values.setdefault(accumulation, (accumulation, batches.accumulation, source))
+        values.setdefault(name, (name, batches.global_batch, made))
     return list(values.values())

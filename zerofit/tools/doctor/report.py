@@ -74,8 +74,8 @@ class DoctorReport:
     def text(self) -> str:
         """The report for a terminal: what is wrong, then the launch line, the values and the machine."""
         found = [(level, message) for level in LEVELS for message in self.messages(level)]
-        counts = ", ".join(counted(len(self.messages(level)), level) for level in LEVELS if self.messages(level))
-        verdict = counts or "nothing is wrong"
+        counts = [counted(len(self.messages(level)), level) for level in LEVELS if self.messages(level)]
+        verdict = ", ".join(counts) or "nothing is wrong"
         if self.examined:
             verdict += f": {self.examined} {'would not run' if self.exit_code else 'can run'} here"
         values = [

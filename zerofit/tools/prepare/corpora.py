@@ -9,7 +9,7 @@ from transformers import GPT2Config, PreTrainedTokenizerBase
 
 from zerofit import __version__
 from zerofit.data.encodings import proposal
-from zerofit.data.megatron.corpus import megatron, tokenizer_fingerprint
+from zerofit.data.megatron.corpus import Card, megatron, tokenizer_fingerprint
 from zerofit.data.options import DataOptions
 from zerofit.data.tables import TableCache
 from zerofit.model.folders import model_folder
@@ -18,15 +18,15 @@ from zerofit.model.tokenizer import TokenizerOptions, load_tokenizer, tokenizer_
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.places import cache_root
-from zerofit.record.terminal import StatusLine, duration, size
+from zerofit.record.terminal import StatusLine, size
 from zerofit.tools.meta_tokenizer import tiktoken_ranks, tokenizer_of_file
 from zerofit.tools.prepare.corpus_writer import CorpusWriter, check_free
-from zerofit.tools.prepare.documents import InputFile, find_input, parts_of
+from zerofit.tools.prepare.documents import find_input, parts_of
 from zerofit.tools.prepare.encode import Encoder, Workers
-from zerofit.tools.prepare.prepare_options import PrepareOptions
+from zerofit.tools.prepare.prepare import PrepareOptions
 
 EDGE_CASES = (" ", "\n", "a b  c \r\n\n d", " naïve e\u0301 日本語、", "\u2581a \xa0 I'LL 3.14 x" + "x" * 70)
-SELF_DESCRIBING = ("tokenizer.json", "tokenizer_config.json")  # files that name the kind of a folder's tokenizer
+SELF_DESCRIBING = {"tokenizer.json", "tokenizer_config.json"}  # files that name the kind of a folder's tokenizer
 SHOWN_BAD = 5  # bad records that are shown where bad ones are skipped
 
 
@@ -47,18 +47,56 @@ def prepare(options: PrepareOptions) -> list[str]:
         tokenizer = tokenizer_from_vocabulary_files(options.vocab_file, options.merge_file)
         options.tokenizer = options.vocab_file  # its name in messages and in the corpus' card
     else:
-        tokenizer = named_tokenizer("tokenizer", options.tokenizer, options.trust_remote_code)
-    return _write(options, prefixes, files, tokenizer)
+        tokenizer = named_tokenizer(options.tokenizer, options.trust_remote_code)
+    encoder = encoder_of(tokenizer, options)
+    data = DataOptions({}, TableCache(cache_root(None)), encoding=options.encoding)
+    num_bad, shown = 0, list[str]()
+    with ExitStack() as stack:
+        writers = [stack.enter_context(CorpusWriter(prefix, encoder.dtype)) for prefix in prefixes]
+        workers = stack.enter_context(Workers(options.processes, encoder))
+        line, started = stack.enter_context(closing(StatusLine())), time.perf_counter()
+        names = [str(file.path) for file in files]
+        parts = (part for file in files for part in parts_of(file, data, encoder.keys, options.document_separator))
+        for part, (columns, bad) in workers.encode(parts):
+            if bad and not options.skip_bad_lines:
+                is_encoded = "not UTF-8" in bad[0]
+                guess = f" {proposal(b''.join(record for _, record in part.records))}" if is_encoded else ""
+                raise UserError(f"{bad[0]}.{guess} Correct it, or skip such lines with --skip_bad_lines")
+            num_bad += len(bad)
+            shown += bad[: SHOWN_BAD - len(shown)]
+            for writer, documents in zip(writers, columns):
+                writer.add(documents)
+            if line.is_due():
+                where = f"file {names.index(part.file) + 1} of {len(names)}"
+                line.show([where, f"{sum(writer.tokens for writer in writers):,} tokens"])
+        seconds = time.perf_counter() - started
+        tokens = sum(writer.tokens for writer in writers)
+        if not tokens:
+            raise UserError(f"input = {' '.join(options.input)}: there is no text in it, so no corpus is written")
+        fingerprint, rows = tokenizer_fingerprint(tokenizer), vocab_size(tokenizer)
+        card = Card(options.tokenizer, fingerprint, rows, encoder.end, 0, 0, 0, names, f"zerofit {__version__}")
+        for writer in writers:
+            writer.finish(card)
+        for writer in writers:
+            writer.publish()
+    lines = [f"warning: skipped: {bad}" for bad in shown]
+    for writer in writers:
+        lines.append(
+            f"{writer.prefix}: {writer.documents:,} documents ({writer.empty:,} empty), {writer.tokens:,} tokens, "
+            f"{size(writer.tokens * writer.dtype.itemsize)} as {writer.dtype.name}"
+        )
+    read = f"read {counted(len(files), 'file')} in {seconds:.1f} s: {tokens / seconds:,.0f} tokens/s"
+    lines.append(f"{read}, {counted(num_bad, 'bad line')}")
+    if encoder.end is None and tokenizer.eos_token_id is not None:
+        lines.append(f"hint: nothing marks where a document ends. --append_eod adds {tokenizer.eos_token}")
+    return lines
 
 
-def named_tokenizer(option: str, name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def named_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder, of a hub name, or in a tokenizer.model: the one that training loads from there.
 
     Bare vocabulary files do not say which kind of tokenizer they are for. A config.json beside them says it, as in
     training; without one, vocab.json and merges.txt are GPT-2's, and a tokenizer.model is a Llama's.
-
-    Args:
-        option: the option's name, for messages.
 
     Raises:
         UserError: there is none, or it cannot be loaded.
@@ -66,15 +104,16 @@ def named_tokenizer(option: str, name: str, trust_remote_code: bool = False) -> 
     path, config = Path(name).expanduser(), None
     if path.is_file():
         if path.suffix in (".json", ".txt"):
-            raise UserError(f"{option} = {str(path)!r} is one file of a tokenizer. Name its folder: {path.parent}")
+            raise UserError(f"tokenizer = {str(path)!r} is one file of a tokenizer. Name its folder: {path.parent}")
         return tokenizer_of_file(path)
     if path.is_dir():
         name = model_folder(name)
-        model, config = Path(name) / "tokenizer.model", GPT2Config() if (Path(name) / "vocab.json").is_file() else None
-        is_bare = not any((Path(name) / file).is_file() for file in SELF_DESCRIBING)
-        if is_bare and model.is_file() and (tiktoken_ranks(model) or not (Path(name) / "config.json").is_file()):
+        files = {file.name for file in Path(name).iterdir()}
+        model, config = Path(name) / "tokenizer.model", GPT2Config() if "vocab.json" in files else None
+        is_bare = model.name in files and not files & SELF_DESCRIBING
+        if is_bare and (tiktoken_ranks(model) or "config.json" not in files):
             return tokenizer_of_file(model)
-    return load_tokenizer(TokenizerOptions(option, name, trust_remote_code=trust_remote_code), config)
+    return load_tokenizer(TokenizerOptions("tokenizer", name, trust_remote_code=trust_remote_code), config)
 
 
 def encoder_of(tokenizer: PreTrainedTokenizerBase, options: PrepareOptions) -> Encoder:
@@ -103,63 +142,3 @@ def encoder_of(tokenizer: PreTrainedTokenizerBase, options: PrepareOptions) -> E
 def vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
     """One more than the largest id, and at least what transformers calls the length."""
     return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
-
-
-def _write(
-    options: PrepareOptions, prefixes: list[str], files: list[InputFile], tokenizer: PreTrainedTokenizerBase
-) -> list[str]:
-    """One pass over the input, which writes all corpora. Returns lines for the terminal."""
-    encoder = encoder_of(tokenizer, options)
-    data = DataOptions({}, TableCache(cache_root(None)), encoding=options.encoding)
-    total, num_bad, shown = sum(file.size for file in files), 0, list[str]()
-    with ExitStack() as stack:
-        writers = [stack.enter_context(CorpusWriter(prefix, encoder.dtype)) for prefix in prefixes]
-        workers = stack.enter_context(Workers(options.processes, encoder))
-        line, started = stack.enter_context(closing(StatusLine())), time.perf_counter()
-        before = {str(file.path): sum(other.size for other in files[:place]) for place, file in enumerate(files)}
-        parts = (part for file in files for part in parts_of(file, data, encoder.keys, options.document_separator))
-        for part, (columns, bad) in workers.encode(parts):
-            if bad and not options.skip_bad_lines:
-                is_encoded = "not UTF-8" in bad[0]
-                guess = f" {proposal(b''.join(record for _, record in part.records))}" if is_encoded else ""
-                raise UserError(f"{bad[0]}.{guess} Correct it, or skip such lines with --skip_bad_lines")
-            num_bad += len(bad)
-            shown += bad[: SHOWN_BAD - len(shown)]
-            for writer, documents in zip(writers, columns):
-                writer.add(documents)
-            if line.is_due():
-                seconds, fraction = time.perf_counter() - started, (before[part.file] + part.read) / total
-                tokens = sum(writer.tokens for writer in writers)
-                left = [f"{duration(seconds * (1 - fraction) / fraction)} left"] if fraction else []
-                speed = f"{tokens:,} tokens ({tokens / seconds:,.0f}/s)"
-                line.show([f"{fraction:6.1%}", *left, speed, f"{writers[0].documents:,} documents"])
-        seconds = time.perf_counter() - started
-        tokens = sum(writer.tokens for writer in writers)
-        if not tokens:
-            raise UserError(f"input = {' '.join(options.input)}: there is no text in it, so no corpus is written")
-        about = {
-            "tokenizer": options.tokenizer,
-            "fingerprint": tokenizer_fingerprint(tokenizer),
-            "eod": encoder.end,
-            "vocab_size": vocab_size(tokenizer),
-            "sources": [str(file.path) for file in files],
-            "made_by": f"zerofit {__version__}",
-        }
-        for writer in writers:
-            writer.finish(about)
-        for writer in writers:
-            writer.publish()
-    lines = [f"warning: skipped: {bad}" for bad in shown]
-    for writer in writers:
-        lines.append(
-            f"{writer.prefix}: {writer.documents:,} documents ({writer.empty:,} empty), {writer.tokens:,} tokens, "
-            f"{size(writer.tokens * writer.dtype.itemsize)} as {writer.dtype.name}"
-        )
-    lines.append(
-        f"read {counted(len(files), 'file')} of {size(total)} in {duration(seconds)} ({seconds:.1f} s): "
-        f"{tokens / max(seconds, 1e-9):,.0f} tokens/s, {counted(options.processes, 'worker')}; "
-        f"{counted(num_bad, 'bad line')}"
-    )
-    if encoder.end is None and tokenizer.eos_token_id is not None:
-        lines.append(f"hint: nothing marks where a document ends. --append_eod adds {tokenizer.eos_token}")
-    return lines

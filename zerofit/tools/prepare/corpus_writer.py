@@ -1,8 +1,7 @@
 """Corpora are written completely or not at all, by megatron-core's IndexedDatasetBuilder.
 
-The files of an unfinished corpus have names that end in .partial. At the end PREFIX.bin gets its name, then
-PREFIX.json, and last PREFIX.idx, without which no program opens a corpus. The next job replaces the files that a
-killed job has left.
+Names of unfinished files end in .partial. PREFIX.idx, without which no program opens a corpus, gets its name last. The
+next job replaces what a killed one has left.
 """
 
 import fcntl
@@ -10,8 +9,8 @@ import os
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,22 +23,12 @@ PARTIAL = ".partial"
 
 
 def check_free(prefixes: list[str], overwrite: bool) -> None:
-    """Raises UserError unless corpora of these names may be written."""
-    problems = []
+    """Raises UserError unless corpora of these names may be written: what a killed job has left may be replaced."""
     for prefix in prefixes:
-        folder = Path(prefix).parent
-        if folder.exists() and not folder.is_dir():
-            problems.append(f"output_prefix: {str(folder)!r} is not a folder. Name another place")
         existing = [prefix + ending for ending in reversed(ENDINGS) if os.path.exists(prefix + ending)]
-        if existing and not overwrite and not _left_by_a_killed_job(prefix):
-            problems.append(f"output_prefix: {existing[0]} already exists. Name another prefix, or add --overwrite")
-    if problems:
-        raise UserError(problems)
-
-
-def _left_by_a_killed_job(prefix: str) -> bool:
-    """Check whether a job was killed while it gave the files their names."""
-    return not os.path.exists(f"{prefix}.idx") and os.path.exists(f"{prefix}.idx{PARTIAL}")
+        is_left = not os.path.exists(f"{prefix}.idx") and os.path.exists(f"{prefix}.idx{PARTIAL}")
+        if existing and not (overwrite or is_left):
+            raise UserError(f"output_prefix: {existing[0]} already exists. Name another prefix, or add --overwrite")
 
 
 class CorpusWriter:
@@ -65,9 +54,8 @@ class CorpusWriter:
             raise UserError(f"output_prefix: another job is writing {self.prefix}.bin. Name another prefix") from None
         except OSError:  # a file system without locks
             pass
-        for path in self.paths.values():
-            if path != content:
-                path.unlink(missing_ok=True)
+        for ending in (".json", ".idx"):
+            self.paths[ending].unlink(missing_ok=True)
         self.builder = megatron().indexed.IndexedDatasetBuilder(str(content), dtype=self.dtype.type)
         # 12 bytes a document, where lists take 72
         self.builder.sequence_lengths, self.builder.document_indices = array("i"), array("q", [0])
@@ -102,21 +90,16 @@ class CorpusWriter:
         self.tokens += corpus.tokens
         self.largest = max(self.largest, corpus.card.largest_id if corpus.card else -1)
 
-    def finish(self, about: dict[str, Any] | None) -> None:
-        """Write everything to the disk, still under the .partial names.
-
-        Args:
-            about: what the card says beside the numbers; None: there is no card.
-        """
+    def finish(self, card: Card | None) -> None:
+        """Write everything to the disk, still under the .partial names; the card with the corpus' numbers."""
         with self._writing():
-            if about is not None:
-                card = Card(**about, documents=self.documents, tokens=self.tokens, largest_id=self.largest)
-                card.write(self.paths[".json"])
+            if card is not None:
+                numbered = replace(card, documents=self.documents, tokens=self.tokens, largest_id=self.largest)
+                numbered.write(self.paths[".json"])
             self.builder.finalize(str(self.paths[".idx"]))
-            for path in self.paths.values():
-                if path.exists():
-                    with path.open("rb") as file:
-                        os.fsync(file.fileno())
+            for path in filter(Path.exists, self.paths.values()):
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -128,9 +111,8 @@ class CorpusWriter:
 
     def publish(self) -> None:
         """Give the files their names. An older corpus of that name is removed first."""
-        for ending in reversed(ENDINGS):
-            if ending != ".bin":
-                Path(self.prefix + ending).unlink(missing_ok=True)
+        for ending in (".idx", ".json"):
+            Path(self.prefix + ending).unlink(missing_ok=True)
         for ending in ENDINGS:
             if self.paths[ending].exists():
                 self.paths[ending].rename(self.prefix + ending)

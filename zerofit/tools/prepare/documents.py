@@ -10,7 +10,7 @@ import os
 from codecs import BOM_UTF8, getincrementaldecoder
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -37,32 +37,28 @@ UNITS = {"line": b"\n", "paragraph": b"\n\n", "file": None}  # of plain text, an
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file, its kind (a value of FORMATS), and its size on disk in bytes."""
+    """A file and its kind, a value of FORMATS."""
 
     path: Path
     kind: str
-    size: int
 
 
 def find_input(inputs: list[str]) -> list[InputFile]:
-    """The files of these paths, folders and globs.
-
-    They have the order of `inputs`, and are sorted within a folder or a glob. A file that is named twice is taken
-    once, at its first place. In folders and globs, hidden files, empty files and corpora are skipped.
+    """The files of these paths, folders and globs, each once, in the order of `inputs` and sorted within a folder or a
+    glob, where hidden files, empty files and corpora are skipped.
 
     Raises:
         UserError: a name without a file, an empty file, a file of an unknown kind.
     """
     files: dict[Path, InputFile] = {}
-    for name in inputs:
-        name = os.path.expanduser(name)
+    for name in map(os.path.expanduser, inputs):
         for path in find_files("input", [f"{glob.escape(name)}/**/*" if os.path.isdir(name) else name]):
             # a corpus, or what a killed job has left of one, may lie among the texts
             unfinished = path.with_suffix(f".idx{PARTIAL}").exists()
             is_corpus = path.suffix in (".bin", ".idx", ".json") and (unfinished or path.with_suffix(".idx").exists())
-            is_searched = str(path) != os.path.realpath(name)
-            is_skipped = is_searched and (is_corpus or path.suffix == PARTIAL or INDICES in path.parts)
-            if not is_skipped and path not in files:
+            is_named = str(path) == os.path.realpath(name)
+            is_skipped = is_corpus or path.suffix == PARTIAL or INDICES in path.parts
+            if path not in files and (is_named or not is_skipped):
                 files[path] = _describe(path)
     if not files:
         raise UserError(f"input = {' '.join(inputs)}: there is no file of text")
@@ -75,7 +71,7 @@ def _describe(path: Path) -> InputFile:
         raise UserError(
             f"input = {str(path)!r}: unknown file extension. Known are {', '.join(KINDS)}; also {', '.join(PACKED)}"
         )
-    return InputFile(path, kind or "json", path.stat().st_size)
+    return InputFile(path, kind or "json")
 
 
 def _begins_an_object(path: Path) -> bool:
@@ -98,89 +94,78 @@ def parts_of(file: InputFile, options: DataOptions, keys: tuple[str, ...], separ
         UserError: the file cannot be read, is a broken .gz or .parquet, or has no such column.
     """
     try:
-        records: Iterator[tuple[int, bytes | dict[str, Any], int]]
-        if file.kind == "text":
-            kind, records = "text", _documents(file.path, separator, options.encoding)
-        elif file.kind == "json" and not _is_list(file.path, options.encoding):
-            kind, records = "json", _split(_blocks(file.path, options.encoding), b"\n")
-        else:
+        records: Iterator[tuple[int, bytes | dict[str, Any]]]
+        kind = file.kind
+        if kind == "text":
+            records = _documents(file.path, separator, options.encoding)
+        elif kind == "json" and next(_blocks(file.path, options.encoding), b"").lstrip()[:1] != b"[":
+            records = _split(_blocks(file.path, options.encoding), b"\n")
+        else:  # a table, or one list of objects
             kind, records = "table", _rows(file, options, keys)
         held, size = [], 0
-        for line, record, read in records:
+        for line, record in records:
             held.append((line, record))
             size += sum(len(str(value)) for value in record.values()) if isinstance(record, dict) else len(record)
             if size >= PART:
-                yield Part(str(file.path), kind, held, read)
+                yield Part(str(file.path), kind, held)
                 held, size = [], 0
         if held:
-            yield Part(str(file.path), kind, held, file.size)
+            yield Part(str(file.path), kind, held)
     except DAMAGED as error:
         raise UserError(f"{file.path} cannot be read: {first_line(error)}. Is it cut off?") from None
 
 
-def _blocks(path: Path, encoding: str | None) -> Iterator[tuple[bytes, int]]:
-    """The bytes of a file, unpacked and as UTF-8, in blocks, each with the bytes on disk that are read by then."""
+def _blocks(path: Path, encoding: str | None) -> Iterator[bytes]:
+    """The bytes of a file, unpacked and as UTF-8, in blocks."""
     encoding = encoding or encoding_of_mark(path)
     with path.open("rb") as raw:
         file = unpacked(raw, path)
-        for block in as_utf8(file, encoding, path) if encoding else iter(lambda: file.read(PART), b""):
-            yield block, raw.tell()
+        yield from as_utf8(file, encoding, path) if encoding else iter(lambda: file.read(PART), b"")
 
 
-def _split(blocks: Iterator[tuple[bytes, int]], mark: bytes | None) -> Iterator[tuple[int, bytes, int]]:
-    """(number of its first line, piece, bytes of the file read by then) of what stands between marks."""
-    held, line, read = bytearray(), 1, 0
-    for block, read in blocks:
+def _split(blocks: Iterator[bytes], mark: bytes | None) -> Iterator[tuple[int, bytes]]:
+    """(number of its first line, piece) of what stands between marks."""
+    held, line = bytearray(), 1
+    for block in blocks:
         begin = max(0, len(held) - len(mark or b""))
         held += block
         while mark and (stop := held.find(mark, begin)) >= 0:
             piece = bytes(held[:stop])
-            yield line, piece, read
+            yield line, piece
             line += piece.count(b"\n") + mark.count(b"\n")
             del held[: stop + len(mark)]
             begin = 0
     if held:
-        yield line, bytes(held), read
+        yield line, bytes(held)
 
 
-def _documents(path: Path, separator: str | None, encoding: str | None) -> Iterator[tuple[int, bytes, int]]:
+def _documents(path: Path, separator: str | None, encoding: str | None) -> Iterator[tuple[int, bytes]]:
     """The documents of a plain text; those between paragraphs and marks have no newlines around them."""
     mark = UNITS.get(separator, separator.encode()) if separator else END_OF_TEXT.encode()
     pieces = _split(_plain_newlines(_blocks(path, encoding)), mark)
     is_stripped = separator not in ("line", "file")
     if separator is None:
-        first, second = next(pieces, None), next(pieces, None)
-        is_stripped = second is not None
-        pieces = (piece for group in ([first, second], pieces) for piece in group if piece)
-    for line, piece, read in pieces:
-        yield line, piece.strip(b"\n") if is_stripped else piece, read
+        begin = [*islice(pieces, 2)]
+        is_stripped = len(begin) == 2
+        pieces = chain(begin, pieces)
+    for line, piece in pieces:
+        yield line, piece.strip(b"\n") if is_stripped else piece
 
 
-def _plain_newlines(blocks: Iterator[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]:
+def _plain_newlines(blocks: Iterator[bytes]) -> Iterator[bytes]:
     """Line breaks of any system become newlines, as in training; bytes that are not UTF-8 stay as they are."""
     decoder = io.IncrementalNewlineDecoder(getincrementaldecoder("utf-8")("surrogateescape"), translate=True)
-    read = 0
-    for block, read in blocks:
-        yield decoder.decode(block).encode("utf-8", "surrogateescape"), read
-    yield decoder.decode(b"", final=True).encode("utf-8", "surrogateescape"), read
+    for block in blocks:
+        yield decoder.decode(block).encode("utf-8", "surrogateescape")
+    yield decoder.decode(b"", final=True).encode("utf-8", "surrogateescape")
 
 
-def _is_list(path: Path, encoding: str | None) -> bool:
-    """Check whether a .json file is one list, and not an object a line."""
-    return next(_blocks(path, encoding), (b"", 0))[0].lstrip()[:1] == b"["
-
-
-def _rows(file: InputFile, options: DataOptions, keys: tuple[str, ...]) -> Iterator[tuple[int, dict[str, Any], int]]:
-    """(number, row, 0) of a table or a JSON list."""
+def _rows(file: InputFile, options: DataOptions, keys: tuple[str, ...]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number, row) of a table or a JSON list."""
     with one_process_at_a_time(options.cache.folder):
         own = replace(options, patterns={"train": [str(file.path)]}, named_columns=frozenset(keys))
         read = read_source(own).first
-    _check_columns(file.path, keys, read.column_names)
-    rows = chain.from_iterable(map(records_of, read.select_columns(list(keys)).iter(ROWS)))
-    yield from ((number, row, 0) for number, row in enumerate(rows, 1))
-
-
-def _check_columns(path: Path, keys: tuple[str, ...], names: list[str]) -> None:
-    missing = [key for key in keys if key not in names]
-    if missing:
-        raise UserError(f"{path} has no column {', '.join(missing)}; it has {', '.join(names)}. See --json_keys")
+    if missing := [key for key in keys if key not in read.column_names]:
+        has = ", ".join(read.column_names)
+        raise UserError(f"{file.path} has no column {', '.join(missing)}; it has {has}. See --json_keys")
+    yield from enumerate(chain.from_iterable(map(records_of, read.select_columns(list(keys)).iter(ROWS))), 1)

@@ -1,8 +1,7 @@
 """Documents of the input as the bytes of their token ids: what the worker processes of `zerofit prepare` do.
 
-A document is the text under a key of a record, or a piece of a plain text. Documents of records are taken as they are,
-as Megatron does; blank pieces of plain text are omitted. This module imports neither torch nor transformers, so that a
-worker is small and there at once.
+Texts of records are taken as they are, as Megatron does; blank pieces of plain text are omitted. Neither torch nor
+transformers is imported here, so that a worker is small and there at once.
 """
 
 import json
@@ -17,18 +16,18 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import active_children, get_context, parent_process
-from typing import Any, TypeVar
+from typing import Any
 from unittest.mock import patch
 
 from tokenizers import Tokenizer
 
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.parsing import has_half_pair
 
 CODES = {"uint16": "H", "int32": "i"}  # of array.array
 TOGETHER = 256  # texts that are tokenised at a time: an Encoding takes many times the memory of its ids
 PARTS_AHEAD = 3  # for each worker: this bounds the memory
 ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-T = TypeVar("T")
 _of_this_process: list["Encoder"] = []  # of a worker
 Encoded = tuple[list[list[bytes]], list[str]]  # ids of the documents of each key; what is wrong with each bad record
 
@@ -40,13 +39,11 @@ class Part:
     Args:
         kind: json (objects as bytes), text (documents as bytes) or table (rows as dicts).
         records: each with the number of its first line, or its row, in the file.
-        read: bytes of the file on disk that are read by then.
     """
 
     file: str
     kind: str
     records: list[tuple[int, Any]]
-    read: int
 
 
 @dataclass(frozen=True)
@@ -118,17 +115,10 @@ def _texts(kind: str, record: Any, keys: tuple[str, ...]) -> list[str]:
     if kind == "text":
         return [text]
     try:
-        texts = _checked(json.loads(text), keys)
+        return _checked(json.loads(text), keys)
     except (ValueError, RecursionError) as error:
         hint = ". One JSON object a line is read, or one list of objects" if text.strip() == "{" else ""
         raise BadLine(f"not JSON: {error}{hint}") from None
-    if "\\u" in text:
-        for key, value in zip(keys, texts):
-            try:
-                value.encode()
-            except UnicodeEncodeError:
-                raise BadLine(f"{key!r} has half of a surrogate pair, which is not a character") from None
-    return texts
 
 
 def _checked(record: Any, keys: tuple[str, ...]) -> list[str]:
@@ -140,6 +130,8 @@ def _checked(record: Any, keys: tuple[str, ...]) -> list[str]:
         if not isinstance(record[key], str):
             what = "null" if record[key] is None else f"a {type(record[key]).__name__}"
             raise BadLine(f"{key!r} is {what}, not a text")
+        if has_half_pair(record[key]):
+            raise BadLine(f"{key!r} has half of a surrogate pair, which is not a character")
     return [record[key] for key in keys]
 
 
@@ -147,11 +139,7 @@ def _checked(record: Any, keys: tuple[str, ...]) -> list[str]:
 
 
 class Workers:
-    """Worker processes that encode parts of the input, as a context; they are killed at its end.
-
-    Raises:
-        UserError: a worker has died.
-    """
+    """Worker processes that encode parts of the input, as a context; they are killed at its end."""
 
     def __init__(self, count: int, encoder: Encoder):
         self.count = count
@@ -160,10 +148,9 @@ class Workers:
     def __enter__(self) -> "Workers":
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; this one handles it
         with patch.dict(os.environ, ONE_THREAD):
-            ready = [self.pool.submit(int) for _ in range(self.count)]
+            for _ in range(self.count):
+                self.pool.submit(int)  # which starts it
         signal.signal(signal.SIGINT, before)
-        for one in ready:
-            self._result(one)
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
@@ -172,7 +159,7 @@ class Workers:
         self.pool.shutdown(wait=error is None, cancel_futures=True)  # a signal may have come within one of its locks
 
     def encode(self, parts: Iterator[Part]) -> Iterator[tuple[Part, Encoded]]:
-        """(part, what `Encoder.encode` makes of it) in the order of the parts."""
+        """(part, what `Encoder.encode` makes of it) in the order of the parts. Raises UserError: a worker has died."""
         waiting: deque[tuple[Part, Future[Encoded]]] = deque()
         while True:
             for part in islice(parts, PARTS_AHEAD * self.count - len(waiting)):
@@ -180,25 +167,22 @@ class Workers:
             if not waiting:
                 return
             part, future = waiting.popleft()
-            yield part, self._result(future)
-
-    def _result(self, future: Future[T]) -> T:
-        try:
-            return future.result()
-        except BrokenProcessPool:
-            raise UserError("a worker was killed, perhaps for want of memory. Try fewer --workers") from None
+            try:
+                yield part, future.result()
+            except BrokenProcessPool:
+                raise UserError("a worker was killed, perhaps for want of memory. Try fewer --workers") from None
 
 
 def _begin(encoder: Encoder) -> None:
     """Begin the work of a process, which ends with its parent, also where that is killed."""
+
+    def end_with_the_parent() -> None:
+        if parent := parent_process():
+            parent.join()
+        os._exit(1)
+
     _of_this_process.append(encoder)
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
-
-
-def _end_with_the_parent() -> None:
-    if parent := parent_process():
-        parent.join()
-    os._exit(1)
+    threading.Thread(target=end_with_the_parent, daemon=True).start()
 
 
 def _encode(part: Part) -> Encoded:

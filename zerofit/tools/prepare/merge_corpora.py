@@ -1,15 +1,16 @@
 """`zerofit prepare merge`: join corpora."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from zerofit import __version__
-from zerofit.data.megatron.corpus import Corpus, open_corpus
+from zerofit.data.megatron.corpus import open_corpus
 from zerofit.recipe.errors import UserError
+from zerofit.record.terminal import say
 from zerofit.tools.prepare.corpus_writer import CorpusWriter, check_free
-from zerofit.tools.prepare.prepare_options import JoinOptions
+from zerofit.tools.prepare.prepare import JoinOptions
 
 
 def join(options: JoinOptions) -> int:
@@ -23,27 +24,35 @@ def join(options: JoinOptions) -> int:
     corpora = [open_corpus("input", name) for name in corpora_of(options.input, prefix)]
     if any(Path(f"{corpus.prefix}.bin").resolve() == Path(f"{prefix}.bin").resolve() for corpus in corpora):
         raise UserError(f"output_prefix = {prefix!r} is one of the corpora that are joined. Name another prefix")
-    about = _in_common(corpora)
+    cards = [corpus.card for corpus in corpora]
+    values: dict[str, dict[object, str]] = {
+        "types of ids": {corpus.dtype.__name__: corpus.dtype.__name__ for corpus in corpora},
+        "tokenizers": {card and card.fingerprint: card.tokenizer if card else "no card" for card in cards},
+        "ends of documents (--append_eod)": {card and card.eod: str(card and card.eod).lower() for card in cards},
+    }
+    if problems := [
+        f"input: the corpora have different {what}: {' and '.join(several.values())}. Prepare them alike"
+        for what, several in values.items()
+        if len(several) > 1
+    ]:
+        raise UserError(problems)
     with CorpusWriter(prefix, np.dtype(corpora[0].dtype).name) as writer:
         for corpus in corpora:
             writer.add_corpus(corpus)
-        writer.finish(about)
+        largest = max((card.vocab_size for card in cards if card), default=0)
+        sources = [corpus.prefix for corpus in corpora]
+        made_by = f"zerofit {__version__}"
+        card = cards[0] and replace(cards[0], vocab_size=largest, sources=sources, made_by=made_by)
+        writer.finish(card)
         writer.publish()
-    print(f"{prefix}: {writer.documents:,} documents, {writer.tokens:,} tokens of {len(corpora)} corpora", flush=True)
-    if about is None:
-        print(f"note: none of them has a card, so there is no {prefix}.json", flush=True)
+    note = "" if card else ", without a card (.json), as none of them has one"
+    say(f"{prefix}: {writer.documents:,} documents, {writer.tokens:,} tokens of {len(corpora)} corpora{note}")
     return 0
 
 
-def corpora_of(inputs: list[str], omit: str | None = None) -> list[str]:
-    """The prefixes of the corpora in `inputs`. A folder stands for all its corpora, sorted by name as in Megatron.
-
-    Args:
-        omit: a corpus in a folder that is not input, as it is about to be written.
-
-    Raises:
-        UserError: a folder has no corpus.
-    """
+def corpora_of(inputs: list[str], omit: str) -> list[str]:
+    """The prefixes of the corpora in `inputs`. A folder stands for all its corpora, sorted by name as in Megatron, but
+    for `omit`, which is about to be written. Raises UserError: a folder has none."""
     prefixes = []
     for name in inputs:
         folder = Path(name).expanduser()
@@ -51,37 +60,8 @@ def corpora_of(inputs: list[str], omit: str | None = None) -> list[str]:
             prefixes.append(name)
             continue
         files = {file.with_suffix("") for ending in (".bin", ".idx") for file in folder.glob(f"*{ending}")}
-        in_folder = [str(file) for file in sorted(files) if not omit or file.resolve() != Path(omit).resolve()]
+        in_folder = [str(file) for file in sorted(files) if file.resolve() != Path(omit).resolve()]
         if not in_folder:
             raise UserError(f"input = {name!r}: the folder has no corpus, no .bin with its .idx")
         prefixes += in_folder
     return prefixes
-
-
-def _in_common(corpora: list[Corpus]) -> dict[str, Any] | None:
-    """Return what the card of the joined corpus says beside its numbers; None where no corpus has a card.
-
-    Raises:
-        UserError: they differ, or only some have a card.
-    """
-    cards, problems = [corpus.card for corpus in corpora if corpus.card], []
-    if 0 < len(cards) < len(corpora):
-        without = next(corpus.prefix for corpus in corpora if not corpus.card)
-        problems.append(f"input: {without} has no card (.json). Prepare that one again")
-    for what, values in (
-        ("types of ids", {corpus.dtype.__name__: corpus.dtype.__name__ for corpus in corpora}),
-        ("tokenizers", {card.fingerprint: card.tokenizer for card in cards}),
-        ("ends of documents (--append_eod)", {card.eod: str(card.eod).lower() for card in cards}),
-    ):
-        if len(values) > 1:
-            problems.append(
-                f"input: the corpora have different {what}: {' and '.join(values.values())}. Prepare them alike"
-            )
-    if problems:
-        raise UserError(problems)
-    if not cards:
-        return None
-    same = {name: getattr(cards[0], name) for name in ("tokenizer", "fingerprint", "eod")}
-    vocab_size = max(card.vocab_size for card in cards)
-    sources = [corpus.prefix for corpus in corpora]
-    return {**same, "vocab_size": vocab_size, "sources": sources, "made_by": f"zerofit {__version__}"}

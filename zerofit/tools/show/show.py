@@ -6,7 +6,6 @@ r"""`zerofit show`: runs side by side, in one table.
 It reads the folders of the runs, and writes nothing there.
 """
 
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from zerofit.recipe.fields import option
 from zerofit.recipe.options import Recipe
 from zerofit.recipe.parse import parse_recipe, take_words
 from zerofit.record.terminal import decimals, duration, rounded, say, screen_width, shortened, size, table
-from zerofit.tools.show.watched_run import EXIT, RUNNING, SILENT, WatchedRun, runs_in
+from zerofit.tools.show.watched_run import RUNNING, SILENT, WatchedRun, runs_in
 
 POLL_S = 2.0
 STRATEGY = 12  # columns of a strategy's name
@@ -39,33 +38,18 @@ def read_options(argv: list[str]) -> tuple[ShowOptions, list[str]]:
 def main(argv: list[str] | None = None) -> int:
     """Print the table; with --watch at a terminal again and again, until every run has ended."""
     options, places = read_options(list(argv or []))
-    found: dict[str, WatchedRun] = {}
-    height = 0
     while True:
-        found = runs_in(places, found)
-        width, now = screen_width(), time.time()
-        lines = table_of_runs(found, width, now).splitlines()
-        if width is None or not options.watch:
-            say(*lines)
-            return 0
-        room = os.get_terminal_size().lines - 2
-        if len(lines) > room > 1:
-            lines = [*lines[:room], f"and {len(lines) - room} more: a higher terminal shows them"]
-        sys.stdout.write(f"\x1b[{height}F\x1b[J" if height else "")
-        say(*lines)
-        height = len(lines)
-        if not any(run.state(now)[0] in (RUNNING, SILENT) for run in found.values()):
+        found, width, now = runs_in(places), screen_width(), time.time()
+        is_watched = options.watch and width is not None
+        sys.stdout.write("\x1b[H\x1b[J" if is_watched else "")  # from the top of an empty screen
+        say(table_of_runs(found, width, now))
+        if not is_watched or not any(run.state(now).startswith((RUNNING, SILENT)) for run in found.values()):
             return 0
         time.sleep(POLL_S)
 
 
 def table_of_runs(runs: dict[str, WatchedRun], width: int | None, now: float) -> str:
-    """A line for each run, below the names of the columns.
-
-    Args:
-        width: of the screen; None: any.
-        now: seconds since 1970.
-    """
+    """A line for each run, below the names of the columns; `width` in columns, `now` in seconds since 1970."""
     metrics = {run.metric for run in runs.values()}  # that they are judged by
     held_out = f"eval_{min(metrics)}" if len(metrics) == 1 else "held-out"
     head = ("run", "state", "update", "loss", held_out, "tokens/s", "memory", "left", "strategy")
@@ -73,13 +57,8 @@ def table_of_runs(runs: dict[str, WatchedRun], width: int | None, now: float) ->
 
 
 def _row(name: str, run: WatchedRun, now: float, with_metric: bool) -> tuple[str, ...]:
-    """The cells of one run.
-
-    Args:
-        with_metric: the held-out figure has its name, as others have another.
-    """
-    state, figure = run.state(now)
-    state += f" {duration(figure)}" if state == SILENT else f" {figure}" if state == EXIT else ""
+    """The cells of one run; `with_metric`: with the name of its held-out figure, as others have another."""
+    state = run.state(now)
     left = run.seconds_left() if state == RUNNING else None
     figures = {decimals: run.last("loss"), rounded: run.median("tokens_per_s"), size: run.last("peak_memory_bytes")}
     loss, speed, memory = ("-" if value is None else shown(value) for shown, value in figures.items())

@@ -1,36 +1,43 @@
 """A run as its folder has it, while it trains and afterwards. Nothing in the folder is written or locked."""
 
-import os
+import contextlib
 import platform
 import re
 import statistics
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import read_record
 from zerofit.recipe.paths import why_no_model
 from zerofit.record.run_folder import RunFolder, is_count
+from zerofit.record.terminal import duration
 
 RECENT = 20  # updates whose median is the speed
 SILENT_S, SILENT_UPDATES = 60, 10  # a run without a new line for longer than both is silent
 GONE_S = 10  # the same of one whose process is not there; it may be there, and not be seen from this container
 RUNNING, SILENT, KILLED, FINISHED, EXIT = "running", "silent", "killed", "finished", "exit"
+FileStates = tuple[tuple[int, int], ...]  # (when it was written, in ns, and its size) of each file of a run's record
 
 
 class WatchedRun:
     """One run, as its folder is now.
+
+    Args:
+        state: of its files, from `_state_of`.
 
     Attributes:
         lines: {update: its line in metrics.jsonl}.
         written_at: when the latest line was written, in seconds since 1970.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, state: FileStates):
         folder, self.path = RunFolder(path), path
-        self.seen = _state_of(path)  # before reading: what is written meanwhile is read the next time
-        self.written_at = self.seen[0] / 1e9
+        self.written_at = max((written for written, _ in state), default=0) / 1e9
         self.lines = {line["update"]: line for line in folder.metrics.read()}
         self.environment = folder.environment()
         self.recipe, self.strategy = (read_record(path / f"{name}.yaml") for name in ("recipe", "strategy"))
@@ -66,8 +73,8 @@ class WatchedRun:
         """The latest of it."""
         return self.last(f"eval_{self.metric}")
 
-    def state(self, now: float) -> tuple[str, float]:
-        """The state of the run, and with it how long it is silent, in seconds, or its exit code.
+    def state(self, now: float) -> str:
+        """The state of the run in words: how long it is silent, or its exit code, with it.
 
         Args:
             now: seconds since 1970.
@@ -75,12 +82,10 @@ class WatchedRun:
         code, silent_s = self.environment.get("exit_code"), now - self.written_at
         patience_s = SILENT_UPDATES * (self.median("seconds") or 0)
         if code is not None:
-            return (EXIT, code) if code else (FINISHED, 0)
+            return f"{EXIT} {code}" if code else FINISHED
         if silent_s > max(GONE_S, patience_s) and self._process_is_gone():
-            return KILLED, 0
-        if silent_s > max(SILENT_S, patience_s):
-            return SILENT, silent_s
-        return RUNNING, 0
+            return KILLED
+        return f"{SILENT} {duration(silent_s)}" if silent_s > max(SILENT_S, patience_s) else RUNNING
 
     def seconds_left(self) -> float | None:
         """Seconds to the end at the speed of the latest updates, without evaluations and checkpoints."""
@@ -88,53 +93,44 @@ class WatchedRun:
         return seconds * (total - self.updates) if seconds and total else None
 
     def _process_is_gone(self) -> bool:
-        """Check whether the run's process was on this machine and has ended without an exit code. Its lock would tell
-        as well, but who asks for a lock holds it for a moment, and may keep the run from starting again."""
-        try:
+        """Check whether the run's process was on this machine and has ended without an exit code. To ask for its lock
+        would tell as well, but may keep the run from starting again at that moment."""
+        with contextlib.suppress(OSError, ValueError):  # there is no lock, or another one
             owner = re.match(r"process (\d+) of (.*)", (self.path / ".lock").read_text())
-            if owner is None or owner[2] != platform.node():
-                return False
-            os.kill(int(owner[1]), 0)
-        except (ProcessLookupError, OverflowError):
-            return True
-        except (OSError, ValueError):  # it is another user's, or there is no lock
-            return False
+            return owner is not None and owner[2] == platform.node() and not psutil.pid_exists(int(owner[1]))
         return False
 
 
-def _state_of(path: Path) -> tuple[int, ...]:
-    """Return what changes as a run writes its record: when its files were written, in ns, and their sizes."""
-    files = [path / name for name in ("metrics.jsonl", "environment.json")]
-    found = [file.stat() for file in files if file.exists()]
-    return (*(each.st_mtime_ns for each in found), *(each.st_size for each in found), 0)
+_read = lru_cache(maxsize=256)(WatchedRun)  # what has written nothing since is not read again
 
 
-def runs_in(places: Iterable[str], before: dict[str, WatchedRun]) -> dict[str, WatchedRun]:
+def _state_of(path: Path) -> FileStates:
+    found = [file.stat() for name in ("metrics.jsonl", "environment.json") if (file := path / name).exists()]
+    return tuple((each.st_mtime_ns, each.st_size) for each in found)
+
+
+def runs_in(places: Iterable[str]) -> dict[str, WatchedRun]:
     """{name: run} in the order of the folders.
 
     Args:
         places: folders of runs, or folders of such folders.
-        before: the answer of an earlier call; runs that have written nothing since are taken from it.
 
     Raises:
         UserError: there is no such folder, or no run in any.
     """
-    folders, known = [Path(place).expanduser() for place in places], {run.path: run for run in before.values()}
+    folders = [Path(place).expanduser() for place in places]
     if missing := [str(place) for place in folders if not place.is_dir()]:
         raise UserError(f"{missing[0]!r} is no folder. Name the folder of a run, or one with runs in it")
     below = [[place] if _is_run(place) else filter(_is_run, sorted(place.iterdir())) for place in folders]
     paths = list(dict.fromkeys(path.resolve() for found in below for path in found))
     if not paths:
-        if why := why_no_model(str(folders[0])):
-            raise UserError(f"{folders[0]}: {why}")
-        raise UserError(f"no run in {', '.join(map(str, folders))}. Name the folder of a run, or its parent")
+        why = why_no_model(str(folders[0])) or "there is no run. Name the folder of a run, or its parent"
+        raise UserError(f"{folders[0]}: {why}")
     names = [path.name for path in paths]
-    runs = {}
-    for path in paths:
-        name = path.name if names.count(path.name) == 1 else f"{path.parent.name}/{path.name}"
-        same = known.get(path)
-        runs[name] = same if same and same.seen == _state_of(path) else WatchedRun(path)
-    return runs
+    return {
+        path.name if names.count(path.name) == 1 else f"{path.parent.name}/{path.name}": _read(path, _state_of(path))
+        for path in paths
+    }
 
 
 def _is_run(path: Path) -> bool:

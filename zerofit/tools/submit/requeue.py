@@ -55,12 +55,8 @@ def queue_again_refused(code: int, folder: Path, is_first: bool) -> str:
     if code == EXIT_INTERRUPTED:
         return "it was interrupted"
     file = folder.with_name(f"{folder.name}.requeue.json")
-    before = None if is_first else read_record(file).get("failed_after")
-    restarts = Restarts(folder, before if type(before) is int else None)
+    restarts = Restarts(folder, None if is_first else read_record(file).get("failed_after"))
     refused = restarts.record_failure({code})
-    if refused or restarts.failed_after is None:
-        file.unlink(missing_ok=True)
-    else:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"failed_after": restarts.failed_after}) + "\n", encoding="utf-8")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"failed_after": None if refused else restarts.failed_after}) + "\n", encoding="utf-8")
     return refused

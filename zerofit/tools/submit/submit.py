@@ -6,15 +6,8 @@
 The file is a template of templates/, filled in: complete, commented and yours to change. Nothing is started without
 --run.
 
-slurm: one task on each node runs `zerofit launch`, which reads SLURM_NODEID and the like inside the step. The script
-itself runs on the first node, where they would have that node's values. `--signal=TERM@600` without `B:` signals the
-tasks of the step and not the script: the launchers pass it on to their ranks, which save, and the script waits for
-srun. `scancel` ends the script itself, and so the job is not queued again. Source: slurm.schedmd.com/sbatch.html.
-
-jobset: a JobSet (jobset.sigs.k8s.io, v1alpha2) has one indexed Job, whose pods are the machines. A pod's name in the
-network is NAME-node-0-INDEX.NAME; its index, which Kubernetes sets as JOB_COMPLETION_INDEX, is the machine's rank.
-trainjob: a TrainJob of the Kubeflow Trainer (v1alpha1) makes such a JobSet from a TrainingRuntime, and sets torchrun's
-variables PET_*. skypilot: a task for managed jobs (docs.skypilot.co, "SkyPilot YAML").
+docs/clusters.md explains each. Sources: slurm.schedmd.com/sbatch.html; jobset.sigs.k8s.io (v1alpha2); the Kubeflow
+Trainer (v1alpha1), which makes a JobSet of a TrainJob; docs.skypilot.co, "SkyPilot YAML".
 """
 
 import json
@@ -81,27 +74,11 @@ class SlurmOptions(SubmitOptions):
         None,
         "Limit of one run of the job, for example 24:00:00.",
         common=True,
-        form=(r"(\d+-)?\d+(:\d+){0,2}", "minutes, or D-HH:MM:SS, e.g. --time 24:00:00"),
+        form=(
+            r"(?!0+:)(\d+-)?\d+:\d\d:\d\d",
+            f"HH:MM:SS or D-HH:MM:SS, an hour at least: ranks save {GRACE_S} s before the limit",
+        ),
     )
-
-    def problems(self) -> list[str]:
-        found = super().problems()
-        if self.time and (limit_s := seconds_of_slurm(self.time)) <= GRACE_S:
-            found.append(
-                f"time = {self.time} is {limit_s} s, and ranks save {GRACE_S} s before the limit "
-                f"(--signal=TERM@{GRACE_S}). Use a longer one, e.g. --time 1:00:00"
-            )
-        return found
-
-
-def seconds_of_slurm(time: str) -> int:
-    """MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS in seconds (slurm.schedmd.com/sbatch.html)."""
-    days, _, rest = time.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
-    if not days and len(parts) < 3:
-        parts.insert(0, 0)
-    hours, minutes, seconds = [*parts, 0, 0][:3]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 @dataclass
@@ -198,11 +175,9 @@ def main(argv: list[str] | None = None) -> int:
     text = _fill(kind, options, **job)
     if options.run and notes:
         raise UserError(notes)
-    if kind == "skypilot":
-        notes += _lost_with_the_disk(options, words)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    if not options.output and not options.run:
+    if not (options.output or options.run):
         print(text, end="")
         return 0
     _, template, command = SCHEDULERS[kind]
@@ -243,16 +218,10 @@ def make_job(options: SubmitOptions, words: list[str]) -> tuple[dict[str, Any], 
             raise UserError(f"--{name} has no place in a job's file. Remove it; the number of machines is --nodes")
     launch, (script, *flags) = read_launch(words)
     processes = launch.num_processes or options.nodes * max(1, options.gpus_per_node)
-    problems = []
     if processes % options.nodes:
-        problems.append(f"num_processes = {processes} on {options.nodes} nodes: each has the same number")
-    if launch.strategy == "single" and processes > 1:
-        problems.append(f"strategy = single and {processes} processes: use ddp")
-    if problems:
-        raise UserError(problems)
-    if launch.strategy:
-        find_strategies([launch.strategy])
+        raise UserError(f"num_processes = {processes} on {options.nodes} nodes: each has the same number")
     strategy, task, notes = launch.strategy or ("ddp" if processes > 1 else "single"), Path(script).stem, []
+    find_strategies([strategy])
     if task in TASKS:
         from zerofit.tools.rank_environment import strategy_of_a_launch  # it loads torch
 
@@ -271,7 +240,8 @@ def make_job(options: SubmitOptions, words: list[str]) -> tuple[dict[str, Any], 
 
 def _fill(kind: str, options: SubmitOptions, words: list[str], **values: Any) -> str:
     """Fill in the scheduler's template."""
-    program = shlex.split(options.program) if options.program else _program(kind)
+    here = shown_path(Path(sys.executable).with_name("zerofit"))  # from the current folder, where a job starts
+    program = options.program or {"slurm": here, "skypilot": ".venv/bin/zerofit"}.get(kind, "zerofit")
     lines: list[list[str]] = []  # an option and its values on one line
     for word in words:
         if not lines or word.startswith("--"):
@@ -288,21 +258,10 @@ def _fill(kind: str, options: SubmitOptions, words: list[str], **values: Any) ->
     places = Environment(loader=FileSystemLoader(Path(__file__).with_name("templates")), undefined=StrictUndefined)
     places.filters["shell"] = shlex.join
     places.filters["text"] = lambda value: json.dumps(value, ensure_ascii=False)  # YAML reads JSON's quotes
-    values |= {"kind": kind, "options": options, "program": program, "words": [*words, *machines]}
+    values |= {"kind": kind, "options": options, "program": shlex.split(program), "words": [*words, *machines]}
     values |= {"lines": [shlex.join(line) for line in lines], "final": FINAL, "resumed": EXIT_TO_BE_RESUMED}
     template = places.get_template(f"{SCHEDULERS[kind][1]}.jinja")
     return template.render(**values, grace_s=GRACE_S, variables=VARIABLES).strip() + "\n"
-
-
-def _program(kind: str) -> list[str]:
-    """The words that start zerofit on the machines; for Slurm this environment's own, relative to the current folder,
-    where a job starts, if it lies below."""
-    if kind != "slurm":
-        return [".venv/bin/zerofit" if kind == "skypilot" else "zerofit"]  # SkyPilot: that of `make setup`
-    program = Path(sys.executable).parent / "zerofit"
-    if not program.is_file():
-        return [sys.executable, "-m", "zerofit.cli"]
-    return [shown_path(program)]
 
 
 def _read_site(file: Path) -> tuple[list[str], list[str]]:
@@ -313,10 +272,8 @@ def _read_site(file: Path) -> tuple[list[str], list[str]]:
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise UserError(f"site = {str(file)!r}: this is no text in UTF-8") from None
-    except OSError as error:
-        raise UserError(f"site = {str(file)!r}: {error.strerror}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"site = {str(file)!r} cannot be read: {error}") from None
     head = [line for line in lines if line.startswith("#SBATCH")]
     rest = [line for line in lines if not line.startswith(("#SBATCH", "#!"))]
     found = [match[1] for line in lines if not line.lstrip().startswith("# ") for match in OF_A_TASK.finditer(line)]
@@ -326,14 +283,3 @@ def _read_site(file: Path) -> tuple[list[str], list[str]]:
             "it: zerofit launch reads it on each node"
         )
     return head, "\n".join(rest).strip("\n").splitlines()
-
-
-def _lost_with_the_disk(options: SubmitOptions, words: list[str]) -> list[str]:
-    """A note where a task of SkyPilot's saves on a machine's own disk."""
-    given = {option_named(word) for word in words}
-    if "output_dir" in given or (options.nodes == 1 and "mirror" in given):
-        return []
-    remedy = "set --output_dir to a folder that all machines share and that stays (a volume)"
-    if options.nodes == 1:
-        remedy = "set --mirror s3://bucket/run, or --output_dir to a folder that stays (a volume)"
-    return [f"checkpoints are lost with a machine's disk: {remedy}"]

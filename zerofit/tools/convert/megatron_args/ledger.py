@@ -1,12 +1,13 @@
-"""A Megatron command line, and the result for each of its flags: carried over, satisfied, no counterpart, error or
-unknown. No flag is dropped silently."""
+"""A Megatron command line, and the result for each of its flags: carried over, satisfied, no counterpart or unknown,
+or a problem. No flag is dropped silently."""
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, overload
+from functools import partialmethod
+from typing import Any, Self
 
 from zerofit.recipe.fields import option
-from zerofit.recipe.megatron_flags import CARRIED, flag_status
+from zerofit.recipe.megatron_flags import flag_status
 from zerofit.recipe.options import Recipe
 from zerofit.recipe.parse import is_flag
 
@@ -93,77 +94,61 @@ class FlagLedger:
         problems: what stops the conversion.
     """
 
-    flags: dict[str, list[str]]
-    written: dict[str, str] = field(default_factory=dict)
+    flags: dict[str, list[str]] = field(default_factory=dict)
     rows: dict[str, FlagRow] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, call: Call) -> "FlagLedger":
-        flags, written, name, stray = {}, {}, None, []
+    def of(cls, call: Call) -> Self:
+        ledger, name = cls(), None
         for word in call.arguments:
             if is_flag(word):
-                written_name, equals, value = word[2:].partition("=")
-                name = written_name.replace("-", "_")
-                flags[name], written[name] = [value] if equals else [], written_name
+                written, equals, value = word[2:].partition("=")
+                name = written.replace("-", "_")
+                ledger.flags[name] = [value] if equals else []
             elif name:
-                flags[name].append(word)
+                ledger.flags[name].append(word)
             else:
-                stray.append(word)
-        ledger = cls(flags, written)
-        for word in stray:
-            ledger.wrong("", f"{word!r} is where a flag was expected")
+                ledger.wrong("", f"{word!r} is where a flag was expected")
         return ledger
 
     def has(self, name: str) -> bool:
         return name in self.flags
 
-    def first(self, *names: str) -> str | None:
-        """The first of these spellings that was given."""
-        return next((name for name in names if name in self.flags), None)
+    def first(self, *names: str) -> str:
+        """The first of these spellings that was given; else the first one."""
+        return next((name for name in names if name in self.flags), names[0])
 
     def spelled(self, name: str) -> str:
-        """The flag as it was written, with its value."""
-        return " ".join([f"--{self.written.get(name, name.replace('_', '-'))}", *self.flags.get(name, [])])
+        """The flag with its value."""
+        return " ".join([f"--{name.replace('_', '-')}", *self.flags[name]])
 
-    def words(self, name: str) -> list[str]:
-        """All words that follow a flag."""
-        return self.flags.get(name, [])
-
-    @overload
-    def text(self, name: str, default: str) -> str: ...
-
-    @overload
-    def text(self, name: str, default: None = None) -> str | None: ...
-
-    def text(self, name: str, default: str | None = None) -> str | None:
-        words = self.words(name)
+    def text(self, name: str) -> str | None:
+        """The value of a flag; None: it is not given, or stands alone."""
+        words = self.flags.get(name, [])
         if len(words) > 1:
             self.wrong(name, "one value was expected")
-        return words[0] if words else default
+        return words[0] if words else None
 
     def number(self, name: str, kind: type[int | float] = int, default: Any = None) -> Any:
         """The value of a flag as a number; `default` where it is not given, or is not a number."""
-        text = self.text(name)
-        if text is None:
-            if self.has(name) and name not in self.rows:
-                self.wrong(name, "a number was expected")
+        if not self.has(name):
             return default
         try:
-            return kind(float(text)) if kind is float else int(text.replace("_", ""))
+            (text,) = self.flags[name]
+            return kind(text)
         except ValueError:
             self.wrong(name, f"{'an integer' if kind is int else 'a number'} was expected")
             return default
 
-    def carried(self, name: str, words: str) -> None:
-        """Give a flag a row, if it was given; so do `satisfied` and `none`."""
-        self._row(name, "carried over", words)
+    def _row(self, status: str, name: str, words: str) -> None:
+        """Give a flag a row, if it was given."""
+        if self.has(name):
+            self.rows[name] = FlagRow(self.spelled(name), status, words)
 
-    def satisfied(self, name: str, words: str) -> None:
-        self._row(name, "satisfied", words)
-
-    def none(self, name: str, words: str) -> None:
-        self._row(name, "no counterpart", words)
+    carried = partialmethod(_row, "carried over")
+    satisfied = partialmethod(_row, "satisfied")
+    none = partialmethod(_row, "no counterpart")
 
     def default(self, flag: str, words: str) -> None:
         """Megatron's default of a flag that was not given, where ours differs."""
@@ -171,28 +156,20 @@ class FlagLedger:
 
     def wrong(self, name: str, words: str) -> None:
         """Note what stops the conversion; with the flag of that name as it was written, if it was given."""
-        spelled = self.spelled(name) if self.has(name) else ""
-        self.rows[name] = FlagRow(spelled, "error", words)
-        self.problems.append(f"{spelled}: {words}" if spelled else words)
-
-    def _row(self, name: str, status: str, words: str) -> None:
-        if self.has(name) and self.rows.get(name, FlagRow("", "", "")).status != "error":
-            self.rows[name] = FlagRow(self.spelled(name), status, words)
+        self.problems.append(f"{self.spelled(name)}: {words}" if self.has(name) else words)
 
     def finish(self) -> list[FlagRow]:
         """All rows: first those of flags, in their order, then the others."""
         for name in self.flags:
             if name not in self.rows:
-                reached = not self.problems or (name not in CARRIED and name not in ("split", "global_batch_size"))
-                status = flag_status(name) if reached else ("not reached", "an error came before it")
-                self.rows[name] = FlagRow(self.spelled(name), *status)
+                self.rows[name] = FlagRow(self.spelled(name), *flag_status(name))
         given = [self.rows[name] for name in self.flags]
-        return given + [row for name, row in self.rows.items() if name not in self.flags and row.flag]
+        return given + [row for name, row in self.rows.items() if name not in self.flags]
 
 
 def table(rows: list[FlagRow]) -> list[str]:
     """Lines for a terminal: how many rows there are of each kind, then the rows."""
-    kinds = ("carried over", "satisfied", "no counterpart", "unknown", "error")
+    kinds = ("carried over", "satisfied", "no counterpart", "unknown")
     counts = {kind: sum(row.status == kind for row in rows) for kind in kinds}
     lines = [", ".join(f"{number} {kind}" for kind, number in counts.items() if number), ""]
     return lines + [f"  {row.flag:<{WIDTH}} {row.status:<15} {row.words}".rstrip() for row in rows]

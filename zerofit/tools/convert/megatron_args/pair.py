@@ -35,10 +35,8 @@ class Layout:
     """Processes and strategy.
 
     Attributes:
-        split: processes of one copy of the model in Megatron (tensor * pipeline * sequence).
-        tensor, pipeline, sequence: the degrees that are carried over.
-        stage: of ZeRO; 0: DDP.
-        zero: zero_optimization of the script's DeepSpeed JSON.
+        split: processes of one copy of the model in Megatron; tensor, pipeline, sequence: degrees carried over.
+        stage, zero: of ZeRO (0: DDP); zero_optimization of the script's DeepSpeed JSON.
         rank, address, port: of this machine and of machine 0.
     """
 
@@ -80,10 +78,9 @@ def read_machines(flags: FlagLedger, call: Call, processes: int | None) -> Layou
     world = processes or (call.processes or FALLBACK) * machines
     if not processes:
         _say_processes(flags, call, world)
-    layout = Layout(world, machines if world % machines == 0 else 1)
-    layout.rank = call.of_launcher(("node_rank",)) or layout.rank
-    layout.address = call.of_launcher(("master_addr",)) or layout.address
-    layout.port = call.of_launcher(("master_port",)) or layout.port
+    named = {"rank": "node_rank", "address": "master_addr", "port": "master_port"}
+    given: dict[str, Any] = {name: value for name, option in named.items() if (value := call.of_launcher((option,)))}
+    layout = Layout(world, machines if world % machines == 0 else 1, **given)
     if not layout.port.isdigit():
         flags.wrong("", f"the port of machine 0: a number was expected, and the launcher has {layout.port}")
     return layout
@@ -92,49 +89,49 @@ def read_machines(flags: FlagLedger, call: Call, processes: int | None) -> Layou
 def read_layout(flags: FlagLedger, call: Call, processes: int | None) -> Layout:
     """Processes, degrees and ZeRO stage. Degrees that are not carried over become ZeRO-3."""
     layout = read_machines(flags, call, processes)
-    degrees = {name: flags.number(name, default=1) for name in DEGREES if flags.has(name)}
-    for name, degree in degrees.items():
+    refused: dict[str, str] = {}
+    for name in filter(flags.has, DEGREES):
+        degree = flags.number(name, default=1)
+        layout.split *= degree if name in SPLITTING else 1
         if degree == 1:
             flags.satisfied(name, "1: it splits nothing")
-        else:
-            layout.split *= degree if name in SPLITTING else 1
-    split = {name: degree for name, degree in degrees.items() if degree > 1}
-    refused = {name: why for name in split if (why := _take_degree(layout, name, split))}
+        elif why := _take_degree(layout, name, degree):
+            refused[name] = why
     _read_zero(flags, layout)
     _stage(flags, layout, bool(refused.keys() & SPLITTING.keys()))
-    for name in split:
+    for name in filter(flags.has, DEGREES):
         if name in refused:
             flags.none(name, f"{refused[name]}{DEGREE if layout.stage == 3 else DATA_PARALLEL}")
-        else:
-            flags.carried(name, f"the pair: {layout.strategy}, {SPLITTING[name][1]}: {split[name]}")
+        elif name not in flags.rows:
+            flags.carried(name, f"the pair: {layout.strategy}, {SPLITTING[name][1]}: {flags.text(name)}")
     if layout.tensor == 1:
         flags.none("sequence_parallel", "it splits activations among tensor-parallel processes, and there are none")
     return layout
 
 
 def _say_processes(flags: FlagLedger, call: Call, world: int) -> None:
-    said, remedy = call.of_launcher(PROCESSES), "Set --num_processes N, of all machines"
-    for what, value in (("processes", said), ("machines", call.of_launcher(MACHINES))):
-        if value == "":
+    remedy = "Set --num_processes N, of all machines"
+    for what, names in (("processes", PROCESSES), ("machines", MACHINES)):
+        if call.of_launcher(names) == "":
             flags.wrong("", f"the number of {what}: the launcher's option has no value. Set its variable, or {remedy}")
-    if said in ("gpu", "auto"):
+    if (said := call.of_launcher(PROCESSES)) in ("gpu", "auto"):
         flags.wrong("", f"the number of processes: {said} is as many GPUs as a machine has. {remedy}")
     elif call.processes is None:
         words = f"num_processes: {world}, a guess: the launcher does not say. {remedy}"
         flags.rows["=processes"] = FlagRow("(processes)", "carried over", words)
 
 
-def _take_degree(layout: Layout, name: str, split: dict[str, int]) -> str:
+def _take_degree(layout: Layout, name: str, degree: int) -> str:
     """Take a degree over into the layout. Returns why it cannot be; empty: it is taken."""
-    if name not in SPLITTING:
+    kind, _ = SPLITTING.get(name, ("", ""))
+    size = layout.replica_size * degree
+    if not kind:
         return "not supported: "
-    kind, _ = SPLITTING[name]
-    if kind == "sequence" and any(degree in SPLITTING for degree in split if degree != name):
+    if kind == "sequence" and layout.replica_size > 1:
         return "rows are not split together with another kind of parallelism: "
-    size = layout.replica_size * split[name]
     if layout.world % size:
         return f"num_processes = {layout.world} is not a multiple of {size}: "
-    setattr(layout, kind, split[name])
+    setattr(layout, kind, degree)
     return ""
 
 
@@ -144,11 +141,10 @@ def _stage(flags: FlagLedger, layout: Layout, in_place_of_others: bool) -> None:
     if None not in (block, stage) and block != stage:
         flags.wrong("zero_stage", f"the DeepSpeed JSON says stage {block}: keep one of the two")
     stage = block if block is not None else stage
-    if stage is None:
-        stage = 1 if flags.has("use_distributed_optimizer") else 0
+    stage = int(flags.has("use_distributed_optimizer")) if stage is None else stage
     if stage not in (0, 1, 2, 3):
         flags.wrong("zero_stage", "0, 1, 2 or 3 was expected")
-        stage = 0
+        return
     min_stage = 3 if in_place_of_others else 1 if layout.replica_size > 1 else stage
     layout.stage = max(min_stage, stage) if layout.sequence == 1 else 2 if stage == 2 else 3
     if layout.pipeline > 1:

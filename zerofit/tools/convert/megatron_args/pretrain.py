@@ -1,28 +1,24 @@
-"""pretrain_gpt.py's flags as a recipe: model, data, length, evaluation, checkpoints. The rest: schedule.py, pair.py.
+"""pretrain_gpt.py's flags as a recipe: model, data, length, schedule, evaluation, checkpoints. The strategy: pair.py.
 
-Sources: megatron/arguments.py and megatron/training.py of Megatron-LM and Megatron-DeepSpeed, also for the defaults.
+Sources: megatron/arguments.py and megatron/training.py of Megatron-LM and Megatron-DeepSpeed, also for the defaults;
+megatron/core/optimizer_param_scheduler.py, get_lr.
 """
 
+import math
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from zerofit.recipe.megatron_flags import CARRIED, SELECTIVE, shapes_the_model
-from zerofit.recipe.parsing import counted
 from zerofit.tools.convert.megatron_args.ledger import SEARCH, Call, FlagLedger, MegatronArgsOptions
-from zerofit.tools.convert.megatron_args.pair import read_layout
-from zerofit.tools.convert.megatron_args.script_schedule import (
-    ConvertedScript,
-    carry,
-    in_updates,
-    read_optimizer,
-    read_precision,
-)
-from zerofit.tools.convert.megatron_args.searched import read_batches, read_job
-from zerofit.tools.convert.megatron_args.shape import of_weights, read_shape
+from zerofit.tools.convert.megatron_args.pair import DEGREES, Layout, read_layout, read_machines
+from zerofit.tools.convert.megatron_args.shape import Shape, of_weights, read_shape
 
 GPT2_VOCABULARY, LLAMA_VOCABULARY = 50257, 32000
 SENTENCEPIECE = ("GPTSentencePieceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer")
+STYLES = ("linear", "cosine", "constant", "wsd")
+CHOSEN = (*DEGREES, "data_parallel_size", "sequence_parallel", "use_distributed_optimizer", "zero_stage")
 KNOWN = ("pretrain_gpt.py", "pretrain_llama.py", SEARCH)
 PLAIN: dict[str, tuple[str, type, Any]] = {  # {flag: (its option, type, Megatron's default where ours differs)}
     "seq_length": ("block_size", int, None),
@@ -43,202 +39,297 @@ PLAIN: dict[str, tuple[str, type, Any]] = {  # {flag: (its option, type, Megatro
 }
 
 
+@dataclass
+class ConvertedScript(FlagLedger):
+    """A recipe, with the flags that it is made of.
+
+    Attributes:
+        recipe: {option: value} in the order in which it is written.
+        batch: samples of an update.
+        vocabulary: tokens before padding, where that is known without the tokenizer's files.
+    """
+
+    recipe: dict[str, Any] = field(default_factory=dict)
+    layout: Layout = field(default_factory=lambda: Layout(1, 1))
+    shape: Shape | None = None
+    batch: int = 1
+    vocabulary: int | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def carry(self, flag: str, option: str, value: Any, note: str = "", *, default: Any = None) -> None:
+        """Set an option of the recipe; `default` is Megatron's of the flag, for a row where it is not given."""
+        self.recipe[option], words = value, f"{option}: {value}{note}"
+        if default is not None and not self.has(flag):
+            self.default(f"--{flag.replace('_', '-')} {default}", words)
+        self.carried(flag, words)
+
+
+def in_updates(done: ConvertedScript, what: str, option: str) -> int | None:
+    """The smallest of --WHAT-iters, --WHAT-samples and --WHAT-tokens, as updates."""
+    batch = done.batch
+    units = {"iters": 1, "samples": batch, "tokens": batch * done.recipe.get("block_size", 1)}
+    lengths = {}
+    for unit, size in units.items():
+        name = f"{what}_{unit}"
+        if done.has(name):
+            number = done.number(name, default=0)
+            round_down = name == "train_samples"  # Megatron drops an incomplete global batch
+            lengths[name] = number // size if round_down else -(-number // size)
+            done.carried(name, f"{option}: {lengths[name]}")
+    smallest = min(lengths.values(), default=None)
+    for name, updates in lengths.items():
+        if updates != smallest:
+            done.satisfied(name, f"{updates} updates: the run ends before, after {smallest}")
+    return smallest
+
+
 def convert_pretraining(call: Call, options: MegatronArgsOptions) -> ConvertedScript:
-    """The recipe of a call of pretrain_gpt.py. Its ledger has the result for each flag."""
-    flags = FlagLedger.of(call)
-    searched = call.program == SEARCH
-    layout = (read_job if searched else read_layout)(flags, call, options.num_processes)
+    """The recipe of a call of pretrain_gpt.py, with the result for each flag."""
+    done, searched = ConvertedScript.of(call), call.program == SEARCH
+    done.layout = (_job if searched else read_layout)(done, call, options.num_processes)
     if call.program not in KNOWN:
-        flags.wrong("", f"{call.program} is not read: give its line after --, with pretrain_gpt.py in its place")
-    shape = read_shape(flags, call.program)
-    done = ConvertedScript({}, flags, layout, shape)
+        done.wrong("", f"{call.program} is not read: give its line after --, with pretrain_gpt.py in its place")
+    done.shape = read_shape(done, call.program)
     _plain(done)
     _model(done, options)
     _tokenizer(done, options)
     _data(done)
-    (read_batches if searched else _batches)(done)
+    (_searched_batches if searched else _batches)(done)
     _length(done)
     _evaluation(done)
-    read_optimizer(done)
-    read_precision(done)
+    _optimizer(done)
+    _precision(done)
     _memory(done)
     _checkpoints(done, options)
     _trackers(done)
-    for name in flags.flags:
-        if name not in flags.rows and name not in CARRIED and shapes_the_model(name):
-            flags.wrong(name, "not a known flag, and by its name it changes the model. Remove it if it does not")
+    for name in done.flags:
+        if name not in done.rows and name not in CARRIED and shapes_the_model(name):
+            done.wrong(name, "not a known flag, and by its name it changes the model. Remove it if it does not")
     return done
 
 
 def _plain(done: ConvertedScript) -> None:
-    """Carry over the flags that are an option by another name."""
-    flags = done.flags
     for name, (option, kind, default) in PLAIN.items():
-        value: str | float | None = flags.has(name) or None
+        value: str | float | None = done.has(name) or None
         if kind is not bool:
-            value = flags.text(name) if kind is str else flags.number(name, kind, default)
+            value = done.text(name) if kind is str else done.number(name, kind, default)
         if value is not None:
-            carry(done, name, option, value, default=default)
-
-
-# ------------------------------------------------------------------------------------------------------ model and data
+            done.carry(name, option, value, default=default)
 
 
 def _model(done: ConvertedScript, options: MegatronArgsOptions) -> None:
-    flags, shape = done.flags, done.shape
     if options.model_name_or_path:
         done.recipe["model_name_or_path"] = options.model_name_or_path
-        of_weights(flags, shape, options.model_name_or_path)
-    elif shape:
-        done.recipe["config_name"] = shape.family
-        done.recipe["config_overrides"] = shape.overrides()
-        multiple = flags.number("make_vocab_size_divisible_by", default=128)
-        tensor = flags.number("tensor_model_parallel_size", default=1)
-        padded = multiple * tensor
-        why = f" ({multiple} times the {tensor} tensor-parallel processes, as in Megatron)" if tensor > 1 else ""
-        carry(done, "make_vocab_size_divisible_by", "make_vocab_size_divisible_by", padded, why, default=128)
+        of_weights(done, done.shape, options.model_name_or_path)
+    elif done.shape:
+        done.recipe["config_name"] = done.shape.family
+        done.recipe["config_overrides"] = done.shape.overrides()
+        name, tensor = "make_vocab_size_divisible_by", done.number("tensor_model_parallel_size", default=1)
+        why = f" (times the {tensor} tensor-parallel processes, as in Megatron)" if tensor > 1 else ""
+        done.carry(name, name, done.number(name, default=128) * tensor, why, default=128)
 
 
 def _tokenizer(done: ConvertedScript, options: MegatronArgsOptions) -> None:
-    flags = done.flags
     names = ("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path", "vocab_file", "merge_file")
-    kind = flags.text("tokenizer_type") or ("GPT2BPETokenizer" if flags.has("vocab_file") else "")
-    file = flags.text("tokenizer_model")
-    folder = options.tokenizer_name or flags.text("tokenizer_name_or_path") or file
+    kind = done.text("tokenizer_type") or ("GPT2BPETokenizer" if done.has("vocab_file") else "")
+    file = done.text("tokenizer_model")
+    folder = options.tokenizer_name or done.text("tokenizer_name_or_path") or file
     if kind in SENTENCEPIECE and not options.tokenizer_name:
         done.vocabulary = LLAMA_VOCABULARY
         folder = (os.path.dirname(file) or ".") if file else None
         if file and Path(file).name != "tokenizer.model":
-            flags.wrong("tokenizer_model", "put it into a folder as tokenizer.model, and say --tokenizer_name FOLDER")
+            done.wrong("tokenizer_model", "put it into a folder as tokenizer.model, and say --tokenizer_name FOLDER")
     if kind == "GPT2BPETokenizer" and not options.tokenizer_name:
         done.vocabulary = GPT2_VOCABULARY
         for name in ("vocab_file", "merge_file"):
-            carry(done, name, name, flags.text(name))
-        if not all(map(flags.text, ("vocab_file", "merge_file"))):
-            flags.wrong("", "GPT2BPETokenizer reads --vocab-file and --merge-file: name both")
-        flags.satisfied("tokenizer_type", "vocab_file and merge_file are of that kind")
+            done.carry(name, name, done.text(name))
+        if not all(map(done.text, ("vocab_file", "merge_file"))):
+            done.wrong("", "GPT2BPETokenizer reads --vocab-file and --merge-file: name both")
+        done.satisfied("tokenizer_type", "vocab_file and merge_file are of that kind")
     elif folder:
         done.recipe["tokenizer_name"] = folder
         for name in names:
-            flags.carried(name, f"tokenizer_name: {folder}")
+            done.carried(name, f"tokenizer_name: {folder}")
     else:
-        flags.wrong("tokenizer_type", "the tokenizer is not named: say --tokenizer_name FOLDER")
+        done.wrong("tokenizer_type", "the tokenizer is not named: say --tokenizer_name FOLDER")
 
 
 def _data(done: ConvertedScript) -> None:
-    flags = done.flags
-    paths = flags.words("data_path")
+    paths = done.flags.get("data_path")
     if paths:
-        carry(done, "data_path", "data_path", paths if len(paths) > 1 else paths[0])
-        carry(done, "split", "split", flags.text("split", "969,30,1").replace(" ", ""))
-    elif not flags.problems:
-        flags.wrong("data_path", "there is no --data-path: training and evaluation come from one, by --split")
-    if flags.text("data_impl", "mmap") not in ("mmap", "infer"):
-        flags.wrong("data_impl", "only mmap's .bin and .idx are read: prepare the corpus again with zerofit prepare")
-
-
-# ------------------------------------------------------------------------------------------------- batches and length
+        done.carry("data_path", "data_path", paths if len(paths) > 1 else paths[0])
+        done.carry("split", "split", (done.text("split") or "969,30,1").replace(" ", ""))
+    elif not done.problems:
+        done.wrong("data_path", "there is no --data-path: training and evaluation come from one, by --split")
+    if done.text("data_impl") not in (None, "mmap", "infer"):
+        done.wrong("data_impl", "only mmap's .bin and .idx are read: prepare the corpus again with zerofit prepare")
 
 
 def _batches(done: ConvertedScript) -> None:
-    flags, layout = done.flags, done.layout
-    micro = flags.number("micro_batch_size", default=0)
+    layout = done.layout
+    micro = done.number("micro_batch_size", default=0)
     if not micro:
-        flags.wrong("micro_batch_size", "there is no --micro-batch-size")
+        done.wrong("micro_batch_size", "there is no --micro-batch-size")
         return
-    replicas = max(1, layout.world // layout.split)  # data-parallel processes there
-    total = flags.number("global_batch_size", default=micro * replicas)
-    if not flags.has("global_batch_size"):
-        flags.default("--global-batch-size", f"global_batch_size: {total}, micro-batch * data-parallel processes")
-    ours_replicas = max(count for count in range(1, layout.replicas + 1) if total % count == 0)
-    if ours_replicas < layout.replicas:
+    total = done.number("global_batch_size", default=micro * max(1, layout.world // layout.split))
+    if not done.has("global_batch_size"):
+        done.default("--global-batch-size", f"global_batch_size: {total}, micro-batch * data-parallel processes")
+    replicas = max(count for count in range(1, layout.replicas + 1) if total % count == 0)
+    if replicas < layout.replicas:
         each = "processes" if layout.replica_size == 1 else f"replicas of {layout.replica_size} processes"
-        done.notes.append(f"the global batch of {total} is divided by {ours_replicas} {each}, not {layout.replicas}")
-        layout.world = ours_replicas * layout.replica_size
+        done.notes.append(f"the global batch of {total} is divided by {replicas} {each}, not {layout.replicas}")
+        layout.world = replicas * layout.replica_size
         layout.machines = layout.machines if layout.world % layout.machines == 0 else 1
-    ours = max(size for size in range(1, micro + 1) if (total // ours_replicas) % size == 0)
-    accumulation = total // ours_replicas // ours
-    note = f", accumulation {accumulation}"
-    if total % (replicas * micro):
-        done.notes.append(f"Megatron refuses this global batch: {total} is not a multiple of {micro} * {replicas}")
-    elif layout.split != layout.replica_size:
-        note += f" ({total // replicas // micro} in Megatron, on {counted(replicas, 'data-parallel process')})"
-    carry(done, "micro_batch_size", "per_device_train_batch_size", ours, note)
-    carry(done, "global_batch_size", "global_batch_size", total)
+    ours = max(size for size in range(1, micro + 1) if (total // replicas) % size == 0)
+    note = f", accumulation {total // replicas // ours}"
+    done.carry("micro_batch_size", "per_device_train_batch_size", ours, note)
+    done.carry("global_batch_size", "global_batch_size", total)
     done.batch = total
     done.recipe["per_device_eval_batch_size"] = ours
 
 
 def _length(done: ConvertedScript) -> None:
-    flags = done.flags
-    updates = in_updates(done, "train", "max_train_steps")
-    if not updates:
-        if not flags.problems:
-            flags.wrong("", "the length of the run is unknown: --train-iters, --train-samples or --train-tokens")
-        return
-    done.recipe["max_train_steps"] = updates
-    if minutes := flags.number("exit_duration_in_mins"):
-        carry(done, "exit_duration_in_mins", "max_hours", round(minutes / 60, 4))
+    updates = done.recipe["max_train_steps"] = in_updates(done, "train", "max_train_steps")
+    if not (updates or done.problems):
+        done.wrong("", "the length of the run is unknown: --train-iters, --train-samples or --train-tokens")
+    if minutes := done.number("exit_duration_in_mins"):
+        done.carry("exit_duration_in_mins", "max_hours", round(minutes / 60, 4))
 
 
 def _evaluation(done: ConvertedScript) -> None:
-    flags, batch = done.flags, done.batch
-    every, batches = flags.number("eval_interval", default=1000), flags.number("eval_iters", default=100)
-    if not batches:
-        done.recipe |= {"eval_steps": done.recipe.get("max_train_steps", every), "eval_on_start": False}
-        done.recipe["max_eval_samples"] = batch
-        flags.none("eval_iters", "an evaluation cannot be left out: one is made at the end, of one global batch")
-        flags.none("eval_interval", "see --eval-iters")
-        return
-    carry(done, "eval_interval", "eval_steps", every, default=1000)
+    batch = done.batch
+    every, batches = done.number("eval_interval", default=1000), done.number("eval_iters", default=100)
+    batches = max(1, batches)  # an evaluation cannot be left out
+    done.carry("eval_interval", "eval_steps", every, default=1000)
     note = f", {batches} global batches of {batch}; the same samples at each evaluation, Megatron uses different ones"
-    carry(done, "eval_iters", "max_eval_samples", batches * batch, note, default=100)
+    done.carry("eval_iters", "max_eval_samples", batches * batch, note, default=100)
+
+
+def _optimizer(done: ConvertedScript) -> None:
+    peak = done.number("lr", float)
+    if not peak:
+        done.wrong("lr", "there is no --lr")
+        return
+    done.carry("lr", "learning_rate", peak)
+    min_lr = done.number("min_lr", float, 0.0)
+    if done.has("min_lr"):
+        done.carry("min_lr", "min_lr_ratio", min_lr / peak, f", of {peak:g}")
+    _schedule(done)
+    if done.text("optimizer") not in (None, "adam"):
+        done.wrong("optimizer", "AdamW is the only optimizer here")
+    if done.text("weight_decay_incr_style") not in (None, "constant"):
+        done.wrong("weight_decay_incr_style", "weight decay is constant here")
+
+
+def _schedule(done: ConvertedScript) -> None:
+    shape = (done.text("lr_decay_style") or "linear").lower()
+    if shape not in STYLES:
+        done.wrong("lr_decay_style", f"there are {', '.join(STYLES)}")
+        return
+    decay = in_updates(done, "lr_decay", "lr_decay_steps")
+    warmup = in_updates(done, "lr_warmup", "num_warmup_steps") or 0
+    length = decay or done.recipe["max_train_steps"] or 1
+    if done.has("lr_warmup_fraction"):
+        warmup = math.ceil(round(done.number("lr_warmup_fraction", float, 0.0) * length, 6))
+        done.carried("lr_warmup_fraction", f"num_warmup_steps: {warmup}")
+    if shape == "constant" and warmup:
+        shape = "constant_with_warmup"
+    done.carry("lr_decay_style", "lr_scheduler_type", shape, default="linear")
+    if warmup:
+        done.recipe["num_warmup_steps"] = warmup
+    if shape.startswith("constant"):
+        done.recipe.pop("min_lr_ratio", None)
+        for name in ("min_lr", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"):
+            done.satisfied(name, "a constant rate does not decay")
+    elif decay:
+        done.recipe["lr_decay_steps"] = decay
+    if shape == "wsd":
+        updates = in_updates(done, "lr_wsd_decay", "wsd_decay_ratio, updates")
+        if not updates or done.text("lr_wsd_decay_style") != "linear":
+            done.wrong("lr_decay_style", "give --lr-wsd-decay-iters, and say --lr-wsd-decay-style linear")
+            return
+        done.satisfied("lr_wsd_decay_style", "wsd ends in a straight line")
+        done.recipe["wsd_decay_ratio"] = updates / length
+
+
+def _precision(done: ConvertedScript) -> None:
+    both = [name for name in ("fp16", "bf16") if done.has(name)]
+    if len(both) == 2:
+        done.wrong("fp16", "--bf16 is there as well: keep one of the two")
+    done.recipe["precision"] = both[0] if both else "fp32"
+    for name in both:
+        done.carried(name, f"precision: {name}")
+    if not both:
+        done.default("neither --bf16 nor --fp16", "precision: fp32")
 
 
 def _memory(done: ConvertedScript) -> None:
     """Recomputation. Megatron's --recompute-activations sets the granularity; its older flags mean full layers."""
-    flags = done.flags
-    granularity = "selective" if flags.has("recompute_activations") else flags.text("recompute_granularity")
-    older = ("checkpoint_activations", "deepspeed_activation_checkpointing", "activations_checkpoint_method")
-    for name in ("recompute_activations", "recompute_granularity"):
-        if granularity == "selective" and flags.has(name):
-            carry(done, name, "gradient_checkpointing", "selective", f" ({SELECTIVE})")
-    if granularity != "selective":
-        for name in ("recompute_granularity" if granularity == "full" else "", *older):
-            if flags.has(name):
-                carry(done, name, "gradient_checkpointing", True)
-    if flags.text("recompute_method") == "block":
-        flags.none("recompute_method", "all layers are recomputed")
-    if flags.has("checkpoint_in_cpu"):
+    value: str | bool = True
+    names = ["checkpoint_activations", "deepspeed_activation_checkpointing", "activations_checkpoint_method"]
+    note = ""
+    if done.has("recompute_activations") or done.text("recompute_granularity") == "selective":
+        value, note, names = "selective", f" ({SELECTIVE})", ["recompute_activations"]
+    for name in filter(done.has, ("recompute_granularity", *names)):
+        done.carry(name, "gradient_checkpointing", value, note)
+    if done.text("recompute_method") == "block":
+        done.none("recompute_method", "all layers are recomputed")
+    if done.has("checkpoint_in_cpu"):
         if "gradient_checkpointing" in done.recipe:
-            carry(done, "checkpoint_in_cpu", "activation_offload", True)
+            done.carry("checkpoint_in_cpu", "activation_offload", True)
         else:
-            flags.satisfied("checkpoint_in_cpu", "no layer is recomputed")
-
-
-# --------------------------------------------------------------------------------------------------- the run's record
+            done.satisfied("checkpoint_in_cpu", "no layer is recomputed")
 
 
 def _checkpoints(done: ConvertedScript, options: MegatronArgsOptions) -> None:
-    flags = done.flags
-    save, load = flags.text("save"), flags.text("load")
-    if load:
-        if options.model_name_or_path:
-            flags.satisfied("load", f"model_name_or_path: {options.model_name_or_path}, from the option")
-        elif load == save and not flags.has("finetune"):
-            flags.satisfied("load", "the same command resumes from the newest checkpoint of output_dir (resume: auto)")
-        else:
-            flags.wrong("load", "Megatron's checkpoints are not read: set --model_name_or_path to a folder")
-    elif flags.has("finetune") and not options.model_name_or_path and not flags.problems:
-        flags.wrong("finetune", "weights to begin with are not named: say --model_name_or_path FOLDER")
+    load, model = done.text("load"), options.model_name_or_path
+    if load and model:
+        done.satisfied("load", f"model_name_or_path: {model}, from the option")
+    elif load and load == done.text("save") and not done.has("finetune"):
+        done.satisfied("load", "the same command resumes from the newest checkpoint of output_dir (resume: auto)")
+    elif load:
+        done.wrong("load", "Megatron's checkpoints are not read: set --model_name_or_path to a folder")
+    elif done.has("finetune") and not model:
+        done.wrong("finetune", "weights to begin with are not named: say --model_name_or_path FOLDER")
 
 
 def _trackers(done: ConvertedScript) -> None:
-    flags, options = done.flags, {"wandb_project": "wandb", "tensorboard_dir": "tensorboard"}
-    found = [tracker for flag, tracker in options.items() if flags.has(flag)]
+    trackers = {"wandb_project": "wandb", "tensorboard_dir": "tensorboard"}
+    found = [tracker for flag, tracker in trackers.items() if done.has(flag)]
     if found:
         done.recipe |= {"with_tracking": True, "report_to": found[0] if len(found) == 1 else "all"}
-    if "tensorboard" in found:
-        flags.carried("tensorboard_dir", "report_to: tensorboard; its files lie in the run's folder")
+    done.carried("tensorboard_dir", "report_to: tensorboard; its files lie in the run's folder")
     if "wandb" in found:
-        carry(done, "wandb_project", "report_name", flags.text("wandb_project"))
+        done.carry("wandb_project", "report_name", done.text("wandb_project"))
+
+
+def _job(flags: FlagLedger, call: Call, processes: int | None) -> Layout:
+    """Processes and machines; --world-size and --local-world-size name those of a job that is not started yet."""
+    total = flags.number("world_size")
+    layout = read_machines(flags, call, processes or total)
+    flags.carried("world_size", f"zerofit plan --num_gpus {total}")
+    local = flags.number("local_world_size")
+    flags.carried("local_world_size", f"zerofit plan --gpus_per_node {local}")
+    if local and layout.world % local == 0:
+        layout.machines = layout.world // local
+    for name in CHOSEN:
+        flags.none(name, "zerofit plan tries degrees and stages, and chooses")
+    if (flags.text("task_type") or "GPT").endswith("GPT"):
+        flags.satisfied("task_type", "the models of its flags are converted")
+    else:
+        flags.wrong("task_type", "only llmacc.megatron.GPT is converted")
+    return layout
+
+
+def _searched_batches(done: ConvertedScript) -> None:
+    """The global batch, or the largest one that is allowed."""
+    name = done.first("global_batch_size", "max_global_batch_size")
+    done.batch = done.number(name, default=1)
+    if not done.has(name):
+        done.wrong("", "there is neither --max-global-batch-size nor --global-batch-size")
+    elif name == "global_batch_size":
+        done.carry(name, name, done.batch)
+    else:
+        done.carried(name, f"zerofit plan --max_global_batch_size {done.batch}")
+        done.notes.append(f"lengths in samples or tokens are counted in updates of {done.batch} samples")
+    done.none("micro_batch_size", "zerofit plan chooses it")

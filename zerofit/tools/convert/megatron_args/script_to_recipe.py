@@ -7,7 +7,9 @@ top (docs/megatron.md). A table shows the result for each flag (ledger.py). A fl
 cannot be converted, is an error, and then nothing is written.
 """
 
+import dataclasses
 import json
+import os
 import shlex
 import tempfile
 from pathlib import Path
@@ -19,10 +21,10 @@ from transformers import AutoModelForCausalLM
 from zerofit.model.configuration import load_configuration
 from zerofit.model.pretrained_io import silence_libraries
 from zerofit.recipe.errors import UserError, printable
+from zerofit.recipe.megatron_flags import PREPARE_HINTS
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.tasks import ClmRecipe
-from zerofit.tools.convert.megatron_args.corpora import convert_preparation
 from zerofit.tools.convert.megatron_args.ledger import (
     PREPARATION,
     SEARCH,
@@ -33,11 +35,14 @@ from zerofit.tools.convert.megatron_args.ledger import (
     table,
 )
 from zerofit.tools.convert.megatron_args.pair import pair_of
-from zerofit.tools.convert.megatron_args.pretrain import convert_pretraining
-from zerofit.tools.convert.megatron_args.script_schedule import ConvertedScript
-from zerofit.tools.convert.megatron_args.searched import plan_lines
+from zerofit.tools.convert.megatron_args.pretrain import ConvertedScript, convert_pretraining
+from zerofit.tools.plan.plan_options import MEMORY_VARIABLE
+from zerofit.tools.prepare.prepare import JoinOptions, PrepareOptions
 from zerofit.tools.rank_environment import strategy_of_a_launch
 from zerofit.training.configuration import check_layout, check_task
+
+TOKENIZER = ("tokenizer_type", "tokenizer_name_or_path", "tokenizer_model", "vocab_file", "merge_file", "vocab")
+EXAMPLE = "a100-80gb"  # where nobody names the GPU
 
 
 def main(argv: list[str]) -> int:
@@ -64,15 +69,15 @@ def main(argv: list[str]) -> int:
 
 def _show(call: Call, flags: FlagLedger) -> None:
     """Print the table. Raises UserError: a flag cannot be converted."""
-    print(printable("\n".join([f"{call.program}:", *table(flags.finish())])), flush=True)
     if flags.problems:
         raise UserError(list(dict.fromkeys(flags.problems)))
+    print(printable("\n".join([f"{call.program}:", *table(flags.finish())])), flush=True)
 
 
 def _convert(call: Call, folder: Path, options: MegatronArgsOptions) -> None:
     done, searched = convert_pretraining(call, options), call.program == SEARCH
     done.recipe.setdefault("output_dir", "outputs/megatron")
-    _show(call, done.flags)
+    _show(call, done)
     if folder.is_dir() and any(folder.iterdir()) and not options.overwrite:
         raise UserError(f"output = {str(folder)!r} is not empty. Name another folder, or add --overwrite")
     if searched:
@@ -115,28 +120,20 @@ def check(done: ConvertedScript) -> None:
             if not model or Path(model).is_dir():
                 check_layout(load_configuration(recipe), strategy, recipe)
         except UserError as error:
-            json_file = done.flags.text("deepspeed_config") or "deepspeed.json"
-            problems = (problem.replace(f"{folder}/deepspeed.json", json_file) for problem in error.problems)
-            raise UserError(
-                f"a run would refuse this: {problem.replace(f'{folder}/', '')}" for problem in problems
-            ) from None
+            problems = (problem.replace(f"{folder}/", "") for problem in error.problems)
+            raise UserError(f"a run would refuse this: {problem}" for problem in problems) from None
 
 
 def written(done: ConvertedScript, commands: list[str]) -> str:
     """The recipe as text."""
     lines = ["# Converted from Megatron's flags by `zerofit convert megatron-args`."]
     lines += [*(f"#   {command}" for command in commands), ""]
-    for option, value in done.recipe.items():
-        lines.append(f"{option}: {json.dumps(value) if not isinstance(value, float) else repr(value)}")
+    lines += [f"{option}: {json.dumps(value)}" for option, value in done.recipe.items()]
     return "\n".join([*lines, ""])
 
 
 def closing(done: ConvertedScript, searched: bool) -> list[str]:
-    """The model and the run in numbers.
-
-    Args:
-        searched: the strategy is not chosen yet.
-    """
+    """The model and the run in numbers; `searched`: the strategy is not chosen yet."""
     values, layout, lines = done.recipe, done.layout, [f"note: {note}" for note in done.notes]
     if done.vocabulary and "config_name" in values:
         multiple = values["make_vocab_size_divisible_by"]
@@ -144,8 +141,7 @@ def closing(done: ConvertedScript, searched: bool) -> list[str]:
         count = parameters_of(values, rows)
         lines.append(f"model        {count:,} parameters, with {done.vocabulary:,} tokens in {rows:,} rows")
     strategy = "a strategy that zerofit plan chooses" if searched else layout.strategy
-    batch = f"{'' if 'global_batch_size' in values else 'at most '}{done.batch:,} samples"
-    run = f"run          {values['max_train_steps']:,} updates of {batch}, {strategy}"
+    run = f"run          {values['max_train_steps']:,} updates of {done.batch:,} samples, {strategy}"
     lines.append(f"{run} on {counted(layout.world, 'process')}")
     if layout.machines > 1:
         rank = "MACHINE_RANK" if searched else "--machine_rank"
@@ -161,3 +157,44 @@ def parameters_of(values: dict[str, Any], vocabulary: int) -> int:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def plan_lines(done: ConvertedScript, folder: Path) -> list[str]:
+    """The command lines: the search, which writes the best strategy and its script; the launch."""
+    layout, memory, pairs = done.layout, os.environ.get(MEMORY_VARIABLE), folder / "pairs"
+    gpus = ["--num_gpus", layout.world, "--gpus_per_node", layout.world // layout.machines]
+    gpus += ["--gpu_memory", f"{memory}GB"] if memory else ["--gpu", EXAMPLE]
+    if done.has("max_global_batch_size"):
+        gpus += ["--max_global_batch_size", done.batch]
+    if not memory:
+        done.notes.append(f"no GPU is named: replace {EXAMPLE}, or set {MEMORY_VARIABLE}=40 before")
+    words = [*"zerofit plan --task clm --config".split(), folder / "recipe.yaml", *gpus, "--top", 1, "--write", pairs]
+    rendezvous = f"MACHINE_RANK={layout.rank} MAIN_PROCESS_IP={layout.address} MAIN_PROCESS_PORT={layout.port} "
+    launch = f"{rendezvous if layout.machines > 1 else ''}sh {shlex.quote(str(pairs))}/*.sh"
+    return [shlex.join(map(str, words)), launch]
+
+
+def convert_preparation(call: Call, tokenizer: str | None) -> tuple[str, FlagLedger]:
+    """(a command line of zerofit prepare, the ledger of flags)."""
+    flags, merges = FlagLedger.of(call), call.program == "merge_datasets.py"
+    options, line = (JoinOptions if merges else PrepareOptions), ["merge"] if merges else []
+    name = tokenizer or flags.text("tokenizer_name_or_path") or flags.text("tokenizer_model")
+    chosen = ["--tokenizer", name] if name else []
+    for flag, words in flags.flags.items():
+        option = "json_keys" if flag == "json_key" else flag  # an older spelling
+        if flag in TOKENIZER and (chosen or flag == "tokenizer_type"):
+            flags.carried(flag, shlex.join(chosen) or "vocab_file and merge_file")
+        elif option in {field.name for field in dataclasses.fields(options)}:
+            line += [f"--{option}", *words]
+            flags.carried(flag, shlex.join([f"--{option}", *words]))
+        elif flag in PREPARE_HINTS:
+            flags.none(flag, PREPARE_HINTS[flag].removeprefix("remove it: "))
+    line += chosen
+    if flags.has("split_sentences") or (flags.text("tokenizer_type") or "").lower().startswith("bert"):
+        flags.wrong("split_sentences", "corpora are for GPT only, and not for BERT")
+    try:
+        parse_recipe(options, line[merges:], prog="zerofit prepare", tool=True)
+    except UserError as error:
+        for problem in error.problems:
+            flags.wrong("", problem)
+    return shlex.join(["zerofit", "prepare", *line]), flags

@@ -20,14 +20,6 @@ FIXED = {  # flags of models that do not belong to any of the families
     "num_experts": OF_EXPERTS,
     "num_experts_switch": OF_EXPERTS,
     "glu_activation": "a Llama's is swiglu: say --swiglu",
-    "use_rope_scaling": "scaled rotary positions are a matter of the weights: begin with some that have them",
-    "mock_data": "there is no made-up data; name a corpus with --data-path",
-    "kd": "nothing is distilled from a teacher here",
-    **dict.fromkeys(
-        "apply_residual_connection_post_layernorm embed_layernorm qk_layernorm add_qkv_bias multi_latent_attention "
-        "quick_geglu window_size spec hybrid_override_pattern".split(),
-        "no family has it (GPT-2, GPT-NeoX, Llama)",
-    ),
 }
 OPTIONS = {  # {Megatron's flag: options of transformers' configuration in a Llama, a GPT-2, a GPT-NeoX}
     "hidden_size": ("hidden_size", "hidden_size", "hidden_size"),
@@ -76,9 +68,9 @@ class Shape:
         usual = {**config.to_dict(), **(getattr(config, "rope_parameters", None) or {})}
         for flag, names in OPTIONS.items():
             value, options = self.values[flag], names[column.index(self.family)].split()
-            if type(value) is int or any(usual.get(option) != value for option in options):
+            if options and (type(value) is int or any(usual.get(option) != value for option in options)):
                 changed[flag] = dict.fromkeys(options, value)
-        return {flag: options for flag, options in changed.items() if options}
+        return changed
 
     def overrides(self) -> str:
         """config_overrides of the family."""
@@ -97,17 +89,23 @@ def read_shape(flags: FlagLedger, program: str) -> Shape | None:
         program: pretrain_llama.py has defaults of its own (extra args provider of Habana's Megatron-DeepSpeed).
     """
     for name, why in FIXED.items():
-        if flags.has(name) and flags.words(name) == ["1"]:
+        words = flags.flags.get(name, ["0"])
+        if words == ["1"]:
             flags.satisfied(name, "1: no mixture of experts")
-        elif flags.has(name) and flags.words(name) not in (["0"], ["swiglu"]):
+        elif words not in (["0"], ["swiglu"]):
             flags.wrong(name, why)
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if not flags.has(name):
             flags.wrong(name, f"there is no --{name.replace('_', '-')}: a complete command line is needed")
-    rotary, position = _positions(flags, "rotary" if program == "pretrain_llama.py" else "")
-    hidden, heads = flags.number("hidden_size", default=64), flags.number("num_attention_heads", default=1)
     llama = program == "pretrain_llama.py"
-    activation = flags.text("activation_func_type", "swiglu" if llama else None)
+    position = (flags.text("position_embedding_type") or ("rope" if llama else "")).lower().rpartition(".")[2]
+    rotary = flags.has("use_rotary_position_embeddings") or position in ("rope", "rotary")
+    if position not in ("", "rope", "rotary", "learned_absolute", "absolute", "learnable"):
+        flags.wrong("position_embedding_type", "neither family has it: learned_absolute (GPT-2) or rope (Llama)")
+    if flags.has("no_position_embedding") and not rotary:
+        flags.wrong("no_position_embedding", "no family is without positions: add --use-rotary-position-embeddings")
+    hidden, heads = flags.number("hidden_size", default=64), flags.number("num_attention_heads", default=1)
+    activation = flags.text("activation_func_type") or ("swiglu" if llama else None)
     if activation not in (None, "swiglu", "gelu"):
         flags.wrong("activation_func_type", "neither family has that activation: swiglu (Llama) or gelu (GPT-2)")
     gated = flags.has("swiglu") or "swiglu" in (flags.text("glu_activation"), activation)
@@ -116,78 +114,48 @@ def read_shape(flags: FlagLedger, program: str) -> Shape | None:
         of_ffn = int(flags.number("ffn_hidden_coeff", float, 8 / 3 if llama else 4.0) * hidden)
     norm = flags.text("normalization") or flags.text("layernorm_type") or ("rmsnorm" if llama else "layernorm")
     if norm.lower() not in ("rmsnorm", "layernorm"):
-        flags.wrong(
-            flags.first("normalization", "layernorm_type") or "", "neither family has it: RMSNorm or LayerNorm"
-        )
-    rms, bias = norm.lower() == "rmsnorm", not (llama or flags.first("disable_bias_linear", "no_bias"))
+        flags.wrong(flags.first("normalization", "layernorm_type"), "neither family has it: RMSNorm or LayerNorm")
+    rms, bias = norm.lower() == "rmsnorm", not (llama or flags.has("disable_bias_linear") or flags.has("no_bias"))
+    groups = flags.first("num_key_value_heads", "num_query_groups")
+    grouped = flags.has("num_key_value_heads") or flags.has("group_query_attention")
+    # Megatron's fused kernel and OpenAI's gelu compute the tanh approximation.
+    unfused = flags.has("no_bias_gelu_fusion") and not flags.has("openai_gelu")
     values = {
         "hidden_size": hidden,
         "ffn_hidden_size": flags.number("ffn_hidden_size", default=of_ffn),
         "num_layers": flags.number("num_layers", default=1),
         "num_attention_heads": heads,
-        "num_query_groups": _kv_heads(flags, heads),
+        "num_query_groups": flags.number(groups, default=1) if grouped else heads,
         "kv_channels": flags.number("kv_channels", default=hidden // heads),
         "max_position_embeddings": flags.number(
             "max_position_embeddings", default=flags.number("seq_length", default=1024)
         ),
-        "openai_gelu": _activation(flags, bias),
+        "openai_gelu": "relu2" if flags.has("squared_relu") else "gelu" if unfused and bias else "gelu_new",
         "untie_embeddings_and_output_weights": not (llama or flags.has("untie_embeddings_and_output_weights")),
         "disable_bias_linear": bias,
-        "norm_epsilon": flags.number(flags.first("layernorm_epsilon") or "norm_epsilon", float, 1e-5),
-        "rotary_base": flags.number(flags.first("rotary_position_embeddings_theta") or "rotary_base", float, 10000.0),
+        "norm_epsilon": flags.number(flags.first("norm_epsilon", "layernorm_epsilon"), float, 1e-5),
+        "rotary_base": flags.number(flags.first("rotary_base", "rotary_position_embeddings_theta"), float, 10000.0),
         "rotary_percent": flags.number("rotary_percent", float, 1.0),
         "attention_dropout": flags.number("attention_dropout", float, 0.1),
         "hidden_dropout": flags.number("hidden_dropout", float, 0.1),
         "init_method_std": flags.number("init_method_std", float, 0.02),
     }
-    if position == "none":
-        flags.wrong("no_position_embedding", "no family is without positions: add --use-rotary-position-embeddings")
     if flags.problems:
         return None
-    grouped = values["num_query_groups"] != heads
     if gated and rms and rotary:
         family = LLAMA
-    elif gated or rms or not bias or grouped:
-        words = [
-            "swiglu" if gated else "gelu",
-            "rmsnorm" if rms else "layernorm",
-            "rotary positions" if rotary else "learned positions",
-            "biases" if bias else "no biases",
-            *(["grouped queries"] if grouped else []),
-        ]
-        flags.wrong("", f"no family has {', '.join(words)}: there are GPT-2, GPT-NeoX (rotary), Llama (swiglu)")
+    elif gated or rms or not bias or values["num_query_groups"] != heads:
+        flags.wrong(
+            "",
+            f"no family has {'swiglu' if gated else 'gelu'}, {norm.lower()}, {'rotary' if rotary else 'learned'} "
+            f"positions, {'biases' if bias else 'no biases'}: there are GPT-2, GPT-NeoX (rotary), Llama (swiglu)",
+        )
         return None
     else:
         family = NEOX if rotary else GPT2
     shape = Shape(family, values)
     _add_rows(flags, shape)
-    if llama:
-        own = "its own defaults: rmsnorm, swiglu, rotary positions, no biases, an untied head"
-        flags.rows["=program"] = FlagRow("(pretrain_llama.py)", "carried over", own)
     return None if flags.problems else shape
-
-
-def _positions(flags: FlagLedger, default: str) -> tuple[bool, str]:
-    """(rotary, kind)."""
-    kind = (flags.text("position_embedding_type") or default).lower().rpartition(".")[2]
-    rotary = flags.has("use_rotary_position_embeddings") or kind in ("rope", "rotary")
-    if kind not in ("", "rope", "rotary", "learned_absolute", "absolute", "learnable"):
-        flags.wrong("position_embedding_type", "neither family has it: learned_absolute (GPT-2) or rope (Llama)")
-    return rotary, "none" if flags.has("no_position_embedding") and not rotary else kind
-
-
-def _kv_heads(flags: FlagLedger, heads: int) -> int:
-    if flags.has("num_key_value_heads"):
-        return flags.number("num_key_value_heads", default=heads)
-    return flags.number("num_query_groups", default=1) if flags.has("group_query_attention") else heads
-
-
-def _activation(flags: FlagLedger, bias: bool) -> str:
-    """Megatron's fused kernel and OpenAI's gelu compute the tanh approximation."""
-    if flags.has("squared_relu"):
-        return "relu2"
-    unfused = flags.has("no_bias_gelu_fusion") and not flags.has("openai_gelu")
-    return "gelu" if unfused and bias else "gelu_new"
 
 
 def _add_rows(flags: FlagLedger, shape: Shape) -> None:
@@ -201,27 +169,23 @@ def _add_rows(flags: FlagLedger, shape: Shape) -> None:
             flags.satisfied(name, f"{family} is like that")
     given = {SAME.get(name, name) for name in flags.flags}
     for flag, options in changed.items():
-        value, words = shape.values[flag], f"config_overrides {_written(options)}"
+        value, spelled = shape.values[flag], f"--{flag.replace('_', '-')}"
         if flag not in given and isinstance(value, (bool, float)):
-            spelled = f"--{flag.replace('_', '-')}"
-            flags.default(f"no {spelled}" if isinstance(value, bool) else f"{spelled} {value}", words)
+            words = f"no {spelled}" if isinstance(value, bool) else f"{spelled} {value}"
+            flags.default(words, f"config_overrides {_written(options)}")
     hidden, heads = shape.values["hidden_size"], shape.values["num_attention_heads"]
     always = {"kv_channels": hidden // heads, "rotary_percent": 1.0, "hidden_dropout": 0.0}  # in a family without it
     for flag, value in always.items():
         if shape.values[flag] == value or OPTIONS[flag][list(FAMILIES).index(shape.family)]:
             continue
+        words = f"{family} of transformers always has {value:g}"
         if flag in given:
-            flags.wrong(flag, f"{family} of transformers always has {value:g}")
+            flags.wrong(flag, words)
         else:
-            words = f"Megatron's default; {family} of transformers always has {value:g}"
-            flags.rows[f"={flag}"] = FlagRow(
-                f"(--{flag.replace('_', '-')} {shape.values[flag]})", "no counterpart", words
-            )
+            spelled = f"(--{flag.replace('_', '-')} {shape.values[flag]})"
+            flags.rows[f"={flag}"] = FlagRow(spelled, "no counterpart", f"Megatron's default; {words}")
     if heads % shape.values["num_query_groups"]:
-        flags.wrong(
-            flags.first("num_key_value_heads", "num_query_groups") or "num_query_groups",
-            f"it must divide the {heads} heads",
-        )
+        flags.wrong(flags.first("num_query_groups", "num_key_value_heads"), f"it must divide the {heads} heads")
 
 
 def of_weights(flags: FlagLedger, shape: Shape | None, folder: str) -> None:

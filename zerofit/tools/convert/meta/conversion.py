@@ -17,7 +17,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from zerofit.model.pretrained_io import atomic_folder
 from zerofit.recipe.parsing import counted
 from zerofit.tools.convert.meta.folder import DEFAULT_THETA, MetaFolder
-from zerofit.tools.convert.meta.layout import is_converted, to_hf
+from zerofit.tools.convert.meta.layout import same_bits, to_hf
 from zerofit.tools.meta_tokenizer import ConvertedTokenizer, convert_tokenizer, find_tokenizer
 
 LARGEST_FILE = 4 * 2**30  # bytes, about: what is in memory
@@ -46,7 +46,7 @@ def from_meta(folder: str, output: Path, tokenizer_file: str | None) -> list[str
     with atomic_folder(output) as partial:
         files = _write_hf(meta, config, tokenizer, partial)
         notes.append(f"written      {len(meta.weights)} weights in {counted(len({*files.values()}), 'file')}")
-        notes += prove(meta, partial, files)
+        notes.append(prove(meta, partial, files))
     return notes
 
 
@@ -70,20 +70,13 @@ def version_of(params: dict[str, Any]) -> str:
 
 
 def scaling_factor(meta: MetaFolder) -> float | None:
-    """The factor that stretches RoPE; None: it is not stretched. Llama 3.1 and 3.2 have the same params.json and
-    different factors."""
-    if not meta.params.get("use_scaled_rope"):
-        return None
-    return float(meta.params.get("rope_scaling_factor") or (32.0 if meta.tied else 8.0))
+    """The factor that stretches RoPE; None: it is not stretched. params.json of Llama 3.1 and 3.2 do not differ."""
+    factor = float(meta.params.get("rope_scaling_factor") or (32.0 if meta.tied else 8.0))
+    return factor if meta.params.get("use_scaled_rope") else None
 
 
 def config_of(meta: MetaFolder, ends: tuple[int, int | list[int]], factor: float | None) -> LlamaConfig:
-    """transformers' configuration for a checkpoint of Meta's.
-
-    Args:
-        ends: the ids of the beginning and of the end of a text.
-        factor: of `scaling_factor`.
-    """
+    """transformers' configuration for a checkpoint of Meta's; `ends`: ids of the beginning and the end of a text."""
     sizes, params = meta.sizes, meta.params
     rope = {"rope_type": "default", "rope_theta": theta_of(params)}
     if factor:
@@ -107,23 +100,18 @@ def config_of(meta: MetaFolder, ends: tuple[int, int | list[int]], factor: float
 
 
 def _describe(meta: MetaFolder, config: LlamaConfig, factor: float | None) -> list[str]:
-    sizes = meta.sizes
-    lines = [
-        f"read         {counted(len(meta.files), 'file')}: {sizes.layers} layers of {sizes.dim}, {sizes.heads} heads, "
-        f"{sizes.kv_heads} of keys and values, vocabulary {sizes.vocab}, "
-        f"{config.max_position_embeddings} positions{', head tied' if meta.tied else ''}"
-    ]
+    about = ", ".join(f"{name} {size}" for name, size in vars(meta.sizes).items())
+    tied = ", head tied" if meta.tied else ""
+    positions = f"{config.max_position_embeddings} positions{tied}"
+    lines = [f"read         {counted(len(meta.files), 'file')}: {about}, {positions}"]
     if factor and not meta.params.get("rope_scaling_factor"):
         lines.append(f"note: use_scaled_rope by a factor of {factor:g}; its factor in config.json may be another")
     return lines
 
 
 def _write_hf(meta: MetaFolder, config: LlamaConfig, tokenizer: ConvertedTokenizer, folder: Path) -> dict[str, str]:
-    """Write the folder; the weights of one file are in memory. Returns {name of a weight: file}.
-
-    Raises:
-        RuntimeError: the shapes are not those of transformers' model of the configuration.
-    """
+    """Write the folder; the weights of one file are in memory. Returns {name of a weight: file}. Raises RuntimeError:
+    the shapes are not those of transformers' model of the configuration."""
     found = {weight.hf: weight for weight in meta.weights}
     config.dtype = meta.dtype
     with torch.device("meta"):
@@ -145,28 +133,12 @@ def _write_hf(meta: MetaFolder, config: LlamaConfig, tokenizer: ConvertedTokeniz
     return files.tensor_to_filename
 
 
-def prove(meta: MetaFolder, folder: Path, files: dict[str, str]) -> list[str]:
-    """Read every written weight back, and compare it with Meta's, bit for bit.
-
-    Returns lines for the terminal. Copies of a replicated weight (norms) may differ between Meta's files: then the
-    first is taken, with a warning.
-
-    Args:
-        files: {name of a weight: file}.
-
-    Raises:
-        RuntimeError: they differ.
-    """
+def prove(meta: MetaFolder, folder: Path, files: dict[str, str]) -> str:
+    """Read every written weight back, and compare it with Meta's, bit for bit. Returns a line for the terminal, or
+    raises RuntimeError. `files`: {name of a weight: file}."""
     opened = {file: safe_open(folder / file, "pt") for file in set(files.values())}
-    unlike_copies = []
     for weight in tqdm(meta.weights, "check", leave=False, disable=None):
-        if not is_converted(meta.read(weight), opened[files[weight.hf]].get_tensor(weight.hf), weight.heads):
+        written = opened[files[weight.hf]].get_tensor(weight.hf)
+        if not same_bits(to_hf(meta.read(weight), weight.heads), written):
             raise RuntimeError(f"{weight.hf} is not {weight.meta}. Nothing is written")
-        unlike = meta.unlike_copies(weight)
-        if unlike and meta.cuts[weight.meta].axis is not None:
-            raise RuntimeError(f"{weight.meta} differs in {unlike[0]} from its copies. Nothing is written")
-        unlike_copies += [weight.meta] if unlike else []
-    lines = [f"proven       shapes, and {len(meta.weights)} weights, bit for bit"]
-    if unlike_copies:
-        lines.append(f"warning: {len(unlike_copies)} weights, such as {unlike_copies[0]}, differ; the first are taken")
-    return lines
+    return f"proven       shapes, and {len(meta.weights)} weights, bit for bit"

@@ -46,11 +46,8 @@ class MetaWeight:
 
 @dataclass(frozen=True)
 class ShardCut:
-    """The cut of a weight into shards: shard i is part i // copies of num_shards / copies equal parts along the axis.
-
-    Args:
-        axis: None: the weight is replicated.
-    """
+    """The cut of a weight into shards: shard i is part i // copies of num_shards / copies equal parts along the axis;
+    None: the weight is replicated."""
 
     axis: int | None
     copies: int = 1
@@ -91,14 +88,6 @@ def to_hf(tensor: torch.Tensor, heads: int) -> torch.Tensor:
         return tensor
     rows, columns = tensor.shape
     return tensor.reshape(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
-
-
-def is_converted(meta: torch.Tensor, hf: torch.Tensor, heads: int) -> bool:
-    """Compare transformers' weight with Meta's, bit for bit: of each head the even rows, then the odd ones."""
-    if not heads:
-        return same_bits(meta, hf)
-    here, there = hf.view(heads, 2, -1, hf.shape[1]), meta.view(heads, -1, hf.shape[1])
-    return all(same_bits(here[:, half], there[:, half::2]) for half in (0, 1))
 
 
 def find_cut(weight: MetaWeight, shard: tuple[int, ...], num_shards: int) -> ShardCut | None:
