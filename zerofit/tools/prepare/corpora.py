@@ -3,6 +3,7 @@
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import GPT2Config, PreTrainedTokenizerBase
@@ -23,15 +24,14 @@ from zerofit.tools.meta_tokenizer import tiktoken_ranks, tokenizer_of_file
 from zerofit.tools.prepare.corpus_writer import CorpusWriter, check_free
 from zerofit.tools.prepare.documents import find_input, parts_of
 from zerofit.tools.prepare.encode import Encoder, Workers
-from zerofit.tools.prepare.prepare import PrepareOptions
 
 EDGE_CASES = (" ", "\n", "a b  c \r\n\n d", " naïve e\u0301 日本語、", "\u2581a \xa0 I'LL 3.14 x" + "x" * 70)
 SELF_DESCRIBING = {"tokenizer.json", "tokenizer_config.json"}  # files that name the kind of a folder's tokenizer
 SHOWN_BAD = 5  # bad records that are shown where bad ones are skipped
 
 
-def prepare(options: PrepareOptions) -> list[str]:
-    """Write the corpora. Returns lines for the terminal.
+def prepare(options: Any) -> list[str]:
+    """Write the corpora. Returns lines for the terminal. `options`: PrepareOptions, whose module imports this one.
 
     Raises:
         UserError: anything is wrong; then no file is left.
@@ -116,7 +116,7 @@ def named_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTok
     return load_tokenizer(TokenizerOptions("tokenizer", name, trust_remote_code=trust_remote_code), config)
 
 
-def encoder_of(tokenizer: PreTrainedTokenizerBase, options: PrepareOptions) -> Encoder:
+def encoder_of(tokenizer: PreTrainedTokenizerBase, options: Any) -> Encoder:
     """The encoder of the workers: the native tokenizer where it gives the same ids on edge-case texts.
 
     Raises:

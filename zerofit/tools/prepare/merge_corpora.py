@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -10,10 +11,9 @@ from zerofit.data.megatron.corpus import open_corpus
 from zerofit.recipe.errors import UserError
 from zerofit.record.terminal import say
 from zerofit.tools.prepare.corpus_writer import CorpusWriter, check_free
-from zerofit.tools.prepare.prepare import JoinOptions
 
 
-def join(options: JoinOptions) -> int:
+def join(options: Any) -> int:
     """Write one corpus of several. Returns the exit code.
 
     Raises:
