@@ -94,11 +94,8 @@ def _prepare_source(
 
 
 def _prepare_mixture(recipe: ClmRecipe, options: DataOptions, config: PretrainedConfig, block_size: int) -> TextData:
-    """Each source by itself, as if it were the only one; their samples are mixed, and each has a held-out part.
-
-    Raises:
-        UserError: a source cannot be used.
-    """
+    """Each source by itself, as if it were the only one; their samples are mixed, and each has a held-out part. Raises
+    UserError: a source cannot be used."""
     sources = {
         name: _prepare_text_or_chat(recipe, own, config, block_size)
         for name, own in options_of_sources(options, recipe).items()

@@ -20,13 +20,11 @@ Options = dict[str, Any]  # of csv.reader
 
 
 def read_delimited(paths: list[Path], data: DataOptions, header: tuple[str, ...], place: Path) -> list[str]:
-    """Write the records of .csv and .tsv files as one table to `place`. Returns notes.
+    """Write the records of .csv and .tsv files as one table to `place`. Returns notes. Raises UserError: a file has no
+    record, or a record has more fields than the header.
 
     Args:
         header: the names of the columns of files without a header.
-
-    Raises:
-        UserError: a file has no record, or a record has more fields than the header.
     """
     csv.field_size_limit(sys.maxsize)
     notes, columns, records = list[str](), dict[str, None](), list[Iterator[dict[str, str]]]()
@@ -103,9 +101,6 @@ def _broken(path: Path, encoding: str | None, options: Options) -> list[int]:
                 places.append(rows.line_num)
             except StopIteration:
                 return places
-
-
-# -------------------------------------------------------------------------------------------------------------- quotes
 
 
 def _options(path: Path, data: DataOptions, is_headless: bool, notes: list[str]) -> Options:

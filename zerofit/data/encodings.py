@@ -23,14 +23,12 @@ CERTAINLY_UTF8 = 20  # number of characters beyond ASCII that cannot be valid UT
 
 @contextmanager
 def open_text(path: Path, encoding: str | None = None, newline: str | None = None) -> Iterator[IO[str]]:
-    """Open a file, which may be packed, to read text from its start; a byte-order mark is no part of it.
+    """Open a file, which may be packed, to read text from its start; a byte-order mark is no part of it. Raises
+    UserError: the file is in another encoding, or damaged.
 
     Args:
         encoding: None: UTF-8, or what a byte-order mark stands for.
         newline: as in `open`.
-
-    Raises:
-        UserError: the file is in another encoding, or damaged.
     """
     encoding = encoding or encoding_of_mark(path)
     try:
@@ -105,11 +103,8 @@ def _lines(texts: list[str]) -> list[str]:
 
 
 def as_utf8(file: IO[bytes], encoding: str, path: Path) -> Iterator[bytes]:
-    """Convert a file in another encoding to UTF-8, portion by portion.
-
-    Raises:
-        UserError: the file is not in that encoding; or it is UTF-8, which that encoding would decode wrongly.
-    """
+    """Convert a file in another encoding to UTF-8, portion by portion. Raises UserError: the file is not in that
+    encoding; or it is UTF-8, which that encoding would decode wrongly."""
     read, lines = io.TextIOWrapper(file, encoding=encoding, newline=""), 1
     try:
         while text := read.read(PORTION):

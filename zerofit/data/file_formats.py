@@ -51,14 +51,12 @@ def format_of(files: list[Path]) -> str:
 def read_table(
     paths: list[Path], kind: str, data: DataOptions, unit: str, header: tuple[str, ...]
 ) -> tuple[Dataset, list[str]]:
-    """(the records of files of one format, notes on how they were read), from the cache where they are in it.
+    """(the records of files of one format, notes on how they were read), from the cache where they are in it. Raises
+    UserError: a file is not UTF-8, not in the encoding that is named, or not of its format.
 
     Args:
         unit: of text files, which is a record: line, paragraph or document.
         header: names of the columns of .csv and .tsv files without a header.
-
-    Raises:
-        UserError: a file is not UTF-8, not in the encoding that is named, or not of its format.
     """
     for option, kinds in OPTIONS.items():
         if (value := getattr(data, option)) and kind not in kinds:
@@ -135,11 +133,8 @@ def sentences(lines: Iterable[str], path: Path) -> Iterator[dict[str, list[str]]
     is only one.
 
     As in CoNLL-2003 there is a word a line, and an empty line between sentences. A tab separates columns where a line
-    has one, else blanks do. Comments before a sentence, such as `# sent_id = 1`, are left out.
-
-    Raises:
-        UserError: a word or a tag is empty; a line has another number of columns than the first one; there is no
-            sentence.
+    has one, else blanks do. Comments before a sentence, such as `# sent_id = 1`, are left out. Raises UserError: a
+    word or a tag is empty; a line has another number of columns than the first one; there is no sentence.
     """
     num_columns, words, tags = 0, list[str](), list[str]()
     for number, line in enumerate(chain(lines, [""]), 1):

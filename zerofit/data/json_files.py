@@ -39,11 +39,8 @@ Kind = str | dict[str, Any] | list[Any] | None
 
 
 def read_json(paths: list[Path], data: DataOptions, place: Path) -> list[str]:
-    """Write the records of JSON files as a table to `place`. Returns notes.
-
-    Raises:
-        UserError: a file is no JSON, or not UTF-8; a text cannot be encoded, and such records may not be skipped.
-    """
+    """Write the records of JSON files as a table to `place`. Returns notes. Raises UserError: a file is no JSON, or
+    not UTF-8; a text cannot be encoded, and such records may not be skipped."""
     kinds: dict[str, Kind] = {}
     total, bad = 0, list[str]()
     for path in paths:
@@ -72,15 +69,9 @@ def read_json(paths: list[Path], data: DataOptions, place: Path) -> list[str]:
     return report_data_loss(data.allow_data_loss, len(bad), total, what)
 
 
-# ------------------------------------------------------------------------------------------------------------- records
-
-
 def json_records(path: Path, data: DataOptions) -> Iterator[tuple[dict[str, Any], bool]]:
-    """(each record of a file, whether it may have half of a surrogate pair).
-
-    Raises:
-        UserError: it is no JSON, holds something else, or has no records under the key that `field` names.
-    """
+    """(each record of a file, whether it may have half of a surrogate pair). Raises UserError: it is no JSON, holds
+    something else, or has no records under the key that `field` names."""
     with open_text(path, data.encoding, newline="\n") as file:
         lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
         first, second = next(lines, (1, "")), next(lines, (1, ""))
@@ -198,9 +189,6 @@ def _records_of_table(held: dict[str, Any]) -> list[dict[str, Any]] | None:
 def _are_rows(keys: dict[str, Any]) -> bool:
     """Whether keys are numbers of rows."""
     return all(key.isdecimal() for key in keys)
-
-
-# ---------------------------------------------------------------------------------------------------- types of columns
 
 
 def widened(kind: Kind, value: Any) -> Kind:

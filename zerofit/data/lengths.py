@@ -22,13 +22,11 @@ KEPT = 0.99  # fraction of the samples that the proposed length does not truncat
 
 
 def choose_length(option: str, length: int, source: str | None, config: "PretrainedConfig") -> int:
-    """The maximum length of a row in tokens, at most the model's positions.
+    """The maximum length of a row in tokens, at most the model's positions. Raises UserError: the option is set to
+    more than the model's positions.
 
     Args:
         source: what set the option; None: `length` is its default.
-
-    Raises:
-        UserError: the option is set to more than the model's positions.
     """
     positions = usable_positions(config)
     if positions and length > positions:
@@ -39,14 +37,12 @@ def choose_length(option: str, length: int, source: str | None, config: "Pretrai
 
 
 def length_warmup(text: str, source: str | None, block_size: int, is_chat: bool) -> Warmup:
-    """How the length of samples grows, in tokens.
+    """How the length of samples grows, in tokens. Raises UserError: block_size is not reached in steps of the first
+    length; answers would be cut off.
 
     Args:
         text: START@UPDATES, of block_size_warmup.
         source: what set the option.
-
-    Raises:
-        UserError: block_size is not reached in steps of the first length; answers would be cut off.
     """
     found = read_warmup(text)
     assert found is not None  # the recipe's own check has read it
@@ -72,7 +68,8 @@ def report_data_loss(
     config: "PretrainedConfig | None" = None,
     stops: bool = True,
 ) -> list[str]:
-    """A note about samples that are skipped or truncated; a warning if they are more than a tenth.
+    """A note about samples that are skipped or truncated; a warning if they are more than a tenth. Raises UserError:
+    they are more than half, and that is not allowed.
 
     Args:
         is_allowed: allow_data_loss.
@@ -80,9 +77,6 @@ def report_data_loss(
         lengths: of the full samples, in tokens; a warning then names the value of `option` that keeps 99 % of them
             complete, or says that the model has too few positions.
         stops: whether to stop the run if they are more than half.
-
-    Raises:
-        UserError: they are more than half, and that is not allowed.
     """
     fraction, remedy = lost / max(total, 1), ""
     if lost and lengths is not None and config is not None:

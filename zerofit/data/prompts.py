@@ -57,10 +57,7 @@ class Prompts:
 
 def read_sources(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> PairData:
     """The sources of predict_file. A conversation is continued with its next turn; an answer in the file is ignored.
-
-    Raises:
-        UserError: no column of sources is found, a text is empty.
-    """
+    Raises UserError: no column of sources is found, a text is empty."""
     widths = chosen_widths(recipe, config)
     parts, _, encoder, notes = open_pairs(recipe, DataOptions.of(recipe), config, widths)
     tokenizer = encoder.tokenizer
@@ -80,11 +77,8 @@ def read_causal_prompts(
     recipe: ClmRecipe, options: DataOptions, config: PretrainedConfig, block_size: int
 ) -> TextData:
     """The prompts of predict_file: instructions, questions and conversations in their form of training, without the
-    answers of the file; or texts to continue.
-
-    Raises:
-        UserError: there is no such column, a text is empty, a role is out of order, no positions are left to write.
-    """
+    answers of the file; or texts to continue. Raises UserError: there is no such column, a text is empty, a role is
+    out of order, no positions are left to write."""
     unit = {"file": "document", "paragraph": "paragraph"}.get(recipe.document_separator or "", "line")
     source = read_source(options, unit_of=lambda files: unit)
     recipe = recipe.columns_in(source.first.column_names)
@@ -133,13 +127,11 @@ def _texts(name: str | None, source: Source) -> list[dict[str, Any]]:
 
 
 def longest_answer(max_new_tokens: int, is_set: bool, config: PretrainedConfig) -> int:
-    """max_new_tokens; by default at most half of the model's positions.
+    """max_new_tokens; by default at most half of the model's positions. Raises UserError: no positions are left for a
+    prompt.
 
     Args:
         is_set: max_new_tokens is not the default.
-
-    Raises:
-        UserError: no positions are left for a prompt.
     """
     positions = usable_positions(config)
     if positions and not is_set:

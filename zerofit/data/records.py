@@ -86,10 +86,8 @@ def read_parts(
 ) -> tuple[dict[str, Part], list[str]]:
     """(the parts that a run uses, without the records that cannot be used; notes about these).
 
-    A held-out part is split off if there is none; there is training data only if the run trains.
-
-    Raises:
-        UserError: a column is missing; a record cannot be used, and such records may not be skipped; a part is empty.
+    A held-out part is split off if there is none; there is training data only if the run trains. Raises UserError: a
+    column is missing; a record cannot be used, and such records may not be skipped; a part is empty.
     """
     parts, notes = {}, list(source.notes)
     for name, table in source.parts.items():

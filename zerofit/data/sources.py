@@ -71,16 +71,14 @@ def read_source(
     unit_of: Callable[[list[Path]], str] | None = None,
     header: tuple[str, ...] = (),
 ) -> Source:
-    """Read files, or a data set of the hub.
+    """Read files, or a data set of the hub. Raises UserError: a file is missing, empty, not UTF-8 or not of its
+    format; the hub cannot be reached.
 
     Args:
         held_out: the held-out parts, each with its possible names on the hub.
         unit_of: for text files: returns line, paragraph or document, which is a record. Without it text files are
             refused.
         header: names of the columns of .csv and .tsv files without a header.
-
-    Raises:
-        UserError: a file is missing, empty, not UTF-8 or not of its format; the hub cannot be reached.
     """
     held_out = {PREDICT: ()} if PREDICT in data.patterns else held_out or {"validation": HELD_OUT}
     if data.dataset_name in EMBEDDED:
@@ -127,9 +125,6 @@ def _used_parts(parts: dict[str, Dataset], trains: bool) -> dict[str, Dataset]:
     return parts if trains or len(parts) == 1 else {name: parts[name] for name in parts if name != "train"}
 
 
-# ----------------------------------------------------------------------------------------------------------------- hub
-
-
 def _from_hub(data: DataOptions, held_out: dict[str, tuple[str, ...]]) -> dict[str, Dataset]:
     name, config = data.dataset_name or "", data.dataset_config_name
     folder = Path(name).expanduser()
@@ -147,9 +142,6 @@ def _from_hub(data: DataOptions, held_out: dict[str, tuple[str, ...]]) -> dict[s
         raise UserError(f"dataset_name = {name!r} has no split `train`; it has {', '.join(dataset)}")
     names = {"train": ("train",), **held_out}
     return {part: dataset[name] for part, known in names.items() for name in known[::-1] if name in dataset}
-
-
-# --------------------------------------------------------------------------------------------------------------- files
 
 
 def table_format(data: DataOptions) -> tuple[str, str] | None:

@@ -61,11 +61,8 @@ class Place:
 
 @functools.cache
 def find_shards(patterns: tuple[str, ...]) -> Shards:
-    """The shards that paths, addresses and globs name. A process lists them once: new ones may come meanwhile.
-
-    Raises:
-        UserError: something is missing, or of another format.
-    """
+    """The shards that paths, addresses and globs name. A process lists them once: new ones may come meanwhile. Raises
+    UserError: something is missing, or of another format."""
     names: list[str] = []
     sizes: list[int] = []
     for pattern in patterns:
@@ -98,15 +95,13 @@ def _ending(name: str) -> str:
 
 def read_window(shards: Shards, order: list[int], start: Place, size: int) -> tuple[pa.Table, Place | None]:
     """(records from a place on, where the next ones are), about `size` bytes of them, those of a shard together.
+    Raises UserError: a shard is gone, cannot be read, or its connection stays lost.
 
     Args:
         order: numbers of the shards, as they are read.
 
     Returns:
         None as the second: all shards have been read.
-
-    Raises:
-        UserError: a shard is gone, cannot be read, or its connection stays lost.
     """
     read, taken, place = dict[int, list[pa.Table]](), 0, start
     while place.shard < len(order):

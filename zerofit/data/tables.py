@@ -55,10 +55,7 @@ def first_records(records: Records, limit: int | None) -> Records:
 
 def hold_out(records: Records, fraction: float) -> tuple[Records, Records]:
     """(training, held-out) records, drawn at random with a fixed seed; each part keeps the order of the records.
-
-    Raises:
-        UserError: one part would be empty.
-    """
+    Raises UserError: one part would be empty."""
     shuffled = np.random.default_rng(SPLIT_SEED).permutation(len(records))
     held = max(1, round(fraction * len(records)))
     if held >= len(records):
@@ -72,9 +69,6 @@ def empty_split(fraction: float, count: int) -> UserError:
         f"validation_split_percentage = {100 * fraction:g} leaves no sample on one side ({count:,} records). "
         "Choose another, a validation_file, or 0"
     )
-
-
-# ------------------------------------------------------------------------------------------------------------- columns
 
 
 def text_columns(dataset: Dataset) -> list[str]:
@@ -145,13 +139,11 @@ def kept_columns(dataset: Dataset, *own: str) -> Dataset:
 
 
 def check_column(dataset: Dataset, option: str, name: str | None, holds: str = "") -> None:
-    """Check the column that an option names; None passes.
+    """Check the column that an option names; None passes. Raises UserError: there is no such column, or it holds
+    something else.
 
     Args:
         holds: "text" or "list of turns", if the column must hold it.
-
-    Raises:
-        UserError: there is no such column, or it holds something else.
     """
     if name is None:
         return
@@ -164,15 +156,9 @@ def check_column(dataset: Dataset, option: str, name: str | None, holds: str = "
 
 def check_name(name: str, option: str) -> None:
     """Check a column that was chosen because it is the only one: in a .csv file without a header it is a record.
-
-    Raises:
-        UserError: its name is a text.
-    """
+    Raises UserError: its name is a text."""
     if is_value(name):
         raise UserError(f"the first line is no name of a column: {name[:60]!r}. Add one, or say --{option}")
-
-
-# ------------------------------------------------------------------------------------------------------ derived tables
 
 
 _KEYS: WeakKeyDictionary[Dataset, str] = WeakKeyDictionary()  # of the tables that are in use

@@ -42,15 +42,9 @@ GROUP = 4 << 20  # characters
 BYTES_PER_CHARACTER = 175  # while a text is tokenised: 7.05 GiB for one of 40 MB
 
 
-# ----------------------------------------------------------------------------------------------------------- documents
-
-
 def read_records(recipe: ClmRecipe, options: DataOptions) -> Source:
-    """The data, with the unit of documents in text files.
-
-    Raises:
-        UserError: a file is missing, empty, not UTF-8 or not of its format; the hub cannot be reached.
-    """
+    """The data, with the unit of documents in text files. Raises UserError: a file is missing, empty, not UTF-8 or not
+    of its format; the hub cannot be reached."""
     unit = ""
 
     def unit_of(files: list[Path]) -> str:
@@ -67,11 +61,8 @@ def read_records(recipe: ClmRecipe, options: DataOptions) -> Source:
 
 
 def take_texts(source: Source, recipe: ClmRecipe, options: DataOptions) -> dict[str, Dataset]:
-    """The documents of each part (column `text`); a held-out part is split off if there is none.
-
-    Raises:
-        UserError: there is no such column; a split is empty.
-    """
+    """The documents of each part (column `text`); a held-out part is split off if there is none. Raises UserError:
+    there is no such column; a split is empty."""
     parts = {name: _only_text(part, text_column(part, recipe.text_column)) for name, part in source.parts.items()}
     if source.unit == "mark":
         mark = recipe.document_separator or END_OF_TEXT
@@ -95,11 +86,8 @@ def _contains(path: Path, encoding: str | None, mark: str) -> bool:
 
 
 def text_column(dataset: Dataset, name: str | None) -> str:
-    """The column of text.
-
-    Raises:
-        UserError: there is none, several are possible, or lists or objects beside the only one hold more than it.
-    """
+    """The column of text. Raises UserError: there is none, several are possible, or lists or objects beside the only
+    one hold more than it."""
     check_column(dataset, "text_column", name, "text")
     if name or "text" in text_columns(dataset):
         return name or "text"
@@ -161,9 +149,6 @@ def _cut_near_the_end(text: str, fraction: float) -> tuple[str, str]:
     return text[:cut], text[cut:]
 
 
-# ------------------------------------------------------------------------------------------------------------- samples
-
-
 def prepare_text(
     parts: dict[str, Dataset],
     tokenizer: PreTrainedTokenizerBase,
@@ -171,11 +156,7 @@ def prepare_text(
     options: DataOptions,
     block_size: int,
 ) -> TextData:
-    """Tokenise and pack texts.
-
-    Raises:
-        UserError: a part is empty, or block_size leaves it no sample.
-    """
+    """Tokenise and pack texts. Raises UserError: a part is empty, or block_size leaves it no sample."""
     packing = recipe.packing
     if recipe.append_eos and tokenizer.eos_token_id is None:
         raise UserError("append_eos = true: the tokenizer has no end-of-text token. Leave the option out")

@@ -170,14 +170,12 @@ class TokenMicroBatches(torch.utils.data.Sampler[list[int]]):
 def updates_by_tokens(
     samples: SampleSet | None, row_tokens: int | None, full_rows: int | None, seed: int
 ) -> TokenUpdates | None:
-    """What tokens_per_batch makes of the training samples; None without it.
+    """What tokens_per_batch makes of the training samples; None without it. Raises UserError: all rows have the same
+    length.
 
     Args:
         row_tokens: of a full row.
         full_rows: of an update.
-
-    Raises:
-        UserError: all rows have the same length.
     """
     if samples is None or row_tokens is None or full_rows is None:
         return None

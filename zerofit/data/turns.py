@@ -36,11 +36,8 @@ ASSISTANT = ("assistant", "gpt", "bot", "model")  # if there are turns of these,
 
 
 def refuse_preferences(table: Dataset, remedy: str) -> str | None:
-    """The column that says whether an answer is good or bad, if there is one.
-
-    Raises:
-        UserError: each record has a preferred and a rejected answer.
-    """
+    """The column that says whether an answer is good or bad, if there is one. Raises UserError: each record has a
+    preferred and a rejected answer."""
     if pair := match_columns(PREFERENCES, table.column_names):
         what = f"the records are preferences ({', '.join(pair)}): train/clm.py takes --preference_loss dpo"
         raise UserError(f"{what}. Or name columns with {remedy}; {columns_present(table)}")
@@ -107,11 +104,8 @@ def _key_of(turn: dict[str, Any], names: tuple[str, ...]) -> str | None:
 
 
 def is_trained(more: dict[str, Any], where: str) -> bool:
-    """Whether a turn may be trained on: no key of it, such as weight, train or mask, says otherwise.
-
-    Raises:
-        BadRecord: a key has another value than yes or no.
-    """
+    """Whether a turn may be trained on: no key of it, such as weight, train or mask, says otherwise. Raises BadRecord:
+    a key has another value than yes or no."""
     answers = []
     for key in (*TRAINED, *MASKED):
         if key not in more:
@@ -158,10 +152,7 @@ def turns_of(items: Any) -> Iterator[tuple[str | None, str | None]]:
 
 def _plain(content: Any) -> Any:
     """A turn's text, also where it comes in parts: [{"type": "text", "text": ...}, ...], or with "value" for "text".
-
-    Raises:
-        BadRecord: a part is something else, such as a picture.
-    """
+    Raises BadRecord: a part is something else, such as a picture."""
     parts = [content] if isinstance(content, dict) else content
     if not isinstance(parts, list) or not parts or not all(isinstance(part, (dict, str)) for part in parts):
         return content

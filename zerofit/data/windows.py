@@ -66,7 +66,7 @@ class Window:
 
 
 class WindowStore:
-    """The windows of a run, made as they are needed.
+    """The windows of a run, made as they are needed. Raises UserError: the table is of other shards.
 
     Args:
         folder: for the files of windows, on this machine.
@@ -76,9 +76,6 @@ class WindowStore:
         table: the file of the windows that are known.
         resumes: whether the run may continue that of the table.
         earlier: the table of the run whose checkpoint is named to resume from, for where this run has none yet.
-
-    Raises:
-        UserError: the table is of other shards.
     """
 
     def __init__(

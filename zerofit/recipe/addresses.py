@@ -23,11 +23,8 @@ PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "a
 
 
 def open_address(option: str, address: str) -> tuple[AbstractFileSystem, str]:
-    """The file system of an address, and the path in it. Nothing is asked of the store.
-
-    Raises:
-        UserError: nothing is known of such addresses, or a package is missing; it is a relative path.
-    """
+    """The file system of an address, and the path in it. Nothing is asked of the store. Raises UserError: nothing is
+    known of such addresses, or a package is missing; it is a relative path."""
     protocol, _, place = address.partition("://")
     try:
         system = get_filesystem_class(protocol)
@@ -50,9 +47,7 @@ def fetch_inputs(recipe: Recipe) -> None:
     streamed is not downloaded.
 
     `recipe.to_dict()` keeps the addresses. What is there already, with the same size and etag, is not read again.
-
-    Raises:
-        UserError: with all problems; something is not there, or cannot be read.
+    Raises UserError: with all problems; something is not there, or cannot be read.
     """
     problems, root = Problems(), cache_root(getattr(recipe, "cache_dir", None)) / "addresses"
     for option in (*FILE_OPTIONS, "data_path", "model_name_or_path"):

@@ -22,14 +22,12 @@ R = TypeVar("R", bound=Recipe)
 
 
 def parse_recipe(cls: type[R], argv: list[str] | None = None, **of_program: Any) -> R:
-    """Read `--config FILE` and `--option value` flags into a recipe of type `cls`.
+    """Read `--config FILE` and `--option value` flags into a recipe of type `cls`. Raises UserError: unknown names
+    (with the nearest known one), wrong types, broken rules: all of them at once. Raises SystemExit: code 0 after
+    `--help` and `--help_all`.
 
     Args:
         of_program: as in `read_recipe`.
-
-    Raises:
-        UserError: unknown names (with the nearest known one), wrong types, broken rules: all of them at once.
-        SystemExit: code 0 after `--help` and `--help_all`.
     """
     recipe, problems = read_recipe(cls, argv, **of_program)
     if problems:
@@ -47,16 +45,13 @@ def read_recipe(
     """Read flags and a recipe's file: (the recipe, in which an option that is wrong has its default; the problems).
 
     The source of each value is recorded (`recipe.source(name)`): a flag, a line of the YAML file, or None. An option
-    that is null has its default, and no source.
+    that is null has its default, and no source. Raises UserError: the recipe's file cannot be read. Raises SystemExit:
+    code 0 after `--help` and `--help_all`.
 
     Args:
         prog: the program's name in its help.
         tool: the program is a tool, which accelerate launch does not start.
         hints: {option of another program: what to type}; by default those for training (foreign_options.py).
-
-    Raises:
-        UserError: the recipe's file cannot be read.
-        SystemExit: code 0 after `--help` and `--help_all`.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     kinds = kinds_of(cls)
@@ -102,9 +97,6 @@ def read_recipe(
             "Read it, and add --trust_remote_code to the command line"
         )
     return recipe, problems or recipe.problems()
-
-
-# --------------------------------------------------------------------------------------------------------------- flags
 
 
 def _read_flags(
@@ -193,9 +185,6 @@ def _take_flag(name: str, texts: list[str], kind: Kind, values: dict[str, Any], 
     values[name] = parsed if kind.many else parsed[0]
 
 
-# ---------------------------------------------------------------------------------------------------------------- YAML
-
-
 class _RecipeLoader(BoundedLoader):
     """YAML 1.2 numbers: PyYAML's own rules read 5e-4, which has no dot, as a string, 010 as 8 and 1:30 as 90."""
 
@@ -266,9 +255,6 @@ def _take(
         )
         return
     values[name] = (parsed if kind.many else parsed[0], source)
-
-
-# ----------------------------------------------------------------------------------------------------------- flags win
 
 
 def _with_flags(cls: type[R], of_file: dict[str, tuple[Any, str]], flags: dict[str, Any], config: str | None) -> R:

@@ -104,11 +104,7 @@ def parse_number(text: str) -> float | None:
 
 def parse_bytes(text: str) -> int:
     """24GiB -> 25769803776. Powers of 1024 are KiB, MiB, GiB, TiB, powers of 1000 kB, MB, GB, TB; the B may be
-    missing, and then G is GiB.
-
-    Raises:
-        ValueError: it is not a positive size.
-    """
+    missing, and then G is GiB. Raises ValueError: it is not a positive size."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)(B?)\s*", text)
     if not match or (match[3] and not match[2]):
         raise ValueError(text)

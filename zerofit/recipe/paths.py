@@ -26,11 +26,7 @@ SPACE_BYTES = 1 << 16  # what the record of a run takes at least
 
 def check_paths(recipe: "TrainingRecipe", output: Path, output_option: str = "output_dir") -> None:
     """Check that all files and folders of the recipe exist and that the run folder can be written. Each rank checks:
-    machines may differ.
-
-    Raises:
-        UserError: with all problems.
-    """
+    machines may differ. Raises UserError: with all problems."""
     problems = []
     for option in FILE_OPTIONS:
         try:
@@ -68,10 +64,7 @@ def check_paths(recipe: "TrainingRecipe", output: Path, output_option: str = "ou
 
 def find_files(option: str, patterns: list[str]) -> list[Path]:
     """The files that paths and globs name, in a fixed order. `{stdlib}` is the folder of Python's standard library.
-
-    Raises:
-        UserError: something is missing, a folder, or empty.
-    """
+    Raises UserError: something is missing, a folder, or empty."""
     problems, files_with_content = [], []
     for pattern in filter(lambda word: not is_weight(word), patterns):
         pattern = os.path.expanduser(pattern.replace("{stdlib}", sysconfig.get_path("stdlib")))

@@ -58,11 +58,8 @@ class Schedule:
 
 
 def make_schedule(recipe: OptimizerOptions, num_updates: int) -> Schedule | None:
-    """The recipe's schedule for a run of `num_updates`; None where nothing is trained.
-
-    Raises:
-        UserError: the warm-up is not over when the decay has ended.
-    """
+    """The recipe's schedule for a run of `num_updates`; None where nothing is trained. Raises UserError: the warm-up
+    is not over when the decay has ended."""
     if not num_updates:
         return None
     warmup, decay_steps = warmup_updates(recipe, num_updates), recipe.lr_decay_steps

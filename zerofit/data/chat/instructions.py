@@ -100,11 +100,8 @@ class Form:
         return (message["content"] for message in content)
 
     def read(self, record: dict[str, Any]) -> Conversation:
-        """The conversation of a record, up to its answer or with it.
-
-        Raises:
-            BadRecord: a text is empty, a role is unknown or out of order, there is no answer.
-        """
+        """The conversation of a record, up to its answer or with it. Raises BadRecord: a text is empty, a role is
+        unknown or out of order, there is no answer."""
         if self.answered:
             refuse_rejected(record, self.verdict)
         if self.kind == "instruction":
@@ -153,9 +150,6 @@ class Form:
         return turns
 
 
-# ------------------------------------------------------------------------------------------------------ of one record
-
-
 def _worded(value: Any) -> Any:
     return text_of(value) if isinstance(value, (int, float)) else value  # an answer of digits is read as a number
 
@@ -180,11 +174,8 @@ def _text(value: Any, what: str) -> str:
 
 
 def given_in(record: dict[str, Any], columns: tuple[str, ...]) -> dict[str, Any]:
-    """What a record gives to the template beside its messages: tools, documents, and arguments of its own.
-
-    Raises:
-        BadRecord: it is not of the form that templates take.
-    """
+    """What a record gives to the template beside its messages: tools, documents, and arguments of its own. Raises
+    BadRecord: it is not of the form that templates take."""
     given: dict[str, Any] = {}
     for name in columns:
         value = without_nothing(_unpacked(record[name], f"its {name} are", "{["))
@@ -264,9 +255,6 @@ def check_order(messages: list[Message], answered: bool = True) -> None:
         raise BadRecord("no turn that could be answered")
     if answered and messages[-1]["role"] != "assistant":
         raise BadRecord(f"no answer: the last turn, number {len(messages)}, is the {messages[-1]['role']}'s")
-
-
-# -------------------------------------------------------------------------------------------------------- of a table
 
 
 def find_form(recipe: ClmRecipe, table: Dataset) -> Form | None:

@@ -68,11 +68,8 @@ class PreferenceForm:
         return (message["content"] for conversation in content for message in conversation)
 
     def read(self, record: dict[str, Any]) -> Pair:
-        """The two conversations of a record; only what is not common to both is compared.
-
-        Raises:
-            BadRecord: a text is empty, a role is out of order, there is no prompt, or both answers are the same.
-        """
+        """The two conversations of a record; only what is not common to both is compared. Raises BadRecord: a text is
+        empty, a role is out of order, there is no prompt, or both answers are the same."""
         chosen, rejected = (self._conversation(record, column) for column in (CHOSEN, REJECTED))
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected)))
         if common == max(len(chosen), len(rejected)):

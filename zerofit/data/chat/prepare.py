@@ -55,14 +55,12 @@ def prepare_chat(
     *,
     block_size: int,
 ) -> TextData:
-    """Check, split, render, tokenise and pack conversations, or pairs of answers.
+    """Check, split, render, tokenise and pack conversations, or pairs of answers. Raises UserError: a record that
+    cannot be used; no template, or one that fails; no answer is left.
 
     Args:
         config: the model's.
         forms: the form of the records of each part; they may differ.
-
-    Raises:
-        UserError: a record that cannot be used; no template, or one that fails; no answer is left.
     """
     form = next(iter(forms.values()))
     compares = isinstance(form, PreferenceForm)
@@ -109,9 +107,6 @@ def unread_note(columns: list[str], keys: Iterable[str]) -> list[str]:
     counted_keys = [f"{key} ({counted(count, 'record')})" for key, count in sorted(Counter(keys).items())]
     found = [f"{what} {', '.join(names)}" for what, names in (("columns", columns), ("keys", counted_keys)) if names]
     return [f"note      not read: {'; '.join(found)}"] if found else []
-
-
-# --------------------------------------------------------------------------------------------------------- token ids
 
 
 class ChatEncoder:
@@ -209,9 +204,6 @@ def overlap(offsets: list[chat.Span], spans: list[chat.Span]) -> np.ndarray:
     """
     starts, stops = np.array(offsets).reshape(-1, 2).T
     return np.logical_or.reduce([np.zeros(len(starts), bool)] + [(starts < b) & (stops > a) for a, b in spans])
-
-
-# ------------------------------------------------------------------------------------------------------------- samples
 
 
 class Conversations:
@@ -329,9 +321,6 @@ def best_fit(lengths: np.ndarray, size: int) -> list[list[int]]:
         if left:
             with_room[left].append(block)
     return blocks
-
-
-# ------------------------------------------------------------------------------------------------ notes
 
 
 def truncation_notes(

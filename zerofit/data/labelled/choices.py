@@ -98,11 +98,8 @@ def _texts(values: Iterable[Any]) -> list[str | None]:
 
 
 def find_choices(recipe: ClsRecipe, table: Dataset) -> Choices | None:
-    """The columns of multiple choice; None for other records.
-
-    Raises:
-        UserError: `choice_columns` names columns that are not there, or no column of the question or label is found.
-    """
+    """The columns of multiple choice; None for other records. Raises UserError: `choice_columns` names columns that
+    are not there, or no column of the question or label is found."""
     present = table.column_names
     choices = tuple(recipe.choice_columns or ()) or _known_choices(table)
     if not choices or (recipe.text_columns and not recipe.choice_columns):

@@ -158,10 +158,7 @@ class Records:
 
 def prepare_examples(recipe: ClsRecipe, config: PretrainedConfig) -> ExampleData:
     """Read, check and tokenise; the first process of the machine works, the others find the result in the cache.
-
-    Raises:
-        UserError: columns are not found, a text is empty, a label is missing or outside the label set.
-    """
+    Raises UserError: columns are not found, a text is empty, a label is missing or outside the label set."""
     task, options = GLUE.get(recipe.task_name or ""), DataOptions.of(recipe)
     length = choose_length("max_length", recipe.max_length, recipe.source("max_length"), config)
     if recipe.predict_file:
@@ -221,11 +218,8 @@ def _names(feature: Any) -> tuple[str, ...] | None:
 def _readers(
     recipe: ClsRecipe, sources: list[Records], task: GlueTask | None, config: PretrainedConfig
 ) -> list[Reader]:
-    """How each source is read, with the labels that are in all of them.
-
-    Raises:
-        UserError: there are no labels, or only one; the model was trained for others.
-    """
+    """How each source is read, with the labels that are in all of them. Raises UserError: there are no labels, or only
+    one; the model was trained for others."""
     kinds = {each.kind: each.source.where("train") for each in sources}
     if len(kinds) > 1:
         found = ", ".join(f"{kind} in {where}" for kind, where in kinds.items())

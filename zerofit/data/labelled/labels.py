@@ -84,13 +84,11 @@ class Labels:
         return shown + (f" (f1 is that of {self.names[1]})" if is_binary else "")
 
     def encode(self, value: Any, class_names: tuple[str, ...] | None = None) -> int | float:
-        """The label of a record: the number of its class, or a number.
+        """The label of a record: the number of its class, or a number. Raises BadRecord: there is none; it is none of
+        the classes, or no number.
 
         Args:
             class_names: the names of the data's class numbers, if it has class numbers.
-
-        Raises:
-            BadRecord: there is none; it is none of the classes, or no number.
         """
         name = "" if is_missing(value, self.number) else name_of(value)
         if class_names and name not in class_names and INTEGER.fullmatch(name):
@@ -109,13 +107,11 @@ class Labels:
         return place
 
     def encode_set(self, values: Any, class_names: tuple[str, ...] | None = None) -> list[float]:
-        """1 for each class that a record has, 0 for each other one.
+        """1 for each class that a record has, 0 for each other one. Raises BadRecord: there is none; one is none of
+        the classes.
 
         Args:
             values: a list of labels, which may be empty; or one label.
-
-        Raises:
-            BadRecord: there is none; one is none of the classes.
         """
         if not isinstance(values, list):
             values = [values]
@@ -137,10 +133,7 @@ def find_labels(
 
     Names of class numbers are used unchanged; words and integers are classes, sorted; numbers with a fractional part
     make a regression. `regression` overrides all of these. A text is a name as it is written ("007", "1e3"), without
-    blanks at its ends; 1.0 beside integers is 1.
-
-    Raises:
-        UserError: there are no labels, only one, or too many.
+    blanks at its ends; 1.0 beside integers is 1. Raises UserError: there are no labels, only one, or too many.
     """
     if class_names and not regression:
         return Labels(class_names)
@@ -239,14 +232,12 @@ def trained_labels(
     config: PretrainedConfig, class_names: tuple[str, ...] | None, values: list[Any], is_number: bool = False
 ) -> tuple[Labels, tuple[str, ...] | None]:
     """(the labels of a trained classifier, the names of the data's class numbers), for a launch without training.
+    Raises UserError: the model was trained for other labels.
 
     Args:
         class_names: the names of the data's class numbers, if it has class numbers.
         values: the labels of the data; empty if it has none.
         is_number: the task asks for a number.
-
-    Raises:
-        UserError: the model was trained for other labels.
     """
     theirs = _labels_of_head(config)
     of_sets = config.problem_type == MULTI_LABEL
@@ -292,13 +283,11 @@ def renamed_head(config: PretrainedConfig, labels: Labels, pretrained: str | Non
 def configure_labels(
     config: PretrainedConfig, labels: Labels, pretrained: str | None, ignore_mismatched_sizes: bool
 ) -> int | None:
-    """Write the labels into the model's configuration.
+    """Write the labels into the model's configuration. Raises UserError: the pretrained model's head has another
+    number of classes, and it may not be replaced; it is one of sentences where words have tags, or the other way
+    round.
 
     Returns: the number of outputs of the pretrained head if it must be replaced, else None.
-
-    Raises:
-        UserError: the pretrained model's head has another number of classes, and it may not be replaced; it is one of
-            sentences where words have tags, or the other way round.
     """
     other = "SequenceClassification" if labels.of_words else "TokenClassification"
     if pretrained_head(config, pretrained, other):

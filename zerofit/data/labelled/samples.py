@@ -184,17 +184,12 @@ def _encode_words(part: Part, tokenizer: PreTrainedTokenizerBase, length: int, c
     return part.encode(encode, features, (fingerprint(tokenizer), length, columns), cache)
 
 
-# ------------------------------------------------------------------------------------------------------ class weights
-
-
 def class_weights(recipe: ClsRecipe, data: ExampleData) -> list[float] | None:
     """The weight of each class, in the order of their numbers; None where all weigh the same.
 
     `balanced` is scikit-learn's: examples / (classes x examples of the class), so that each class weighs as much as
-    any other in the whole training set, or in an epoch of a mixture.
-
-    Raises:
-        UserError: the labels are numbers or choices, which no option of this group is for; or a class is not there.
+    any other in the whole training set, or in an epoch of a mixture. Raises UserError: the labels are numbers or
+    choices, which no option of this group is for; or a class is not there.
     """
     names, changed = data.labels.names, recipe.changed_class_losses
     if names is None or data.labels.choices or data.labels.of_sets:

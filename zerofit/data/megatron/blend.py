@@ -124,11 +124,8 @@ class CorpusSamples:
         return self.count
 
     def __getitem__(self, index: int) -> Sample:
-        """input_ids and next_tokens, each (block_size,) int64, and the columns for the resets.
-
-        Raises:
-            UserError: an id is beyond the vocabulary.
-        """
+        """input_ids and next_tokens, each (block_size,) int64, and the columns for the resets. Raises UserError: an id
+        is beyond the vocabulary."""
         native = self.dataset[int(index)]
         tokens, targets, counts = (native[name].numpy() for name in ("tokens", "labels", "loss_mask"))
         for number in (min(tokens.min(), targets.min()), max(tokens.max(), targets.max())):
@@ -161,7 +158,8 @@ class _TokenizerStub:
 def build(
     blend: Blend, num_samples: int, num_held_out: int, rows: int, eod: int, *, resets: tuple[str, ...], root: Path
 ) -> tuple[CorpusSamples | None, CorpusSamples | None]:
-    """(training, held-out) samples. The first process makes their index; all processes map it into memory.
+    """(training, held-out) samples. The first process makes their index; all processes map it into memory. Raises
+    UserError: the index cannot be written.
 
     Args:
         num_samples: of the full run: documents are shuffled over all its epochs. 0: no training.
@@ -170,9 +168,6 @@ def build(
         eod: the token at the end of a document.
         resets: those of RESETS that are set.
         root: the folder of indices.
-
-    Raises:
-        UserError: the index cannot be written.
     """
     sizes = (num_samples, num_held_out)
     flags = {name: name in resets for name in RESETS}

@@ -47,11 +47,8 @@ PROBES = (
 
 @functools.cache
 def megatron() -> SimpleNamespace:
-    """megatron-core's modules for data, imported late, since it takes seconds.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """megatron-core's modules for data, imported late, since it takes seconds. Raises UserError: it is not
+    installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Transformer Engine and Apex, which only models need, are not installed
         try:
@@ -158,13 +155,11 @@ class Corpus:
 
 
 def open_corpus(option: str, prefix: str) -> Corpus:
-    """Open PREFIX.bin and PREFIX.idx after a check of their sizes. `prefix` may have one of the two suffixes.
+    """Open PREFIX.bin and PREFIX.idx after a check of their sizes. `prefix` may have one of the two suffixes. Raises
+    UserError: a file is missing, of another format or version, truncated, or not of the same corpus.
 
     Args:
         option: the option that names the prefix, for messages.
-
-    Raises:
-        UserError: a file is missing, of another format or version, truncated, or not of the same corpus.
     """
     prefix = str(Path(prefix.removesuffix(".bin").removesuffix(".idx")).expanduser())
     try:
@@ -216,11 +211,7 @@ def _mapped(prefix: str) -> Corpus:
 
 
 def read_card(prefix: str) -> Card | None:
-    """PREFIX.json; None if it does not exist.
-
-    Raises:
-        UserError: `zerofit prepare` did not write it.
-    """
+    """PREFIX.json; None if it does not exist. Raises UserError: `zerofit prepare` did not write it."""
     path = Path(f"{prefix}.json")
     if not path.is_file():
         return None

@@ -21,13 +21,11 @@ LOOKED_AT = 2**27  # number of ids to check before training in a corpus without 
 def prepare_corpora(
     recipe: ClmRecipe, config: PretrainedConfig, block_size: int, consumed: Callable[[int], int]
 ) -> TextData:
-    """Open the corpora that the recipe names, and make the samples of the run.
+    """Open the corpora that the recipe names, and make the samples of the run. Raises UserError: a corpus is missing
+    or damaged, was made with another tokenizer, or a part of it is empty.
 
     Args:
         consumed: (updates) -> samples of so many updates.
-
-    Raises:
-        UserError: a corpus is missing or damaged, was made with another tokenizer, or a part of it is empty.
     """
     given, resets = recipe.blend, tuple(name for name in RESETS if getattr(recipe, name))
     corpora = [open_corpus("data_path", prefix) for _, prefix in given]
@@ -79,13 +77,11 @@ def kind(split: str, resets: tuple[str, ...], block_size: int) -> str:
 
 
 def check_tokenizer(corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str]:
-    """Check that the corpora were made with the tokenizer of the run. Returns notes for the log.
+    """Check that the corpora were made with the tokenizer of the run. Returns notes for the log. Raises UserError:
+    they were made with another one, or hold ids that it does not have.
 
     Args:
         rows: number of tokens of the tokenizer.
-
-    Raises:
-        UserError: they were made with another one, or hold ids that it does not have.
     """
     notes, problems, fingerprint = [], [], None
     for corpus in corpora:
@@ -110,11 +106,7 @@ def check_tokenizer(corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase, r
 
 def end_of_document(resets: tuple[str, ...], corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase) -> int:
     """The id at the end of each document: that of the corpora, else the tokenizer's end-of-text token; -1 if there is
-    none.
-
-    Raises:
-        UserError: there is none, and options need it; or there are several.
-    """
+    none. Raises UserError: there is none, and options need it; or there are several."""
     found = (corpus.card.eod if corpus.card else tokenizer.eos_token_id for corpus in corpora)
     eods = {eod for eod in found if eod is not None}
     if len(eods) > 1:

@@ -101,11 +101,8 @@ class Columns:
         yield content[-1].target
 
     def read(self, record: dict[str, Any]) -> list[Pair]:
-        """The pairs of a record; of a record to be answered one without a target, without replies at its end.
-
-        Raises:
-            BadRecord: there is none, or a text is empty.
-        """
+        """The pairs of a record; of a record to be answered one without a target, without replies at its end. Raises
+        BadRecord: there is none, or a text is empty."""
         if self.answered:
             refuse_rejected(record, self.verdict)
         if self.dialogue is None:
@@ -149,11 +146,8 @@ def _text(value: Any, what: str) -> str:
 
 
 def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> Columns:
-    """The columns that options name, else those of known names, else the only column(s) of text.
-
-    Raises:
-        UserError: a column does not exist, or none is found; the message lists the columns.
-    """
+    """The columns that options name, else those of known names, else the only column(s) of text. Raises UserError: a
+    column does not exist, or none is found; the message lists the columns."""
     answered, texts = not recipe.predict_file, text_columns(table)
     dialogue, source = recipe.dialogue_column, recipe.source_column
     target = recipe.target_column if answered else None
@@ -208,10 +202,7 @@ def _of_languages(
     languages: tuple[str | None, str | None], answered: bool, table: Dataset
 ) -> tuple[str | None, str | None]:
     """The columns of source_lang and target_lang, where texts stand in a column for each language (as those of wmt).
-
-    Raises:
-        UserError: columns are named after languages, and it is unclear which belongs to which option.
-    """
+    Raises UserError: columns are named after languages, and it is unclear which belongs to which option."""
     given = [code for code in languages if code]
     columns = [name for name in text_columns(table) if (LANGUAGE.fullmatch(name) and name != "id") or name in given]
     if not given or len(columns) < 1 + answered:

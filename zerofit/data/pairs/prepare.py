@@ -86,10 +86,8 @@ class PairData(TaskData):
 def prepare_pairs(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> PairData:
     """Read, check, split and tokenise; the first process of the machine works, the others use its cache.
 
-    The held-out part is drawn by records: no turn of a held-out conversation is trained on.
-
-    Raises:
-        UserError: columns are not found, a text is empty, a reply has no history.
+    The held-out part is drawn by records: no turn of a held-out conversation is trained on. Raises UserError: columns
+    are not found, a text is empty, a reply has no history.
     """
     options, widths = DataOptions.of(recipe), chosen_widths(recipe, config)
     with one_process_at_a_time(options.cache.folder):
@@ -209,12 +207,10 @@ def turn_separator(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase)
 
 class PairEncoder:
     """Pairs -> token ids. Sources and targets end with the end-of-text token: without it a model never learns to stop.
+    Raises UserError: the prefix leaves no room for a source.
 
     Args:
         max_target: the longest target in tokens, special tokens included.
-
-    Raises:
-        UserError: the prefix leaves no room for a source.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, form: SourceFormat, max_target: int):
