@@ -99,10 +99,7 @@ class BatchOptions(Recipe, phase="train"):
     )
     seed: int = option(42, "Seed of the order of samples, the initial weights and dropout.", minimum=0, phase="always")
     dataloader_num_workers: int | None = option(
-        None,
-        "Processes per rank that load batches; by default 2 with a GPU and 0 on a CPU.",
-        minimum=0,
-        identity=False,
+        None, "Processes per rank that load batches; by default 2 with a GPU, else 0.", minimum=0, identity=False
     )
 
     @property

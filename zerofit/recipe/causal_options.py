@@ -178,16 +178,10 @@ class PreferenceOptions(InferenceOptions, TextOptions, OfOtherGroups):
         common=True,
     )
     preference_beta: float | None = option(
-        None,
-        "What rewards are multiplied by; by default 0.1, and 2.0 of simpo.",
-        positive=True,
+        None, "What rewards are multiplied by; by default 0.1, and 2.0 of simpo.", positive=True
     )
     preference_label_smoothing: float = option(
-        0.0,
-        "dpo: the probability that a pair is labelled the wrong way round (conservative DPO).",
-        minimum=0,
-        below=0.5,
-        needs="preference_loss=dpo",
+        0.0, "dpo: the probability that a pair is labelled wrongly.", minimum=0, below=0.5, needs="preference_loss=dpo"
     )
     simpo_gamma: float = option(
         0.5, "simpo: the margin between the two rewards.", minimum=0, needs="preference_loss=simpo"
@@ -218,29 +212,16 @@ class DistillationOptions(Recipe, OfOtherGroups):
     """Distillation"""
 
     teacher: str | None = option(
-        None,
-        "The teacher, a folder or a hub name, held by each process beside the student: all of its weights, in the "
-        "precision of the run.",
-        common=True,
+        None, "The teacher, a folder or a hub name; each process holds all of it.", common=True
     )
     distill_divergence: str = option(
-        "forward",
-        "How far the student is from the teacher's distribution: forward, KL(teacher || student), or reverse, "
-        "KL(student || teacher).",
-        choices=DIVERGENCES,
+        "forward", "forward: KL(teacher || student), or reverse: KL(student || teacher).", choices=DIVERGENCES
     )
     distill_weight: float = option(
-        0.5,
-        "What the divergence weighs; the loss of the next token itself weighs 1 - X.",
-        minimum=0,
-        at_most=1,
-        phase="train",
+        0.5, "Weight of the divergence; the loss of the next token weighs 1 - X.", minimum=0, at_most=1, phase="train"
     )
     distill_temperature: float = option(
-        1.0,
-        "Temperature of both distributions; the divergence is multiplied by its square.",
-        positive=True,
-        phase="train",
+        1.0, "Temperature of both; the divergence is multiplied by its square.", positive=True, phase="train"
     )
 
     def problems(self) -> list[str]:
@@ -292,9 +273,7 @@ class SampleOptions(Recipe, phase="train", identity=False):
     """A sample of the trained model"""
 
     sample_tokens: int = option(0, "Generate this many tokens after training and print them. 0: none.", minimum=0)
-    sample_prompt: str | None = option(
-        None, "Prompt of that sample, which the model continues or, in a chat, answers.", needs="sample_tokens"
-    )
+    sample_prompt: str | None = option(None, "Prompt of that sample.", needs="sample_tokens")
 
 
 @dataclass

@@ -91,14 +91,10 @@ class SourceOptions(Recipe):
         phase="data",
     )
     allow_data_loss: bool = option(
-        False,
-        "Train even if more than half of the samples are skipped, or more than half of the answers are truncated.",
-        needs="!data_path",
+        False, "Train even if more than half of the samples or answers are skipped or cut.", needs="!data_path"
     )
     cache_dir: str | None = option(
-        None,
-        "Folder for prepared data; by default the cache of the datasets library.",
-        identity=False,
+        None, "Folder for prepared data; by default the cache of the datasets library.", identity=False
     )
 
     @property
@@ -172,9 +168,7 @@ class RecordOptions(Recipe):
     """Records that cannot be used"""
 
     skip_bad_records: bool = option(
-        False,
-        "Skip records that cannot be used (an empty text, no label, no answer), and count them.",
-        needs="!data_path",
+        False, "Skip and count records that cannot be used (no text, label or answer).", needs="!data_path"
     )
 
 

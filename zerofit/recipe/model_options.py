@@ -157,8 +157,7 @@ class LoraOptions(ModelOptions, phase="train"):
     lora_dropout: float = option(0.0, "Dropout on the adapter's input.", minimum=0, below=1)
     lora_bias: str = option("none", "Which biases to train as well.", choices=("none", "all", "lora_only"))
     lora_target_modules: list[str] | None = option(  # noqa: RUF009
-        None,
-        "Modules that get an adapter, by the end of their names, or all-linear; by default those of the model family.",
+        None, "Modules that get an adapter, or all-linear; by default those of the family."
     )
     lora_modules_to_save: list[str] | None = option(  # noqa: RUF009
         None, "Modules to train in full and to save with the adapter."

@@ -141,10 +141,7 @@ class RunOptions(Recipe, phase="train", identity=False):
         None, "The run folder; by default outputs/ and the name of the recipe.", common=True, phase="always"
     )
     overwrite_output_dir: bool = option(
-        False,
-        "Replace another run in output_dir; files that no run has written stay. A run with the same recipe resumes "
-        "all the same.",
-        phase="always",
+        False, "Replace another run in output_dir; files that no run has written stay.", phase="always"
     )
     logging_steps: int = option(
         10,
@@ -238,9 +235,7 @@ class CheckpointOptions(Recipe, phase="train", identity=False):
         form=(is_address, "an address, such as s3://bucket/run"),
     )
     push_to_hub: str | None = option(
-        None,
-        "Hub repository, owner/name, to push model/ to; a new one is private.",
-        form=(".*/.*", "owner/name"),
+        None, "Hub repository, owner/name, to push model/ to; a new one is private.", form=(".*/.*", "owner/name")
     )
     max_hours: float | None = option(
         None, "Stop after this many hours, counted from its start: save, then exit with code 85.", positive=True
@@ -284,10 +279,7 @@ class TrackingOptions(Recipe, phase="train", identity=False):
         idle=True,
     )
     report_name: str | None = option(
-        None,
-        "Project name at the tracker; by default zerofit and the name of the task.",
-        needs="with_tracking",
-        idle=True,
+        None, "Project name at the tracker; by default zerofit and the task.", needs="with_tracking", idle=True
     )
 
 

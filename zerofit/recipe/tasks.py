@@ -95,7 +95,7 @@ class LabelOptions(Recipe):
         shapes_input=True,
     )
     ignore_mismatched_sizes: bool = option(
-        False, "Replace a pretrained head with another number of labels by a new, random one.", phase="train"
+        False, "Replace a pretrained head that has another number of labels.", phase="train"
     )
 
     def problems(self) -> list[str]:
@@ -177,10 +177,7 @@ class PairOptions(Recipe, shapes_input=True):
         None, "Column of the source text, if the records are no conversations.", aliases=("text_column",), common=True
     )
     target_column: str | None = option(
-        None,
-        "Column of the target text (or of the reply to a conversation).",
-        aliases=("summary_column", "response_column"),
-        common=True,
+        None, "Column of the target, or of the reply.", aliases=("summary_column", "response_column"), common=True
     )
     turn_separator: str | None = option(None, "Text between two turns; by default that of the model.")
     source_prefix: str = option("", "Text before each source, e.g. 'summarize: ' for T5.")
@@ -209,16 +206,10 @@ class GenerationOptions(PairOptions, needs="predict_with_generate", idle=True):
         None, "Number of beams; by default that of the model, else 1.", positive=True, common=True
     )
     val_max_target_length: int | None = option(
-        None,
-        "Maximum length of a generated text in tokens; by default max_target_length.",
-        positive=True,
-        shapes_input=True,
+        None, "Longest generated text in tokens; by default max_target_length.", positive=True, shapes_input=True
     )
     val_min_target_length: int | None = option(
-        None,
-        "Minimum length of a generated text in tokens; by default that of the model.",
-        minimum=0,
-        shapes_input=True,
+        None, "Shortest generated text in tokens; by default the model's.", minimum=0, shapes_input=True
     )
     n_val_batch_generations: int = option(
         3, "From how many held-out batches to print a text (predictions.jsonl has all).", minimum=0, identity=False
