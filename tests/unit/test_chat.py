@@ -4,9 +4,7 @@ import pytest
 from chats import (
     ANSWERS,
     CHAT,
-    INSTRUCTION,
     LONG_TALK,
-    PROMPT,
     TOKENIZERS,
     encoded,
     encoder_of,
@@ -23,90 +21,23 @@ from zerofit.model.chat import (
 )
 from zerofit.model.loss import IGNORE
 
-# ------------------------------------------------------------------------------- what a template should write, by hand
-
-Pieces = list[tuple[str, bool]]  # text, and whether it is trained on
-
-
-def expected(template: str, messages: list[dict], tokenizer) -> Pieces:
-    """The pieces of a conversation, put together without a template."""
-    bos, eos = tokenizer.bos_token, tokenizer.eos_token
-    system = messages[0]["content"] if messages[0]["role"] == "system" else ""
-    rest = messages[1:] if system else messages
-    marks = tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
-    words = {"instruction": ("Instruction", "Input", "Response"), "instruction-ja": ("指示", "入力", "応答")}
-    begin = bos if marks else ""
-    pieces: Pieces = []
-    for number, (user, assistant) in enumerate(zip(rest[::2], rest[1::2])):
-        answer, first = assistant["content"], number == 0
-        if template == "llama-2-chat":
-            inner = f"<<SYS>>\n{system}\n<</SYS>>\n\n" if system and first else ""
-            pieces += [(f"{bos}[INST] {inner}{user['content']} [/INST]", False), (f" {answer} {eos}", True)]
-        elif template == "chatml":
-            text = (f"{begin}<|im_start|>system\n{system}<|im_end|>\n" if system else begin) if first else "\n"
-            text += f"<|im_start|>user\n{user['content']}<|im_end|>\n<|im_start|>assistant\n"
-            pieces += [(text, False), (f"{answer}<|im_end|>{eos}", True)]
-        elif template == "none":
-            pieces += [((begin + system if first else "") + user["content"], False), (answer + eos, True)]
-        else:
-            ask, given, reply = words[template]
-            text = begin + (f"{system}\n\n" if system else "") if first else "\n\n"
-            text += f"### {ask}:\n{user.get('instruction', user['content'])}\n\n"
-            text += f"### {given}:\n{user['input']}\n\n" if user.get("input") else ""
-            pieces += [(f"{text}### {reply}:\n", False), (answer + eos, True)]
-    return pieces
+SAID = [{"role": "user", "content": "Add.\n\n1 2", "instruction": "Add.", "input": "1 2"},
+        {"role": "assistant", "content": "3"}]  # fmt: skip
+WRITTEN = {  # Llama-2's: test_chat_blocks.py
+    "chatml": "<|im_start|>user\nAdd.\n\n1 2<|im_end|>\n<|im_start|>assistant\n⟦3<|im_end|></s>⟧",
+    "instruction": "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n⟦3</s>⟧",
+    "instruction-ja": "### 指示:\nAdd.\n\n### 入力:\n1 2\n\n### 応答:\n⟦3</s>⟧",
+    "none": "Add.\n\n1 2⟦3</s>⟧",
+}
 
 
-def tokens_of(pieces: Pieces, tokenizer) -> tuple[list[int], list[int]]:
-    """(ids, labels) of pieces that are tokenised one by one: where they meet, no token spans them."""
-    ids, labels = [], []
-    for text, trained in pieces:
-        # After a special token, Llama's tokenizers put no space of their own in front.
-        piece = tokenizer(tokenizer.eos_token + text, add_special_tokens=False)["input_ids"][1:]
-        if not ids:
-            piece = tokenizer(text, add_special_tokens=False)["input_ids"]
-        ids += piece
-        labels += piece if trained else [IGNORE] * len(piece)
-    return ids, labels
-
-
-def as_instruction(record: dict) -> dict:
-    """White space at its end, which `none` keeps and the others strip, keeps prompt and answer in separate tokens."""
-    last = "input" if record["input"] else "instruction"
-    return {**record, last: record[last] + "\n"}
-
-
-def as_prompt(record: dict) -> dict:
-    return {"prompt": record["instruction"] + "\n", "completion": record["output"]}
-
-
-def as_messages(record: dict) -> dict:
-    texts = {"user": record["instruction"] + "\n", "assistant": record["output"]}
-    return {"messages": [{"role": role, "content": text} for role, text in texts.items()]}
-
-
-@pytest.mark.parametrize("name", TOKENIZERS)
-@pytest.mark.parametrize("template", ["llama-2-chat", "chatml", "instruction", "instruction-ja", "none"])
-@pytest.mark.parametrize(
-    ("form", "in_form"), [(INSTRUCTION, as_instruction), (PROMPT, as_prompt), (CHAT, as_messages)]
-)
-def test_the_labels_of_records_token_by_token(tokenizer_of, records, form, in_form, template, name):
-    tokenizer = tokenizer_of(name)
-    asked = [in_form(record) for record in records]
-    rows = encoded(encoder_of(tokenizer, form, template), asked)
-    assert len(rows) == len(records) >= 30
-    for record, row, source in zip(asked, rows, records):
-        messages = form.read(record)
-        if template != "none":
-            messages = [{key: text.strip() for key, text in message.items()} for message in messages]
-        ids, labels = tokens_of(expected(template, messages, tokenizer), tokenizer)
-        assert list(row["input_ids"]) == ids
-        assert list(row["labels"]) == labels
-        assert row["trained"] == sum(label != IGNORE for label in labels) > 0
-        assert (row["truncated"], row["is_cut"]) == (0, False)
-        (answer,) = trained_text(row, tokenizer)
-        assert answer.endswith(tokenizer.eos_token)
-        assert answer.removesuffix(tokenizer.eos_token).removesuffix("<|im_end|>").strip() == source["output"]
+@pytest.mark.parametrize("template", WRITTEN)
+def test_what_the_templates_write(tokenizer_of, template):
+    tokenizer = tokenizer_of("llama")
+    tokenizer.chat_template = named_template(template)
+    text, ((start, stop),) = render(tokenizer, SAID)
+    begin = text[:start].removeprefix(tokenizer.bos_token)
+    assert f"{begin}⟦{text[start:stop]}⟧{text[stop:]}" == WRITTEN[template]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

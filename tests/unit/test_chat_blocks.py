@@ -1,6 +1,5 @@
 """Conversations from file to blocks: packed whole, cut and counted, shown, cached; the loss of a block."""
 
-import json
 from functools import partial
 
 import numpy as np
@@ -168,29 +167,3 @@ def test_a_sample_is_shown(tokenizer_of, tmp_path, prepare):
         "⟦ 富士山です。🗻 </s>⟧<s>[INST] And in 𠮷野? [/INST]⟦ That is Mt. Hakkyō,\n1,915 m. </s>⟧"
         "<s>[INST] ありがとう。 [/INST]⟦ どういたしまして! </s>⟧"
     )
-
-
-def test_the_record_that_a_template_fails_on_is_named(tmp_path, prepare):
-    """By its number in the file, also where a part is held out."""
-    template = tmp_path / "mine.jinja"
-    template.write_text(
-        "{% for m in messages %}\n{% if 'bad' in m.content %}\n{{ raise_exception('it is bad') }}\n{% endif %}\n"
-        "{{ m.content }}{% endfor %}"
-    )
-    some = asked([5] * 40, [2] * 40)
-    some[33]["prompt"] = "bad\n"
-    path = write_records(tmp_path / "a.jsonl", some)
-    flags = ["--chat_template", template, "--validation_split_percentage", "40"]
-    message = refusal(prepare, path, *flags)
-    assert f"{path}, record 34: chat_template = '{template}' fails on it: line 3: it is bad" in message
-
-
-def test_what_was_made_under_other_options_is_not_taken_from_the_cache(short, prepare):
-    flags = ("--packing", "none", "--block_size", "512", "--chat_template")
-    seen = {}
-    for more in (["instruction"], ["instruction-ja"], ["llama-2-chat"], ["instruction", "--train_on_prompt"],
-                 ["instruction", "--system_prompt", "Be brief."], ["instruction", "--block_size", "300"]):  # fmt: skip
-        rows = all_of(prepare(short, *flags, *more).train)
-        seen[" ".join(more)] = json.dumps([[row["input_ids"].tolist(), row["labels"].tolist()] for row in rows])
-    assert len(set(seen.values())) == 5, "a smaller block changes nothing here"
-    assert seen["instruction"] == seen["instruction --block_size 300"]

@@ -153,19 +153,6 @@ def test_reasoning_of_earlier_answers_is_dropped_as_the_template_drops_it(tokeni
     assert [text[start:stop] for start, stop in spans] == expected
 
 
-def test_reasoning_between_calls_is_found_where_later_turns_drop_it(tokenizer_with):
-    tokenizer = tokenizer_with("qwen3")
-    turns = [
-        TALK[0], {"role": "assistant", "content": "", "reasoning_content": "Ask.", "tool_calls": [CALL]},
-        {"role": "tool", "content": "dry"}, {"role": "assistant", "content": "Dry.", "reasoning_content": "So."},
-        *TALK[2:],
-    ]  # fmt: skip
-    text, spans = render(tokenizer, turns)
-    call = '\n<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": 2}}\n</tool_call><|im_end|>'
-    last = "<think>\n\n</think>\n\nNothing more.<|im_end|>"
-    assert [text[start:stop] for start, stop in spans] == [call, "Dry.<|im_end|>", last]
-
-
 def test_a_template_that_begins_an_answer_otherwise_in_generation_is_said(
     tokenizer_of, prepare_causal, llama, tmp_path
 ):
@@ -201,20 +188,6 @@ def test_arguments_are_written_once_as_an_object(tokenizer_of, arguments, given)
     prompt = "<|im_start|>assistant\n"
     assert [text[start:stop] for start, stop in spans] == [(body * 2)[1:] + "<|im_end|>", "Hello.<|im_end|>"]
     assert prompt + body[1:] in text
-
-
-def test_a_template_that_goes_through_the_arguments_gets_an_object(tokenizer_of):
-    items = (
-        "{%- for m in messages %}[{{ m.role }}]{{ m.content }}{%- for c in m.tool_calls or [] %}{{ c.function.name }}"
-        "{%- for k, v in c.function.arguments | items %}<{{ k }}>{{ v }}{%- endfor %}{%- endfor %}{{ eos_token }}"
-        "{%- endfor %}"
-        "{%- if add_generation_prompt %}[assistant]{%- endif %}"
-    )
-    tokenizer = chatml_tokenizer(tokenizer_of("gpt2"), items, "</s>")
-    call = {"function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
-    record = {"messages": [TALK[0], {"role": "assistant", "content": None, "tool_calls": json.dumps([call])}]}
-    text, spans = render(tokenizer, Form("messages", "messages").read(record))
-    assert [text[start:stop] for start, stop in spans] == ["weather<city>Bern</s>"]
 
 
 def test_the_older_form_of_a_call(tokenizer_with):
@@ -256,13 +229,6 @@ def test_of_several_templates_that_for_tools_is_taken(tokenizer_of, tmp_path):
         text, *_ = encoder.render(encoder.form.read({"messages": TALK, "tools": tools}), "a.jsonl, record 1")
         single = chatml_tokenizer(tokenizer_of("gpt2"), template, "<|im_end|>")
         assert text == single.apply_chat_template(TALK, tools=tools or None, tokenize=False)
-
-
-def test_tools_of_a_message_reach_the_template(tokenizer_with):
-    turns = [{"role": "system", "content": "Be kind.", "tools": json.dumps([TOOL])}, *TALK]
-    tokenizer = tokenizer_with("qwen2.5")
-    text, _ = render(tokenizer, Form("messages", "messages").read({"messages": turns}))
-    assert json.dumps(TOOL) in text
 
 
 def test_arguments_of_a_record_reach_the_template(tokenizer_with):

@@ -49,22 +49,6 @@ def test_no_row_is_padded_beyond_the_model_s_positions(positions, multiple):
     assert round_up(lengths, multiple).max() == (positions or 4096)
 
 
-@pytest.mark.parametrize(("width", "multiple", "expected"), [(None, 1, 5), (None, 8, 8), (12, 8, 12)])
-def test_examples(width, multiple, expected):
-    samples = [(example(length, np.int64(label)), 10 + length) for length, label in ((3, 1), (5, 0), (1, 2))]
-    batch = ExampleCollator({"input_ids": PAD, "token_type_ids": TYPE}, width, multiple)(samples)
-    assert batch.inputs.keys() == {"input_ids", "token_type_ids", "attention_mask"}
-    for row, (sample, _) in enumerate(samples):
-        length = len(sample["input_ids"])
-        assert batch.inputs["input_ids"][row].tolist() == padded(sample["input_ids"], expected, PAD)
-        assert batch.inputs["token_type_ids"][row].tolist() == padded(sample["token_type_ids"], expected, TYPE)
-        assert batch.inputs["attention_mask"][row].tolist() == [1] * length + [0] * (expected - length)
-    assert batch.labels.tolist() == [1, 0, 2]
-    assert batch.labels.dtype == torch.int64
-    assert (batch.num_targets, batch.num_tokens, batch.num_positions) == (3, 9, 3 * expected)
-    assert batch.indices == [13, 15, 11]
-
-
 @pytest.mark.parametrize("kind", [np.int64, np.float32])
 def test_the_loss_of_filled_up_examples_is_the_loss_of_the_others(kind):
     """Value and gradient; a micro-batch of fillers alone gives zeros and no nan."""

@@ -225,26 +225,6 @@ def test_the_held_out_part_shares_no_conversation_with_the_training_part(tmp_pat
         assert source.split()[1] == target.split()[1]
 
 
-def test_bad_records_are_named_or_left_out(tmp_path, prepare):
-    path = write_records(tmp_path / "a.jsonl", [*(talk(n) for n in range(20)), talk(20, 1), {"dialogue": ["a", " "]}])
-    message = refusal(prepare, path)
-    assert f"{path}, record 21: a reply with no history" in message
-    assert "--skip_bad_records" in message
-    data = prepare(path, "--skip_bad_records", "--validation_split_percentage", "0")
-    assert len(data.train) == 20 * 3
-    assert any("2 of 22 records" in note for note in data.notes)
-
-
-def test_the_same_columns_in_another_role(tmp_path, prepare):
-    """What was found under the one reading of a file is not taken from the cache for the other."""
-    path = write_records(tmp_path / "a.jsonl", [{"a": f"left {n}", "b": f"right {n}"} for n in range(20)])
-    flags = ("--validation_split_percentage", "0")
-    one = prepare(path, "--source_column", "a", "--target_column", "b", *flags)
-    other = prepare(path, "--source_column", "b", "--target_column", "a", *flags)
-    assert sources(one, one.train)[3] == "left 3"
-    assert sources(other, other.train)[3] == "right 3"
-
-
 @pytest.mark.parametrize("content", [
     [{"type": "text", "text": "How are "}, {"type": "input_text", "text": "you?", "image_url": None}],
     ["How are ", "you?"], [{"type": "text", "text": {"value": "How are you?", "annotations": []}}],

@@ -1,17 +1,15 @@
 """Training on Megatron's corpora: the samples are megatron-core's, and what cannot be read is refused."""
 
-import contextlib
 import dataclasses
 import platform
 import shutil
 import struct
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from tests.helpers import ROOT, check_refusal, refusal, tiny_model
 from zerofit.data.causal import prepare_causal_data
@@ -21,7 +19,6 @@ from zerofit.data.megatron.corpus import INDICES, Card, megatron, open_corpus, t
 from zerofit.data.order import FixedOrder, MicroBatches, loader
 from zerofit.model.configuration import load_configuration
 from zerofit.model.loss import IGNORE, install_loss
-from zerofit.model.preflight import check_mask_support
 from zerofit.model.tokenizer import check_vocabulary, pad_vocabulary, train_tokenizer
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parse import parse_recipe
@@ -343,25 +340,6 @@ def test_a_card_that_contradicts(tokenised, damaged, tmp_path, changes, flags, s
     dataclasses.replace(tokenised[2], **changes).write(Path(f"{damaged}.json"))
     more = [flag.format(corpus=tokenised[1]) for flag in flags]
     assert said in refusal(prepared, tokenised, tmp_path, "--data_path", damaged, *more)
-
-
-@pytest.mark.parametrize(("attention", "refused"), [("sdpa", False), ("eager", True), ("flash_attention_2", True)])
-def test_masks_take_an_attention_that_heeds_them(attention, refused):
-    engine = SimpleNamespace(module=SimpleNamespace(config=PretrainedConfig(attn_implementation=attention)))
-    with pytest.raises(UserError, match="without the other") if refused else contextlib.nullcontext():
-        check_mask_support(engine)
-
-
-def test_no_random_number_is_drawn_for_data_once_a_loader_is_there(tmp_path):
-    """Dropout of an update follows from its seed, also of the first one after a resume."""
-    prefix = write_corpus(tmp_path / "x", random_documents(1, 50))
-    train = samples_of(prefix, 12, tmp_path)
-    for workers in (0, 1):
-        batches = MicroBatches(FixedOrder(12), 12, 0, 4, 1, world=1, rank=0)
-        made = iter(loader(train, batches, CausalCollator(pad_id=0), workers, pin=False))
-        before = torch.get_rng_state()
-        assert len(list(made)) == 3
-        assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_fingerprint_is_of_what_a_tokenizer_does(tokenised, tmp_path):

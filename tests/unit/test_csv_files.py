@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 
 import pandas as pd
 import pytest
@@ -161,27 +160,6 @@ def test_texts_stay_as_they_are_written(tmp_path, cache, name):
     else:
         frame.to_json(path, orient="records", lines=name.endswith("l"))
     assert read(str(path), cache).to_dict() == VALUES
-
-
-@pytest.mark.parametrize(("values", "texts"), [
-    (["0", 1, "007"], ["0", "1", "007"]),
-    (["a", 3, 3.0, 2.5, True, None], ["a", "3", "3", "2.5", "True", None]),
-    (["2024-01-01", 5], ["2024-01-01", "5"]),
-    ([90000000000001300900, 1], ["90000000000001300900", "1"]),
-    ([["2024-01-01"], ["2024-01-02"]], [["2024-01-01"], ["2024-01-02"]]),
-    ([["a", 1], None], [["a", "1"], None]),
-    ([{"text": "2024-01-01"}, {"text": "2024-01-02"}], [{"text": "2024-01-01"}, {"text": "2024-01-02"}]),
-    ([1, 2.5, None], [1, 2.5, None]),  # numbers stay numbers
-    ([True, False], [True, False]),
-])  # fmt: skip
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
-def test_values_of_several_types_are_texts(tmp_path, cache, values, texts, name):
-    rows = [{"label": value, "text": "x"} for value in values]
-    text = json.dumps(rows) if name.endswith("json") else "".join(f"{json.dumps(row)}\n" for row in rows)
-    (tmp_path / name).write_text(text)
-    table = read(str(tmp_path / name), cache)
-    assert table["label"][:] == texts
-    assert table["text"][:] == ["x"] * len(rows)
 
 
 def test_columns_of_numbers_are_not_taken_for_the_text(tmp_path, cache):

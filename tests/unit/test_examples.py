@@ -171,14 +171,3 @@ def test_truncation_is_counted_and_keeps_the_marks(tmp_path, prepare):
     assert (sample["input_ids"] == separator).sum() == 2
     assert len(sample["token_type_ids"]) == 12
     assert words(cut)[0].endswith("ok")  # the longer text is cut, not the last one
-
-
-@pytest.mark.parametrize("late", ["", "two"])
-def test_a_column_whose_type_changes_late(tmp_path, prepare, late):
-    """The datasets library guesses a column's type from its first 10,000 records."""
-    labels = [n % 2 for n in range(10_001)] + [late]
-    path = write(tmp_path / "a.csv", {"text": [f"{WORDS[n % 8]} {n}" for n in range(10_002)], "label": labels})
-    flags = ("--skip_bad_records", "--validation_split_percentage", "0")
-    data = prepare(path, *flags)
-    assert len(data.train) == 10_002 - (not late)
-    assert data.labels.names == (("0", "1", "two") if late else ("0", "1"))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from test_order import LAYOUTS
 
-from zerofit.data.order import FILLER, LengthGroups, MicroBatches, SampleOrder
+from zerofit.data.order import LengthGroups, MicroBatches, SampleOrder
 
 G = 8  # of all layouts
 SAMPLES = 333  # divided by nothing
@@ -84,13 +84,3 @@ def test_micro_batches_hold_neighbours_in_length_the_longest_first(layout, group
     lengths = LENGTHS[batches.reshape(-1, G)]
     assert (np.diff(lengths, axis=1) <= 0).all()
     assert (LENGTHS[plain] != lengths).any()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["as drawn", "sorted"])
-def test_fillers_stand_at_the_end(layout, lengths):
-    batches = global_batches(order(), SAMPLES, layout, lengths=lengths).reshape(-1)
-    missing = -SAMPLES % G
-    assert missing == 3
-    assert batches[-missing:].tolist() == [FILLER] * missing
-    assert sorted(batches[:-missing].tolist()) == list(range(SAMPLES))

@@ -178,19 +178,6 @@ def text_of(data, samples) -> str:
     return "".join(data.tokenizer.decode(samples[n]["input_ids"]) for n in range(len(samples)))
 
 
-def test_the_form_is_announced_and_the_held_out_part_is_drawn_by_records(tmp_path, prepare):
-    path = write_records(tmp_path / "a.jsonl", [asked(n) for n in range(100, 140)])
-    flags = ("--chat_template", "instruction", "--validation_split_percentage", "25")
-    data = prepare(path, *flags)
-    assert data.notes[:2] == ["template  instruction", "data      each record is an instruction (instruction, output)"]
-    train, held_out = (
-        {n for n in range(100, 140) if f"It is {n}." in text_of(data, part)} for part in (data.train, data.validation)
-    )
-    assert train | held_out == set(range(100, 140))
-    assert not train & held_out
-    assert (data.train.stats.documents, data.validation.stats.documents) == (30, 10) == (len(train), 10)
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -8,8 +8,6 @@ from helpers import read_data, refusal
 
 from zerofit.recipe import ClsRecipe
 
-LONG = "x" * 400_000  # 26 such records fill a block of the library
-
 
 def read(cache, *files, **options):
     return read_data(ClsRecipe(train_file=[str(file) for file in files], cache_dir=cache, **options)).parts["train"]
@@ -48,34 +46,15 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize(("first", "later", "values"), DIFFERENT)
-def test_records_of_later_blocks_and_files_may_differ(tmp_path, cache, first, later, values):
-    block = [{**record, "text": LONG} for record in 28 * first]
-    write(tmp_path / "blocks.jsonl", [*block, *later])
+def test_later_records_and_files_may_differ(tmp_path, cache, first, later, values):
+    write(tmp_path / "both.jsonl", [*first, *later])
     write(tmp_path / "a.jsonl", first)
     write(tmp_path / "b.jsonl", later)
     (tmp_path / "c.json").write_text(json.dumps([{"text": "t", **record} for record in later]))
-    found = read(cache, tmp_path / "blocks.jsonl")
-    assert [found["label"][0], found["label"][-1]] == values
-    assert len(found) == 28 + len(later)
-    for second in ("b.jsonl", "c.json"):
-        found = read(cache, tmp_path / "a.jsonl", tmp_path / second)
+    for names in (["both.jsonl"], ["a.jsonl", "b.jsonl"], ["a.jsonl", "c.json"]):
+        found = read(cache, *(tmp_path / name for name in names))
+        assert len(found) == len(first) + len(later)
         assert [found["label"][0], found["label"][-1]] == values
-
-
-def test_columns_may_come_one_after_another(tmp_path, cache):
-    for number in range(5):
-        write(tmp_path / f"{number}.jsonl", [{f"column{number}": number, "label": number / 2}])
-    found = read(cache, tmp_path / "*.jsonl")
-    assert found["label"][:] == [0, 0.5, 1, 1.5, 2]
-    assert [found[f"column{number}"][number] for number in range(5)] == [*range(5)]
-    assert found["column4"][0] is None
-
-
-@pytest.mark.parametrize("columns", [("id", "source", "model", "system_prompt", "messages"), ("type", "id", "cwd")])
-def test_columns_of_agents_records_need_no_package(tmp_path, cache, columns):
-    record = dict.fromkeys(columns, "a") | ({"messages": [{"role": "user"}]} if "messages" in columns else {})
-    write(tmp_path / "a.jsonl", [{**record, "version": 1}])
-    assert set(columns) <= set(read(cache, tmp_path / "a.jsonl").column_names)
 
 
 # -------------------------------------------------------------------------------------------------------------- pandas
@@ -132,11 +111,6 @@ def test_half_of_a_surrogate_pair_is_named_and_can_be_skipped(tmp_path, cache, h
     source = read_data(ClsRecipe(train_file=[str(path)], cache_dir=cache, skip_bad_records=True))
     assert source.parts["train"]["text"][:] == ["0", "1", "3"]
     assert any("record 3" in note for note in source.notes)
-
-
-def test_pairs_are_read(tmp_path, cache):
-    (tmp_path / "a.jsonl").write_text(r'{"text": "\ud83d\ude00", "label": "a"}')
-    assert read(cache, tmp_path / "a.jsonl")["text"][:] == ["\U0001f600"]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])

@@ -150,17 +150,6 @@ def test_labels_are_mixed(prepare_labelled):
     assert [int(trained) + int(held_out) for trained, held_out in counts] == [50, 40, 10]
 
 
-def test_numbers_and_choices_are_mixed(prepare_labelled):
-    numbers = ([{"text": f"{n}", "label": n / step} for n in range(20)] for step in (1, 2))
-    assert prepare_labelled(*((1, records) for records in numbers))[0].labels.names is None
-    asked = (
-        [{"question": "what?", "choices": ["a", "b", "c"][:most], "label": 1} for _ in range(20)] for most in (2, 3)
-    )
-    data, _ = prepare_labelled(*((1, records) for records in asked))
-    assert data.labels.choices
-    assert len(data.labels.names) == 3
-
-
 def test_sources_of_several_kinds_are_refused(prepare_labelled):
     tags = [{"tokens": ["a", "b"], "ner_tags": ["O", "B-X"]}] * 20
     texts = [{"text": f"{n}", "label": n % 2} for n in range(20)]

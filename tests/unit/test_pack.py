@@ -1,21 +1,13 @@
 """Packing: what lies in a block, what is trained on, and the counts in the table."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
-import torch
 from datasets import Dataset, Features, List, Value
-from torch.nn import Linear
 
-from zerofit.data.causal import prepare_causal_data
 from zerofit.data.collate import CausalCollator
 from zerofit.data.order import FILLER
 from zerofit.data.pack import Documents, PackedBlocks, SeparateDocuments
-from zerofit.model.configuration import load_configuration
 from zerofit.model.loss import IGNORE
-from zerofit.recipe import ClmRecipe
-from zerofit.training.evaluation import eval_batches
 
 TEXTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10, 11, 12, 13, 14, 15], [16, 17, 18]]  # 18 tokens
 FLAT = np.concatenate([np.array(text) for text in TEXTS])
@@ -69,24 +61,6 @@ def test_separate_documents_are_cut_and_padded(documents):
 def blocks_of(samples) -> list[dict]:
     assert len(samples) > 0
     return [samples[index] for index in range(len(samples))]
-
-
-@pytest.mark.parametrize("packing", ["documents", "concatenate", "none"])
-def test_an_evaluation_reads_the_same_samples_on_any_number_of_processes(tmp_path, cache, packing):
-    (tmp_path / "a.txt").write_text("".join(f"This is line {number} of a text.\n" for number in range(300)))
-    recipe = ClmRecipe(config_name="gpt2", train_tokenizer_vocab_size=280, train_file=[str(tmp_path / "a.txt")],
-                       block_size=16, cache_dir=cache, max_eval_samples=11, document_separator="line",
-                       validation_split_percentage=20, packing=packing)  # fmt: skip
-    samples = prepare_causal_data(recipe, load_configuration(recipe)).validation
-    assert len(samples) == 11
-    for processes in (1, 2, 4):
-        read = []
-        for rank in range(processes):
-            layout = SimpleNamespace(data_size=processes, data_rank=rank)
-            engine = SimpleNamespace(layout=layout, device=torch.device("cpu"), alive=lambda: None, model=Linear(1, 1))
-            for batch in eval_batches(engine, samples, CausalCollator(0), 2):
-                read += batch.samples
-        assert sorted(read) == list(range(11)), processes
 
 
 @pytest.mark.parametrize("size", [2, 4, 5, 7, 18])

@@ -9,7 +9,6 @@ from helpers import ROOT, check_refusal, refusal
 from zerofit.recipe import ClmRecipe, UserError, parse_recipe
 from zerofit.recipe import parse as parsing
 from zerofit.recipe.fields import kinds_of
-from zerofit.recipe.foreign_options import FOREIGN_NAMES, HINTS
 from zerofit.recipe.parse import read_recipe
 from zerofit.recipe.tasks import TASKS as RECIPES
 
@@ -222,25 +221,6 @@ def test_help_is_short_and_help_all_names_every_option(cls, capsys, monkeypatch)
     assert headings.index("Model and tokenizer") < headings.index("Data sources")
     assert headings.index("Data sources") < headings.index("Batches and length of the run")
     assert len(headings) == len(set(headings)), "a group comes twice"
-
-
-def names_of(cls) -> set[str]:
-    return {field.name for field in dataclasses.fields(cls)}
-
-
-def test_hints_name_existing_options():
-    ours = {name for cls in TASKS for name in names_of(cls)}
-    everywhere = set.intersection(*map(names_of, TASKS))
-    assert len(FOREIGN_NAMES) > 40
-    for options, said in FOREIGN_NAMES.items():
-        assert set(options) <= ours, options
-        assert not set(said.split()) & everywhere, said
-    for words, said in HINTS.items():
-        named = set(re.findall(r"--(\w+)", re.sub("`[^`]*`", "", words))) - {"config_file"}  # `other programs`
-        assert named <= ours, words
-        assert not set(said.split()) & everywhere, said
-    said = [name for texts in (FOREIGN_NAMES, HINTS) for text in texts.values() for name in text.split()]
-    assert len(said) == len(set(said)), "one name, two answers"
 
 
 @pytest.mark.parametrize(

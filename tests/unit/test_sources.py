@@ -78,28 +78,6 @@ def test_marks_and_other_separators(tmp_path, cache):
     assert found.train["text"][:] == ["one", "two", "three"]
 
 
-def test_an_edited_file_is_read_anew(tmp_path, cache):
-    path = tmp_path / "a.txt"
-    path.write_text("before")
-    assert records(cache, path, validation_split_percentage=0).train["text"][:] == ["before"]
-    path.write_text("afterwards")
-    assert records(cache, path, validation_split_percentage=0).train["text"][:] == ["afterwards"]
-
-
-def test_a_trained_tokenizer_is_cached_and_the_pieces_fit(tmp_path, cache):
-    path = write(tmp_path, "a.jsonl")
-    recipe = ClmRecipe(config_name="gpt2", train_tokenizer_vocab_size=280, train_file=[str(path)], cache_dir=cache,
-                       block_size=32, validation_split_percentage=10)  # fmt: skip
-    config = load_configuration(recipe)
-    first, second = prepare_causal_data(recipe, config), prepare_causal_data(recipe, config)
-    assert len(first.tokenizer) == 280
-    assert first.tokenizer.get_vocab() == second.tokenizer.get_vocab()
-    assert first.train[0]["input_ids"].tolist() == second.train[0]["input_ids"].tolist()
-    written = "".join(first.tokenizer.decode(first.train[index]["input_ids"]) for index in range(2))
-    assert "text number" in written
-    assert first.tokenizer.eos_token in written
-
-
 @pytest.mark.parametrize("kind", ["a.jsonl", "a.csv", "a.txt", "saved"])
 def test_tokens_are_cached_until_a_file_an_option_or_the_tokenizer_changes(tmp_path, kind):
     """Each case is looked up twice, as by another process, which knows no table of this one."""

@@ -2,12 +2,10 @@
 
 import gzip
 import io
-import json
-import random
 
 import pytest
 import torch
-from helpers import ROOT, labelled_recipe, launch, launched, planned_bert, refusal, write_records
+from helpers import ROOT, labelled_recipe, planned_bert, refusal
 
 from zerofit.data.collate import ExampleCollator
 from zerofit.data.file_formats import sentences
@@ -180,43 +178,3 @@ def test_the_task_of_a_plan_is_that_of_its_recipe():
     assert read_with_recipe(PlanOptions, tags, "test")[0].task == "cls"
     packed = ["--config", str(ROOT / "recipes/clm/llama2-small-pretrain.yaml"), *tags[2:4], "--mean_length", "300"]
     assert "packed rows are full" in refusal(read_with_recipe, PlanOptions, packed, "test")
-
-
-@pytest.mark.long
-def test_a_model_learns_tags(pairs_tokenizer, tmp_path):
-    draw = random.Random(1)
-    names, others = ["Mary", "John", "Paul"], ["walks", "sees", "the", "river", "slowly"]
-    records = []
-    for _ in range(120):
-        words = [*draw.choices(others, k=draw.randint(2, 6)), draw.choice(names)]
-        draw.shuffle(words)
-        records.append({"tokens": words, "ner_tags": ["B-PER" if word in names else "O" for word in words]})
-    path = write_records(tmp_path / "names.jsonl", records)
-    shape = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64"
-    lines = launch(
-        tmp_path / "run", "--model_type", "bert", "--config_overrides", shape, "--tokenizer_name", pairs_tokenizer,
-        "--train_file", path, "--validation_split_percentage", "25", "--per_device_train_batch_size", "8",
-        "--max_train_steps", "300", "--learning_rate", "3e-3", "--cache_dir", tmp_path / "cache", task="cls",
-        strategy="single", processes=1,
-    )  # fmt: skip
-    assert lines[-1]["eval_f1"] > 0.9
-    rows = [json.loads(line) for line in (tmp_path / "run" / "predictions.jsonl").read_text().splitlines()]
-    assert len(rows) == 30
-    assert set(rows[0]) == {"tokens", "label", "prediction"}
-    assert all(len(row["tokens"]) == len(row["label"]) == len(row["prediction"]) for row in rows)
-    asked = [{"tokens": [], "id": 0}, *({"tokens": row["tokens"], "id": 1} for row in rows), {"tokens": ["", "the"]}]
-    done = launched(
-        tmp_path / "asked", "--model_name_or_path", tmp_path / "run" / "model", "--predict_file",
-        write_records(tmp_path / "asked.jsonl", asked), task="cls", strategy="ddp", processes=2,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    none, *answers, last = map(json.loads, (tmp_path / "asked" / "predictions.jsonl").read_text().splitlines())
-    assert answers == [{"tokens": row["tokens"], "prediction": row["prediction"]} for row in rows]
-    assert (none["prediction"], last["prediction"]) == ([], [None, "O"])
-    texts = [{"text": " ".join(row["tokens"]), "label": row["label"][0]} for row in rows]
-    done = launched(
-        tmp_path / "other", "--model_name_or_path", tmp_path / "run" / "model", "--train_file",
-        write_records(tmp_path / "texts.jsonl", texts), task="cls", strategy="single", processes=1,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "TokenClassification" in done.stderr
