@@ -1,10 +1,12 @@
-"""A script of train/ with one rank that is slow, stopped, or signals all: disturbed.py RANK WHAT SCRIPT OPTIONS ...
+"""A script of train/ in which ranks are disturbed: disturbed.py RANK,RANK ... WHAT SCRIPT OPTIONS ...
 
-WHAT is forward, data, `gradient FACTOR FACTOR ...`, `stop in PHASE`, or `SIGNAL PHASE UPDATE`: in that phase of that
-update, or of the next one that has it, the rank sends the signal to all ranks. Gradients of the first update are
-multiplied by the first factor, and so on; the loss stays as it is.
+WHAT is `unused` (DDP looks for parameters that have no gradient), `forward` or `data` (slow), `gradient FACTOR FACTOR
+...`, `stop in PHASE`, `kill UPDATE`, or `SIGNAL PHASE UPDATE`: in that phase of that update, or of the next one that
+has it, the rank sends the signal to all ranks. Gradients of the first update are multiplied by the first factor, and
+so on; the loss stays as it is.
 """
 
+import functools
 import os
 import runpy
 import signal
@@ -17,6 +19,7 @@ import psutil
 import torch
 
 from zerofit.data.collate import CausalCollator
+from zerofit.strategy import processes
 from zerofit.strategy.engine import Engine
 from zerofit.training.run import Run
 
@@ -46,6 +49,9 @@ def disturb(what: str) -> None:
     if what == "forward":
         before = torch.nn.Linear.forward
         torch.nn.Linear.forward = lambda self, hidden: (burn(), before(self, hidden))[1]
+    elif what == "unused":
+        kwargs = processes.DistributedDataParallelKwargs
+        processes.DistributedDataParallelKwargs = functools.partial(kwargs, find_unused_parameters=True)
     elif what == "data":
         collate = CausalCollator.__call__
         CausalCollator.__call__ = lambda self, *args: wait_for_a_disk(collate, self, *args)
@@ -79,7 +85,7 @@ def disturb(what: str) -> None:
 
 if __name__ == "__main__":
     rank, what = sys.argv[1:3]
-    if rank == os.environ["RANK"]:
+    if os.environ["RANK"] in rank.split(","):
         disturb(what)
     sys.argv = sys.argv[3:]
     sys.path[0] = str(Path(sys.argv[0]).parent)

@@ -63,6 +63,13 @@ def test_it_trains_as_one_process_does(run, strategy):
     check_alike(metrics(run(strategy)), metrics(run("single")))
 
 
+def test_ddp_that_looks_for_unused_parameters_trains_as_one_process_does(run, cache, tmp_path):
+    through = (ROOT / "tests" / "launch" / "disturbed.py", "0,1", "unused")
+    completed(tmp_path / "run", *RUN, "--per_device_train_batch_size", "2", "--cache_dir", cache, strategy="ddp",
+              processes=2, through=through)  # fmt: skip
+    check_alike(metrics(tmp_path / "run"), metrics(run("single")))
+
+
 @pytest.mark.long
 def test_a_partition_is_a_machine(run):
     effective = yaml.safe_load((run("zero3_hpz") / "strategy.yaml").read_text())

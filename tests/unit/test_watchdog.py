@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 from helpers import ROOT, environment
 from torch.distributed.flight_recorder import fr_trace
 
@@ -337,6 +338,8 @@ def test_a_hang_is_told_with_the_collective_and_the_ranks_that_did_not_come(tmp_
     expected = ("gloo:all_reduce of [[7]], number 2 in group pair: rank 0 on machine 0 (a) waits, rank 1 on "
                 "machine 1 (b) has not come to it")  # fmt: skip
     assert any(expected in text for text in said), said
+    if torch.__version__ < "2.13":
+        pytest.skip("torch's own reader refuses the records of gloo before 2.13")
     fr_trace.main([str(tmp_path / "flight"), "-p", "rank_"])
     assert "missing ranks: {1}" in capsys.readouterr().out + caplog.text, "torch reads it as well: docs/trouble.md"
 

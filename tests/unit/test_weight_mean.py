@@ -21,7 +21,7 @@ def average(engine: Alone, updates: range) -> list[list[torch.Tensor]]:
     seen = []
     for update in updates:
         engine.train(range(update, update + 1))
-        engine.state.average(0.7)
+        engine.state.update_ema(0.7)
         seen.append([each.detach().clone() for each in engine.module.parameters()])
     return seen
 
@@ -30,7 +30,7 @@ def average(engine: Alone, updates: range) -> list[list[torch.Tensor]]:
 def test_it_is_the_mean_of_what_there_was_and_resumes_to_the_bit(tmp_path, optim):
     engine, undisturbed = ENGINES[optim](), ENGINES[optim]()
     by_hand = [each.detach().clone() for each in engine.module.parameters()]
-    engine.state.start_average()
+    engine.state.start_ema()
     weights = average(engine, range(3))
     saver = saver_of(engine, tmp_path, asynchronous=False)
     save(saver, engine, 3)
@@ -39,17 +39,17 @@ def test_it_is_the_mean_of_what_there_was_and_resumes_to_the_bit(tmp_path, optim
     undisturbed.train(range(6))
     assert all(map(torch.equal, weights[-1], undisturbed.module.parameters())), "training is as it was"
     again = ENGINES[optim](seed=5)
-    again.state.start_average()
+    again.state.start_ema()
     folder, _ = saver.choose("auto")
     saver_of(again, tmp_path).load(folder)
     average(again, range(3, 6))
     for of_update in weights:
         by_hand = [0.7 * mean + 0.3 * weight for mean, weight in zip(by_hand, of_update)]
-    for each in (engine, again):
-        each.state.take_average()
-    for mean, ours, resumed in zip(by_hand, engine.module.parameters(), again.module.parameters()):
-        torch.testing.assert_close(ours, mean, rtol=1e-6, atol=1e-7)
-        assert torch.equal(ours, resumed)
+    with engine.state.averaged(), again.state.averaged():
+        for mean, ours, resumed in zip(by_hand, engine.module.parameters(), again.module.parameters()):
+            torch.testing.assert_close(ours, mean, rtol=1e-6, atol=1e-7)
+            assert torch.equal(ours, resumed)
+    assert all(map(torch.equal, weights[-1], engine.module.parameters())), "the weights are back"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3, "fsdp2"])

@@ -57,7 +57,9 @@ class Family:
 
     Args:
         model_types: the `model_type` of the configurations in transformers.
-        lora_targets: the layers that get a LoRA adapter where the recipe names none.
+        lora_targets: the layers that get a LoRA adapter where the recipe names none: those of attention, as peft's
+            own table has them, and key and output with query and value; of Llama and its kin all linear layers of a
+            block, which Dettmers et al. 2023 (QLoRA) found to reach full training.
         bare_tokenizer_options: options of the tokenizer's class where the folder has vocabulary files only.
         decoder_starts_with_padding: a decoder from scratch begins with the padding token, not with bos.
         overflows_fp16: activations exceed fp16's range (65,504); train/seq2seq.py then takes bf16.

@@ -86,8 +86,8 @@ def check_loss(engine: "Engine", recipe: LossOptions) -> str:
 
 @uncompiled()
 def check_packing(engine: "Engine", recipe: ModelOptions, collate: "CausalCollator") -> str:
-    """Check that the documents of a packed row stay apart; `collate`, a CausalCollator, lays rows out as the prepared
-    model's attention takes them. Returns a line for the log, or nothing.
+    """Check that the documents of a packed row stay apart. Sets `collate.flatten` (rows are laid out for a flash
+    kernel), and may switch the model's attention to sdpa. Returns a line for the log, or nothing.
 
     Raises:
         UserError: a document sees the one before it.

@@ -239,7 +239,7 @@ def doing() -> Iterator[Callable[[str], None]]:
 
 class Bar(StatusLine):
     """Progress of a run: the status line at a terminal, else a line now and then on stdout. By priority: update,
-    loss, time left, tokens/s, learning rate."""
+    loss, the script's own figures, time left, tokens/s, learning rate."""
 
     def __init__(self, total: int, every: int, main: bool):
         super().__init__()
@@ -259,10 +259,10 @@ class Bar(StatusLine):
             left = (time.perf_counter() - self.started) / (number - self.done) * (self.total - number)
             self.figures = [
                 f"loss {decimals(metrics.loss)}",
+                *(f"{name} {decimals(value)}" for name, value in (metrics.own or {}).items()),
                 f"{duration(left)} left",
                 f"{metrics.tokens_per_s:,.0f} tokens/s",
                 f"lr {metrics.learning_rate:.2e}",
-                *(f"{name} {decimals(value)}" for name, value in (metrics.own or {}).items()),
             ]
         pieces = [f"update {number:>{len(str(self.total))}}/{self.total}", *self.figures]
         if self.renewed and (self.is_due() or not self.width or number == self.total):

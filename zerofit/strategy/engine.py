@@ -109,7 +109,7 @@ class Engine:
 
     Attributes:
         module: the model of transformers; of a pipeline this rank's stage of it.
-        whole: the unsharded model, for names and shapes; under pipeline parallelism it is on the meta device.
+        whole: the unsharded model, for names and shapes; of pipelines and FSDP2 it has no weights.
         model: what is called: the module, wrapped as the strategy says.
         state: the optimizer's state in the form in which checkpoints have it (state.py); None where nothing is
             trained.
@@ -132,7 +132,7 @@ class Engine:
             self.torch_optimizer.locate(self.state, self._sharing_group())
         self.ema_decay = recipe.ema_decay
         if self.ema_decay and self.state is not None:
-            self.state.start_average()
+            self.state.start_ema()
 
     def _prepare(self, model: Any, recipe: OptimizerOptions, optimizer: Any) -> Any:
         """Wrap and shard the module and the optimizer, on their device. Returns what `model` is.
@@ -238,7 +238,7 @@ class Engine:
     def update_ema(self) -> None:
         """Update the EMA of the weights, after an optimizer step."""
         if self.ema_decay:
-            self.state.average(self.ema_decay)
+            self.state.update_ema(self.ema_decay)
 
     @property
     def learning_rate(self) -> float:
@@ -352,21 +352,24 @@ class Engine:
         """`generate` of the model on this rank's rows (B, T), on all ranks together.
 
         Under ZeRO-3 and FSDP2 every rank takes part in every forward pass, so ranks that have finished continue until
-        all have.
+        all have. Without dropout; the model is in the mode then that it was in before.
         """
+        was_training = self.model.training
         self.model.eval()
         input_ids = input_ids.to(self.device)
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         together = (self.strategy.shards_parameters or self.strategy.fully_shards) and self.layout.world_size > 1
         with self.rows_in_full(), uncompiled():
-            return self.module.generate(
+            written = self.module.generate(
                 input_ids,
                 attention_mask=attention_mask.to(self.device),
                 synced_gpus=together,
                 use_cache=True,
                 **kwargs,
             )
+        self.model.train(was_training)
+        return written
 
     def close(self) -> None:
         """The final barrier of the ranks; each may leave the process after it (zerofit.recipe.errors.leave)."""

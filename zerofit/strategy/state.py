@@ -7,6 +7,7 @@ cut out, if it has, and by the range of the flattened share (or parameter) that 
 one strategy, M ranks read under another.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from zerofit.strategy.muon import Muon, flat
 # What AdamW keeps has the shape of the parameter, and so has Muon's mean; what other optimizers keep
 # (optimizers.py) has not, and is not cut.
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
-AVERAGE = "ema"
+EMA = "ema"
 SAMPLES = 16  # of a parameter
 
 
@@ -255,24 +256,33 @@ class OptimizerState:
     def _weights_follow(self) -> None:
         """Give the model the weights that the optimizer has now, where it has its own copy of them."""
 
-    def start_average(self) -> None:
-        """Keep a mean of the weights from now on, beside the moments: these come first, since an optimizer makes them
-        where it finds nothing."""
-        self.kinds = (*self.kinds, AVERAGE)
+    def start_ema(self) -> None:
+        """Keep an exponential mean of the weights from now on, beside the moments: these come first, since an
+        optimizer makes them where it finds nothing."""
+        self.kinds = (*self.kinds, EMA)
         self.initialize_moments()
         for tensor in self._optimized():
-            self.optimizer.state[tensor][AVERAGE] = tensor.detach().clone()
+            self.optimizer.state[tensor][EMA] = tensor.detach().clone()
 
-    def average(self, decay: float) -> None:
-        """Move the mean: `decay` of it stays."""
+    def update_ema(self, decay: float) -> None:
+        """Move the mean towards the weights: `decay` of it stays."""
         for tensor in self._optimized():
-            flat(self.optimizer.state[tensor][AVERAGE]).lerp_(flat(tensor), 1 - decay)
+            flat(self.optimizer.state[tensor][EMA]).lerp_(flat(tensor), 1 - decay)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within this context the model has the mean in the place of its weights. All ranks enter it together."""
+        self._swap_ema()
+        yield
+        self._swap_ema()
 
     @torch.no_grad()
-    def take_average(self) -> None:
-        """Put the mean in the place of the weights, at the end of training."""
+    def _swap_ema(self) -> None:
         for tensor in self._optimized():
-            flat(tensor).copy_(flat(self.optimizer.state[tensor][AVERAGE]))
+            weights, mean = flat(tensor), flat(self.optimizer.state[tensor][EMA])
+            weights_before = weights.clone()
+            weights.copy_(mean)
+            mean.copy_(weights_before)
         self._weights_follow()
 
 

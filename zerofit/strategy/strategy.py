@@ -170,7 +170,7 @@ class Strategy:
 
     @property
     def model_dtype(self) -> torch.dtype:
-        """The dtype that weights have here: DeepSpeed casts the model itself, accelerate keeps fp32 and autocasts."""
+        """The dtype that weights have here: DeepSpeed casts the model itself; others keep fp32."""
         return self.compute_dtype if self.deepspeed is not None else torch.float32
 
     @property
@@ -180,7 +180,13 @@ class Strategy:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype of the model's products, and of weights that are not trained."""
+        """The dtype of matrix products, and of LoRA's frozen base.
+
+        One process and DDP: autocast of the Accelerator (processes.py); layers add to a sum in this dtype, too
+        (model/residual.py), unless the recipe says `residual_in_fp32`. FSDP2: the MixedPrecisionPolicy of
+        fsdp_engine.py; each rank's rows are in fp32. DeepSpeed: the model itself has this dtype, the optimizer has the
+        weights in fp32. Losses are in fp32.
+        """
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision, torch.float32)
 
     @property

@@ -42,8 +42,8 @@ class TorchEngine(Engine):
 
         Else those of the first micro-batches take extra memory until the all-reduce.
         """
-        model.reducer.prepare_for_backward([])
         zeros: Any = sum(0.0 * parameter.sum() for parameter in self.parameters)
+        model.reducer.prepare_for_backward([zeros])
         zeros.backward()
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:

@@ -6,7 +6,7 @@ from zerofit.checkpoint.run_state import BestEvaluation
 from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.options import EvaluationOptions
 
-LOWER_IS_BETTER = ("loss", "perplexity", "mse")
+LOWER_IS_BETTER = ("loss", "perplexity", "mse", "mae", "wer", "cer", "ter")  # beginnings of figures' names
 
 
 @dataclass(frozen=True)

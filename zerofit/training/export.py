@@ -24,7 +24,7 @@ from zerofit.record.plot import plot_run
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import decimals, duration
 from zerofit.record.written_files import MODEL
-from zerofit.strategy.state import AVERAGE
+from zerofit.strategy.state import EMA
 from zerofit.training.prepare import LONG
 from zerofit.training.summary import about_evaluations, compiled, incomplete, summary, why_stopped
 
@@ -45,8 +45,8 @@ def export(run: "Run", remarks: Callable[[], list[str]]) -> None:
     review = _export_model(run, checkpoints.directory.best / "model" if loads_best else None)
     _keep_state_if_incomplete(run)
     if recipe.ema_decay:
-        run.engine.state.take_average()  # it takes the place of the weights
-        _export_weights(run, {}, AVERAGE)
+        with run.engine.state.averaged():
+            _export_weights(run, {}, EMA)
     said: list[str] = []
     if run.is_main:
         said = _export_record(run, loads_best, remarks)

@@ -60,8 +60,9 @@ def evaluate_generation(
 
 
 def sample_text(run: Any, data: TextData) -> list[str]:
-    """Lines for the log: what the trained model writes after `sample_prompt` (in a chat: its answer), as long as its
-    positions allow. All ranks call it together; nothing without `sample_tokens`, or where the run has stopped."""
+    """Lines for the log: what the model with its present weights writes after `sample_prompt` (in a chat: its answer),
+    as long as its positions allow. All ranks call it together; nothing without `sample_tokens`, or where the run has
+    stopped."""
     recipe, engine, tokenizer = run.recipe, run.engine, data.tokenizer
     if not recipe.sample_tokens or run.stopped:
         return []
@@ -84,7 +85,10 @@ def sample_text(run: Any, data: TextData) -> list[str]:
         pad_token_id=tokenizer.eos_token_id,
     )
     text = str(tokenizer.decode(written[0], skip_special_tokens=True))
-    return ["a sample of what it writes:", *("  | " + line for line in text.splitlines())]
+    return [
+        f"a sample of what it writes after update {run.state.updates:,}:",
+        *("  | " + line for line in text.splitlines()),
+    ]
 
 
 def continue_prompts(engine: Engine, data: TextData, recipe: ClmRecipe, folder: RunFolder) -> list[str]:
