@@ -11,10 +11,9 @@ from tests.helpers import read_data, refusal
 from zerofit.data.chat.instructions import find_form
 from zerofit.data.pairs.columns import find_columns
 from zerofit.data.records import BadRecord
-from zerofit.data.tables import check_name, columns_present, worded_columns
+from zerofit.data.tables import check_name, columns_present, is_value, worded_columns
 from zerofit.data.text import text_column
 from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe
-from zerofit.recipe.columns import is_value
 
 HEADER = ("本文", "評価")
 ROWS = [("とても良い、また来たい", "良い"), ("店員が残念", "悪い")] * 3

@@ -12,7 +12,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.helpers import refusal
-from zerofit.data.tables import TableCache
 from zerofit.data.text import tokenize_texts
 from zerofit.model import chat
 from zerofit.model.adapter_folder import open_adapter
@@ -86,9 +85,9 @@ def test_a_template_that_is_long_but_honest(tokenizer):
 
 def test_a_text_that_takes_more_memory_than_there_is(tokenizer, tmp_path, monkeypatch):
     table = Dataset.from_dict({"text": ["a " * 10**5, "a a"]})
-    assert [len(row) for row in tokenize_texts(table, tokenizer, True, TableCache(tmp_path))["input_ids"]] == [
+    assert [len(row) for row in tokenize_texts(table, tokenizer, True, tmp_path)["input_ids"]] == [
         10**5 + 1,
         3,
     ]
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=30 << 20))
-    assert "200,000 characters" in refusal(tokenize_texts, table, tokenizer, False, TableCache(tmp_path))
+    assert "200,000 characters" in refusal(tokenize_texts, table, tokenizer, False, tmp_path)

@@ -19,7 +19,7 @@ from zerofit.data.pack import SampleSet, TextData
 from zerofit.data.prompts import read_causal_prompts
 from zerofit.data.sources import Source
 from zerofit.data.stream_reader import find_shards
-from zerofit.data.tables import TableCache, columns_present, identity, one_process_at_a_time
+from zerofit.data.tables import columns_present, identity, one_process_at_a_time
 from zerofit.data.text import prepare_text, read_records, take_texts
 from zerofit.data.windows import LAG_UPDATES, StreamedSamples, WindowStore
 from zerofit.model.tokenizer import get_tokenizer
@@ -48,7 +48,7 @@ def prepare_causal_data(recipe: ClmRecipe, config: PretrainedConfig, consumed: C
     options = DataOptions.of(recipe)
     if recipe.predict_file:
         return read_causal_prompts(recipe, options, config, block_size)
-    with one_process_at_a_time(options.cache.folder):
+    with one_process_at_a_time(options.cache):
         if recipe.streaming:
             data = _prepare_stream(recipe, options, config, block_size, consumed)
         else:
@@ -127,11 +127,11 @@ def _prepare_stream(
     prepared: list[TextData] = []  # the latest window
 
     def prepare(records: Dataset, name: str, folder: Path) -> SampleSet:
-        own = replace(options, held_out_fraction=0.0, cache=TableCache(folder))
+        own = replace(options, held_out_fraction=0.0, cache=folder)
         prepared[:] = [_prepare_source(recipe, own, config, block_size, Source({"train": records}, {}, name))]
         return prepared[0].trained
 
-    folder, resumes = options.cache.folder / f"stream-{digest}", recipe.resume != "never"
+    folder, resumes = options.cache / f"stream-{digest}", recipe.resume != "never"
     checkpoint = None if recipe.resume in ("auto", "never") else Path(recipe.resume).expanduser().resolve()
     earlier = checkpoint and checkpoint.parents[1] / table.name
     store = WindowStore(shards, folder, size, recipe.seed, prepare, table=table, resumes=resumes, earlier=earlier)

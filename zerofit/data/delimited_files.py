@@ -5,16 +5,20 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 from zerofit.data.encodings import open_text
 from zerofit.data.options import DataOptions
 from zerofit.data.tables import texts_of, write_table
-from zerofit.recipe.columns import DELIMITERS, SEPARATOR_LINE, ending_of, find_delimiter, first_rows, head_of
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.files import ending_of
 
+DELIMITERS = {".csv": ",", ".tsv": "\t"}  # by the ending of a file
+OTHERS = (",", ";", "\t", "|")  # that files of these endings have too
+SEPARATOR_LINE = re.compile('"?sep=.?"?\r?\n')  # Excel's first line of a .csv file, which is no header
+HEAD = 1000  # lines of a file, read to find its delimiter
 QUOTED = r'(?<![^{0}])"(?:[^"]|"")*"(?![^{0}])'  # a field; {0} is what separates fields
 Options = dict[str, Any]  # of csv.reader
 
@@ -26,7 +30,6 @@ def read_delimited(paths: list[Path], data: DataOptions, header: tuple[str, ...]
     Args:
         header: the names of the columns of files without a header.
     """
-    csv.field_size_limit(sys.maxsize)
     notes, columns, records = list[str](), dict[str, None](), list[Iterator[dict[str, str]]]()
     for path in paths:
         options = _options(path, data, bool(header), notes)
@@ -103,13 +106,31 @@ def _broken(path: Path, encoding: str | None, options: Options) -> list[int]:
                 return places
 
 
+def delimiter_of(path: Path, data: DataOptions) -> str:
+    """The delimiter of a .csv or .tsv file: what its ending says; another one where that leaves a header of one
+    column, and the other as many columns in the header as in the first record."""
+    if data.delimiter:
+        return data.delimiter
+    head, usual = _head(path, data.encoding), DELIMITERS[ending_of(path)]
+    for delimiter in (usual, *OTHERS):
+        header, *record = islice(chain(filter(None, csv.reader(head, delimiter=delimiter)), [[]]), 2)
+        if len(header) > 1 and (delimiter == usual or len(record[0]) in (0, len(header))):
+            return delimiter
+    return usual
+
+
+def _head(path: Path, encoding: str | None) -> list[str]:
+    csv.field_size_limit(sys.maxsize)  # a text may be longer than csv's limit
+    with _lines(path, encoding) as lines:
+        return list(islice(lines, HEAD))
+
+
 def _options(path: Path, data: DataOptions, is_headless: bool, notes: list[str]) -> Options:
     """The arguments of csv.reader for a file."""
-    ending, head = ending_of(path), head_of(path, [data.encoding]) or ""
-    found = DELIMITERS[ending] if is_headless or not head else find_delimiter(head, ending)
-    options = {"delimiter": data.delimiter or found}
+    ending = ending_of(path)
+    options = {"delimiter": DELIMITERS[ending] if is_headless else delimiter_of(path, data)}
     if ending == ".csv":
-        if _has_blanks_before_quotes(head, options["delimiter"]):
+        if _has_blanks_before_quotes(_head(path, data.encoding), options["delimiter"]):
             notes.append(f'note      {path}: blanks before a field are left out: a, "b"')
             return {**options, "skipinitialspace": True}
         return options
@@ -122,13 +143,12 @@ def _options(path: Path, data: DataOptions, is_headless: bool, notes: list[str])
     return {**options, "quoting": csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE}
 
 
-def _has_blanks_before_quotes(head: str, delimiter: str) -> bool:
+def _has_blanks_before_quotes(head: list[str], delimiter: str) -> bool:
     """Whether fields are written as in `a, "b"`, where the quotes enclose the field: no program writes a text so that
     begins with a blank and a quote, and none goes on behind the quote that ends it."""
-    if not re.search(rf'{re.escape(delimiter)} +"(?!")', head):
+    if not re.search(rf'{re.escape(delimiter)} +"(?!")', "".join(head)):
         return False
-    rows = first_rows(head, delimiter, len(head))
-    begun = [field.strip() for row in rows for field in row if re.match(' +"', field)]
+    begun = [field.strip() for row in csv.reader(head, delimiter=delimiter) for field in row if re.match(' +"', field)]
     return bool(begun) and all(field[1:].endswith('"') or '"' not in field[1:] for field in begun)
 
 

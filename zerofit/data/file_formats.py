@@ -17,9 +17,8 @@ from zerofit.data.encodings import open_text
 from zerofit.data.json_files import read_json
 from zerofit.data.options import DataOptions
 from zerofit.data.tables import stored_table, texts_of, write_table
-from zerofit.recipe.columns import ending_of
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.files import PACKED
+from zerofit.recipe.files import PACKED, ending_of
 
 FORMATS = {
     ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "tsv", ".xlsx": "xlsx",
@@ -76,7 +75,7 @@ def read_table(
     }
     make = makers.get(kind) or partial(read_delimited, paths, data, header)
     words = (data.encoding, data.delimiter, data.field, data.skip_bad_records, data.allow_data_loss, unit, header)
-    return stored_table(paths, data.cache.folder, make, kind, *words)
+    return stored_table(paths, data.cache, make, kind, *words)
 
 
 def _read_texts(paths: list[Path], encoding: str | None, unit: str, place: Path) -> list[str]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from zerofit.data.tables import Records, TableCache, first_records
+from zerofit.data.tables import Records, first_records
 from zerofit.model.tokenizer import TokenizerOptions
 from zerofit.recipe.places import cache_root
 from zerofit.recipe.tasks import TaskRecipe
@@ -33,7 +33,7 @@ class DataOptions:
     """
 
     patterns: dict[str, list[str]]
-    cache: TableCache
+    cache: Path
     dataset_name: str | None = None
     dataset_config_name: str | None = None
     encoding: str | None = None
@@ -53,7 +53,7 @@ class DataOptions:
 
     @classmethod
     def of(cls, recipe: TaskRecipe) -> "DataOptions":
-        cache = TableCache(cache_root(recipe.cache_dir))
+        cache = cache_root(recipe.cache_dir)
         named = [value for name, value in recipe.to_dict().items() if name.endswith(("_column", "_columns")) and value]
         return cls(
             patterns={part: files for part, option in PART_FILES.items() if (files := getattr(recipe, option, None))},
@@ -63,7 +63,7 @@ class DataOptions:
             delimiter=recipe.separator,
             field=recipe.field,
             cache=cache,
-            hub_cache=cache.folder if recipe.cache_dir else None,
+            hub_cache=cache if recipe.cache_dir else None,
             named_columns=frozenset(chain.from_iterable([name] if isinstance(name, str) else name for name in named)),
             lowercases=not getattr(recipe, "task_name", None),
             tokenizer=TokenizerOptions.of(recipe),

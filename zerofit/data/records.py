@@ -3,6 +3,7 @@ used, hold a part out, and encode the others."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,7 +12,7 @@ from datasets import Dataset, Features, Value
 from zerofit.data.lengths import report_data_loss
 from zerofit.data.options import DataOptions
 from zerofit.data.sources import Source
-from zerofit.data.tables import Columns, TableCache, columns_present, derived, encode_table, hold_out, select
+from zerofit.data.tables import Columns, columns_present, derived, encode_table, hold_out, select
 from zerofit.recipe.errors import UserError
 
 Encode = Callable[[list[Any], list[int]], Columns]  # (what records hold, their places) -> their rows of a table
@@ -66,7 +67,7 @@ class Part:
         """Every text, to train a tokenizer."""
         return (text for content in self.contents() for text in self.reader.texts(content))
 
-    def encode(self, encode: Encode, features: Features, key: tuple[object, ...], cache: TableCache) -> Dataset:
+    def encode(self, encode: Encode, features: Features, key: tuple[object, ...], cache: Path) -> Dataset:
         """A table made by `encode` from (what some records hold, their places in this part); see encode_table."""
         reader = self.reader  # the table is not sent to other processes
 
@@ -107,7 +108,7 @@ def read_parts(
     return {name: part for name, part in parts.items() if options.trains or name != "train"}, notes
 
 
-def _bad_records(part: Part, cache: TableCache) -> Dataset:
+def _bad_records(part: Part, cache: Path) -> Dataset:
     """The records that cannot be read: their places, and why."""
     reader = part.reader
 

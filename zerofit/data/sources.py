@@ -8,13 +8,14 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
+from zerofit.data.delimited_files import DELIMITERS, delimiter_of
 from zerofit.data.file_formats import format_of, read_table
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.stdlib import EMBEDDED, read_stdlib
 from zerofit.data.stream_reader import find_shards
 from zerofit.data.tables import derived
-from zerofit.recipe.columns import DELIMITERS, ending_of, find_delimiter, head_of
 from zerofit.recipe.errors import UserError, first_line
+from zerofit.recipe.files import ending_of
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.paths import FILE_OPTIONS, find_files
 from zerofit.recipe.tasks import TaskRecipe
@@ -150,10 +151,8 @@ def table_format(data: DataOptions) -> tuple[str, str] | None:
     if part is None:
         return None
     path = find_files(f"{part}_file", data.patterns[part])[0]
-    if (ending := ending_of(path)) not in DELIMITERS:
-        return None
-    head = head_of(path, [data.encoding])
-    return ending, data.delimiter or (find_delimiter(head, ending) if head else DELIMITERS[ending])
+    ending = ending_of(path)
+    return (ending, delimiter_of(path, data)) if ending in DELIMITERS else None
 
 
 def files_and_sizes(recipe: TaskRecipe) -> dict[str, str]:

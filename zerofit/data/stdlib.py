@@ -21,7 +21,7 @@ from typing import Any
 
 from datasets import Dataset, Features, Value
 
-from zerofit.data.tables import TableCache, derived, encode_table, keyed
+from zerofit.data.tables import derived, encode_table, keyed
 
 EMBEDDED = ("stdlib-docstrings", "stdlib-functions")  # the names of the data sets
 NUM_PACKAGES = 12
@@ -35,7 +35,7 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 TABLE = Features({name: Value("string") for name in ("package", "top", "name", "text", "code")})
 
 
-def read_stdlib(name: str, cache: TableCache) -> dict[str, Dataset]:
+def read_stdlib(name: str, cache: Path) -> dict[str, Dataset]:
     """The training and the held-out part of one of EMBEDDED.
 
     Reading the library takes seconds; the result is cached.

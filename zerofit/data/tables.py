@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -20,7 +19,6 @@ from datasets.utils import disable_progress_bars
 from datasets.utils.logging import CRITICAL, set_verbosity
 from filelock import FileLock
 
-from zerofit.recipe.columns import NO_HEADER, is_value
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import atomic_file
 from zerofit.recipe.places import digest_of_code
@@ -31,6 +29,8 @@ if TYPE_CHECKING:
 SPLIT_SEED = 0  # the held-out part stays the same when the run's seed changes
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 LOOKED_AT = 1000  # records whose texts say whether a column holds numbers
+SENTENCE_MARKS = "。、\uff01\uff1f"  # the last two are the full-width ! and ?
+NO_HEADER = " (is the first line a record? A line of names must be before it)"
 WRITTEN_AT_ONCE = 200  # records
 IDS = List(Value("int32"))  # a column of token ids
 Columns = dict[str, list[Any]]  # {name: values of some rows}
@@ -108,6 +108,18 @@ def text_of(value: Any) -> str:
 def holds_lists(feature: Any) -> bool:
     """Whether a column of this feature holds lists."""
     return isinstance(feature, list) or hasattr(feature, "feature")
+
+
+def is_value(name: str) -> bool:
+    """Return whether the name of a column is rather a value: a sentence or a number."""
+    text = name.strip()
+    is_sentence = (
+        len(text) > 60
+        or text.count(" ") > 4
+        or text.endswith((".", "!", "?"))
+        or any(mark in text for mark in SENTENCE_MARKS)
+    )
+    return is_sentence or text.replace(".", "", 1).isdigit()
 
 
 def columns_present(dataset: Dataset) -> str:
@@ -200,13 +212,6 @@ def identity(dataset: Dataset) -> str:
     return _KEYS[dataset]
 
 
-@dataclass(frozen=True)
-class TableCache:
-    """Where prepared tables are stored."""
-
-    folder: Path
-
-
 @contextmanager
 def one_process_at_a_time(folder: Path) -> Iterator[None]:
     """Hold a file lock: the first process does the work; the others wait, and then find the result in the cache.
@@ -269,7 +274,7 @@ def encode_table(
     encode: Callable[[Columns], Columns] | Callable[[Columns, list[int]], Columns],
     features: Features,
     key: tuple[object, ...],
-    cache: TableCache,
+    cache: Path,
     *,
     with_indices: bool = False,
 ) -> Dataset:
@@ -291,7 +296,7 @@ def encode_table(
         batch_size=200,
         remove_columns=dataset.column_names,
         features=features,
-        cache_file_name=str(cache.folder / f"tokens-{name}.arrow"),
+        cache_file_name=str(cache / f"tokens-{name}.arrow"),
         new_fingerprint=name,
         desc="Tokenising",
     )

@@ -16,7 +16,6 @@ from zerofit.data.pack import NO_TEXT, Documents, PackedBlocks, SeparateDocument
 from zerofit.data.sources import Source, read_source
 from zerofit.data.tables import (
     IDS,
-    TableCache,
     check_column,
     check_name,
     columns_present,
@@ -182,9 +181,7 @@ def prepare_text(
     )
 
 
-def tokenize_texts(
-    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, append_eos: bool, cache: TableCache
-) -> Dataset:
+def tokenize_texts(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, append_eos: bool, cache: Path) -> Dataset:
     """Token ids of each document (column `input_ids`, int32), without empty documents."""
 
     def encode(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:

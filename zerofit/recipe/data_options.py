@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 
 from zerofit.recipe.base import Recipe
-from zerofit.recipe.columns import WRITTEN
 from zerofit.recipe.fields import option
 from zerofit.recipe.model_options import ModelOptions
 from zerofit.recipe.paths import is_weight
+
+WRITTEN = {"tab": "\t", r"\t": "\t"}  # a delimiter as it is typed
 
 
 def is_encoding(name: str) -> bool:

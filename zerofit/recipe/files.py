@@ -46,6 +46,11 @@ def unpacked(file: IO[bytes], name: Path) -> IO[bytes]:
     return readers[ending](file) if ending in readers else file
 
 
+def ending_of(path: Path) -> str:
+    """The ending of a file's name that says its format: .csv of a.csv and of A.CSV.gz."""
+    return (path.with_suffix("") if path.suffix.lower() in PACKED else path).suffix.lower()
+
+
 @contextmanager
 def open_bytes(path: Path) -> Iterator[IO[bytes]]:
     """Open a file to read bytes; .gz, .bz2, .xz and .zst files are unpacked. Raises UserError: such a file is

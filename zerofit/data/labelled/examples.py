@@ -165,7 +165,7 @@ def prepare_examples(recipe: ClsRecipe, config: PretrainedConfig) -> ExampleData
         if not recipe.lora and not any("For" in name for name in config.architectures or ("For",)):
             raise UserError("predict_file: the model has no head for labels. Name a classifier that was trained")
         return _prepare_unlabelled(recipe, options, config, task, length)
-    with one_process_at_a_time(options.cache.folder):
+    with one_process_at_a_time(options.cache):
         sources = [_find(recipe, own, task) for own in options_of_sources(options, recipe).values()]
         readers = _readers(recipe, sources, task, config)
         read = [
@@ -270,7 +270,7 @@ def _prepare_unlabelled(
     """All records of predict_file, with labels that are not used; the classes are those of the model."""
     if has_head(config, "MultipleChoice"):
         raise UserError("predict_file: a model of multiple choice needs labels. Use --evaluate_only")
-    with one_process_at_a_time(options.cache.folder):
+    with one_process_at_a_time(options.cache):
         source = read_source(options, unit_of=lambda files: "line")
         table = source.first
         recipe = recipe.columns_in(table.column_names)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from zerofit.data.mixture import MixedSamples
 from zerofit.data.options import PARTS, PREDICT, DataOptions
 from zerofit.data.pack import LabelledSamples, TaskData, TokenizedDataset, stats_rows
 from zerofit.data.records import Part
-from zerofit.data.tables import IDS, TableCache, fingerprint, identity, kept_columns
+from zerofit.data.tables import IDS, fingerprint, identity, kept_columns
 from zerofit.model.tokenizer import get_tokenizer, padding_values, read_by_words
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import BALANCED, ClsRecipe
@@ -117,7 +118,7 @@ def _kept(part: Part) -> Dataset:
     return kept_columns(table, *own)
 
 
-def _encode(part: Part, tokenizer: PreTrainedTokenizerBase, length: int, cache: TableCache, labels: Labels) -> Dataset:
+def _encode(part: Part, tokenizer: PreTrainedTokenizerBase, length: int, cache: Path, labels: Labels) -> Dataset:
     """Token ids of the rows of each record, one after another; `sizes` are their lengths, `longest` is that of the
     longest before it was cut. Of a pair that does not fit the longer text is truncated first."""
     columns = tuple(padding_values(tokenizer))
@@ -157,7 +158,7 @@ def _encode(part: Part, tokenizer: PreTrainedTokenizerBase, length: int, cache: 
     return part.encode(encode, features, (fingerprint(tokenizer), length, columns), cache)
 
 
-def _encode_words(part: Part, tokenizer: PreTrainedTokenizerBase, length: int, cache: TableCache) -> Dataset:
+def _encode_words(part: Part, tokenizer: PreTrainedTokenizerBase, length: int, cache: Path) -> Dataset:
     """Token ids of the words of each record; `tags` are the words' tags, `starts` the place of each one's first token:
     -1 of a word that is cut off, or has no token."""
     columns = tuple(padding_values(tokenizer))

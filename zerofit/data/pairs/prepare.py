@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from zerofit.data.pack import TaskData, TokenizedDataset
 from zerofit.data.pairs.columns import Columns, Pair, column_of, find_columns
 from zerofit.data.records import Part, read_parts
 from zerofit.data.sources import read_source
-from zerofit.data.tables import IDS, TableCache, derived, fingerprint, identity, one_process_at_a_time
+from zerofit.data.tables import IDS, derived, fingerprint, identity, one_process_at_a_time
 from zerofit.model.families import family_of
 from zerofit.model.folders import TRAINED_WITH
 from zerofit.model.languages import check_marked, describe_languages, language_codes, set_languages
@@ -90,7 +91,7 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> PairData:
     are not found, a text is empty, a reply has no history.
     """
     options, widths = DataOptions.of(recipe), chosen_widths(recipe, config)
-    with one_process_at_a_time(options.cache.folder):
+    with one_process_at_a_time(options.cache):
         sources = {
             name: _prepare_source(recipe, own, config, widths)
             for name, own in options_of_sources(options, recipe).items()
@@ -293,7 +294,7 @@ class PairEncoder:
         ]
 
 
-def _encode(part: Part, encoder: PairEncoder, cache: TableCache) -> Dataset:
+def _encode(part: Part, encoder: PairEncoder, cache: Path) -> Dataset:
     def encode(records: list[list[Pair]], places: list[int]) -> dict[str, list[Any]]:
         return encoder.encode([pair for pairs in records for pair in pairs])
 

@@ -12,7 +12,6 @@ from zerofit import __version__
 from zerofit.data.encodings import proposal
 from zerofit.data.megatron.corpus import Card, megatron, tokenizer_fingerprint
 from zerofit.data.options import DataOptions
-from zerofit.data.tables import TableCache
 from zerofit.model.folders import model_folder
 from zerofit.model.pretrained_io import silence_libraries
 from zerofit.model.tokenizer import TokenizerOptions, load_tokenizer, tokenizer_from_vocabulary_files
@@ -49,7 +48,7 @@ def prepare(options: Any) -> list[str]:
     else:
         tokenizer = named_tokenizer(options.tokenizer, options.trust_remote_code)
     encoder = encoder_of(tokenizer, options)
-    data = DataOptions({}, TableCache(cache_root(None)), encoding=options.encoding)
+    data = DataOptions({}, cache_root(None), encoding=options.encoding)
     num_bad, shown = 0, list[str]()
     with ExitStack() as stack:
         writers = [stack.enter_context(CorpusWriter(prefix, encoder.dtype)) for prefix in prefixes]

@@ -22,9 +22,8 @@ from zerofit.data.records import records_of
 from zerofit.data.sources import read_source
 from zerofit.data.tables import one_process_at_a_time
 from zerofit.model.tokenizer import END_OF_TEXT
-from zerofit.recipe.columns import ending_of
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.files import DAMAGED, PACKED, open_bytes, unpacked
+from zerofit.recipe.files import DAMAGED, PACKED, ending_of, open_bytes, unpacked
 from zerofit.recipe.paths import find_files
 from zerofit.tools.prepare.corpus_writer import PARTIAL
 from zerofit.tools.prepare.encode import Part
@@ -162,7 +161,7 @@ def _plain_newlines(blocks: Iterator[bytes]) -> Iterator[bytes]:
 
 def _rows(file: InputFile, options: DataOptions, keys: tuple[str, ...]) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number, row) of a table or a JSON list."""
-    with one_process_at_a_time(options.cache.folder):
+    with one_process_at_a_time(options.cache):
         own = replace(options, patterns={"train": [str(file.path)]}, named_columns=frozenset(keys))
         read = read_source(own).first
     if missing := [key for key in keys if key not in read.column_names]:
