@@ -74,7 +74,6 @@ def compiler(monkeypatch):
 
 def test_the_value_is_stored_and_said(compiler):
     recipe = recipe_of()
-    recipe.freeze()
     record, notes = decided(recipe)
     assert recipe.to_dict()["torch_compile"] == "blocks"
     assert record == "auto: blocks, 4,000 updates in bf16, rows of 1 width"

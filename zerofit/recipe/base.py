@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
-from zerofit.recipe.fields import default_of
+from zerofit.recipe.fields import DEFAULTS, default_of
 from zerofit.recipe.files import without_folders
 
 TEXTS = ("sample_prompt", "system_prompt", "source_prefix")  # options that hold text which a user wrote
-OF_GROUP = {"phase": "always", "identity": True, "shapes_input": False, "needs": "", "idle": False}
 
 
 class Clash(NamedTuple):
@@ -39,7 +38,6 @@ class Findings:
     contradictions: Sequence[str] = ()  # a sentence on each setting that is not that of the adapter trained on
     _sources: Mapping[str, str] = MappingProxyType({})  # {option: what has set it}
     _stands_for: Mapping[str, tuple[Any, Any]] = MappingProxyType({})  # {option: (its value now, the one given)}
-    _is_frozen = False
 
 
 @dataclass
@@ -51,7 +49,7 @@ class Recipe(Findings):
         super().__init_subclass__()
         for field in vars(cls).values():
             if isinstance(field, dataclasses.Field):
-                field.metadata = MappingProxyType({**OF_GROUP, **of_group, **field.metadata})
+                field.metadata = MappingProxyType({**DEFAULTS, **of_group, **field.metadata})
 
     @classmethod
     def names_with(cls, **metadata: str | bool) -> list[str]:
@@ -82,29 +80,13 @@ class Recipe(Findings):
         return default_of(next(field for field in dataclasses.fields(self) if field.name == name))
 
     def adopt(self, name: str, value: Any, source: str) -> None:
-        """Set an option that the user has not set to a value from another source, such as a DeepSpeed JSON. Only while
-        the run's configuration is resolved; then the recipe is frozen."""
+        """Set an option that the user has not set to a value from another source, such as a DeepSpeed JSON."""
         setattr(self, name, value)
         self._sources = {**self._sources, name: source}
 
-    def decide(self, name: str, value: Any) -> None:
-        """Resolve an option that is "auto", or that the model cannot have; works on a frozen recipe."""
-        self.__dict__[name] = value
-
     def draft(self) -> Self:
-        """A copy that can change until it is frozen."""
-        copied = copy.copy(self)
-        copied.__dict__.pop("_is_frozen", None)
-        return copied
-
-    def freeze(self) -> None:
-        """Refuse any later change of an option."""
-        self._is_frozen = True
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if self._is_frozen:
-            raise AttributeError(f"{name}: the recipe is resolved, and frozen")
-        super().__setattr__(name, value)
+        """A copy, to change."""
+        return copy.copy(self)
 
     @property
     def trains(self) -> bool:

@@ -59,7 +59,7 @@ class SourceOptions(Recipe):
         None,
         "What separates the fields of .csv and .tsv files: one character, or tab; by default a comma or a tab, or "
         "the semicolon, tab or | that the header has.",
-        form=(lambda text: len(WRITTEN.get(text, text)) == 1, "one character, such as ';', or tab"),
+        form=(lambda text: len(WRITTEN.get(text) or text) == 1, "one character, such as ';', or tab"),
         needs="!dataset_name !data_path !streaming",
     )
     field: str | None = option(

@@ -11,28 +11,19 @@ from typing import Annotated, Any
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[str, ...] = (),
-    positive: bool = False,
-    minimum: float | None = None,
-    below: float | None = None,
-    at_most: float | None = None,
-    form: tuple[str | Callable[[str], Any], str] | None = None,
-    required: str = "",
-    aliases: tuple[str, ...] = (),
-    common: bool = False,
-    zero: str = "",
-    why: str = "",
-    excludes: str = "",
-    follows: str = "",
-    **of_group: str | bool,
-) -> Any:
+# What is said of an option that does not say otherwise; for the meaning see `option`.
+DEFAULTS: dict[str, Any] = {
+    "choices": (), "positive": False, "minimum": None, "below": None, "at_most": None, "form": None, "required": "",
+    "aliases": (), "common": False, "zero": "", "why": "", "excludes": "", "follows": "", "phase": "always",
+    "identity": True, "shapes_input": False, "needs": "", "idle": False,
+}  # fmt: skip
+
+
+def option(default: Any, help: str, **metadata: Any) -> Any:
     """A dataclass field for an option: its default, its help text, the values it allows, and what it goes with.
 
     Args:
+        choices: the values that are allowed.
         positive: the value must be above zero.
         minimum, at_most: the smallest and the largest value allowed, inclusive.
         below: the value must be smaller.
@@ -46,35 +37,17 @@ def option(
         excludes: conditions (see `needs`) that must not hold beside it; a flag among the two takes out the other's
             line of the recipe's file.
         follows: options that it is said of: a recipe's value is left out with theirs, or where a flag changes theirs.
-        of_group: what may also be said once of a group, as `class SomeOptions(Recipe, phase="train")`:
-            phase: train (only training uses it: evaluating or predicting resets it), data (predict_file replaces it),
-                or always.
-            identity: whether a run with another value is another run, which does not resume.
-            shapes_input: it shapes what the model reads, and is stored with the model.
-            needs: conditions without which it has no effect: `lora` (it is set), `save_strategy|save_steps` (one of
-                them is), `optim=muon|adamw` (it has one of these values), `!streaming` (it is not set).
-            idle: an unmet need is noted, not refused.
+        phase: train (only training uses it: evaluating or predicting resets it), data (predict_file replaces it), or
+            always. This and what follows may also be said of a group, as `class SomeOptions(Recipe, phase="train")`.
+        identity: whether a run with another value is another run, which does not resume.
+        shapes_input: it shapes what the model reads, and is stored with the model.
+        needs: conditions without which it has no effect: `lora` (it is set), `save_strategy|save_steps` (one of them
+            is), `optim=muon|adamw` (it has one of these values), `!streaming` (it is not set).
+        idle: an unmet need is noted, not refused.
     """
-    metadata = {
-        "help": help,
-        "choices": choices,
-        "positive": positive,
-        "minimum": minimum,
-        "below": below,
-        "at_most": at_most,
-        "form": form,
-        "required": required,
-        "aliases": aliases,
-        "common": common,
-        "zero": zero,
-        "why": why,
-        "excludes": excludes,
-        "follows": follows,
-        **of_group,
-    }
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    assert metadata.keys() <= DEFAULTS.keys(), metadata
+    factory = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
+    return dataclasses.field(**factory, metadata={"help": help, **metadata})
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:

@@ -100,7 +100,7 @@ def decide(
     is_open, on_gpu = recipe.torch_compile == "auto", device.type == "cuda"
     if not (recipe.trains and on_gpu):
         if is_open:
-            recipe.decide("torch_compile", False)
+            recipe.torch_compile = False
         return "auto: false, without a GPU to train on" if is_open else None, []
     chosen = Compilation(recipe.torch_compile, recipe.source("torch_compile") or "")
     if is_open:
@@ -116,7 +116,7 @@ def decide(
         return None, []
     if chosen.value and broken:
         chosen = Compilation(False, broken)
-    recipe.decide("torch_compile", chosen.value)
+    recipe.torch_compile = chosen.value
     record = f"auto: {str(chosen.value).lower()}, {chosen.why}"
     if chosen.value:
         off = "the first update takes longer. --torch_compile false turns it off"

@@ -104,7 +104,6 @@ def resolve(task: str, recipe: TaskRecipe) -> RunConfiguration:
     problems.raise_found()
     if recipe.dataloader_num_workers is None:
         recipe.adopt("dataloader_num_workers", 2 if torch.accelerator.is_available() else 0, "")
-    recipe.freeze()
     notes += [*recipe.left_out, *recipe.idle_options(), *plan.notes]
     if recipe.trust_remote_code:
         notes.append(f"trust_remote_code ({recipe.source('trust_remote_code')}): the model's own Python code runs")

@@ -190,7 +190,7 @@ def prepare_activations(model: Any, recipe: Any, device: torch.device, is_open: 
     if recipe.float8 and recipe.trains:
         notes.append(convert_to_float8(model, blocks_of(model)))
     if recipe.compiles and is_open and not blocks_of(model):
-        recipe.decide("torch_compile", False)
+        recipe.torch_compile = False
         notes.append(f"layers are not compiled: the code of a {model.config.model_type} names no blocks")
     elif recipe.compiles:
         compile_model(model, str(recipe.compiles), falls_back=is_open)

@@ -157,7 +157,7 @@ class Run:
     def use_precision(self, precision: str) -> None:
         """Override the strategy's precision, and the recipe's."""
         if self.recipe.precision:
-            self.recipe.decide("precision", precision)
+            self.recipe.precision = precision
         self.strategy = self.strategy.with_precision(precision)
         self.config = replace(self.config, strategy=self.strategy)
 

@@ -142,7 +142,7 @@ class PlanReport:
         if not taken.value:
             return [f"{what}which compiles nothing under {best.label}: {taken.why}"]
         recipe = recipe.draft()
-        recipe.decide("torch_compile", taken.value)
+        recipe.torch_compile = taken.value
         model = model.with_options(recipe, model.rows)
         timing = self.planner.timing and self.planner.timing.of(model)
         found = Planner(recipe, model, budget, timing).predict(resolved, best.micro_batch)
