@@ -98,26 +98,18 @@ HINTS = {
     "say --save_strategy epoch, or --save_steps N": "checkpointing_steps saves_per_epoch",
     "say --precision bf16": "bf16 pure_bf16 bf16_full_eval",
     "say --precision fp16": "fp16",
-    "the script is the task (train/clm.py, dpo.py, distill.py, cls.py, seq2seq.py); remove it": "task_type",
-    "training is what this program does; remove it": "do_train",
-    "text, instructions or chats are told by the names of their columns; remove it": "stage",
     "`zerofit compare` finds the largest batch": "auto_find_batch_size",
-    "loss.png is always drawn": "plot_loss",
     "say --model_name_or_path with the adapter's folder to train it further; it names its base":
     "adapter_name_or_path lora_model_dir",
     "`zerofit merge` folds an adapter into its base": "export_dir",
-    "samples come from the disk, and are never all in memory": "streaming",
-    "NaN and infinity are never hidden; --on_anomaly decides what follows": "logging_nan_inf_filter",
-    "resuming costs nothing: no batch is read again": "ignore_data_skip",
-    "weights are always written as safetensors": "save_safetensors",
-    "weights are always loaded that way": "low_cpu_mem_usage",
-    "padding is never trained on": "ignore_pad_token_for_loss",
     TOKENIZING: "dataset_processes dataset_num_proc num_proc",
-    "a figure of --metric_for_best_model is known to be better when it is higher or lower": "greater_is_better",
-    "transformers 5 chooses the tokenizer itself": "use_slow_tokenizer use_fast_tokenizer use_fast",
     "line breaks are kept; --document_separator line takes each line for itself": "no_keep_linebreaks keep_linebreaks",
     "log in once with `hf auth login`": "token hub_token use_auth_token",
     "--push_to_hub owner/name": "hub_model_id",
+    "remove it: the script, the model or the data decide it, or it is always so":
+    "do_train plot_loss streaming logging_nan_inf_filter ignore_data_skip save_safetensors low_cpu_mem_usage "
+    "ignore_pad_token_for_loss use_slow_tokenizer use_fast_tokenizer use_fast greater_is_better task_type "
+    "stage",
     "the number of classes follows from the labels of the data; remove it": "num_labels num_classes n_classes",
 }  # fmt: skip
 # {option of an earlier commit: what to use instead} (CHANGELOG.md).

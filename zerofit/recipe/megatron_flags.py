@@ -6,7 +6,6 @@ import re
 STRATEGY = "the strategy is the launcher's: accelerate launch --config_file accelerate_configs/NAME.yaml"
 DATA_PARALLEL = "its processes are data-parallel ones here"
 DEGREE = f"{DATA_PARALLEL}, and ZeRO-3 shards the weights over them (--config_file accelerate_configs/zero3.yaml)"
-FULL = "each layer is recomputed by itself"
 SELECTIVE = "linear layers' products and attention are kept, and all else is recomputed"
 
 
@@ -28,78 +27,49 @@ CARRIED = (
     "recompute_activations recompute_num_layers checkpoint_activations deepspeed_activation_checkpointing "
     "checkpoint_in_cpu wandb_project wandb_exp_name tensorboard_dir"
 ).split()
-OVERLAP = "communication overlaps computation by default (overlap_comm in the DeepSpeed JSON)"
-SATISFIED = _by_name({  # what is always so
-    "between the layers that are cut each tensor-parallel process has a part of the tokens, in every such pair":
-    "sequence_parallel distribute_saved_activations distribute_checkpointed_activations partition_activations",
-    "a Llama (--config_name llama-2-7b) has it, a GPT-2 has not":
+# What is always so here, or decided by the model, the strategy or the GPU's kernels.
+SATISFIED = (
+    "sequence_parallel distribute_saved_activations distribute_checkpointed_activations partition_activations "
     "swiglu activation_func_type use_rotary_position_embeddings no_position_embedding disable_bias_linear no_bias "
-    "untie_embeddings_and_output_weights",
-    "a Llama has rmsnorm and rope, a GPT-2 layernorm and learned positions":
-    "normalization layernorm_type position_embedding_type",
-    "the number of key and value heads decides it": "group_query_attention",
-    "the same norm, whose weights count from 1 and not from 0": "apply_layernorm_1p",
-    "no such scaling is done; it would cancel out but for rounding": "no_query_key_layer_scaling",
-    "softmax is computed in fp32": "attention_softmax_in_fp32",
-    "AdamW is the optimizer, a fused one": "optimizer ds_fused_adam",
-    "corpora are mapped into memory, as with mmap": "data_impl",
-    "samples come in one order for all epochs, as with single": "dataloader_type repeated_dataloader",
-    "on a GPU a flash kernel runs by default, in half precision (--attn_implementation)":
-    "use_flash_attn use_flash_attn_v1 use_flash_attn_v2 use_flash_attn_triton attention_backend",
-    "there is one implementation of each model": "use_mcore_models transformer_impl",
-    "there is a pipeline in the pairs pp and 3d only": "no_pipeline_parallel",
-    FULL: "recompute_method recompute_num_layers activations_checkpoint_num_layers checkpoint_num_layers",
-    OVERLAP: "overlap_grad_reduce overlap_param_gather",
-    "it is so under ddp; under ZeRO the JSON sets it (data_types)": "accumulate_allreduce_grads_in_fp32",
-    "nothing but weights is loaded for a run to start from": "no_load_optim no_load_rng no_load_lr_state finetune",
-    "SIGTERM, SIGUSR1, SIGHUP and Ctrl-C save and leave": "exit_signal_handler",
-    "the strategy is the launcher's": "DDP_impl",
-    "the loss is a sum over tokens, divided by their number in the global batch": "calculate_per_token_loss",
-    "the memory-saving loss is the default (--loss)": "cross_entropy_loss_fusion",
-    "no mask is made where the kernel needs none": "no_create_attention_mask_in_dataloader",
-    "checkpoints have one format, which any number of processes reads": "dist_ckpt_format ckpt_format use_dist_ckpt",
-    "checkpoints are written while training continues": "async_save",
-    "a matter of Megatron's kernels; the figures are the same":
-    "use_fused_rmsnorm no_gradient_accumulation_fusion no_masked_softmax_fusion no_bias_dropout_fusion "
+    "untie_embeddings_and_output_weights normalization layernorm_type position_embedding_type "
+    "group_query_attention apply_layernorm_1p no_query_key_layer_scaling attention_softmax_in_fp32 optimizer "
+    "ds_fused_adam data_impl dataloader_type repeated_dataloader use_flash_attn use_flash_attn_v1 "
+    "use_flash_attn_v2 use_flash_attn_triton attention_backend use_mcore_models transformer_impl "
+    "no_pipeline_parallel recompute_method recompute_num_layers activations_checkpoint_num_layers "
+    "checkpoint_num_layers overlap_grad_reduce overlap_param_gather accumulate_allreduce_grads_in_fp32 "
+    "no_load_optim no_load_rng no_load_lr_state finetune exit_signal_handler DDP_impl calculate_per_token_loss "
+    "cross_entropy_loss_fusion no_create_attention_mask_in_dataloader dist_ckpt_format ckpt_format use_dist_ckpt "
+    "async_save use_fused_rmsnorm no_gradient_accumulation_fusion no_masked_softmax_fusion no_bias_dropout_fusion "
     "no_bias_swiglu_fusion no_rope_fusion no_persist_layer_norm no_async_tensor_model_parallel_allreduce "
-    "disable_mem_efficient_ln",
-    "the same": "eod_mask_loss",
-})  # fmt: skip
+    "disable_mem_efficient_ln eod_mask_loss"
+).split()
 OWN_FIGURES = "metrics.jsonl has loss, gradient norm, rate, tokens/s, FLOP/s and memory of every update"
 NONE = _by_name({  # what is not supported, and why
-    "NCCL on GPUs, gloo without": "distributed_backend",
-    "the launcher's": "local_rank",
+    "the launcher, the strategy or the libraries decide it":
+    "distributed_backend local_rank use_cpu_initialization no_initialization init_model_with_meta_device "
+    "vocab_size vocab_extra_ids tiktoken_pattern no_mmap_bin_files mmap_warmup data_parallel_random_init "
+    "manual_gc empty_unused_memory_level disable_bf16_reduced_precision_matmul",
     "GPT2BPETokenizer alone reads it": "vocab_file merge_file",
     "the models of Megatron's flags are GPT and Llama": "task_type",
     "the scaler begins and grows as accelerate's or, under ZeRO, as the fp16 block of the JSON says":
     "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
     "say --global_batch_warmup START@UPDATES, in updates and in steps of START": "rampup_batch_size",
     "the global batch has one size from the first update on": "step_batch_size_schedule",
-    "stop a run with --max_hours or a signal; a smaller max_train_steps makes another schedule": "exit_interval",
+    "the same command resumes, and a signal or --max_hours ends a run":
+    "exit_interval adlr_autoresume reset_iteration kill_switch_file kill_switch_path",
     "a checkpoint has all that a run needs to resume; model/ is exported without it": "no_save_optim",
-    "the schedule is the recipe's; a run with another one is another run":
-    "override_opt_param_scheduler use_checkpoint_opt_param_scheduler override_lr_scheduler",
-    "the recipe has all options": "use_checkpoint_args",
+    "the recipe has all options, and a run with another schedule is another run":
+    "override_opt_param_scheduler use_checkpoint_opt_param_scheduler override_lr_scheduler use_checkpoint_args",
     "Megatron's checkpoints are not read or written here": "universal_checkpoint load_tag ckpt_step",
-    "all weights have one learning rate": "decoupled_lr decoupled_min_lr",
-    "weight decay is constant": "start_weight_decay end_weight_decay weight_decay_incr_style",
-    "the warm-up begins at 0": "lr_warmup_init",
+    "all samples are used, with one seed, one learning rate and a constant weight decay":
+    "decoupled_lr decoupled_min_lr start_weight_decay end_weight_decay weight_decay_incr_style lr_warmup_init "
+    "seed_for_dataloader sample_rate",
     "master weights and the loss are in fp32, and computation in the run's precision":
     "embedding_weights_in_fp32 fp32_residual_connection fp16_lm_cross_entropy",
     "communication_data_type of the DeepSpeed JSON sets it": "grad_reduce_in_bf16",
     f"{STRATEGY}; zero2_offload or zero3_offload_optimizer keep the optimizer on the host":
     "cpu_optimizer cpu_torch_adam",
-    "weights are drawn or read where the strategy needs them; under ZeRO-3 no process holds the full model":
-    "use_cpu_initialization no_initialization init_model_with_meta_device",
-    "the tokenizer's": "vocab_size vocab_extra_ids tiktoken_pattern",
-    "corpora are mapped into memory": "no_mmap_bin_files mmap_warmup",
-    "all processes begin with the same weights": "data_parallel_random_init",
-    "Python's and torch's own": "manual_gc empty_unused_memory_level disable_bf16_reduced_precision_matmul",
     "--watchdog_minutes ends a run if a process makes no progress": "distributed_timeout_minutes",
-    "the same command resumes by itself": "adlr_autoresume reset_iteration",
-    "one seed for all": "seed_for_dataloader",
-    "all samples are used": "sample_rate",
-    "a signal ends a run": "kill_switch_file kill_switch_path",
     "wandb's files are in the run folder; set WANDB_ENTITY": "wandb_save_dir wandb_entity",
     "NaN and infinity are never hidden; --on_anomaly decides what follows": "no_check_for_nan_in_loss_and_grad",
     "ZeRO-3 shards the weights (--config_file accelerate_configs/zero3.yaml)":
@@ -123,7 +93,7 @@ FAMILIES = (  # by their prefix
     (("kd", "mos"), "nothing is distilled from a teacher"),
     (("fsdp", "ddp_"), "the strategy's own settings"),
     (("use_nccl", "nccl"), "NCCL's settings are its environment variables"),
-    ("overlap_", OVERLAP),
+    ("overlap_", "communication overlaps computation by default (overlap_comm in the DeepSpeed JSON)"),
     ("zero_", "the DeepSpeed JSON has it under zero_optimization"),
     ("inference_", "a run trains"),
     ("bert_", "no part of GPT"),
@@ -159,7 +129,7 @@ def shapes_the_model(name: str) -> bool:
 def flag_status(name: str) -> tuple[str, str]:
     """(satisfied, no counterpart or unknown; why) of a flag that is not carried over."""
     if name in SATISFIED:
-        return "satisfied", SATISFIED[name]
+        return "satisfied", "it is always so, or the model, the strategy or the GPU's kernels decide it"
     if name.endswith("_teacher"):
         return "no counterpart", "nothing is distilled from a teacher"
     if name in NONE:
