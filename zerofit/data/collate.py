@@ -198,11 +198,7 @@ class PairCollator:
 @dataclass
 class PreferenceCollator:
     """Two rows a pair, the chosen answer and then the rejected one, padded on the right; a batch's targets are pairs.
-
-    Args:
-        pad_id: the token that pads rows.
-        multiple: widths are rounded up to a multiple of this.
-    """
+    `pad_id`: the token that pads rows. `multiple`: widths are rounded up to a multiple of this."""
 
     pad_id: int
     multiple: int = 1
@@ -287,12 +283,9 @@ def mask(lengths: list[int], width: int) -> torch.Tensor:
 
 
 def document_lengths(positions: torch.Tensor) -> dict[str, torch.Tensor | int]:
-    """The inputs of flash attention for packed documents (transformers' FlashAttentionKwargs): their ends,
-    (documents + 1,) int32, and the longest length as an int, so that no layer waits for the device.
-
-    Args:
-        positions: (1, T); each document counts from 0.
-    """
+    """The inputs of flash attention for packed documents (transformers' FlashAttentionKwargs): their ends, (documents
+    + 1,) int32, and the longest length as an int, so that no layer waits for the device. `positions`: (1, T); each
+    document counts from 0."""
     starts = torch.nonzero(positions[0] == 0)[:, 0]
     ends = torch.cat([starts, torch.tensor([positions.shape[1]])]).int()
     longest = int(ends.diff().max())
@@ -300,11 +293,8 @@ def document_lengths(positions: torch.Tensor) -> dict[str, torch.Tensor | int]:
 
 
 def within_documents(documents: torch.Tensor) -> torch.Tensor:
-    """(B, 1, T, T) whether a position attends to another: itself or an earlier one of the same document.
-
-    Args:
-        documents: (B, T) the number of each position's document.
-    """
+    """(B, 1, T, T) whether a position attends to another: itself or an earlier one of the same document. `documents`:
+    (B, T) the number of each position's document."""
     same = documents[:, None, :, None] == documents[:, None, None, :]
     return same & torch.ones(same.shape[-2:], dtype=torch.bool, device=same.device).tril()
 

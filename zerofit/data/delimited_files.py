@@ -25,11 +25,8 @@ Options = dict[str, Any]  # of csv.reader
 
 def read_delimited(paths: list[Path], data: DataOptions, header: tuple[str, ...], place: Path) -> list[str]:
     """Write the records of .csv and .tsv files as one table to `place`. Returns notes. Raises UserError: a file has no
-    record, or a record has more fields than the header.
-
-    Args:
-        header: the names of the columns of files without a header.
-    """
+    record, or a record has more fields than the header. `header`: the names of the columns of files without a
+    header."""
     notes, columns, records = list[str](), dict[str, None](), list[Iterator[dict[str, str]]]()
     for path in paths:
         options = _options(path, data, bool(header), notes)

@@ -51,12 +51,9 @@ def read_table(
     paths: list[Path], kind: str, data: DataOptions, unit: str, header: tuple[str, ...]
 ) -> tuple[Dataset, list[str]]:
     """(the records of files of one format, notes on how they were read), from the cache where they are in it. Raises
-    UserError: a file is not UTF-8, not in the encoding that is named, or not of its format.
-
-    Args:
-        unit: of text files, which is a record: line, paragraph or document.
-        header: names of the columns of .csv and .tsv files without a header.
-    """
+    UserError: a file is not UTF-8, not in the encoding that is named, or not of its format. `unit`: of text files,
+    which is a record: line, paragraph or document. `header`: names of the columns of .csv and .tsv files without a
+    header."""
     for option, kinds in OPTIONS.items():
         if (value := getattr(data, option)) and kind not in kinds:
             raise UserError(f"{option} = {value!r}: no effect on {paths[0]}, a .{kind} file. Remove it")

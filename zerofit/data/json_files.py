@@ -117,10 +117,7 @@ def _object(record: Any, where: str) -> dict[str, Any]:
 
 def _records_of(text: str, line: int, path: Path, field: str | None) -> Iterable[Any]:
     """The records of a text that is a list, a table, one record or several, or an object that has them under `field`.
-
-    Args:
-        line: the number of its first line in the file.
-    """
+    `line`: the number of its first line in the file."""
     try:
         held = _parsed(text) if text.strip() else []
     except json.JSONDecodeError as error:

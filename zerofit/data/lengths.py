@@ -23,11 +23,7 @@ KEPT = 0.99  # fraction of the samples that the proposed length does not truncat
 
 def choose_length(option: str, length: int, source: str | None, config: "PretrainedConfig") -> int:
     """The maximum length of a row in tokens, at most the model's positions. Raises UserError: the option is set to
-    more than the model's positions.
-
-    Args:
-        source: what set the option; None: `length` is its default.
-    """
+    more than the model's positions. `source`: what set the option; None: `length` is its default."""
     positions = usable_positions(config)
     if positions and length > positions:
         if source:
@@ -38,12 +34,7 @@ def choose_length(option: str, length: int, source: str | None, config: "Pretrai
 
 def length_warmup(text: str, source: str | None, block_size: int, is_chat: bool) -> Warmup:
     """How the length of samples grows, in tokens. Raises UserError: block_size is not reached in steps of the first
-    length; answers would be cut off.
-
-    Args:
-        text: START@UPDATES, of block_size_warmup.
-        source: what set the option.
-    """
+    length; answers would be cut off. `text`: START@UPDATES, of block_size_warmup. `source`: what set the option."""
     found = read_warmup(text)
     assert found is not None  # the recipe's own check has read it
     first, updates = found

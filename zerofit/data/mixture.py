@@ -25,11 +25,7 @@ Samples = TypeVar("Samples", bound=SampleSet)
 
 
 class ChosenSources:
-    """Which source each place has, place after place.
-
-    Args:
-        weights: they add up to 1.
-    """
+    """Which source each place has, place after place. `weights`: they add up to 1."""
 
     def __init__(self, weights: Sequence[float]):
         self.weights = np.asarray(weights, dtype=np.float64)
@@ -64,11 +60,8 @@ class ChosenSources:
 
 
 class MixtureOrder:
-    """The order of a training run on a mixture.
-
-    Args:
-        sizes: samples of each source; they are numbered one source after another.
-    """
+    """The order of a training run on a mixture. `sizes`: samples of each source; they are numbered one source after
+    another."""
 
     def __init__(self, weights: Sequence[float], sizes: Sequence[int], seed: int):
         self.chosen, self.offsets = ChosenSources(weights), np.concatenate([[0], np.cumsum(sizes)])
@@ -156,12 +149,8 @@ def name_of_source(pattern: str) -> str:
 
 
 def mixed(sources: Mapping[str, Data], recipe: TaskRecipe, first: Data | None = None, **changes: Any) -> Data:
-    """The data of all sources, given by the source's name, as one.
-
-    Args:
-        first: whose tokenizer and the like are taken; by default the first source.
-        changes: values of other attributes.
-    """
+    """The data of all sources, given by the source's name, as one. `first`: whose tokenizer and the like are taken; by
+    default the first source. `changes`: values of other attributes."""
     held_out = {name: data.validation for name, data in sources.items() if data.validation}
     changes["notes"] = named({name: data.notes for name, data in sources.items()})
     if held_out:

@@ -31,10 +31,7 @@ def samples_of_run(
     num_train_epochs: float, max_train_steps: int | None, num_samples: int, consumed: Callable[[int], int]
 ) -> int:
     """Samples seen over the whole run: num_train_epochs of `num_samples`, or max_train_steps, which overrides it.
-
-    Args:
-        consumed: (updates) -> samples of so many updates.
-    """
+    `consumed`: (updates) -> samples of so many updates."""
     if max_train_steps is not None:
         return consumed(max_train_steps)
     return max(1, round(num_train_epochs * num_samples))
@@ -45,14 +42,10 @@ class LengthGroups:
     """Rearranges an epoch so that the samples of an update are of similar length. The shuffle stays unbiased.
 
     The permutation is cut into windows of `window` updates. A window's samples are sorted by length and cut into
-    batches of G, and the batches are put into random order. The permutation decides which samples share a
-    window, and any batch may come first: so each sample has the same chance of each place in the epoch, whatever its
-    length, and is seen once. Which samples share an update is no longer random: if the loss is a mean over tokens,
-    the grouping must not correlate with their number.
-
-    Args:
-        lengths: of all samples, in tokens.
-        global_batch: G.
+    batches of G, and the batches are put into random order. The permutation decides which samples share a window, and
+    any batch may come first: so each sample has the same chance of each place in the epoch, whatever its length, and
+    is seen once. Which samples share an update is no longer random: if the loss is a mean over tokens, the grouping
+    must not correlate with their number. `lengths`: of all samples, in tokens. `global_batch`: G.
     """
 
     lengths: np.ndarray
@@ -180,11 +173,8 @@ class MicroBatches(torch.utils.data.Sampler[list[int]]):
 
 
 class Shortened(torch.utils.data.Sampler[list[tuple[int, int]]]):
-    """Micro-batches whose samples are read up to a length: (index, length) in place of each index.
-
-    Args:
-        lengths: of each micro-batch, in tokens.
-    """
+    """Micro-batches whose samples are read up to a length: (index, length) in place of each index. `lengths`: of each
+    micro-batch, in tokens."""
 
     def __init__(self, micro_batches: MicroBatches, lengths: Iterable[int]):
         super().__init__()

@@ -51,11 +51,8 @@ class DatasetStats:
 def stats_rows(
     train: DatasetStats | None, validation: DatasetStats | None, prompts: DatasetStats | None = None
 ) -> list[tuple[str, ...]]:
-    """The table of the data, shown before the run: one row per number, one column per part.
-
-    Args:
-        prompts: those of predict_file, which has no other part.
-    """
+    """The table of the data, shown before the run: one row per number, one column per part. `prompts`: those of
+    predict_file, which has no other part."""
     parts = {"training": train, "held out": validation, "to answer": prompts}
     columns = [(name, stats) for name, stats in parts.items() if stats]
     first = columns[0][1]
@@ -156,10 +153,8 @@ class PackedBlocks:
 
     With `boundaries`, position_ids restart at each document (from which transformers' attention separates documents),
     the first token of a document is not predicted from the document before it, and the last block is filled up with
-    masked tokens. Without, the blocks are those of `group_texts`: one text, whose remainder is dropped.
-
-    Args:
-        limit: use the first blocks only, at most this many.
+    masked tokens. Without, the blocks are those of `group_texts`: one text, whose remainder is dropped. `limit`: use
+    the first blocks only, at most this many.
     """
 
     def __init__(self, documents: Documents, block_size: int, boundaries: bool, filler: int, limit: int | None = None):
@@ -204,11 +199,8 @@ class PackedBlocks:
 
 
 class SeparateDocuments:
-    """One document per sample, truncated at block_size; the collator pads them.
-
-    Args:
-        limit: use the first documents only, at most this many.
-    """
+    """One document per sample, truncated at block_size; the collator pads them. `limit`: use the first documents only,
+    at most this many."""
 
     def __init__(self, documents: Documents, block_size: int, limit: int | None = None):
         lengths = documents.lengths[:limit]

@@ -128,11 +128,7 @@ def _texts(name: str | None, source: Source) -> list[dict[str, Any]]:
 
 def longest_answer(max_new_tokens: int, is_set: bool, config: PretrainedConfig) -> int:
     """max_new_tokens; by default at most half of the model's positions. Raises UserError: no positions are left for a
-    prompt.
-
-    Args:
-        is_set: max_new_tokens is not the default.
-    """
+    prompt. `is_set`: max_new_tokens is not the default."""
     positions = usable_positions(config)
     if positions and not is_set:
         return min(max_new_tokens, positions // 2)

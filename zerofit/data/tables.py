@@ -152,11 +152,7 @@ def kept_columns(dataset: Dataset, *own: str) -> Dataset:
 
 def check_column(dataset: Dataset, option: str, name: str | None, holds: str = "") -> None:
     """Check the column that an option names; None passes. Raises UserError: there is no such column, or it holds
-    something else.
-
-    Args:
-        holds: "text" or "list of turns", if the column must hold it.
-    """
+    something else. `holds`: "text" or "list of turns", if the column must hold it."""
     if name is None:
         return
     if name not in dataset.column_names:
@@ -230,12 +226,8 @@ def stored_table(
     paths: Sequence[Path], folder: Path, make: Callable[[Path], list[str]], *words: object
 ) -> tuple[Dataset, list[str]]:
     """(the table of some files, notes about it), mapped from the disk: the first process makes it, and the cache gives
-    it to the others and to later launches.
-
-    Args:
-        make: writes the table to a path (see write_table), and returns the notes.
-        words: what the table depends on beside the files.
-    """
+    it to the others and to later launches. `make`: writes the table to a path (see write_table), and returns the
+    notes. `words`: what the table depends on beside the files."""
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     name = sha256(repr((stats, digest_of_code(Path(__file__).parent), *words)).encode()).hexdigest()[:32]
     place, notes = folder / f"table-{name}.arrow", folder / f"table-{name}.json"
@@ -255,12 +247,8 @@ def texts_of(columns: Iterable[str]) -> Features:
 def write_table(
     records: Iterable[dict[str, Any]], stored: Features, place: Path, shown: Features | None = None
 ) -> None:
-    """Write records to an Arrow file.
-
-    Args:
-        stored: the columns as they are in the records.
-        shown: the columns of the table, if it has texts of JSON as values; by default the same.
-    """
+    """Write records to an Arrow file. `stored`: the columns as they are in the records. `shown`: the columns of the
+    table, if it has texts of JSON as values; by default the same."""
     schema, records = (shown or stored).arrow_schema, iter(records)
     with atomic_file(place, "wb") as file, pa.ipc.new_stream(file, schema) as stream:
         while rows := list(islice(records, WRITTEN_AT_ONCE)):
@@ -280,11 +268,9 @@ def encode_table(
 ) -> Dataset:
     """A new table, made by `encode` from batches of the old one's rows.
 
-    It is stored in a file of the cache, named after everything that it depends on, and memory-mapped.
-
-    Args:
-        key: what the result depends on beside the table, such as options and the tokenizer's fingerprint.
-        with_indices: `encode` takes the indices of the rows as a second argument.
+    It is stored in a file of the cache, named after everything that it depends on, and memory-mapped. `key`: what the
+    result depends on beside the table, such as options and the tokenizer's fingerprint. `with_indices`: `encode` takes
+    the indices of the rows as a second argument.
     """
     code = digest_of_code(Path(__file__).parent)  # tables of another version are not used
     text = " ".join(map(str, (identity(dataset), features, code, *key)))

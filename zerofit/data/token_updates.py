@@ -27,12 +27,8 @@ WINDOW = 16  # updates whose samples are sorted together
 
 @dataclass(frozen=True)
 class _Epoch:
-    """An epoch, laid out.
-
-    Args:
-        samples: (samples,) in the order in which they are trained on.
-        ends: (updates,) where each ends in it.
-    """
+    """An epoch, laid out. `samples`: (samples,) in the order in which they are trained on. `ends`: (updates,) where
+    each ends in it."""
 
     samples: np.ndarray
     ends: np.ndarray
@@ -171,12 +167,7 @@ def updates_by_tokens(
     samples: SampleSet | None, row_tokens: int | None, full_rows: int | None, seed: int
 ) -> TokenUpdates | None:
     """What tokens_per_batch makes of the training samples; None without it. Raises UserError: all rows have the same
-    length.
-
-    Args:
-        row_tokens: of a full row.
-        full_rows: of an update.
-    """
+    length. `row_tokens`: of a full row. `full_rows`: of an update."""
     if samples is None or row_tokens is None or full_rows is None:
         return None
     if samples.lengths is None:

@@ -123,11 +123,8 @@ class Recipe(Findings):
         return {name: value if name in TEXTS else without_folders(value) for name, value in self.to_dict().items()}
 
     def flags_given(self, kind: type | None = None, without: Sequence[str] = ()) -> list[str]:
-        """`--config FILE` and the flags that were given, but for some.
-
-        Args:
-            kind: of whose options; None: of this recipe's.
-        """
+        """`--config FILE` and the flags that were given, but for some. `kind`: of whose options; None: of this
+        recipe's."""
         words = ["--config", config] if (config := self.source("config")) else []
         for field in dataclasses.fields(kind or self):
             if field.name in self.unset and field.name not in without:

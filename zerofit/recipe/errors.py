@@ -89,11 +89,8 @@ OUR_LAUNCHER = "ZEROFIT_LAUNCHER"  # a variable of the ranks of zerofit/launch/a
 def print_last(text: str, after_signal: bool = False, file: TextIO | None = None, is_printed: bool = False) -> None:
     """Print a message, and let it stand below the traceback that torchrun, and `accelerate launch` with several
     processes, print when a process fails: they end theirs with the content of the process's error file.
-
-    Args:
-        after_signal: the launcher got the same signal, and ends without the content of error files.
-        is_printed: it is on the screen already, above the traceback.
-    """
+    `after_signal`: the launcher got the same signal, and ends without the content of error files. `is_printed`: it is
+    on the screen already, above the traceback."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file and not after_signal and OUR_LAUNCHER not in os.environ:
         message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}

@@ -142,12 +142,8 @@ REMOVED = {
 
 
 def foreign_option_hints(cls: type, names: dict[str, Kind], tool: bool) -> dict[str, str]:
-    """{name of an option in another program: what to type instead}.
-
-    Args:
-        names: the options of the recipe, with the kind of each.
-        tool: the recipe is a tool's, which accelerate launch does not start.
-    """
+    """{name of an option in another program: what to type instead}. `names`: the options of the recipe, with the kind
+    of each. `tool`: the recipe is a tool's, which accelerate launch does not start."""
     if not issubclass(cls, TrainingRecipe):
         return REMOVED
     of_others = {

@@ -37,11 +37,7 @@ class InferenceOptions(SourceOptions, ModelOptions):
         return {name: getattr(self, name) for name in self.names_with(shapes_input=True)}
 
     def adopt_inputs(self, trained: dict[str, Any]) -> list[str]:
-        """Read as in training, but for what the user has set. Returns notes.
-
-        Args:
-            trained: the `inputs` of training.
-        """
+        """Read as in training, but for what the user has set. Returns notes. `trained`: the `inputs` of training."""
         used, notes, of_data = [], [], self.names_with(phase="data")
         for name, value in trained.items():
             of_other_data = name in of_data and (self.predict_file or not getattr(self, "data_path", None))

@@ -24,11 +24,7 @@ R = TypeVar("R", bound=Recipe)
 def parse_recipe(cls: type[R], argv: list[str] | None = None, **of_program: Any) -> R:
     """Read `--config FILE` and `--option value` flags into a recipe of type `cls`. Raises UserError: unknown names
     (with the nearest known one), wrong types, broken rules: all of them at once. Raises SystemExit: code 0 after
-    `--help` and `--help_all`.
-
-    Args:
-        of_program: as in `read_recipe`.
-    """
+    `--help` and `--help_all`. `of_program`: as in `read_recipe`."""
     recipe, problems = read_recipe(cls, argv, **of_program)
     if problems:
         raise UserError(problems)
@@ -209,12 +205,9 @@ _RecipeLoader.add_implicit_resolver(
 def _read_yaml(
     path: str, aliases: dict[str, str], problems: list[str], choices: dict[str, tuple[str, ...]]
 ) -> dict[str, tuple[Any, int]]:
-    """The file's top-level mapping as {name: (value, line number)}.
-
-    Args:
-        choices: {option that is a text: the values that it allows, if it allows few}. For these a number or a date is
-            the text as it is written, and so is the choice `no`.
-    """
+    """The file's top-level mapping as {name: (value, line number)}. `choices`: {option that is a text: the values that
+    it allows, if it allows few}. For these a number or a date is the text as it is written, and so is the choice
+    `no`."""
     entries: dict[str, tuple[Any, int]] = {}
     try:
         loader = _RecipeLoader(read_text(Path(path)))
@@ -260,11 +253,7 @@ def _take(
 def _with_flags(cls: type[R], of_file: dict[str, tuple[Any, str]], flags: dict[str, Any], config: str | None) -> R:
     """The recipe of a file and flags. What the file says is left out where it does not go together with a flag, or
     depends on what a flag has taken out. Two flags that contradict each other, or two lines of the file, stay.
-
-    Args:
-        of_file: {option: (its value, its line)} of the file.
-        flags: {option: its value}.
-    """
+    `of_file`: {option: (its value, its line)} of the file. `flags`: {option: its value}."""
     lines = {name: line for name, (_, line) in of_file.items()} | {name: f"--{name}" for name in flags}
     left_out: dict[str, str] = {}  # {option: the flag because of which it is}
 

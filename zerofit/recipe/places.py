@@ -16,11 +16,8 @@ CONFIGS, RECIPES = Path("accelerate_configs"), Path("recipes")
 
 @functools.cache
 def digest_of_code(folder: Path = PACKAGE, without: tuple[str, ...] = ()) -> str:
-    """A hash of the Python files in a folder of the program, changes that are not committed included.
-
-    Args:
-        without: how the paths in the folder begin of those that are left out.
-    """
+    """A hash of the Python files in a folder of the program, changes that are not committed included. `without`: how
+    the paths in the folder begin of those that are left out."""
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):
         name = file.relative_to(folder).as_posix()

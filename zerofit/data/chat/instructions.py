@@ -271,11 +271,7 @@ def find_form(recipe: ClmRecipe, table: Dataset) -> Form | None:
 
 
 def first_form(recipe: ClmRecipe, table: Dataset, answered: bool) -> Form | None:
-    """The first of the possible forms whose columns exist.
-
-    Args:
-        answered: whether records must have an answer.
-    """
+    """The first of the possible forms whose columns exist. `answered`: whether records must have an answer."""
     return next(filter(None, (_form_of(kind, recipe, table, answered) for kind in KINDS)), None)
 
 

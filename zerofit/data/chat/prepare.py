@@ -56,12 +56,8 @@ def prepare_chat(
     block_size: int,
 ) -> TextData:
     """Check, split, render, tokenise and pack conversations, or pairs of answers. Raises UserError: a record that
-    cannot be used; no template, or one that fails; no answer is left.
-
-    Args:
-        config: the model's.
-        forms: the form of the records of each part; they may differ.
-    """
+    cannot be used; no template, or one that fails; no answer is left. `config`: the model's. `forms`: the form of the
+    records of each part; they may differ."""
     form = next(iter(forms.values()))
     compares = isinstance(form, PreferenceForm)
     parts, notes = read_parts(source, dict(forms), options)
@@ -207,12 +203,9 @@ def overlap(offsets: list[chat.Span], spans: list[chat.Span]) -> np.ndarray:
 
 
 class Conversations:
-    """Conversations with their labels, one per sample; the collator pads them.
-
-    Args:
-        table: columns of token ids, which are all empty for a skipped record; truncated, the number of tokens cut from
-            each; trained, the number of labels that are trained on.
-    """
+    """Conversations with their labels, one per sample; the collator pads them. `table`: columns of token ids, which
+    are all empty for a skipped record; truncated, the number of tokens cut from each; trained, the number of labels
+    that are trained on."""
 
     def __init__(self, table: Dataset, columns: tuple[str, ...] = ("input_ids", "labels")):
         self.columns = {name: Documents(table, name) for name in columns}

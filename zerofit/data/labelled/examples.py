@@ -78,12 +78,8 @@ GLUE = {
 
 @dataclass(frozen=True)
 class LabelledColumns:
-    """The columns of a table of texts, or of pairs, with labels.
-
-    Args:
-        label: None: records to be answered, of which every one is read.
-        class_names: the names of the data's class numbers, if it has class numbers.
-    """
+    """The columns of a table of texts, or of pairs, with labels. `label`: None: records to be answered, of which every
+    one is read. `class_names`: the names of the data's class numbers, if it has class numbers."""
 
     text: tuple[str, ...]
     label: str | None

@@ -24,10 +24,7 @@ def class_counts(labels: Labels, parts: Iterable[np.ndarray]) -> np.ndarray:
 
 def label_report(labels: Labels, trained: list[np.ndarray], held_out: list[np.ndarray]) -> list[str]:
     """Lines for the log: the records of each class, classes with few or none, names that differ in one letter.
-
-    Args:
-        trained, held_out: the labels of samples; empty where there are no such samples.
-    """
+    `trained, held_out`: the labels of samples; empty where there are no such samples."""
     names = labels.names
     if names is None or labels.choices or not (trained or held_out):
         return []
@@ -63,11 +60,8 @@ def _note(what: str, found: Sequence[str], end: str = "") -> list[str]:
 
 def nearly_alike(counts: dict[str, int]) -> list[tuple[str, str]]:
     """Pairs of names, the rarer first, that differ in case alone, or in one letter: another, one more, or two that are
-    exchanged. Digits tell names apart; so does a letter of short names that many records have.
-
-    Args:
-        counts: the number of records of each name.
-    """
+    exchanged. Digits tell names apart; so does a letter of short names that many records have. `counts`: the number of
+    records of each name."""
     with_gap: dict[tuple[int, str], str] = {}
     folded: dict[str, str] = {}
     found: list[tuple[str, str]] = []

@@ -85,11 +85,7 @@ class Labels:
 
     def encode(self, value: Any, class_names: tuple[str, ...] | None = None) -> int | float:
         """The label of a record: the number of its class, or a number. Raises BadRecord: there is none; it is none of
-        the classes, or no number.
-
-        Args:
-            class_names: the names of the data's class numbers, if it has class numbers.
-        """
+        the classes, or no number. `class_names`: the names of the data's class numbers, if it has class numbers."""
         name = "" if is_missing(value, self.number) else name_of(value)
         if class_names and name not in class_names and INTEGER.fullmatch(name):
             index = int(float(name))
@@ -108,11 +104,7 @@ class Labels:
 
     def encode_set(self, values: Any, class_names: tuple[str, ...] | None = None) -> list[float]:
         """1 for each class that a record has, 0 for each other one. Raises BadRecord: there is none; one is none of
-        the classes.
-
-        Args:
-            values: a list of labels, which may be empty; or one label.
-        """
+        the classes. `values`: a list of labels, which may be empty; or one label."""
         if not isinstance(values, list):
             values = [values]
         present = {self.encode(value, class_names) for value in values}

@@ -44,11 +44,8 @@ class HeldOut:
 
 @dataclass(kw_only=True)
 class ExampleData(TaskData):
-    """The data of classification and regression: samples of all parts, and the labels.
-
-    Args:
-        to_answer: whether the records are those of predict_file, whose labels are not used.
-    """
+    """The data of classification and regression: samples of all parts, and the labels. `to_answer`: whether the
+    records are those of predict_file, whose labels are not used."""
 
     train: LabelledSamples | None = None
     held_out: list[HeldOut]

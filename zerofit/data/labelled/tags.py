@@ -18,12 +18,8 @@ TAGS = ("ner_tags", "tags", "labels", "label", "pos_tags")
 
 @dataclass(frozen=True)
 class TaggedWords:
-    """The columns of a table of words with tags.
-
-    Args:
-        label: None: records to be answered, of which every one is read.
-        class_names: the names of the data's tag numbers, if it has tag numbers.
-    """
+    """The columns of a table of words with tags. `label`: None: records to be answered, of which every one is read.
+    `class_names`: the names of the data's tag numbers, if it has tag numbers."""
 
     words: str
     label: str | None

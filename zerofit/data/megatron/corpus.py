@@ -156,11 +156,8 @@ class Corpus:
 
 def open_corpus(option: str, prefix: str) -> Corpus:
     """Open PREFIX.bin and PREFIX.idx after a check of their sizes. `prefix` may have one of the two suffixes. Raises
-    UserError: a file is missing, of another format or version, truncated, or not of the same corpus.
-
-    Args:
-        option: the option that names the prefix, for messages.
-    """
+    UserError: a file is missing, of another format or version, truncated, or not of the same corpus. `option`: the
+    option that names the prefix, for messages."""
     prefix = str(Path(prefix.removesuffix(".bin").removesuffix(".idx")).expanduser())
     try:
         corpus = _mapped(prefix)

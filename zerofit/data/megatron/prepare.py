@@ -22,11 +22,8 @@ def prepare_corpora(
     recipe: ClmRecipe, config: PretrainedConfig, block_size: int, consumed: Callable[[int], int]
 ) -> TextData:
     """Open the corpora that the recipe names, and make the samples of the run. Raises UserError: a corpus is missing
-    or damaged, was made with another tokenizer, or a part of it is empty.
-
-    Args:
-        consumed: (updates) -> samples of so many updates.
-    """
+    or damaged, was made with another tokenizer, or a part of it is empty. `consumed`: (updates) -> samples of so many
+    updates."""
     given, resets = recipe.blend, tuple(name for name in RESETS if getattr(recipe, name))
     corpora = [open_corpus("data_path", prefix) for _, prefix in given]
     check_named_once(corpora)
@@ -78,11 +75,7 @@ def kind(split: str, resets: tuple[str, ...], block_size: int) -> str:
 
 def check_tokenizer(corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str]:
     """Check that the corpora were made with the tokenizer of the run. Returns notes for the log. Raises UserError:
-    they were made with another one, or hold ids that it does not have.
-
-    Args:
-        rows: number of tokens of the tokenizer.
-    """
+    they were made with another one, or hold ids that it does not have. `rows`: number of tokens of the tokenizer."""
     notes, problems, fingerprint = [], [], None
     for corpus in corpora:
         card = corpus.card

@@ -208,11 +208,8 @@ def turn_separator(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase)
 
 class PairEncoder:
     """Pairs -> token ids. Sources and targets end with the end-of-text token: without it a model never learns to stop.
-    Raises UserError: the prefix leaves no room for a source.
-
-    Args:
-        max_target: the longest target in tokens, special tokens included.
-    """
+    Raises UserError: the prefix leaves no room for a source. `max_target`: the longest target in tokens, special
+    tokens included."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, form: SourceFormat, max_target: int):
         self.tokenizer, self.prefix, self.separator = tokenizer, form.prefix, form.separator
