@@ -65,20 +65,14 @@ class Batch:
 
 @dataclass
 class CausalCollator:
-    """Stack blocks, or pad rows of different lengths on the right.
+    """Stack blocks, or pad rows of different lengths on the right. `flatten`: concatenate packed rows to (1, B * T)
+    and pass the ends of documents to flash attention, which would otherwise compute them from position_ids in each
+    layer, and for one row only."""
 
-    Args:
-        pad_id: the token that pads rows; its label is ignored and attention does not see it.
-        flatten: concatenate packed rows to (1, B * T) and pass the ends of documents to flash attention, which would
-            otherwise compute them from position_ids in each layer, and for one row only.
-        multiple: widths are rounded up to a multiple of this, or of less (round_up).
-        marks_filling: packed rows come with `is_token`, for a model with experts.
-    """
-
-    pad_id: int
+    pad_id: int  # the token that pads rows; its label is ignored and attention does not see it
     flatten: bool = False
-    multiple: int = 1
-    marks_filling: bool = False
+    multiple: int = 1  # widths are rounded up to a multiple of this, or of less (round_up)
+    marks_filling: bool = False  # packed rows come with `is_token`, for a model with experts
 
     def __call__(self, samples: Samples) -> Batch:
         rows, indices = [sample for sample, _ in samples], [index for _, index in samples]
@@ -125,18 +119,12 @@ class ExampleCollator:
     Samples with `tags` have a class per word, which stands at the word's first token: their labels are (B, T).
     Samples with `sizes` hold several rows, one per choice. Their inputs are (B, C, T): C is the largest number of
     choices, a missing choice is a row of one token.
-
-    Args:
-        fillers: {column of a sample that the model reads: value that pads it}.
-        width: pad every batch to this many tokens; None: to its longest row.
-        multiple: widths are rounded up to a multiple of this.
-        class_weights: what an example (a word) of each class counts as a target; None: 1.
     """
 
-    fillers: dict[str, int]
-    width: int | None = None
-    multiple: int = 1
-    class_weights: list[float] | None = None
+    fillers: dict[str, int]  # {column of a sample that the model reads: value that pads it}
+    width: int | None = None  # pad every batch to this many tokens; None: to its longest row
+    multiple: int = 1  # widths are rounded up to a multiple of this
+    class_weights: list[float] | None = None  # what an example (a word) of each class counts as a target; None: 1
 
     def __call__(self, samples: Samples) -> Batch:
         indices = [index for _, index in samples]
@@ -153,8 +141,11 @@ class ExampleCollator:
         inputs["attention_mask"] = mask(lengths, width)
         if "sizes" in samples[0][0]:
             inputs = {name: tensor.view(len(samples), max_choices, -1) for name, tensor in inputs.items()}
-        if "tags" in samples[0][0]:
-            labels = torch.from_numpy(np.stack([labels_of_words(sample, width) for sample, _ in samples]))
+        if "tags" in samples[0][0]:  # of each word at its first token
+            labels = torch.full((len(samples), width), IGNORE)
+            for row, (sample, _) in zip(labels, samples):
+                is_read = sample["starts"] >= 0
+                row[sample["starts"][is_read]] = torch.from_numpy(sample["tags"][is_read])
         else:
             labels = torch.from_numpy(np.stack([sample["label"] for sample, _ in samples]))
         labels[~counted(indices)] = IGNORE if labels.dtype == torch.int64 else torch.nan
@@ -169,17 +160,12 @@ class ExampleCollator:
 
 @dataclass
 class PairCollator:
-    """Pad sources and targets on the right; a target's padding is not trained on.
+    """Pad sources and targets on the right; a target's padding is not trained on. `widths`: pad every batch to these
+    numbers of source and target tokens; None: to its longest rows."""
 
-    Args:
-        pad_id: fills sources.
-        widths: pad every batch to these numbers of source and target tokens; None: to its longest rows.
-        multiple: widths are rounded up to a multiple of this.
-    """
-
-    pad_id: int
+    pad_id: int  # fills sources
     widths: tuple[int, int] | None = None
-    multiple: int = 1
+    multiple: int = 1  # widths are rounded up to a multiple of this
 
     def __call__(self, samples: Samples) -> Batch:
         rows, indices = [sample for sample, _ in samples], [index for _, index in samples]
@@ -225,17 +211,11 @@ class PreferenceCollator:
 
 @dataclass
 class PromptCollator:
-    """Pad the inputs of generation: prompts of a decoder on the left, sources of an encoder on the right.
+    """Pad the inputs of generation: prompts of a decoder on the left, sources of an encoder on the right."""
 
-    Args:
-        pad_id: pads rows; attention does not see it.
-        left: pad on the left.
-        multiple: widths are rounded up to a multiple of this.
-    """
-
-    pad_id: int
-    left: bool
-    multiple: int = 1
+    pad_id: int  # pads rows; attention does not see it
+    left: bool  # pad on the left
+    multiple: int = 1  # widths are rounded up to a multiple of this
 
     def __call__(self, samples: Samples) -> Batch:
         rows, indices = [sample for sample, _ in samples], [index for _, index in samples]
@@ -297,13 +277,6 @@ def within_documents(documents: torch.Tensor) -> torch.Tensor:
     (B, T) the number of each position's document."""
     same = documents[:, None, :, None] == documents[:, None, None, :]
     return same & torch.ones(same.shape[-2:], dtype=torch.bool, device=same.device).tril()
-
-
-def labels_of_words(sample: Sample, width: int) -> np.ndarray:
-    """(width,) the tag of each word at its first token, IGNORE elsewhere."""
-    labels, is_read = np.full(width, IGNORE), sample["starts"] >= 0
-    labels[sample["starts"][is_read]] = sample["tags"][is_read]
-    return labels
 
 
 def stack(rows: list[Sample], name: str, width: int, filler: int) -> torch.Tensor:

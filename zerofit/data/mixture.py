@@ -160,7 +160,7 @@ def mixed(sources: Mapping[str, Data], recipe: TaskRecipe, first: Data | None = 
         sizes = [len(data.trained) for data in sources.values()]
         given = np.asarray([weight for weight, _ in recipe.mixture], dtype=np.float64)
         weights = (given / given.sum()).tolist()
-        total = samples_of_a_pass(weights, sizes)
+        total = max(1, int(min(size / weight for size, weight in zip(sizes, weights))))  # one source is through
         passes = [weight * total / size for weight, size in zip(weights, sizes)]
         changes["notes"] += [
             f"source    {name}: {weight:.1%} of the samples; an epoch of {total:,} samples reads its {size:,} "
@@ -183,8 +183,3 @@ def named(lines: dict[str, list[str]]) -> list[str]:
         for line in own
         if line not in shared
     ]
-
-
-def samples_of_a_pass(weights: Sequence[float], sizes: Sequence[int]) -> int:
-    """The samples after which the first source has been read in full."""
-    return max(1, int(min(size / weight for size, weight in zip(sizes, weights))))

@@ -20,36 +20,26 @@ NO_TOKENIZER = TokenizerOptions("tokenizer_name", "")
 @dataclass(frozen=True)
 class DataOptions:
     """The data to read: a data set of the hub, or files, and how they are written; and what becomes of the records.
+    `max_train_samples, max_eval_samples`: None: all."""
 
-    Args:
-        patterns: files or globs of each part.
-        hub_cache: folder for data sets of the datasets library; None: its own.
-        named_columns: columns that options name; they keep their capital letters.
-        lowercases: whether the names of other columns become lower case.
-        trains: whether the launch trains; without, training data are read only to hold out a part of them.
-        held_out_fraction: of the training records, where the data has no held-out part.
-        max_train_samples, max_eval_samples: None: all.
-        column_options: those of the task, for messages.
-    """
-
-    patterns: dict[str, list[str]]
+    patterns: dict[str, list[str]]  # files or globs of each part
     cache: Path
     dataset_name: str | None = None
     dataset_config_name: str | None = None
     encoding: str | None = None
     delimiter: str | None = None
     field: str | None = None
-    hub_cache: Path | None = None
-    named_columns: frozenset[str] = frozenset()
-    lowercases: bool = True
+    hub_cache: Path | None = None  # folder for data sets of the datasets library; None: its own
+    named_columns: frozenset[str] = frozenset()  # columns that options name; they keep their capital letters
+    lowercases: bool = True  # whether the names of other columns become lower case
     tokenizer: TokenizerOptions = NO_TOKENIZER
-    trains: bool = True
-    held_out_fraction: float = 0.0
+    trains: bool = True  # whether the launch trains; without, training data are read only to hold out a part of them
+    held_out_fraction: float = 0.0  # of the training records, where the data has no held-out part
     max_train_samples: int | None = None
     max_eval_samples: int | None = None
     skip_bad_records: bool = False
     allow_data_loss: bool = False
-    column_options: tuple[str, ...] = ()
+    column_options: tuple[str, ...] = ()  # those of the task, for messages
 
     @classmethod
     def of(cls, recipe: TaskRecipe) -> "DataOptions":

@@ -276,25 +276,18 @@ class TokenizedDataset:
 @dataclass(kw_only=True)
 class TaskData:
     """The samples that a task trains on and those held out, the tokenizer that made them, and notes for the log.
-
-    Args:
-        train, validation: None where there are none.
-        order: the order of the training samples, if they have one already.
-        samples_per_epoch: training samples of one pass over the data; by default all.
-        passes: of a mixture, how often each source is read meanwhile.
-        sources: of a mixture, the held-out samples of each source by its name.
-        prompts: those of predict_file, without any other part.
-    """
+    `train, validation`: None where there are none. `sources`: of a mixture, the held-out samples of each source by its
+    name."""
 
     train: SampleSet | None = None
     validation: SampleSet | None = None
     tokenizer: PreTrainedTokenizerBase
     notes: list[str] = field(default_factory=list)
-    order: "Order | None" = None
-    samples_per_epoch: int = 0
-    passes: list[float] = field(default_factory=list)
+    order: "Order | None" = None  # the order of the training samples, if they have one already
+    samples_per_epoch: int = 0  # training samples of one pass over the data; by default all
+    passes: list[float] = field(default_factory=list)  # of a mixture, how often each source is read meanwhile
     sources: dict[str, SampleSet] = field(default_factory=dict)
-    prompts: "Prompts | None" = None
+    prompts: "Prompts | None" = None  # those of predict_file, without any other part
 
     def __post_init__(self) -> None:
         self.samples_per_epoch = self.samples_per_epoch or len(self.train or ())
@@ -321,18 +314,12 @@ class TaskData:
 
 @dataclass(kw_only=True)
 class TextData(TaskData):
-    """The data of the causal task.
-
-    Args:
-        shown: a training sample as text.
-        kind: how text became samples.
-        report: a table of the data; by default the statistics of both parts.
-    """
+    """The data of the causal task. `report`: a table of the data; by default the statistics of both parts."""
 
     block_size: int
-    shown: list[str] = field(default_factory=list)
+    shown: list[str] = field(default_factory=list)  # a training sample as text
     is_chat: bool = False
-    kind: str = ""
+    kind: str = ""  # how text became samples
     report: list[tuple[str, ...]] = field(default_factory=list)
 
     @property

@@ -28,20 +28,13 @@ MADE_HERE = ("instruction", "input", "trained", "masked")  # keys of messages th
 
 @dataclass
 class Prompts:
-    """The records of predict_file as samples (input_ids alone), in the order of the file.
-
-    Args:
-        records: what predictions.jsonl has for each beside its prediction.
-        is_chat: each is a conversation that needs a reply, not a text to continue.
-        ends: token ids that end an answer, in addition to those of the model.
-        truncated: number of tokens cut.
-    """
+    """The records of predict_file as samples (input_ids alone), in the order of the file."""
 
     ids: list[list[int]]
-    records: list[dict[str, Any]]
-    is_chat: bool = False
-    ends: list[int] = field(default_factory=list)
-    truncated: int = 0
+    records: list[dict[str, Any]]  # what predictions.jsonl has for each beside its prediction
+    is_chat: bool = False  # each is a conversation that needs a reply, not a text to continue
+    ends: list[int] = field(default_factory=list)  # token ids that end an answer, in addition to those of the model
+    truncated: int = 0  # number of tokens cut
 
     def __post_init__(self) -> None:
         self.lengths = self.sort_key = np.array([len(ids) for ids in self.ids])

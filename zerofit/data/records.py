@@ -37,19 +37,13 @@ class RecordReader(Protocol):
 
 @dataclass
 class Part:
-    """Records of a part of the data, all of which can be read.
-
-    Args:
-        where: the part's name in messages.
-        numbers: (records,) the place of each in its source.
-        records: with all columns; `table` has those that are read.
-    """
+    """Records of a part of the data, all of which can be read."""
 
     table: Dataset
     reader: RecordReader
-    where: str
-    numbers: np.ndarray
-    records: Dataset
+    where: str  # the part's name in messages
+    numbers: np.ndarray  # (records,) the place of each in its source
+    records: Dataset  # with all columns; `table` has those that are read
 
     def __len__(self) -> int:
         return len(self.table)

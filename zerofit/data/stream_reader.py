@@ -32,17 +32,11 @@ NOT_LOST = (FileNotFoundError, PermissionError, IsADirectoryError)
 
 @dataclass(frozen=True)
 class Shards:
-    """The shards of the training data.
+    """The shards of the training data."""
 
-    Args:
-        names: paths and addresses, in a fixed order.
-        sizes: in bytes.
-        reader: the datasets library's.
-    """
-
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-    reader: str
+    names: tuple[str, ...]  # paths and addresses, in a fixed order
+    sizes: tuple[int, ...]  # in bytes
+    reader: str  # the datasets library's
 
     @property
     def key(self) -> str:
@@ -139,17 +133,13 @@ def _batches(shards: Shards, number: int, record: int) -> Iterator[pa.Table]:
         except NOT_LOST as error:
             raise UserError(f"train_file: {name} cannot be read: {first_line(error)}") from None
         except Exception as error:  # the library raises a dozen types
-            if not _is_lost(error):
+            of_aiohttp = type(error).__module__.partition(".")[0] == "aiohttp"  # which opens addresses
+            if not (of_aiohttp or isinstance(error, LOST)):
                 raise UserError(f"{name}, after record {record}: {first_line(error.__cause__ or error)}") from None
             pause = next(pauses, None)
             if pause is None:
                 raise UserError(f"train_file: {name} cannot be read, tried for minutes: {first_line(error)}") from None
             time.sleep(pause)
-
-
-def _is_lost(error: Exception) -> bool:
-    """Whether a connection is lost. aiohttp is imported by what opens an address, and by nobody else."""
-    return isinstance(error, LOST) or type(error).__module__.partition(".")[0] == "aiohttp"
 
 
 def _open(reader: str, name: str) -> IterableDataset:

@@ -83,13 +83,12 @@ def text_columns(dataset: Dataset) -> list[str]:
 def worded_columns(dataset: Dataset) -> list[str]:
     """The columns of text that hold words, to choose one from: in a .csv file numbers are texts too. All columns of
     text where none holds words."""
-    texts = text_columns(dataset)
-    return [name for name in texts if not _holds_numbers(dataset[name][:LOOKED_AT])] or texts
-
-
-def _holds_numbers(texts: list[str | None]) -> bool:
-    written = [text.strip() for text in texts if text and text.strip()]
-    return bool(written) and all(NUMBER.fullmatch(text) or text.lower() in ("true", "false") for text in written)
+    texts, worded = text_columns(dataset), []
+    for name in texts:
+        written = [text.strip().lower() for text in dataset[name][:LOOKED_AT] if text and text.strip()]
+        if not written or not all(NUMBER.fullmatch(text) or text in ("true", "false") for text in written):
+            worded.append(name)
+    return worded or texts
 
 
 def match_columns(forms: Iterable[Form], present: Iterable[str]) -> Form | None:

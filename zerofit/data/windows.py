@@ -41,24 +41,15 @@ Prepare = Callable[[Dataset, str, Path], SampleSet]
 
 @dataclass(frozen=True)
 class Window:
-    """Records that are shuffled together.
+    """Records that are shuffled together. `shard, record`: where it begins; see Place."""
 
-    Args:
-        number: in the run.
-        turn: passes over the shards before it.
-        index: in its pass.
-        shard, record: where it begins; see Place.
-        first: samples before it.
-        samples: its own; 0: it has not been read.
-    """
-
-    number: int = 0
-    turn: int = 0
-    index: int = 0
+    number: int = 0  # in the run
+    turn: int = 0  # passes over the shards before it
+    index: int = 0  # in its pass
     shard: int = 0
     record: int = 0
-    first: int = 0
-    samples: int = 0
+    first: int = 0  # samples before it
+    samples: int = 0  # its own; 0: it has not been read
 
     @property
     def end(self) -> int:

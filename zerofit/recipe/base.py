@@ -14,19 +14,13 @@ TEXTS = ("sample_prompt", "system_prompt", "source_prefix")  # options that hold
 
 
 class Clash(NamedTuple):
-    """An option that has no effect because of others.
-
-    Args:
-        others: the options because of which it has none.
-        excludes: each of the two takes the other's place; else the option depends on the others.
-        is_noted: it is no mistake.
-    """
+    """An option that has no effect because of others."""
 
     name: str
-    others: list[str]
+    others: list[str]  # the options because of which it has none
     text: str
-    excludes: bool = False
-    is_noted: bool = False
+    excludes: bool = False  # each of the two takes the other's place; else the option depends on the others
+    is_noted: bool = False  # it is no mistake
 
 
 class Findings:

@@ -103,21 +103,15 @@ def print_last(text: str, after_signal: bool = False, file: TextIO | None = None
 
 @dataclass
 class Exit:
-    """How this process ends: what is called before it does, and its exit code.
-
-    Args:
-        explain: prints what is known of an error other than UserError, and returns the exit code, or None.
-        cleanup: what `leave` calls before it ends the process.
-        record: puts an exit code and its reason on record.
-        tell: tells other machines of the message and the exit code.
-        code: the exit code once it is decided, which a later signal does not change.
-    """
+    """How this process ends: what is called before it does, and its exit code. `explain`: prints what is known of an
+    error other than UserError, and returns the exit code, or None. `tell`: tells other machines of the message and the
+    exit code."""
 
     explain: Callable[[Exception], int | None] = lambda error: None
-    cleanup: Callable[[], None] = lambda: None
-    record: Callable[[int, str | None], None] = lambda code, reason: None
+    cleanup: Callable[[], None] = lambda: None  # what `leave` calls before it ends the process
+    record: Callable[[int, str | None], None] = lambda code, reason: None  # puts an exit code and its reason on record
     tell: Callable[[str, int], None] = lambda message, code: None
-    code: int | None = None
+    code: int | None = None  # the exit code once it is decided, which a later signal does not change
 
 
 EXIT = Exit()  # of this process

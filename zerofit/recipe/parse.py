@@ -19,6 +19,7 @@ from zerofit.recipe.parsing import BoundedLoader
 from zerofit.recipe.places import nearest_recipe, recipe_file
 
 R = TypeVar("R", bound=Recipe)
+TYPES = {str: "a text", int: "an integer", float: "a number", bool: "true or false", list: "a list", dict: "a map"}
 
 
 def parse_recipe(cls: type[R], argv: list[str] | None = None, **of_program: Any) -> R:
@@ -243,7 +244,7 @@ def _take(
         parsed = [checked(item, kind.base) for item in items]
     except ValueError:
         problems.append(
-            f"{source}: {name} is {quoted(value)}, {_type_name(value)}; "
+            f"{source}: {name} is {quoted(value)}, {TYPES.get(type(value), type(value).__name__)}; "
             f"expected {kind.words}{_unquote_hint(value, kind)}"
         )
         return
@@ -306,11 +307,6 @@ def _unquote_hint(value: Any, kind: Kind) -> str:
     except ValueError:
         return ""
     return ". Write it without the quotes"
-
-
-def _type_name(value: Any) -> str:
-    names = {str: "a text", int: "an integer", float: "a number", bool: "true or false", list: "a list", dict: "a map"}
-    return names.get(type(value), f"a {type(value).__name__}")
 
 
 def _unknown(where: str, name: str, known: list[str], hints: dict[str, str]) -> str:

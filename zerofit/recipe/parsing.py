@@ -25,7 +25,8 @@ class BoundedLoader(yaml.SafeLoader):
         event = self.peek_event()
         mark = event.start_mark
         repeated = self.anchors.get(event.anchor) if isinstance(event, yaml.AliasEvent) else None
-        if isinstance(event, yaml.AliasEvent) and not _is_short(repeated):
+        is_short = isinstance(repeated, yaml.ScalarNode) and len(repeated.value) <= LONGEST_ALIAS
+        if isinstance(event, yaml.AliasEvent) and not is_short:
             raise yaml.composer.ComposerError(
                 None, None, f"*{event.anchor} repeats more than a short value: write it out", mark
             )
@@ -44,10 +45,6 @@ class BoundedLoader(yaml.SafeLoader):
                 None, None, f"{again[0].value} is set twice: keep one", again[0].start_mark
             )
         return super().construct_mapping(node, deep)
-
-
-def _is_short(node: yaml.Node | None) -> bool:
-    return isinstance(node, yaml.ScalarNode) and len(node.value) <= LONGEST_ALIAS
 
 
 def read_yaml(path: Path) -> Any:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from zerofit.recipe.base import Recipe, shown
+from zerofit.recipe.base import Recipe
 from zerofit.recipe.causal_options import (
     ChatOptions,
     CorpusOptions,
@@ -133,12 +133,6 @@ class ClassLossOptions(Recipe, phase="train"):
         below=1,
         aliases=("label_smoothing_factor",),
     )
-
-    @property
-    def changed_class_losses(self) -> list[str]:
-        """The options of this group that are set, each with its value."""
-        values = {name: getattr(self, name) for name in ("class_weights", "focal_gamma", "label_smoothing")}
-        return [f"{name} = {shown(value)}" for name, value in values.items() if value]
 
     @property
     def weight_of_class(self) -> dict[str, float | None]:

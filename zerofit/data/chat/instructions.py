@@ -59,32 +59,20 @@ FIRST_RECORDS = 100  # that are looked at for turns with roles
 
 @dataclass(frozen=True)
 class Form:
-    """The kind of a table's records, and their columns.
+    """The kind of a table's records, and their columns."""
 
-    Args:
-        kind: instruction, prompt or messages.
-        question: the column of the instruction, of the prompt, or of the turns.
-        answer: the column of the answer; None if it is one of the turns.
-        system_prompt: for conversations without one.
-        verdict: the column that says whether the answer is a good one.
-        plain: prompt and answer are texts, which can be concatenated without a template.
-        answered: whether records have an answer, which is trained on; else one is removed.
-        given: the columns of what a template takes beside the messages, such as tools.
-        media: the columns of pictures and the like, which go into a text at a placeholder.
-    """
-
-    kind: str
-    question: str
-    answer: str | None = None
+    kind: str  # instruction, prompt or messages
+    question: str  # the column of the instruction, of the prompt, or of the turns
+    answer: str | None = None  # the column of the answer; None if it is one of the turns
     input: str | None = None
     history: str | None = None
     system: str | None = None
-    system_prompt: str | None = None
-    verdict: str | None = None
-    plain: bool = False
-    answered: bool = True
-    given: tuple[str, ...] = ()
-    media: tuple[str, ...] = ()
+    system_prompt: str | None = None  # for conversations without one
+    verdict: str | None = None  # the column that says whether the answer is a good one
+    plain: bool = False  # prompt and answer are texts, which can be concatenated without a template
+    answered: bool = True  # whether records have an answer, which is trained on; else one is removed
+    given: tuple[str, ...] = ()  # the columns of what a template takes beside the messages, such as tools
+    media: tuple[str, ...] = ()  # the columns of pictures and the like, which go into a text at a placeholder
 
     @property
     def columns(self) -> list[str]:

@@ -37,21 +37,13 @@ Pair = tuple[Conversation, Conversation]
 
 @dataclass(frozen=True)
 class PreferenceForm:
-    """How the pairs of a table are read.
+    """How the pairs of a table are read."""
 
-    Args:
-        prompt: how its prompts are read; None: both answers are whole conversations.
-        system_prompt: for conversations without one.
-        plain: prompt and answers are texts, which can be concatenated without a template.
-        given: the columns of what a template takes beside the messages, such as tools.
-        media: the columns of pictures and the like, which go into a text at a placeholder.
-    """
-
-    prompt: Form | None
-    system_prompt: str | None
-    plain: bool
-    given: tuple[str, ...] = ()
-    media: tuple[str, ...] = ()
+    prompt: Form | None  # how its prompts are read; None: both answers are whole conversations
+    system_prompt: str | None  # for conversations without one
+    plain: bool  # prompt and answers are texts, which can be concatenated without a template
+    given: tuple[str, ...] = ()  # the columns of what a template takes beside the messages, such as tools
+    media: tuple[str, ...] = ()  # the columns of pictures and the like, which go into a text at a placeholder
 
     @property
     def columns(self) -> list[str]:

@@ -31,19 +31,12 @@ ANSWERS = ("label", "answerkey", "answer", "labels", "gold")
 
 @dataclass(frozen=True)
 class Choices:
-    """The columns of a table of multiple choice.
+    """The columns of a table of multiple choice."""
 
-    Args:
-        context: the column of the question, or the two of them.
-        choices: a column each, or one column of lists.
-        label: the column that says which choice is right: by its number, its letter, or its name among the choices.
-        start: the number of the first choice.
-    """
-
-    context: tuple[str, ...]
-    choices: tuple[str, ...]
-    label: str
-    start: int = 0
+    context: tuple[str, ...]  # the column of the question, or the two of them
+    choices: tuple[str, ...]  # a column each, or one column of lists
+    label: str  # the column that says which choice is right: by its number, its letter, or its name among the choices
+    start: int = 0  # the number of the first choice
 
     @property
     def columns(self) -> list[str]:

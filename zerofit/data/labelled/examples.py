@@ -42,20 +42,15 @@ LABELS = ("label", "labels", "class", "category", "target", "score", "gold_label
 
 @dataclass(frozen=True)
 class GlueTask:
-    """A task of GLUE (Wang et al. 2019): its texts and labels under the hub's names.
-
-    Args:
-        labels: names in the order of the hub's class numbers; None if the label is a number (STS-B).
-        released: the names of the text columns in the original .tsv files, if they differ.
-        header: the columns of original training and development files without a header (CoLA).
-    """
+    """A task of GLUE (Wang et al. 2019): its texts and labels under the hub's names. `labels`: names in the order of
+    the hub's class numbers; None if the label is a number (STS-B)."""
 
     texts: tuple[str, ...]
     labels: tuple[str, ...] | None
     metric: str
-    released: tuple[str, ...] = ()
+    released: tuple[str, ...] = ()  # the names of the text columns in the original .tsv files, if they differ
     label_column: str = "label"
-    header: tuple[str, ...] = ()
+    header: tuple[str, ...] = ()  # the columns of original training and development files without a header (CoLA)
 
 
 PAIR = ("sentence1", "sentence2")
@@ -110,22 +105,15 @@ Reader = Choices | TaggedWords | LabelledColumns
 
 @dataclass
 class Records:
-    """The records of a source and which of their columns are read. What the labels are is not known yet.
-
-    Args:
-        texts: columns of texts or of words; of multiple choice there are `choices`.
-        of_words: the label is a list of tags, one of each word.
-        of_sets: the label is a list of labels.
-        class_names: the names of the data's class numbers, if it has class numbers.
-    """
+    """The records of a source and which of their columns are read. What the labels are is not known yet."""
 
     options: DataOptions
     source: Source
-    texts: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()  # columns of texts or of words; of multiple choice there are `choices`
     label: str = ""
-    of_words: bool = False
-    of_sets: bool = False
-    class_names: tuple[str, ...] | None = None
+    of_words: bool = False  # the label is a list of tags, one of each word
+    of_sets: bool = False  # the label is a list of labels
+    class_names: tuple[str, ...] | None = None  # the names of the data's class numbers, if it has class numbers
     choices: Choices | None = None
 
     @property

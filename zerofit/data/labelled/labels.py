@@ -26,24 +26,15 @@ SEPARATED = re.compile(r"[+-]?\d[\d.,'\s]*", re.ASCII)  # 0,5 and 1,234.5 and 1.
 
 @dataclass(frozen=True)
 class Labels:
-    """The names of the classes, in the order of their numbers; None if the label is a number (regression).
-
-    Args:
-        choices: multiple choice: the classes are the choices of an example, by their numbers.
-        number: the name of the label column, and of the number in a regression.
-        of_words: token classification: each word of an example has a class, its tag.
-        of_sets: a record has any number of the classes (multi-label).
-        decimal_comma: the numbers of a regression are written 0,5.
-        notes: for the log.
-    """
+    """The names of the classes, in the order of their numbers; None if the label is a number (regression)."""
 
     names: tuple[str, ...] | None
-    choices: bool = False
-    number: str = "number"
-    of_words: bool = False
-    of_sets: bool = False
-    decimal_comma: bool = False
-    notes: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    choices: bool = False  # multiple choice: the classes are the choices of an example, by their numbers
+    number: str = "number"  # the name of the label column, and of the number in a regression
+    of_words: bool = False  # token classification: each word of an example has a class, its tag
+    of_sets: bool = False  # a record has any number of the classes (multi-label)
+    decimal_comma: bool = False  # the numbers of a regression are written 0,5
+    notes: tuple[str, ...] = field(default=(), repr=False, compare=False)  # for the log
 
     @property
     def num_outputs(self) -> int:

@@ -28,17 +28,11 @@ Example = LabelledRows | LabelledWords
 
 @dataclass
 class HeldOut:
-    """A held-out part.
-
-    Args:
-        tables: the record of each sample, for predictions.jsonl: of a mixture a table a source.
-        suffix: the part's name in figures: "" or "_mismatched".
-        sources: of a mixture, the samples of each source by its name.
-    """
+    """A held-out part. `sources`: of a mixture, the samples of each source by its name."""
 
     samples: LabelledSamples
-    tables: list[Dataset]
-    suffix: str
+    tables: list[Dataset]  # the record of each sample, for predictions.jsonl: of a mixture a table a source
+    suffix: str  # the part's name in figures: "" or "_mismatched"
     sources: dict[str, LabelledSamples] = field(default_factory=dict)
 
 
@@ -189,8 +183,9 @@ def class_weights(recipe: ClsRecipe, data: ExampleData) -> list[float] | None:
     any other in the whole training set, or in an epoch of a mixture. Raises UserError: the labels are numbers or
     choices, which no option of this group is for; or a class is not there.
     """
-    names, changed = data.labels.names, recipe.changed_class_losses
+    names = data.labels.names
     if names is None or data.labels.choices or data.labels.of_sets:
+        changed = [name for name in ("class_weights", "focal_gamma", "label_smoothing") if getattr(recipe, name)]
         if not changed:
             return None
         what = "numbers (regression)" if names is None else "choices" if data.labels.choices else "lists"

@@ -35,18 +35,12 @@ SURPLUS = 1.01  # megatron-core makes half a percent more samples of each corpus
 
 @dataclasses.dataclass(frozen=True)
 class Blend:
-    """Corpora, the proportion of samples from each, and the split of the documents.
-
-    Args:
-        weights: those of data_path; None: in proportion to the size of each corpus.
-        split: the text of the option, which megatron-core parses.
-        block_size: tokens of a sample, without the one more that is only predicted.
-    """
+    """Corpora, the proportion of samples from each, and the split of the documents."""
 
     corpora: list[Corpus]
-    weights: list[float] | None
-    split: str
-    block_size: int
+    weights: list[float] | None  # those of data_path; None: in proportion to the size of each corpus
+    split: str  # the text of the option, which megatron-core parses
+    block_size: int  # tokens of a sample, without the one more that is only predicted
     seed: int
 
     @functools.cached_property

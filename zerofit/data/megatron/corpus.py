@@ -87,28 +87,18 @@ class _NumpyWithoutPickles:
 
 @dataclass(frozen=True)
 class Card:
-    """PREFIX.json, which `zerofit prepare` writes. A corpus from another program has none.
+    """PREFIX.json, which `zerofit prepare` writes. A corpus from another program has none. `documents, tokens`: their
+    numbers; documents without a token count as well."""
 
-    Args:
-        tokenizer: its name.
-        fingerprint: of the tokenizer, see `tokenizer_fingerprint`.
-        vocab_size: ids are below it.
-        eod: the id after each document; None where there is none.
-        documents, tokens: their numbers; documents without a token count as well.
-        largest_id: the largest id in the corpus.
-        sources: the files or corpora that it was made from.
-        made_by: the program and its version.
-    """
-
-    tokenizer: str
-    fingerprint: str
-    vocab_size: int
-    eod: int | None
+    tokenizer: str  # its name
+    fingerprint: str  # of the tokenizer, see `tokenizer_fingerprint`
+    vocab_size: int  # ids are below it
+    eod: int | None  # the id after each document; None where there is none
     documents: int
     tokens: int
-    largest_id: int
-    sources: list[str]
-    made_by: str
+    largest_id: int  # the largest id in the corpus
+    sources: list[str]  # the files or corpora that it was made from
+    made_by: str  # the program and its version
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -116,23 +106,15 @@ class Card:
 
 @dataclass
 class Corpus:
-    """A corpus with consistent files, mapped into memory.
+    """A corpus with consistent files, mapped into memory. `lengths`: (sequences,) tokens of each sequence, int32.
+    Megatron's own tool makes one sequence of a document."""
 
-    Args:
-        prefix: the path without .bin.
-        dtype: of the ids.
-        lengths: (sequences,) tokens of each sequence, int32. Megatron's own tool makes one sequence of a document.
-        pointers: (sequences,) the start of each in the .bin, in bytes, int64.
-        ends: (documents + 1,) the first sequence of each document, and the end of the last, int64.
-        card: None without PREFIX.json.
-    """
-
-    prefix: str
-    dtype: type[np.number]
+    prefix: str  # the path without .bin
+    dtype: type[np.number]  # of the ids
     lengths: np.ndarray
-    pointers: np.ndarray
-    ends: np.ndarray
-    card: Card | None
+    pointers: np.ndarray  # (sequences,) the start of each in the .bin, in bytes, int64
+    ends: np.ndarray  # (documents + 1,) the first sequence of each document, and the end of the last, int64
+    card: Card | None  # None without PREFIX.json
 
     @property
     def documents(self) -> int:

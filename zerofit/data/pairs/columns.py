@@ -65,22 +65,16 @@ class Pair:
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of the pairs: a conversation with or without its reply, or a source and a target.
-
-    Args:
-        context: the text that a question is about; it is appended to the source, as in run_seq2seq_qa.py.
-        verdict: says whether the answer is a good one.
-        answered: whether records have a target.
-        media: the columns of pictures and the like, which go into a text at a placeholder.
-    """
+    """The columns of the pairs: a conversation with or without its reply, or a source and a target. `context`: the
+    text that a question is about; it is appended to the source, as in run_seq2seq_qa.py."""
 
     dialogue: str | None
     source: str | None
     target: str | None
     context: str | None = None
-    verdict: str | None = None
-    answered: bool = True
-    media: tuple[str, ...] = ()
+    verdict: str | None = None  # says whether the answer is a good one
+    answered: bool = True  # whether records have a target
+    media: tuple[str, ...] = ()  # the columns of pictures and the like, which go into a text at a placeholder
 
     @property
     def columns(self) -> list[str]:

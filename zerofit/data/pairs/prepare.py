@@ -64,18 +64,13 @@ class SourceFormat:
 class PairData(TaskData):
     """The data of the task of sources and targets.
 
-    Args:
-        widths: the longest source and target, in tokens.
-        targets: the full target of each held-out sample as text.
-        trained_targets: the targets of the training data.
-
     Attributes:
         cut: number of texts of the latest evaluation that were cut at their longest length.
     """
 
-    widths: tuple[int, int]
-    targets: list[str] = field(default_factory=list)
-    trained_targets: Counter[str] = field(default_factory=Counter)
+    widths: tuple[int, int]  # the longest source and target, in tokens
+    targets: list[str] = field(default_factory=list)  # the full target of each held-out sample as text
+    trained_targets: Counter[str] = field(default_factory=Counter)  # the targets of the training data
     cut: int = 0
 
     @property
