@@ -1,6 +1,5 @@
 """What --torch_compile auto takes, on machines that are made up: this one has no GPU."""
 
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -8,11 +7,8 @@ import torch
 from helpers import recipe_of, refusal
 
 from zerofit.checkpoint.resume import EarlierRuns
-from zerofit.model import compilation
-from zerofit.model.compilation import failing_compiler
 from zerofit.training import auto_compile
-from zerofit.training.auto_compile import choose, decide, share_cores
-from zerofit.training.prepare import prepare_activations
+from zerofit.training.auto_compile import choose, decide
 
 CUDA = torch.device("cuda")
 
@@ -72,16 +68,6 @@ def compiler(monkeypatch):
     return works
 
 
-def test_the_value_is_stored_and_said(compiler):
-    recipe = recipe_of()
-    record, notes = decided(recipe)
-    assert recipe.to_dict()["torch_compile"] == "blocks"
-    assert record == "auto: blocks, 4,000 updates in bf16, rows of 1 width"
-    (note,) = notes
-    assert note.startswith("layers are compiled: 4,000 updates")
-    assert note.endswith("--torch_compile false turns it off")
-
-
 def test_a_decline_is_said_with_its_reason_and_what_compiling_gains_where_it_can_be_asked_for(compiler):
     recipe = recipe_of()
     _, (note,) = decided(recipe, updates=40)
@@ -89,16 +75,6 @@ def test_a_decline_is_said_with_its_reason_and_what_compiling_gains_where_it_can
     assert note == f"layers are not compiled: 40 updates, fewer than 300. --torch_compile {auto_compile.FASTER}"
     _, (note,) = decided(recipe_of(), shards_parameters=True, name="zero3")
     assert "--torch_compile" not in note
-
-
-def test_a_cpu_says_nothing(compiler):
-    recipe = recipe_of()
-    record, notes = decided(recipe, torch.device("cpu"))
-    assert (recipe.torch_compile, notes) == (False, [])
-    assert record.startswith("auto: false")
-    recipe = recipe_of(torch_compile="blocks")
-    assert decided(recipe, torch.device("cpu")) == (None, [])
-    assert recipe.torch_compile == "blocks"
 
 
 def test_a_compiler_that_fails_is_a_note_under_auto_and_else_an_error(compiler):
@@ -121,15 +97,6 @@ def test_one_rank_without_a_compiler_leaves_it_out_on_all(compiler, monkeypatch)
     assert "Triton" in note
 
 
-def test_the_compiler_is_tried(monkeypatch):
-    def broken(graph, inputs):
-        raise RuntimeError("ptxas: not found")
-
-    monkeypatch.setattr(compilation, "missing_compiler", lambda: None)
-    assert failing_compiler(torch.device("cpu"), "eager") is None
-    assert "ptxas: not found" in failing_compiler(torch.device("cpu"), broken)
-
-
 def test_a_resumed_run_goes_on_as_it_was():
     recorded, plan = {"torch_compile": "blocks"}, SimpleNamespace(sources=("auto",))
     assert EarlierRuns(own=recorded).compiled(plan) == "blocks"
@@ -138,19 +105,3 @@ def test_a_resumed_run_goes_on_as_it_was():
     named = SimpleNamespace(sources=("run/checkpoints/update_2",))
     assert EarlierRuns(own={"torch_compile": False}, named=recorded).compiled(named) == "blocks"
     assert EarlierRuns(own=recorded).compiled(SimpleNamespace(sources=())) is None
-
-
-def test_a_model_without_blocks_is_left_as_it_is():
-    model, recipe = torch.nn.Linear(2, 2), recipe_of(torch_compile="blocks")
-    model.config = SimpleNamespace(model_type="own")
-    (note,) = prepare_activations(model, recipe, CUDA, is_open=True)
-    assert recipe.torch_compile is False
-    assert "own names no blocks" in note
-
-
-@pytest.mark.parametrize(("cores", "ranks", "threads"), [(96, 8, 12), (2, 4, 1), (256, 1, 32)])
-def test_ranks_share_the_cores(monkeypatch, cores, ranks, threads):
-    monkeypatch.setattr(os, "environ", {"LOCAL_WORLD_SIZE": str(ranks)})
-    monkeypatch.setattr(auto_compile, "usable_cores", lambda: cores)
-    share_cores()
-    assert os.environ[auto_compile.THREADS] == str(threads)

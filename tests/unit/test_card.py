@@ -32,7 +32,6 @@ def test_a_models_snippet_loads_it(llama, monkeypatch):
     [
         ("BertForSequenceClassification", "AutoModelForSequenceClassification"),
         ("BertForMultipleChoice", "AutoModelForMultipleChoice"),
-        ("BertModel", "AutoModel"),
     ],
 )
 def test_a_card_names_no_folder_of_this_machine(model_class, auto_class):

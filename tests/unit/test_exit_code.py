@@ -13,7 +13,6 @@ from helpers import ROOT, environment
 from zerofit.health.shutdown import ShutdownHandler, StopReason
 from zerofit.launch.command import exit_code_of
 from zerofit.launch.exit_code import ExitCode, find_folder
-from zerofit.recipe.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OUT_OF_MEMORY, EXIT_TERMINATED, EXIT_USER_ERROR
 from zerofit.record.run_folder import RunFolder
 from zerofit.tools.submit.requeue import queue_again_refused
 
@@ -236,12 +235,6 @@ def documented() -> dict[str, str]:
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
     assert len(rows) == 9
     return {code: action for _, code, action in rows}
-
-
-def test_the_page_has_every_code():
-    codes = {0, EXIT_USER_ERROR, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_OUT_OF_MEMORY}
-    codes |= {reason.exit_code(saved) for reason in StopReason for saved in (False, True)}
-    assert set(documented()) == {*map(str, codes), "none"}
 
 
 def test_a_job_is_queued_again_as_the_table_says(tmp_path):

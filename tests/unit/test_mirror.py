@@ -324,17 +324,6 @@ def test_manifests_of_strangers_name_no_file_elsewhere():
 # --------------------------------------------------------------------------------------------------- addresses
 
 
-def test_a_missing_package_and_unknown_stores_are_told_of(monkeypatch):
-    def missing(protocol):
-        raise ImportError("Install s3fs to access S3")
-
-    check_refusal(["mirror = 'what://x'", "s3://"], MirrorStore, "what://x")
-    check_refusal(["file://tmp/run", "file:///tmp/run"], MirrorStore, "file://tmp/run")
-    check_refusal(["memory://run", "of one process"], MirrorStore, "memory://run")
-    monkeypatch.setattr(addresses, "get_filesystem_class", missing)
-    check_refusal(["mirror = 's3://b/run'", "pip install s3fs"], MirrorStore, "s3://b/run")
-
-
 def test_inputs_are_downloaded_once_and_again_when_they_change(faults, tmp_path):
     store = tmp_path / "store"
     for name in ("a/x.jsonl", "b/x.jsonl", "corpus.bin", "corpus.idx", "run/model/config.json", "run/metrics.jsonl"):

@@ -6,8 +6,7 @@ import sys
 import pytest
 from helpers import on_a_terminal
 
-from zerofit.record.metrics import UpdateMetrics
-from zerofit.record.terminal import Bar, columns_of, table
+from zerofit.record.terminal import columns_of, table
 
 FIGURES = {"loss": 3.21, "learning_rate": 3e-4, "tokens_per_s": 1234567.0}
 RUN = f"""
@@ -52,17 +51,6 @@ def test_what_follows_a_bar_begins_a_line(unbuffered):
     outliving = "from zerofit.record.terminal import outlive_the_terminal\noutlive_the_terminal()"
     shown = at_a_terminal(80, f"{outliving}\n{RUN}\nprint('next', flush=True)", PYTHONUNBUFFERED=unbuffered)
     assert "\r\nnext" in shown, shown[-200:]
-
-
-def test_a_log_has_whole_lines(capsys):
-    bar = Bar(100, 10, True)
-    bar.begin(0)
-    for update in range(1, 101):
-        bar.update(UpdateMetrics(update=update, epoch=1.0, consumed_samples=update, own={"mine": 0.25}, **FIGURES))
-    bar.close()
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 11
-    assert lines[1].startswith("update  10/100  loss 3.2100  0:00 left  1,234,567 tokens/s  lr 3.00e-04  mine 0.2500")
 
 
 def test_columns_are_aligned_below_wide_characters():

@@ -222,14 +222,6 @@ def test_who_does_not_restart_tells_why_and_all_end_with_one_code(port):
     assert at_once(lambda: both[0].settle(143, None), lambda: both[1].settle(2, None)) == [2, 2]
 
 
-def test_a_machine_that_is_gone_is_not_waited_for_and_what_the_run_has_recorded_counts(port):
-    three = groups(port, 3)
-    dies(three[2])
-    assert at_once(lambda: three[0].settle(1, None), lambda: three[1].settle(85, None)) == [1, 1]
-    both = groups(free_port())
-    assert at_once(lambda: both[0].settle(143, 86), lambda: both[1].settle(1, 2)) == [86, 86]
-
-
 @pytest.mark.parametrize(
     ("codes", "code"), [([0, 0], 0), ([143, 85], 85), ([143, 1], 1), ([137, 2], 2), ([85, 137], 137)]
 )

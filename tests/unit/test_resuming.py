@@ -25,7 +25,7 @@ def recipe(*flags: str) -> ClmRecipe:
 
 def leave_a_run(folder, options: ClmRecipe, global_batch: int, processes: int) -> RunFolder:
     (folder / "recipe.yaml").write_text(yaml.safe_dump(identity(options, global_batch)))
-    (folder / "strategy.yaml").write_text(yaml.safe_dump({"num_processes": processes}))
+    (folder / "strategy.yaml").write_text(yaml.safe_dump({"options_given_for": processes}))
     (folder / "metrics.jsonl").write_text('{"update": 1, "loss": 2.0}\n{"update": 2, "lo')
     run = RunFolder(folder)
     run.written.add(NAMES)
@@ -103,30 +103,6 @@ def test_it_follows_under_deepspeed_too(processes, total, expected):
     assert resolved["train_batch_size"] == total
     keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     assert tuple(resolved[key] for key in keys) == expected
-
-
-@pytest.mark.parametrize(
-    ("flags", "processes", "expected"),
-    [
-        (("--global_batch_size", "24", "--global_batch_warmup", "8@10"), 4, (24, 2, 3)),
-        (("--tokens_per_batch", "768", "--block_size", "32", "--packing", "none"), 8, (24, 3, 1)),
-        (("--global_batch_size", "24", "--per_device_train_batch_size", "5"), 2, (24, 4, 3)),  # another micro-batch
-    ],
-)
-def test_batches_that_grow_and_batches_of_tokens_stay_too(tmp_path, flags, processes, expected):
-    options = recipe(*flags)
-    resumed = Resume(options, leave_a_run(tmp_path, options, 24, 2), processes)
-    sizes = resolve_batches(options, processes, total_stays=resumed.stays)
-    assert (sizes.global_batch, sizes.micro_batch, sizes.accumulation) == expected
-    resumed.plan(sizes.global_batch)
-    assert resumed.sources == ["auto"]
-
-
-def test_another_global_batch_is_another_run(tmp_path):
-    options = recipe("--global_batch_size", "32")
-    resumed = Resume(options, leave_a_run(tmp_path, recipe("--global_batch_size", "24"), 24, 2), 8)
-    assert not resumed.stays
-    assert "global_batch_size was 24, now 32" in refusal(resumed.plan, resolve_batches(options, 8).global_batch)
 
 
 def test_the_same_command_resumes_it_again_on_what_is_left(tmp_path):

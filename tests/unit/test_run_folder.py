@@ -47,7 +47,7 @@ def checkpoint(path: Path, update: int, with_state: bool = True) -> Path:
     (partial / "model" / "weights").write_text("1")
     if with_state:
         (partial / "state").mkdir()
-        run = {**identity(recipe(), 8), "num_processes": 2, "strategy": "ddp"}
+        run = {**identity(recipe(), 8), "options_given_for": 2, "strategy": "ddp"}
         (partial / "state" / "progress.json").write_text(json.dumps({"run": run}))
     checkpoints.finish(update, ASKED if with_state else BEST, False, {})
     return checkpoints.folder(update)
@@ -56,7 +56,7 @@ def checkpoint(path: Path, update: int, with_state: bool = True) -> Path:
 def a_run(path: Path, updates: int = 4, *, saved: int | None = 2, with_state: bool = True) -> RunFolder:
     """A run of `recipe()` that was killed after an update."""
     folder = RunFolder(path)
-    folder.start(recipe(), 8, {"num_processes": 2}, {})
+    folder.start(recipe(), 8, {"options_given_for": 2}, {})
     for update in range(1, updates + 1):
         folder.metrics.add({"update": update, "loss": 1.0})
     if saved:
@@ -74,7 +74,7 @@ def plan(path: Path, *flags: str) -> list[str]:
 def restart(path: Path, updates: int = 0, resumed_from: Path | None = None) -> None:
     """What a launch does to the folder, once its plan is made."""
     CheckpointDirectory(path / "checkpoints").drop(lambda update: resumed_from != path or update > updates)
-    RunFolder(path).start(recipe(), 8, {"num_processes": 2}, {}, updates, resumed_from=resumed_from)
+    RunFolder(path).start(recipe(), 8, {"options_given_for": 2}, {}, updates, resumed_from=resumed_from)
 
 
 def put(path: Path, names: tuple[str, ...]) -> None:
@@ -211,7 +211,7 @@ def test_a_launch_that_died_before_its_first_update_does_not_claim_the_folder(tm
     for begun_at, resumed_from in ((0, None), (4, other)):
         path = tmp_path / f"run-{begun_at}"
         RunFolder(path).start(
-            recipe("--learning_rate", "1e-3"), 8, {"num_processes": 2}, {}, begun_at, resumed_from=resumed_from
+            recipe("--learning_rate", "1e-3"), 8, {"options_given_for": 2}, {}, begun_at, resumed_from=resumed_from
         )
         RunFolder(path).metrics.add({"update": begun_at, "eval_loss": 1.0})
         assert plan(path) == []
@@ -289,15 +289,6 @@ def test_a_record_that_names_files_elsewhere_removes_none(tmp_path):
 # -------------------------------------------------------------------------------------------------------------- links
 
 
-def test_a_lock_that_is_a_link_is_refused(tmp_path):
-    put(tmp_path, ("victim",))
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "victim")
-    assert "holds what no run has written: .lock" in refusal(plan, tmp_path / "run", "--overwrite_output_dir")
-    assert "cannot be written" in refusal(RunFolder(tmp_path / "run").lock)
-    assert left(tmp_path, ("victim",))
-
-
 @pytest.mark.parametrize("name", ["recipe.yaml", "strategy.yaml", "environment.json", "metrics", "metrics.jsonl",
                                   "anomalies.jsonl", "predictions", "predictions.jsonl", "loss.png"])  # fmt: skip
 def test_no_link_in_the_folder_is_written_through(tmp_path, name):
@@ -308,7 +299,7 @@ def test_no_link_in_the_folder_is_written_through(tmp_path, name):
     for link in (run / name, run / f"{name}.partial"):
         link.unlink(missing_ok=True)
         link.symlink_to(tmp_path / "victim")
-    RunFolder(run).start(recipe(), 8, {"num_processes": 2}, {}, 2, resumed_from=run)
+    RunFolder(run).start(recipe(), 8, {"options_given_for": 2}, {}, 2, resumed_from=run)
     folder = RunFolder(run)
     folder.metrics.add({"update": 3})
     with contextlib.suppress(OSError):  # ELOOP
@@ -331,17 +322,6 @@ def test_a_folder_that_is_a_link_is_neither_emptied_nor_filled(tmp_path, name):
         assert name in refusal(plan, run, *flags)
     folder.written.remove(folder.written.names)
     assert left(tmp_path, ("victims/config.json",))
-
-
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
-    folder = RunFolder(tmp_path)
-    for content, error in (("before", None), ("half", RuntimeError)):
-        with contextlib.suppress(RuntimeError), folder.new_file("a.txt") as opened:
-            opened.write(content)
-            if error:
-                raise error
-    assert (tmp_path / "a.txt").read_text() == "before"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "files.json"]
 
 
 # --------------------------------------------------------------------------------------------------------- JSON lines

@@ -160,18 +160,6 @@ def test_any_file_of_the_newest_may_come_to_harm(three, capfd):
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
-def test_a_folder_without_a_manifest_is_never_used_and_a_named_one_is_refused(three):
-    saver, _ = three
-    for update in (2, 4, 6):
-        (saver.checkpoints.folder(update) / "manifest.json").unlink()
-    folder, warnings = saver.choose("auto")
-    assert folder is None
-    assert len(warnings) == 3
-    assert "manifest.json is missing" in refusal(saver.choose, str(saver.checkpoints.folder(4)))
-    assert "no such folder" in refusal(saver.choose, str(saver.checkpoints.folder(5)))
-    assert "update_00000004" in refusal(saver.choose, str(saver.checkpoints.path))
-
-
 @pytest.mark.parametrize("name", ["rank_00000.safetensors", "rank_00000.json", "progress.json"])
 def test_a_pickle_in_the_place_of_a_file_runs_nothing_even_with_a_manifest_to_match(three, name, tmp_path):
     (saver, _), trace = three, tmp_path / "executed"
@@ -264,18 +252,3 @@ def test_a_full_disk_in_the_middle_of_a_save_harms_nothing(small_files, capfd):
     assert not saver.wait()
     assert saver.choose("auto")[0] == saver.checkpoints.folder(6)
     assert "Traceback" not in "".join(capfd.readouterr())
-
-
-def test_a_mistake_in_writing_ends_no_training_and_is_shown(tmp_path, capfd):
-    engine = Alone()
-    engine.train(range(1))
-    saver = saver_of(engine, tmp_path)
-
-    def wrong(folder: Path, weights) -> None:
-        raise KeyError("lm_head")
-
-    save(saver, engine, 1, wrong)
-    assert saver.wait()
-    assert "lm_head" in saver.messages[0]
-    assert "KeyError" in capfd.readouterr().err
-    assert not list(saver.checkpoints.path.iterdir())

@@ -33,12 +33,6 @@ def test_a_line_is_wrapped_at_words_below_its_text(line, indent):
     assert " ".join(each.strip() for each in lines).split() == line.split()
 
 
-@pytest.mark.parametrize("line", ["", "short", "  a  table   of   columns", "x" * 100, f"{'-' * 79}\n{'-' * 80}"])
-def test_what_fits_or_is_one_word_stays(line):
-    assert on_screen(line, 80) == line
-    assert on_screen(f"note      {TEXT}", None) == f"note      {TEXT}"
-
-
 class Screen(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -96,17 +90,6 @@ def test_a_table_of_any_number_of_columns_fits(columns, width):
     blocks = shown.split("\n\n")
     assert all("strategy" in block and "zero3" in block for block in blocks)
     assert table(rows, None).count("\n") == 1
-
-
-def test_the_tables_of_compare_fit_80_columns(monkeypatch):
-    from test_comparison import of_comparison
-
-    from zerofit.tools.compare import report
-
-    monkeypatch.setattr(report, "screen_width", lambda: 80)
-    shown = on_screen(report.ComparisonReport(of_comparison(), "x", []).for_terminal(), 80)
-    assert "evaluation" in shown
-    assert max(map(len, shown.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from helpers import ROOT, refusal
 
 from zerofit.launch import command as start
 from zerofit.launch.restart_rule import Restarts
-from zerofit.launch.schedulers import FIRST_PORT, PORTS, Machines, first_host, read_machines
+from zerofit.launch.schedulers import read_machines
 
 RECIPE = "recipes/clm/stdlib-gpt2.yaml"
 DLC = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "dlc-master-0", "MASTER_PORT": "23456"}
@@ -99,12 +99,6 @@ def test_a_clouds_machines(machine, capsys):
     assert words[-2:] == ["--config", RECIPE], "it is the launcher's"
 
 
-def test_two_jobs_on_a_machine_do_not_meet():
-    ports = {read_machines({**SLURM, "SLURM_JOB_ID": str(job)}).port for job in range(4711, 4721)}
-    assert len(ports) == 10
-    assert all(FIRST_PORT <= int(port) < FIRST_PORT + PORTS for port in ports)
-
-
 @pytest.mark.parametrize(
     ("variables", "machines"),
     [
@@ -124,11 +118,6 @@ def test_schedulers(variables, machines):
     assert any(f"{name} = {value}" in found.source for name, value in variables.items())
 
 
-def test_the_first_host_of_a_list():
-    lists = {"gpu07": "gpu07", "gpu[07-09,11]": "gpu07", "a[3,5],b": "a3", "n[1-2]-ib": "n1-ib"}
-    assert {nodes: first_host(nodes) for nodes in lists} == lists
-
-
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
@@ -140,15 +129,6 @@ def test_the_first_host_of_a_list():
 )
 def test_an_environment_of_something_else_is_refused(variables, said):
     assert said in refusal(read_machines, variables)
-
-
-def test_one_machine():
-    for variables in (
-        {},
-        {"SLURM_NNODES": "1", "SLURM_NODEID": "0"},
-        {"SLURM_NNODES": "2", "SLURM_STEP_NUM_NODES": "1"},
-    ):
-        assert read_machines(variables) == Machines(1)
 
 
 def test_mistakes(machine, tmp_path):

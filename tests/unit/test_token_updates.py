@@ -93,7 +93,7 @@ def test_a_run_has_as_many_updates_as_its_epochs_need():
     length = run_length(recipe, len(by_tokens), resolve_batches(recipe, 2), by_tokens)
     assert (length.total_samples, length.num_updates) == (3000, by_tokens.num_updates(3000))
     assert length.consumed(length.num_updates) == 3000
-    assert [length.ends_an_epoch(number) for number in range(1, length.num_updates)].count(True) == 1
+    assert [length.is_due("epoch", None, number) for number in range(1, length.num_updates)].count(True) == 1
 
 
 def parsed(kind=ClmRecipe, **options):

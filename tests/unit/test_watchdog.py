@@ -18,7 +18,6 @@ from torch.distributed.flight_recorder import fr_trace
 from zerofit.health import flight
 from zerofit.health import watchdog_process as watch
 from zerofit.health.failure import died_elsewhere
-from zerofit.health.watchdog import Watchdog
 from zerofit.health.watchdog_process import (
     GIB,
     RankMessages,
@@ -26,7 +25,6 @@ from zerofit.health.watchdog_process import (
     Watch,
     cause,
     cgroups,
-    crash_report,
     headroom,
     take_sample,
 )
@@ -60,16 +58,6 @@ def watchdog_is_gone(done: subprocess.CompletedProcess) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------ real processes
-
-
-@LINUX
-def test_the_first_of_each_phase_of_an_update_may_compile(monkeypatch):
-    watchdog, said = Watchdog(0, 60.0), []
-    watchdog.first_patience = 4.0
-    monkeypatch.setattr(watchdog, "_send", lambda **message: said.append(message["patience"]))
-    for name, update in (("load", None), ("load", None), ("forward", 1), ("forward", 2), ("evaluate", 2)):
-        watchdog.phase(name, update)
-    assert said == [1.0, 1.0, 4.0, 1.0, 4.0]
 
 
 def test_a_killed_rank_is_reported():
@@ -133,14 +121,6 @@ print("through")
     assert (done.returncode, done.stderr) == (0, "")
     assert "through" in done.stdout
     assert watchdog_is_gone(done)
-
-
-def test_training_goes_on_without_a_watchdog():
-    done = run(
-        "watchdog._child.kill(); watchdog._child.wait()\nwatchdog.phase('update', 18); watchdog.leave(); print('on')"
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.endswith("on\n")
 
 
 @LINUX
@@ -211,7 +191,7 @@ def test_signs_of_life_and_patience(monkeypatch, steps, signals):
 
 # -------------------------------------------------------------------------------------------------------------- causes
 
-PLENTY = Sample(2 * GIB, 32 * GIB, 20 * GIB, None, None, 5)
+PLENTY = Sample(2 * GIB, 20 * GIB, 32 * GIB, 5)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +200,6 @@ PLENTY = Sample(2 * GIB, 32 * GIB, 20 * GIB, None, None, 5)
         (signal.SIGKILL, PLENTY, 6, "out-of-memory killer", True),
         (signal.SIGKILL, PLENTY, 5, "somebody killed it (SIGKILL)", False),
         (None, PLENTY, 5, "SIGKILL, or a crash in native code", False),
-        (signal.SIGKILL, PLENTY._replace(available=GIB), 5, "very likely for want of memory", True),
         (signal.SIGKILL, PLENTY._replace(limit=8 * GIB, left=GIB // 8), 5, "very likely for want of memory", True),
         (signal.SIGABRT | 128, PLENTY, 5, "SIGABRT, a crash in native code", False),  # 128: a core was dumped
     ],
@@ -239,14 +218,6 @@ def test_under_nccl_an_abort_points_to_the_other_ranks():
     assert "native code" in cause(signal.SIGSEGV, [PLENTY], PLENTY, many)[0]
 
 
-def test_a_rank_that_was_asked_to_end_is_not_reported():
-    asked = RankMessages(1, 42).after("Stack (most recent call first):").after('  File "train/clm.py", line 3 in main')
-    assert crash_report(asked, None, [PLENTY], PLENTY) == ""
-    assert crash_report(RankMessages(1, 42), signal.SIGTERM, [PLENTY], PLENTY) == ""
-    assert crash_report(RankMessages(1, 42), 3 << 8, [PLENTY], PLENTY) == "", "it has called exit"
-    assert crash_report(RankMessages(1, 42), None, [PLENTY], PLENTY)
-
-
 # ------------------------------------------------------------------------------------------------------------- cgroups
 
 
@@ -262,22 +233,7 @@ def test_cgroups_of_version_2(tmp_path):
     groups = cgroups("0::/slurm/job\n", root=str(tmp_path))
     assert groups == [str(job), str(job.parent), str(tmp_path)]
     assert [headroom(group) for group in groups] == [None, (8 * GIB, 2 * GIB), None]
-    sample = take_sample(os.getpid(), groups)
-    assert (sample.limit, sample.left, sample.oom_kills) == (8 * GIB, 2 * GIB, 2)
-
-
-def test_cgroups_of_version_1(tmp_path):
-    group = tmp_path / "memory"
-    group.mkdir()
-    (group / "memory.limit_in_bytes").write_text(f"{4 * GIB}\n")
-    (group / "memory.usage_in_bytes").write_text(f"{3 * GIB}\n")
-    (group / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
-    groups = cgroups("9:name=systemd:/x\n4:memory:/docker/abc\n0::/\n", root=str(tmp_path))
-    assert groups == [str(group)], "the path is the host's, and names nothing in a container"
-    sample = take_sample(os.getpid(), groups)
-    assert (sample.limit, sample.left, sample.oom_kills) == (4 * GIB, GIB, 1)
-    (group / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert headroom(str(group)) is None
+    assert take_sample(os.getpid(), groups).oom_kills == 2
 
 
 # ---------------------------------------------------------------------------------------------------- errors of others
