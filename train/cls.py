@@ -30,7 +30,6 @@ from zerofit.model.tokenizer import check_vocabulary, padding_values, set_paddin
 from zerofit.recipe.schedule import make_schedule
 from zerofit.strategy.optimizers import make_optimizer
 from zerofit.training.classification import (
-    best_constant,
     choose_head,
     evaluate_examples,
     figures_of,
@@ -89,7 +88,7 @@ def main(start: Start) -> int:
         return predict_examples(engine, batches, data.labels, part, run.folder)
 
     def remarks() -> list[str]:
-        return best_constant(data.labels, data.held_out) + report_classes(run.folder, data.labels, data.held_out)
+        return report_classes(run.folder, data.labels, data.held_out)
 
     run.announce(data)
     if not recipe.trains:

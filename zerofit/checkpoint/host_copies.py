@@ -50,7 +50,7 @@ class HostCopies:
             self._kinds, self._room = {}, {}  # what there was is given back first
             pinned = {name: tensor.nbytes for name, tensor in tensors.items() if pins_memory(tensor.device)}
             sizes, places = lay_out(pinned)
-            blocks = [_page_locked(size) for size in sizes]
+            blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
             for name, tensor in tensors.items():
                 if name in places:
                     block, start = places[name]
@@ -60,7 +60,3 @@ class HostCopies:
                     self._room[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
             self._kinds = kinds
         return {name: self._room[name].copy_(tensor.detach()) for name, tensor in tensors.items()}
-
-
-def _page_locked(size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)

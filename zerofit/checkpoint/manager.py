@@ -3,6 +3,7 @@
 import shutil
 import time
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from zerofit.model.export import Weights
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import is_of_the_disk, remove
 from zerofit.recipe.options import TrainingRecipe
-from zerofit.record.run_folder import RunFolder
+from zerofit.record.run_folder import RunFolder, differing_options
 from zerofit.record.terminal import say
 from zerofit.strategy.engine import Engine
 
@@ -88,8 +89,8 @@ class CheckpointManager:
         if checkpoint is None:
             return
         run = self._restore(checkpoint)["run"]
-        if source == "auto":
-            plan.check_is_same_run(run)
+        if source == "auto" and (differing := differing_options(plan.identity, run)):
+            self.folder.refuse_a_different_run(differing)
         self.resumed_at, self.resumed_from = self.state.updates, checkpoint.parents[1]
         size = sum(file.stat().st_size for file in (checkpoint / STATE).iterdir())
         self._say(
@@ -125,7 +126,7 @@ class CheckpointManager:
             )
             vars(best).update(vars(BestEvaluation()))
         if self._engine.is_main:
-            is_here = best.update is None or not self._keeps_best or self._best_is_here() or self._copy_best()
+            is_here = best.update is None or not self._keeps_best or self._bring_best(best.update)
         if not self._engine.from_main(is_here):
             self._say(
                 f"note      the best checkpoint so far, of update {best.update}, is gone: the next evaluation is the "
@@ -133,26 +134,17 @@ class CheckpointManager:
             )
             vars(best).update(vars(BestEvaluation(metric=best.metric, worse_in_a_row=best.worse_in_a_row)))
 
-    def _best_is_here(self) -> bool:
-        """Return True if the best checkpoint is in the folder. `best` points to it then: later ones may have been the
-        best before this launch."""
-        update = self.state.best.update
-        if update is None or not (self.directory.folder(update) / "model").is_dir():
-            return False
-        self.directory.point_to_the_best(update)
-        return True
-
-    def _copy_best(self) -> bool:
-        """Copy the best checkpoint from the run that is resumed. Returns whether it could be had."""
-        update = self.state.best.update
-        if self.resumed_from is None or update is None:
-            return False
-        other = CheckpointDirectory(self.resumed_from / "checkpoints")
-        if other.path.resolve() == self.directory.path.resolve() or flaw(other.folder(update)):
-            return False
-        partial = self.directory.partial(update)
-        shutil.copytree(other.folder(update), partial)
-        partial.rename(self.directory.folder(update))
+    def _bring_best(self, update: int) -> bool:
+        """Let `best` point to the best checkpoint so far, which is copied if the run that is resumed lies elsewhere.
+        Returns False where it is gone."""
+        if not (self.directory.folder(update) / "model").is_dir():
+            if self.resumed_from is None or self._resumes_its_own_folder:
+                return False
+            other = CheckpointDirectory(self.resumed_from / "checkpoints").folder(update)
+            if flaw(other):
+                return False
+            shutil.copytree(other, self.directory.partial(update))
+            self.directory.partial(update).rename(self.directory.folder(update))
         self.directory.point_to_the_best(update)
         return True
 
@@ -240,7 +232,7 @@ class CheckpointManager:
 
         for lines in (self.folder.metrics, self.folder.samples, self.folder.anomalies):
             lines.sync()  # what leads up to a checkpoint is on the disk when the checkpoint is
-        saved = self.state.to_file() | {"run": self._run, "data": self._data}
+        saved = asdict(self.state) | {"run": self._run, "data": self._data}
         self.writer.save(
             self.state.updates,
             why or BEST,

@@ -42,12 +42,6 @@ class ResumePlan:
     sources: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def check_is_same_run(self, recorded: dict[str, Any]) -> None:
-        """Raises UserError where a checkpoint of the folder is of another run."""
-        differing = differing_options(self.identity, recorded)
-        if differing:
-            self.folder.refuse_a_different_run(differing)
-
 
 @dataclass(frozen=True)
 class EarlierRuns:
@@ -83,9 +77,15 @@ class EarlierRuns:
             resumes, what was done). The number stays as it was, so that the same command resumes the run again.
         """
         recorded = self._resumed(recipe)
-        size, before = recorded.get("global_batch_size"), next(filter(is_count, map(recorded.get, GIVEN_FOR)), None)
+        size: Any = recorded.get("global_batch_size")
+        before: Any = recorded.get(GIVEN_FOR)
         given = recipe.global_batch_size if recipe.source("global_batch_size") else None
-        if not is_count(size) or before is None or given not in (None, size) or (given is None and before == replicas):
+        if (
+            not is_count(size)
+            or not is_count(before)
+            or given not in (None, size)
+            or (given is None and before == replicas)
+        ):
             return replicas, False, None
         if before == replicas:
             return replicas, True, None

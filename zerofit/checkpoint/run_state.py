@@ -1,7 +1,7 @@
 """The state of a run beside its weights and its optimizer: one object, saved and restored whole."""
 
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -30,10 +30,6 @@ class RunState:
     tracker_ids: dict[str, str] = field(default_factory=dict)  # the run's id at each tracker
     anomaly_history: dict[str, list[float]] = field(default_factory=dict)  # of the anomaly detector
     best: BestEvaluation = field(default_factory=BestEvaluation)
-
-    def to_file(self) -> dict[str, Any]:
-        """The fields for state/progress.json."""
-        return asdict(self)
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Take the values of state/progress.json, in place: whoever holds this object sees them. A field that the

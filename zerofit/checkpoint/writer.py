@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,11 @@ class AsyncCheckpointWriter:
     def __init__(
         self, checkpoints: CheckpointDirectory, engine: Engine, whole: bool = True, asynchronous: bool | None = None
     ):
-        self.checkpoints, self.engine, self._wanted = checkpoints, engine, asynchronous
+        self.checkpoints, self.engine, self._asynchronous = checkpoints, engine, asynchronous
         parameters, trained = list(engine.whole.parameters()), list(engine.state.whole.values())
-        self._exported, self._whole = parameters if whole else trained, whole
-        self._state_has_all = len(self._exported) == len(trained)
-        self._asynchronous: bool | None = None
+        exported, self._whole = parameters if whole else trained, whole
+        self._bytes_of_weights = sum(true_numel(each) * each.element_size() for each in exported)
+        self._state_has_all = len(exported) == len(trained)
         self._save: _Save | None = None
         self._copies = {part: HostCopies() for part in ("state", "model")}
         self.messages: list[str] = []  # what has become of saves, on the main process
@@ -110,7 +111,9 @@ class AsyncCheckpointWriter:
             steps, scale = engine.state.steps, engine.loss_scale()
             progress = {**progress, "steps": steps, "loss_scale": scale, "weights": weights_now}
         rank, world_size = engine.layout.rank, engine.layout.world_size
-        self._save = _Save(self.checkpoints, update, why, rank, world_size, is_best=is_best, began=began)
+        self._save = _Save(
+            self.checkpoints, update, why, is_best=is_best, rank=rank, world_size=world_size, began=began
+        )
         dtypes = {name: parameter.dtype for name, parameter in engine.state.whole.items()} if from_state else {}
         self._save.start(
             shards=shards,
@@ -161,24 +164,16 @@ class AsyncCheckpointWriter:
 
     def copies(self) -> bool:
         """Return True if saves are copied first; all ranks decide alike, at the first one."""
-        if self._asynchronous is None and self._wanted is not None:
-            self._asynchronous = self._wanted
         if self._asynchronous is None:
             room = 0.8 * host_memory()[0] / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            fits = self.engine.per_rank([float(self._bytes_to_copy() < room)])
+            weights = self._bytes_of_weights if self.engine.is_main else 0  # which puts the model together
+            fits = self.engine.per_rank([float(self.engine.state.bytes_of_own() + weights < room)])
             self._asynchronous = all(rank[0] for rank in fits)
         return self._asynchronous
 
-    def _bytes_to_copy(self) -> int:
-        """The most that a rank copies: its shard of the state, and the main process puts the model together."""
-        return self.engine.state.bytes_of_own() + (self._bytes_of_weights() if self.engine.is_main else 0)
-
-    def _bytes_of_weights(self) -> int:
-        return sum(true_numel(parameter) * parameter.element_size() for parameter in self._exported)
-
     def bytes_of_a_checkpoint(self) -> int:
         """Estimate the bytes of one checkpoint on the disk."""
-        return self._bytes_of_weights() + self.engine.state.bytes_of_all()
+        return self._bytes_of_weights + self.engine.state.bytes_of_all()
 
     def wait(self) -> bool:
         """Wait for the save under way, on all ranks. Returns whether it failed; nothing is left of it then."""
@@ -278,27 +273,23 @@ def named_checkpoint_problem(folder: Path) -> str | None:
     return None
 
 
+@dataclass
 class _Save:
     """One save under way on one rank."""
 
-    def __init__(
-        self,
-        checkpoints: CheckpointDirectory,
-        update: int,
-        why: str,
-        rank: int,
-        world_size: int,
-        *,
-        is_best: bool,
-        began: float,
-    ):
-        self.checkpoints, self.update, self.why, self.is_best = checkpoints, update, why, is_best
-        self.rank, self.world_size = rank, world_size
-        self.shard_is_written = threading.Event()
-        self.failure: str | None = None
-        self.blocked_s: float | None = None  # seconds; None: until the save is concluded
-        self._began, self._seconds, self._bytes = began, 0.0, 0
-        self._until = float("inf")  # when the main process no longer waits for the files of others
+    checkpoints: CheckpointDirectory
+    update: int
+    why: str
+    is_best: bool
+    rank: int
+    world_size: int
+    began: float
+    shard_is_written: threading.Event = field(default_factory=threading.Event)
+    failure: str | None = None
+    blocked_s: float | None = None  # seconds; None: until the save is concluded
+    _seconds: float = 0.0
+    _bytes: int = 0
+    _until: float = math.inf  # when the main process no longer waits for the files of others
 
     def start(self, **work: Any) -> None:
         self._thread = threading.Thread(target=self._work, kwargs=work, name="checkpoint", daemon=True)
@@ -315,7 +306,7 @@ class _Save:
         return failure
 
     def record(self) -> dict[str, Any]:
-        blocked_s = time.perf_counter() - self._began if self.blocked_s is None else self.blocked_s
+        blocked_s = time.perf_counter() - self.began if self.blocked_s is None else self.blocked_s
         return {"update": self.update, "bytes": self._bytes, "blocked_s": blocked_s, "seconds": self._seconds}
 
     def _work(
@@ -352,7 +343,7 @@ class _Save:
             if not is_of_the_disk(error):
                 traceback.print_exc()
         finally:
-            self._seconds = time.perf_counter() - self._began
+            self._seconds = time.perf_counter() - self.began
             self.shard_is_written.set()
 
     def _all_are_there(self) -> bool:

@@ -113,8 +113,6 @@ class Shortage:
         on_host: the host's memory ran out, not the device's; None: the model is computed on the host.
         held: model states that are there now.
         rest: what else is held (activations, logits, workspace; on a CPU the program, too), and was asked for last.
-        layers, layer_inputs: of the model, and the bytes of all their inputs in a micro-batch, which stay where the
-            rest of the activations is recomputed.
         logits: where they are materialized in full, and could be computed in chunks; else 0.
         free, total: of the memory that ran out; None: not known.
         host_free: bytes of host memory; None: not known.
@@ -126,9 +124,9 @@ class Shortage:
     phase: str
     on_host: bool | None
     held: StateBytes
+    row_tokens: int = 0
     rest: int = 0
     layers: int = 0
-    layer_inputs: int = 0
     logits: int = 0
     local_processes: int = 1
     free: int | None = None
@@ -145,8 +143,7 @@ class Shortage:
         return weights + (gradients if self.phase in TRAINING else 0) + (optimizer if self.phase != "load" else 0)
 
 
-@dataclass(frozen=True)
-class Remedy:
+class Remedy(NamedTuple):
     """One thing to do: the option with its value, what it does, and the bytes per rank that it saves."""
 
     option: str
@@ -181,7 +178,7 @@ def _of_passes(s: Shortage) -> list[Remedy]:
     which: Any = recipe.gradient_checkpointing
     if which is not True and s.layers > 1:
         bodies = max(0, s.rest - s.logits)
-        saves = bodies - s.layer_inputs - bodies // s.layers  # one layer in full
+        saves = bodies - bodies // s.layers  # one layer in full; the inputs of layers are not counted
         option = "--gradient_checkpointing full" if which else "--gradient_checkpointing"
         found.append(Remedy(option, "activations are recomputed: slower", saves))
     if s.logits:
@@ -213,7 +210,8 @@ def _of_states(s: Shortage) -> list[Remedy]:
         if name and (stage, offloads) > (now.stage, now.offloads) and (s.host_free is None or to_host < s.host_free):
             what = OFFLOADED[offloads] or f"sharded over {now.ranks} processes: optimizer state and gradients"
             what += ", and weights" if stage == 3 and not offloads else ""
-            add(_pair(f"tp_{name}" if layout.tensor > 1 else name), what, zero)
+            pair = f"tp_{name}" if layout.tensor > 1 else name
+            add(f"--config_file accelerate_configs/{pair}.yaml", what, zero)
     if recipe.model_name_or_path and layout.model_size == 1 and recipe.optim != "muon" and not recipe.quantised:
         frozen = replace(now, trained=0, frozen=now.trained + now.frozen, frozen_width=2 if half else 4, kept=0)
         if s.phase == "load" and s.on_host is not None and now.stage < 3:
@@ -222,7 +220,3 @@ def _of_states(s: Shortage) -> list[Remedy]:
         elif not recipe.lora:
             add("--lora", "frozen weights; gradients and optimizer state of the adapter alone", frozen)
     return found
-
-
-def _pair(name: str) -> str:
-    return f"--config_file accelerate_configs/{name}.yaml"

@@ -6,10 +6,9 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from zerofit.estimate.remedies import WORKING, Shortage, StateBytes, StateSetup, remedies, state_setup
-from zerofit.health.out_of_memory_errors import figures_of, is_out_of_memory
+from zerofit.health.out_of_memory_errors import asked_for, is_out_of_memory
 from zerofit.health.watchdog_process import ADVICE, RESUME
 from zerofit.model.loss import has_separate_body
 from zerofit.recipe.errors import first_line
@@ -50,30 +49,31 @@ def explain(error: BaseException, phase: str, update: int | None, run: "Run") ->
 
 def measure(error: BaseException, phase: str, run: "Run") -> Shortage:
     """Measure what this rank holds of the memory that ran out."""
-    figures, engine = figures_of(error), run.engine
+    engine = run.engine
     on_cpu = engine.device.type == "cpu" if engine is not None else not torch.accelerator.is_available()
     on_host = None if on_cpu else is_out_of_memory(error) != "device"
     setup = state_setup(run.strategy, run.recipe, run.parameters, engine)
     sizes: dict[str, int] = {}
+    tokens = run.row_tokens or sum(getattr(run.recipe, name, None) or 0 for name in LENGTHS)
     if engine is None:  # resident memory before the model was loaded is no activation
         taken = torch.accelerator.memory_allocated() if on_host is False else resident_bytes() - run.program_bytes
         held = StateBytes(max(0, min(taken, setup.held(on_host).weights)))
         rest = max(0, taken - held.weights)
     else:
         held, rest = _held(engine, setup, on_host, run.program_bytes)
-        sizes = _pass_sizes(engine, run)
-    free, total = figures.get("free"), figures.get("total")
-    if free is None:
-        with contextlib.suppress(Exception):  # after some errors the device answers no more
-            free, total = torch.accelerator.get_memory_info() if on_host is False else host_memory()
+        sizes = _pass_sizes(engine, run, tokens)
+    free = total = None
+    with contextlib.suppress(Exception):  # after some errors the device answers no more
+        free, total = torch.accelerator.get_memory_info() if on_host is False else host_memory()
     return Shortage(
         recipe=run.recipe,
         strategy=run.strategy,
         setup=setup,
         phase=phase,
+        row_tokens=tokens,
         on_host=on_host,
         held=held,
-        rest=rest + figures.get("asked", 0),
+        rest=rest + asked_for(error),
         **sizes,
         local_processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         free=free,
@@ -84,12 +84,12 @@ def measure(error: BaseException, phase: str, run: "Run") -> Shortage:
 
 def _amounts(error: BaseException, found: Shortage, run: "Run") -> list[str]:
     """Lines on how much was asked for and is free, and the table of what is held."""
-    figures, amounts = figures_of(error), list[str]()
-    if asked := figures.get("asked", 0):
+    amounts = list[str]()
+    if asked := asked_for(error):
         amounts.append(f"asked for {size(asked)}")
     if found.free is not None and found.total:
         amounts.append(f"{size(found.free)} of {size(found.total)} free")
-    tokens = _row_tokens(run)
+    tokens = found.row_tokens
     batch = f" ({run.strategy.batches.micro_batch} rows" + (f" of up to {tokens:,} tokens)" if tokens else ")")
     rows = list[tuple[str, ...]]()
     for label, held, due in zip(("weights", "gradients", "optimizer state"), found.held, found.expected()):
@@ -116,17 +116,10 @@ def _plan_command(run: "Run", found: Shortage) -> str:
     return shlex.join([*words, "--gpu_memory", f"{memory >> 20}MiB" if memory else "80GiB"])
 
 
-def _row_tokens(run: "Run") -> int:
-    return run.row_tokens or sum(getattr(run.recipe, name, None) or 0 for name in LENGTHS)
-
-
 def _held(engine: Engine, setup: StateSetup, on_host: bool | None, program_bytes: int) -> tuple[StateBytes, int]:
     """(model states on the memory that ran out, the peak without them)."""
     sizes = engine.held_bytes()
-    if isinstance(engine.model, DistributedDataParallel):  # views of its buckets, which are there from the beginning
-        gradients = sum(each.nbytes for each in engine.module.parameters() if each.requires_grad)
-    else:
-        gradients = sum(each.nbytes for each in engine.gradients())
+    gradients = sum(each.nbytes for each in engine.gradients())
     held = StateBytes(
         sizes["parameters"] if on_host in (None, setup.offloads >= 2) else 0,
         0 if on_host else gradients,
@@ -136,11 +129,11 @@ def _held(engine: Engine, setup: StateSetup, on_host: bool | None, program_bytes
     return held, max(0, peak - (program_bytes if on_host is None else 0) - sum(held))
 
 
-def _pass_sizes(engine: Engine, run: "Run") -> dict[str, int]:
+def _pass_sizes(engine: Engine, run: "Run", tokens: int) -> dict[str, int]:
     """The fields of Shortage that follow from the model's configuration and the micro-batch."""
     module: Any = engine.module
     recipe, strategy = run.recipe, run.strategy
-    config, tokens = module.config.get_text_config(), _row_tokens(run)
+    config = module.config.get_text_config()
     layers = getattr(config, "num_hidden_layers", 0)
     layers += getattr(config, "decoder_layers", getattr(config, "num_decoder_layers", 0))
     element, rows = (4 if strategy.precision == "fp32" else 2), strategy.batches.micro_batch
@@ -149,6 +142,5 @@ def _pass_sizes(engine: Engine, run: "Run") -> dict[str, int]:
     can_chunk = getattr(module, "loss_kind", None) == "full" and has_separate_body(module)
     return {
         "layers": layers,
-        "layer_inputs": rows * tokens * config.hidden_size * element * layers,
         "logits": rows * targets * config.vocab_size * (4 + element) if can_chunk else 0,
     }

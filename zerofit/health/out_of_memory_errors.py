@@ -23,11 +23,7 @@ OF_DEVICE = re.compile("|".join((
     r"Failed to CUDA [cm]alloc")))  # fmt: skip
 SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
-PATTERNS = {  # torch's CUDA allocator, its CPU allocator, numpy
-    "asked": (rf"[Tt]ried to allocate {SIZE}", rf"Unable to allocate {SIZE}"),
-    "total": (rf"total capacity of {SIZE}",),
-    "free": (rf"of which {SIZE} is free",),
-}
+ASKED = re.compile(rf"(?:[Tt]ried|Unable) to allocate {SIZE}")  # torch's allocators; numpy
 
 
 def is_out_of_memory(error: BaseException) -> str | None:
@@ -37,7 +33,9 @@ def is_out_of_memory(error: BaseException) -> str | None:
             return "device"
         if isinstance(one, MemoryError) or (isinstance(one, OSError) and one.errno == errno.ENOMEM):
             return "host"
-        if isinstance(one, RuntimeError) and (where := memory_in(_with_its_line(one))):
+        frames = traceback.extract_tb(one.__traceback__)  # the line of the program knows of pinned memory
+        text = f"{frames[-1].line if frames else ''}\n{one}"
+        if isinstance(one, RuntimeError) and (where := memory_in(text)):
             return where
     return None
 
@@ -49,12 +47,6 @@ def memory_in(text: str) -> str | None:
     return "device" if OF_DEVICE.search(text) else None
 
 
-def _with_its_line(error: BaseException) -> str:
-    """The error's text, after the line of the program that it came from: that line knows of pinned memory."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].line if frames else ''}\n{error}"
-
-
 def causes_of(error: BaseException | None) -> list[BaseException]:
     """An error, and those that it came from."""
     chain: list[BaseException] = []
@@ -64,12 +56,7 @@ def causes_of(error: BaseException | None) -> list[BaseException]:
     return chain
 
 
-def figures_of(error: BaseException) -> dict[str, int]:
-    """The figures in an error's message, in bytes: asked, total, free; only what is there."""
-    text = "\n".join(str(one) for one in causes_of(error))
-    figures = {}
-    for name, patterns in PATTERNS.items():
-        match = next(filter(None, (re.search(pattern, text) for pattern in patterns)), None)
-        if match:
-            figures[name] = round(float(match[1]) * UNITS[match[2]])
-    return figures
+def asked_for(error: BaseException) -> int:
+    """The bytes that could not be had, by the error's message; 0 where it does not say."""
+    match = ASKED.search("\n".join(str(one) for one in causes_of(error)))
+    return round(float(match[1]) * UNITS[match[2]]) if match else 0

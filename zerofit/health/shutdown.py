@@ -50,10 +50,6 @@ class StopReason(enum.IntEnum):
         """The reason in a message: `stopped by TEXT`."""
         return REASONS.get(self, self.name)
 
-    @property
-    def is_signal(self) -> bool:
-        return self in SIGNALS.values()
-
     def exit_code(self, saved: bool) -> int:
         """The exit code of a run that stopped for this reason; 0: it came to its end."""
         if self is StopReason.NONE:

@@ -9,6 +9,7 @@ dies, the run continues without it.
 import atexit
 import contextlib
 import faulthandler
+import fcntl
 import json
 import math
 import os
@@ -45,9 +46,7 @@ class Watchdog:
         self._flight: str | None = None
 
     def start(self) -> None:
-        """Start the watchdog process; once, as early as the rank is known. On Windows there is none."""
-        if os.name != "posix":
-            return
+        """Start the watchdog process; once, as early as the rank is known."""
         with contextlib.suppress(OSError, ValueError):
             faulthandler.enable(file=STDERR)
             faulthandler.register(signal.SIGUSR2, file=STDERR, all_threads=True)
@@ -55,9 +54,6 @@ class Watchdog:
         numbers = map(str, (os.getpid(), self.rank, self.limit_seconds))
         try:
             reader, writer = os.pipe()
-        except OSError:
-            return
-        try:
             self._child = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(script), *numbers, self.machine],
                 stdin=reader,
@@ -65,15 +61,11 @@ class Watchdog:
                 bufsize=0,
                 start_new_session=True,
             )
-        except OSError:
-            os.close(writer)
+        except OSError:  # too many files or processes
             return
-        finally:
-            os.close(reader)
+        os.close(reader)
         os.set_blocking(writer, False)
-        with contextlib.suppress(OSError, ImportError, AttributeError):  # Linux
-            import fcntl
-
+        with contextlib.suppress(OSError, AttributeError):  # Linux
             fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self._pipe = writer
         # A launcher that asks its ranks to end knows why. faulthandler tells the watchdog of it even while the main

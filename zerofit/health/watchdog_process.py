@@ -43,10 +43,8 @@ class Sample(NamedTuple):
     """The memory of rank and host at one moment, in bytes; None where this system does not say."""
 
     resident: int | None = None  # of the rank
-    total: int | None = None  # of the host
-    available: int | None = None
-    limit: int | None = None  # of the cgroup around the rank that is nearest to its limit
-    left: int | None = None
+    left: int | None = None  # of the host's memory, or of the cgroup around the rank that is nearer to its limit
+    limit: int | None = None
     oom_kills: int | None = None  # by the kernel so far, in the rank's cgroup; of the host where it has none
 
 
@@ -93,26 +91,15 @@ class RankMessages(NamedTuple):
 
 def take_sample(pid: int, groups: list[str]) -> Sample:
     memory, pages = read("/proc/meminfo"), read(f"/proc/{pid}/statm").split()
+    total, available = field(memory, "MemTotal:", 1024), field(memory, "MemAvailable:", 1024)
     rooms = [room for room in map(headroom, groups) if room]
-    limit, left = min(rooms, key=lambda room: room[1]) if rooms else (None, None)
+    if total is not None and available is not None:
+        rooms.append((total, available))
+    limit, left = min(rooms, key=lambda room: room[1] / room[0]) if rooms else (None, None)
     files = [f"{group}/{name}" for group in groups[:1] for name in ("memory.events", "memory.oom_control")]
     counts = [field(read(file), "oom_kill") for file in (*files, "/proc/vmstat")]
-    return Sample(
-        resident=int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else None,
-        total=field(memory, "MemTotal:", 1024),
-        available=field(memory, "MemAvailable:", 1024),
-        limit=limit,
-        left=left,
-        oom_kills=next((count for count in counts if count is not None), None),
-    )
-
-
-def open_state(pid: int) -> int | None:
-    """A descriptor of /proc/PID/stat, to be read in a hurry; None where there is none."""
-    try:
-        return os.open(f"/proc/{pid}/stat", os.O_RDONLY)
-    except OSError:
-        return None
+    resident = int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else None
+    return Sample(resident, left, limit, next((count for count in counts if count is not None), None))
 
 
 def process_state(descriptor: int | None) -> tuple[str, bool, int] | None:
@@ -150,25 +137,17 @@ def cause(status: int | None, samples: list[Sample], now: Sample, messages: Rank
     counts = [sample.oom_kills for sample in samples if sample.oom_kills is not None]
     if counts and now.oom_kills is not None and now.oom_kills > counts[0]:
         return "the kernel's out-of-memory killer ended it", True
-    if any(is_scarce(sample) for sample in samples[-3:]):
+    if any(each.left is not None and each.limit and each.left < SCARCE * each.limit for each in samples[-3:]):
         return "killed, very likely for want of memory", True
     return ("somebody killed it (SIGKILL)" if ended_by else "SIGKILL, or a crash in native code"), False
-
-
-def is_scarce(sample: Sample) -> bool:
-    """Return True if the memory of the host or of the rank's cgroup was nearly used up."""
-    pairs = ((sample.available, sample.total), (sample.left, sample.limit))
-    return any(left < SCARCE * whole for left, whole in pairs if left is not None and whole)
 
 
 def describe_memory(sample: Sample) -> str:
     parts = []
     if sample.resident:
         parts.append(f"the rank held {sample.resident / GIB:.2f} GiB when last seen")
-    if sample.total and sample.available is not None:
-        parts.append(f"{sample.available / GIB:.2f} of the host's {sample.total / GIB:.2f} GiB were available")
-    if sample.limit and sample.left is not None and sample.limit < (sample.total or math.inf):
-        parts.append(f"{sample.left / GIB:.2f} of the {sample.limit / GIB:.2f} GiB of its cgroup were left")
+    if sample.limit and sample.left is not None:
+        parts.append(f"{sample.left / GIB:.2f} of the {sample.limit / GIB:.2f} GiB of host or cgroup were left")
     return "; ".join(parts) or "unknown on this system"
 
 
@@ -212,7 +191,9 @@ class Watch:
     def __init__(self, pid: int, rank: int, limit_s: float, machine: str = ""):
         self.pid, self.rank, self.limit_s = pid, rank, limit_s
         self.began, self.groups = time.time(), cgroups(read(f"/proc/{pid}/cgroup"))
-        self.state = open_state(pid)
+        self.state: int | None = None  # /proc/PID/stat, to be read in a hurry
+        with contextlib.suppress(OSError):
+            self.state = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
         self.messages, self.rest, self.messages_at = RankMessages(rank, pid, machine), b"", time.monotonic()
         self.looked_at, self.samples = time.monotonic(), [take_sample(pid, self.groups)]
         self.stopped_at: float | None = None
@@ -263,11 +244,6 @@ class Watch:
         records = flight.read_records(known.flight, self.began) if known.flight else {}
         return flight.describe(records, known.world_size, known.machines)
 
-    def records_are_missing(self) -> bool:
-        """Return True if this rank has written its record, and others have not yet."""
-        there = flight.recorded(self.messages.flight, self.began) if self.messages.flight else {}
-        return self.rank in there and len(there) < self.messages.world_size
-
     def look_for_stop(self, is_stopped: bool) -> None:
         """Say once that it is this rank that others wait for; it is not ended itself."""
         now = time.monotonic()
@@ -297,7 +273,11 @@ class Watch:
         send(self.pid, signal.SIGUSR2)
         with contextlib.suppress(OSError):  # the rank has a thread that listens once there is a process group
             os.write(1, b"record\n")
-        while time.monotonic() - asked_at < (RECORDS_S if self.records_are_missing() else STACKS_S):
+        while True:
+            there = flight.recorded(self.messages.flight, self.began) if self.messages.flight else {}
+            others_are_missing = self.rank in there and len(there) < self.messages.world_size
+            if time.monotonic() - asked_at >= (RECORDS_S if others_are_missing else STACKS_S):
+                break
             self.end.poll(1000 * TICK_S)
             self.listen()
             if os.getppid() != self.pid:

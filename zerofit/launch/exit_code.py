@@ -4,6 +4,7 @@ Which process writes it, and when: see zerofit/launch/__init__.py. A launch that
 """
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,7 +55,9 @@ class ExitCode:
         """Write how this launch ends, unless a rank has done so."""
         with contextlib.suppress(OSError):
             environment = self.read()
-            if "exit_code" in environment or not self._is_ours(environment) or (self.is_main and self._is_at_work()):
+            folder = self.folder.path
+            is_ours = "zerofit_commit" in environment or not folder.exists() or not set(os.listdir(folder)) - {".lock"}
+            if "exit_code" in environment or not is_ours or (self.is_main and self._is_at_work()):
                 return
             self.folder.path.mkdir(parents=True, exist_ok=True)
             self.folder.write_environment(
@@ -65,16 +68,9 @@ class ExitCode:
         """environment.json; empty where there is none."""
         return self.folder.environment()
 
-    def _is_ours(self, environment: dict[str, Any]) -> bool:
-        """Return whether the folder is a run's, or may become one."""
-        folder = self.folder.path
-        return "zerofit_commit" in environment or not folder.exists() or not set(os.listdir(folder)) - {".lock"}
-
     def _is_at_work(self) -> bool:
         """Return whether another process holds the folder's lock."""
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl
-
+        with contextlib.suppress(OSError):
             with (self.folder.path / ".lock").open() as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -48,7 +48,10 @@ def describe_environment(command: list[str], device: "torch.device") -> dict[str
 
     from zerofit.strategy.devices import device_names
 
-    root = Path(__file__).resolve().parents[2]
+    root, packages = Path(__file__).resolve().parents[2], dict[str, str]()
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            packages[name] = version(name)
     hardware: dict[str, Any] = {
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
@@ -65,41 +68,27 @@ def describe_environment(command: list[str], device: "torch.device") -> dict[str
         "zerofit_changed": bool(_git(root, "status", "--porcelain", "--untracked-files=no")),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": installed_packages(),
+        "packages": packages,
         "hardware": hardware,
         "variables": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(SETTINGS)},
     }
 
 
-def installed_packages() -> dict[str, str]:
-    """{package: its version}, of those that decide what a run computes."""
-    found = {}
-    for name in PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
 def untried_versions() -> list[str]:
     """One line on the installed packages whose version is outside the bounds of zerofit's own metadata; none where all
     are within them, or where zerofit runs from a clone that is not installed. Packages of an extra do not count."""
-    outside, remedies = [], []
+    outside = list[Requirement]()
     with contextlib.suppress(PackageNotFoundError):
         for needed in map(Requirement, requires("zerofit") or ()):
-            if needed.marker is None and needed.specifier and not _is_within(needed):
-                outside.append(f"{needed.name} {version(needed.name)}")
-                remedies.append(f"'{needed}'")
+            if needed.marker is None and needed.specifier:
+                with contextlib.suppress(PackageNotFoundError):  # that is for its import to tell
+                    if not needed.specifier.contains(version(needed.name), prereleases=True):
+                        outside.append(needed)
     if not outside:
         return []
-    return [f"zerofit {__version__} was not tried with {', '.join(outside)}: pip install {' '.join(remedies)}"]
-
-
-def _is_within(needed: Requirement) -> bool:
-    """Return True if the installed version is one of these, or none is: that is for its import to tell."""
-    try:
-        return needed.specifier.contains(version(needed.name), prereleases=True)
-    except PackageNotFoundError:
-        return True
+    installed = ", ".join(f"{each.name} {version(each.name)}" for each in outside)
+    remedy = " ".join(f"'{each}'" for each in outside)
+    return [f"zerofit {__version__} was not tried with {installed}: pip install {remedy}"]
 
 
 def _git(root: Path, *words: str) -> str | None:

@@ -6,16 +6,13 @@ import statistics
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from zerofit.record.metrics import EvaluationTime
 from zerofit.strategy.devices import device_name
 from zerofit.strategy.gpu_table import NO_PEAK, peak_of
-
-if TYPE_CHECKING:
-    from zerofit.strategy.engine import Engine
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
@@ -60,12 +57,6 @@ class MemoryMeter:
         except (OSError, IndexError):
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             return peak if sys.platform == "darwin" else peak * 1024
-
-
-def make_meter(engine: "Engine", flops_per_token: float) -> "ThroughputMeter":
-    """The meter of a run: its peak is that of all devices together."""
-    peak = peak_flops(engine.device, engine.strategy.precision)
-    return ThroughputMeter(flops_per_token, peak and peak * engine.layout.world_size)
 
 
 class Rates(NamedTuple):

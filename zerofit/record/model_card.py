@@ -44,7 +44,6 @@ def model_card(
     head = next(
         (head for head in ("MultipleChoice", "TokenClassification") if head in model_class), HEADS[kind_of(task)]
     )
-    auto_class = "AutoModel" if task == "cls" and model_class.endswith("Model") else f"AutoModelFor{head}"
     return "\n".join(
         [
             *front,
@@ -53,7 +52,7 @@ def model_card(
             "",
             _line(f"Task {task}; {'continued from ' + began if began else 'trained from scratch'} on {data}."),
             *measured,
-            *_loading(auto_class, base, is_adapter),
+            *_loading(f"AutoModelFor{head}", base, is_adapter),
             "",
             f"zerofit {(environment['zerofit_commit'] or 'unknown')[:12]}, {versions}",
             "",

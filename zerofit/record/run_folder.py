@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import fcntl
 import io
 import json
 import os
@@ -30,8 +31,9 @@ STARTED_TWICE = (
     "(srun --ntasks-per-node=1, mpirun --map-by ppr:1:node, a Job with parallelism: 1): `zerofit launch` starts a "
     "process on each accelerator. Or give each run an --output_dir of its own"
 )
-# Of strategy.yaml, the data-parallel processes with which the options make the global batch: the first that is there.
-GIVEN_FOR = ("options_given_for", "data_parallel", "num_processes")
+GIVEN_FOR = (
+    "options_given_for"  # of strategy.yaml: data-parallel processes with which the options make the global batch
+)
 
 
 class RunFolder:
@@ -59,8 +61,8 @@ class RunFolder:
         options = read_record(self.path / "recipe.yaml")
         if not options or not self.has_updates():
             return None
-        laid_out = read_record(self.path / "strategy.yaml")
-        return {**options, **{name: laid_out[name] for name in GIVEN_FOR if is_count(laid_out.get(name))}}
+        given_for = read_record(self.path / "strategy.yaml").get(GIVEN_FOR)
+        return {**options, GIVEN_FOR: given_for} if is_count(given_for) else options
 
     def refuse_foreign_files(self, overwrite: bool, in_checkpoints: bool = True) -> None:
         """Check that nothing in the folder is in the way of a run, and, where no run has been there yet, that it is
@@ -109,9 +111,7 @@ class RunFolder:
             file = os.fdopen(open_without_links(self.path / LOCK, os.O_RDWR | os.O_CREAT), "r+b", buffering=0)
         except OSError as error:
             raise UserError(f"{self.option} = {str(self.path)!r} cannot be written: {error.strerror}") from None
-        with contextlib.suppress(ImportError, OSError):  # not every system and file system has such locks
-            import fcntl
-
+        with contextlib.suppress(OSError):  # not every file system has such locks
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

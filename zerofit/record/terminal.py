@@ -102,18 +102,14 @@ def shortened(text: str, width: int) -> str:
     return shown
 
 
-def wrapped(text: str, width: int | None, indent: int = 0) -> str:
-    """A text on lines of this width; those after the first are indented."""
-    return _on_screen(text, width, indent)
-
-
 def on_screen(text: str, width: int | None) -> str:
     """A text of one or more lines, each wrapped to this width. A line that continues begins below its text, where it
     has a name before it (`note      ...`), else four columns further than its first word."""
-    return "\n".join(_on_screen(line, width) for line in text.split("\n"))
+    return "\n".join(wrapped(line, width) for line in text.split("\n"))
 
 
-def _on_screen(line: str, width: int | None, indent: int | None = None) -> str:
+def wrapped(line: str, width: int | None, indent: int | None = None) -> str:
+    """A line, wrapped to this width; those after the first are indented."""
     if width is None or columns_of(line) <= width:
         return line
     if indent is None:

@@ -85,7 +85,10 @@ class WrittenFiles:
             plain, is_temporary = _plain(top)
             if not below:
                 of_runs = {*names, RECORD, LOCK, *(NAMES if is_temporary else ())}
-                is_ours = path.is_file() and not path.is_symlink() and (plain in of_runs or _is_exit_code(path))
+                left_by_a_launch = name == "environment.json" and "exit_code" in read_record(
+                    path
+                )  # before it was a run
+                is_ours = path.is_file() and not path.is_symlink() and (plain in of_runs or left_by_a_launch)
             elif top != CHECKPOINTS:
                 is_ours = name in names or f"{plain}/" in names or (is_temporary and plain == MODEL)
             elif len(below) == 1:
@@ -110,11 +113,6 @@ class WrittenFiles:
             match = TEMPORARY.fullmatch(path.name)
             if match and match["name"] in {*self.names, RECORD, MODEL}:
                 remove(path)
-
-
-def _is_exit_code(path: Path) -> bool:
-    """Return True for the environment.json of a launch that ended before it was a run (see exit_code.py)."""
-    return path.name == "environment.json" and "exit_code" in read_record(path)
 
 
 def _plain(name: str) -> tuple[str, bool]:

@@ -29,15 +29,13 @@ class BestMetricTracker:
         """Take an evaluation's figures into account. Returns whether it is the best so far; a NaN never is."""
         value, best = figures[f"eval_{self.metric}"], self.best
         best.metric = self.metric
-        better = value == value if best.update is None else self._gain(value, best.value) > 0
+        sign = -1 if self.metric.startswith(LOWER_IS_BETTER) else 1
+        better = value == value if best.update is None else sign * (value - best.value) > 0
         if better:
             best.update, best.value, best.figures, best.worse_in_a_row = update, value, figures, 0
         else:
             best.worse_in_a_row += 1
         return better
-
-    def _gain(self, value: float, than: float) -> float:
-        return (than - value) if self.metric.startswith(LOWER_IS_BETTER) else (value - than)
 
     @property
     def is_exhausted(self) -> bool:

@@ -125,32 +125,6 @@ def _answered(
     return loss, targets, gather_by_index(engine, answers)
 
 
-def best_constant(labels: Labels, held_out: list[HeldOut]) -> list[str]:
-    """For the log: what one and the same answer to every example reaches at best.
-
-    That is the most frequent label of the held-out part, or of numbers their mean: the constant with the least squared
-    error.
-    """
-    lines = []
-    for part in held_out:
-        truth = part.samples.labels
-        if labels.names is None:
-            answer, figures = f"{truth.mean():.4g}", {"mse": float(truth.var())}
-        elif labels.of_sets:
-            frequent = np.flatnonzero(truth.mean(axis=0) > THRESHOLD).tolist() or [int(truth.sum(axis=0).argmax())]
-            answer = ", ".join(labels.names[place] for place in frequent)
-            figures = _measured([frequent] * len(truth), _truth(part, labels), labels)
-        else:
-            majority = int(np.bincount(truth).argmax())
-            answer = labels.names[majority]
-            rows = _truth(part, labels)
-            constant = [[majority] * len(row) for row in rows] if labels.of_words else [majority] * len(rows)
-            figures = _measured(constant, rows, labels)
-        shown = ", ".join(f"{name}{part.suffix} {decimals(value)}" for name, value in figures.items())
-        lines.append(f"baseline    always {answer}: {shown}")
-    return lines
-
-
 def _measured(predictions: list[Any], truth: list[Any], labels: Labels) -> dict[str, float]:
     if labels.names is None:
         return compute("regression", predictions, truth)

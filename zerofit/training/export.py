@@ -14,6 +14,7 @@ from zerofit.checkpoint.directory import LEAVING
 from zerofit.data.mixture import options_of_sources
 from zerofit.data.options import DataOptions
 from zerofit.data.sources import table_format
+from zerofit.health.shutdown import SIGNALS
 from zerofit.model.export import Weights, write_beside
 from zerofit.recipe.errors import EXIT, EXIT_NEEDS_A_PERSON, UserError, first_line, print_last
 from zerofit.recipe.files import is_of_the_disk
@@ -38,12 +39,18 @@ def export(run: "Run", remarks: Callable[[], list[str]]) -> None:
     if run.stopped:
         run.watchdog.phase("leave", patience=math.inf)
         if run.is_main:
-            print_last("\n".join(["", *why_stopped(run)]), after_signal=run.stop.reason.is_signal, file=sys.stdout)
+            print_last(
+                "\n".join(["", *why_stopped(run)]), after_signal=run.stop.reason in SIGNALS.values(), file=sys.stdout
+            )
         return
     run.watchdog.phase("export", patience=LONG)
     loads_best = best.loads and state.best.update is not None
     review = _export_model(run, checkpoints.directory.best / "model" if loads_best else None)
-    _keep_state_if_incomplete(run)
+    if run.engine.from_main(bool(run.missing)):  # with the state the same command exports again, and trains nothing
+        if not checkpoints.saved_latest:
+            checkpoints.save(LEAVING, False, {})
+            checkpoints.wait()
+        run.say(*checkpoints.messages())
     if recipe.ema_decay:
         with run.engine.state.averaged():
             _export_weights(run, {}, EMA)
@@ -112,17 +119,6 @@ def _export_weights(run: "Run", held_out: dict[str, float], below: str = "") -> 
     deque(weights, maxlen=0)  # every rank takes part in gathering them, also where writing has failed
     if broken:  # nothing failed but what the ranks do together
         raise broken[0]
-
-
-def _keep_state_if_incomplete(run: "Run") -> None:
-    """Where model/ is not whole, keep the state of the last update, if no checkpoint has it: with it the same command
-    exports again, and trains nothing again."""
-    checkpoints = run.checkpoints
-    if run.engine.from_main(bool(run.missing)):
-        if not checkpoints.saved_latest:
-            checkpoints.save(LEAVING, False, {})
-            checkpoints.wait()
-        run.say(*checkpoints.messages())
 
 
 def _export_record(run: "Run", loads_best: bool, remarks: Callable[[], list[str]]) -> list[str]:

@@ -18,12 +18,11 @@ from zerofit.model.chat import question_ids
 from zerofit.model.tokenizer import padding_token
 from zerofit.recipe.tasks import ClmRecipe, Seq2SeqRecipe
 from zerofit.record.run_folder import RunFolder
-from zerofit.record.terminal import decimals, say
+from zerofit.record.terminal import say
 from zerofit.strategy.engine import Engine
 from zerofit.training.evaluation import compute, eval_batches, gather_by_index
 
 FIGURES = ("bleu", "rouge1", "rouge2", "rougeL")
-SHOWN = 40  # characters of a trivial answer
 
 
 def generation_settings(recipe: Seq2SeqRecipe, widths: tuple[int, int], stored: GenerationConfig) -> dict[str, Any]:
@@ -155,18 +154,6 @@ def cut_texts(cut: int, count: int, option: str, settings: dict[str, Any]) -> li
     return [f"note      {cut:,} of {count:,} generated texts are cut at {option} = {settings['max_new_tokens']}"]
 
 
-def trivial_answers(data: PairData) -> list[str]:
-    """For the log: what one and the same answer reaches, the target that training has most often."""
-    if not data.trained_targets:
-        return []
-    ((answer, _),) = data.trained_targets.most_common(1)
-    usual = answer if len(answer) < SHOWN else f"{answer[:SHOWN]}..."
-    figures = compute("generation", [answer] * len(data.targets), data.targets)
-    return [
-        f"baseline    always {usual!r}: " + ", ".join(f"{name} {decimals(value)}" for name, value in figures.items())
-    ]
-
-
 def _lines(data: PairData, texts: list[str]) -> Iterator[dict[str, str]]:
     assert data.validation is not None, "something is held out"
     for index, (target, text) in enumerate(zip(data.targets, texts)):
@@ -175,11 +162,8 @@ def _lines(data: PairData, texts: list[str]) -> Iterator[dict[str, str]]:
 
 
 def remarks_on_texts(data: PairData, settings: dict[str, Any]) -> list[str]:
-    """Lines for the log, below the held-out figures: what one and the same answer reaches, and what was cut."""
-    if data.validation is None:
-        return []
-    cut = cut_texts(data.cut, len(data.targets), "val_max_target_length", settings)
-    return [*trivial_answers(data), *cut]
+    """Lines for the log, below the held-out figures: how many texts were cut."""
+    return cut_texts(data.cut, len(data.targets), "val_max_target_length", settings)
 
 
 def shown(run: Any, recipe: Seq2SeqRecipe) -> list[str]:

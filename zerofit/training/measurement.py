@@ -37,12 +37,6 @@ ANSWERS = "answers.jsonl"
 WARM_UP = 2  # updates before the timed ones; the first also makes the optimizer's state
 
 
-def measurement_from_environment() -> "Measurement | None":
-    """The measurement that this process was started for; None: an ordinary run."""
-    file = os.environ.get(VARIABLE)
-    return Measurement(Path(file)) if file else None
-
-
 class Measurement:
     """Repeats the longest rows of a run's data, times its updates and writes down what they took."""
 
@@ -54,10 +48,6 @@ class Measurement:
         self.seconds: list[float] = []
         self.figures = {"loss": 0.0, "grad_norm": 0.0}  # of the latest update
 
-    def samples(self, num_samples: int, global_batch: int) -> int:
-        """The samples that the run's length is made of: at least one global batch, for small data is repeated."""
-        return max(num_samples, global_batch)
-
     def limit_memory(self, accelerator: Accelerator) -> None:
         """Limit the device's memory of this rank. All ranks call it together, before there is a model. Raises
         UserError: the device has less."""
@@ -67,7 +57,17 @@ class Measurement:
         torch.accelerator.get_memory_info()  # which makes this rank's context
         accelerator.wait_for_everyone()
         ranks = -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // torch.accelerator.device_count())
-        limit_device(self.device, self.limit, ranks)
+        # What is outside of the allocator (the driver's context of each process, other programs) is measured: with it,
+        # the device could be full before the limits are reached.
+        free, total = torch.accelerator.get_memory_info()
+        taken = max(0, total - free - ranks * torch.accelerator.memory_reserved())
+        if ranks * self.limit + taken > total:
+            raise UserError(
+                f"memory_limit = {self.limit / 2**30:.2f} GiB for each of {ranks} processes: the device has "
+                f"{total / 2**30:.2f} GiB, and {taken / 2**30:.2f} GiB are in use before there is a model. At most "
+                f"{(total - taken) // ranks / 2**30:.2f} GiB are left for each"
+            )
+        torch.get_device_module(self.device).set_per_process_memory_fraction(self.limit / total)
 
     def updates(self, run: "Run", evaluate: Callable[[], dict[str, float]] | None) -> Iterator[Update]:
         """Updates on this rank's longest rows, until enough of them were timed. At the end an evaluation is timed,
@@ -176,31 +176,6 @@ def measured_peaks(device: torch.device) -> dict[str, int]:
         "reserved": torch.accelerator.max_memory_reserved(),
         "host": simulated() if simulated else host,
     }
-
-
-def limit_device(device: torch.device, limit: int, ranks: int) -> None:
-    """Limit this rank to `limit` bytes of its device's allocator.
-
-    Memory outside of the allocator (the driver's context of each process, other programs) is measured here: with it,
-    the device could be full before the limits are reached. Raises UserError: the device has less, or its allocator
-    cannot be limited; the message says which.
-
-    Args:
-        ranks: processes on this device, each with this limit. All of them have their contexts by now.
-    """
-    free, total = torch.accelerator.get_memory_info()
-    taken = max(0, total - free - ranks * torch.accelerator.memory_reserved())
-    named = f"memory_limit = {limit / 2**30:.2f} GiB"
-    if ranks * limit + taken > total:
-        shared = f"{ranks} processes use it, " if ranks > 1 else ""
-        raise UserError(
-            f"{named}: the device has {total / 2**30:.2f} GiB; {shared}and {taken / 2**30:.2f} GiB are in use before "
-            f"there is a model. At most {(total - taken) // ranks / 2**30:.2f} GiB are left for each"
-        )
-    module = torch.get_device_module(device)
-    if not hasattr(module, "set_per_process_memory_fraction"):
-        raise UserError(f"{named}: torch cannot limit the memory of a {device.type} device")
-    module.set_per_process_memory_fraction(limit / total)
 
 
 def longest_rows(run: "Run", size: int, start: int) -> Batch:

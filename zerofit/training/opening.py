@@ -12,7 +12,7 @@ from zerofit.health.flight import FOLDER
 from zerofit.health.slow_ranks import RankClock, SlowRanks
 from zerofit.model.parameters import flops_per_pair_token, flops_per_token
 from zerofit.record.environment import describe_environment
-from zerofit.record.meters import MemoryMeter, make_meter
+from zerofit.record.meters import MemoryMeter, ThroughputMeter, peak_flops
 from zerofit.record.recorder import RunRecorder
 from zerofit.record.terminal import Bar
 from zerofit.record.trackers import start_trackers
@@ -48,7 +48,8 @@ def open_record(run: "Run") -> None:
         flops = flops_per_pair_token(engine.whole, *samples.stats.pair_lengths)
     else:
         flops = flops_per_token(engine.whole, getattr(run.data, "row_length", samples.stats.mean_length))
-    run.throughput = make_meter(engine, flops)
+    peak = peak_flops(engine.device, run.strategy.precision)
+    run.throughput = ThroughputMeter(flops, peak and peak * engine.layout.world_size)
     bar = Bar(run.num_updates, recipe.logging_steps, engine.is_main)
 
     def preview(index: int) -> str:

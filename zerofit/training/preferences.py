@@ -55,7 +55,10 @@ def measure_reference(
     if run.measurement:
         return
     recipe: Any = run.recipe  # a DpoRecipe
-    origin = _origin(engine.whole.config, recipe, "float8" if recipe.float8 else run.strategy.precision)
+    # All that the reference model depends on: its log-probabilities are stored under it.
+    name, precision = recipe.model_name_or_path, "float8" if recipe.float8 else run.strategy.precision
+    weights = recipe.seed if name is None else weights_key(name)
+    origin = f"{weights} {precision} {recipe.quantised} {torch.__version__} {engine.whole.config.to_json_string()}"
     if run.config.adapter is not None:  # the model before training is base and adapter
         origin += f" {weights_key(str(run.config.adapter.path))}"
     held = [part for part in parts.values() if part]
@@ -107,10 +110,3 @@ def _stored(file: Path, count: int) -> np.ndarray:
     if found is None or found.shape != (count, 2) or found.dtype != np.float32:
         found = np.full((count, 2), np.nan, dtype=np.float32)
     return found
-
-
-def _origin(config: Any, recipe: DpoRecipe, precision: str) -> str:
-    """A text of all that the reference model depends on: its log-probabilities are stored under it."""
-    name = recipe.model_name_or_path
-    weights = recipe.seed if name is None else weights_key(name)
-    return f"{weights} {precision} {recipe.quantised} {torch.__version__} {config.to_json_string()}"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +47,7 @@ from zerofit.strategy.prepare import prepare_engine
 from zerofit.strategy.strategy import Strategy
 from zerofit.training.configuration import RunConfiguration, check_model, resolve
 from zerofit.training.export import answer, export, finish
-from zerofit.training.measurement import VARIABLE, measurement_from_environment
+from zerofit.training.measurement import VARIABLE, Measurement
 from zerofit.training.opening import open_record
 from zerofit.training.prepare import LONG, prepare_activations, start_processes
 from zerofit.training.stream import Totals, Update, UpdateStream, counts_of, dropout_seed, micro_batches, run_length
@@ -80,7 +81,8 @@ class Run:
         self.strategy: Strategy = config.strategy
         self.folder: RunFolder = config.folder
         self.task, self.timeline, self.watchdog, self.ranks = config.task, start.timeline, start.watchdog, start.ranks
-        self.measurement = measurement_from_environment() if self.recipe.trains else None  # None: an ordinary run
+        request = os.environ.get(VARIABLE) if self.recipe.trains else None
+        self.measurement = Measurement(Path(request)) if request else None  # None: an ordinary run
         self.hub: HubRepository | None = None
         self.shutdown = ShutdownHandler(self.recipe.max_hours, start.timeline.started, start.watchdog.stop_requested)
         self.engine: Any = None  # once it is prepared
@@ -170,7 +172,7 @@ class Run:
         if recipe.trains:
             num_samples = data.samples_per_epoch
             if self.measurement:
-                num_samples = self.measurement.samples(num_samples, self.strategy.batches.global_batch)
+                num_samples = max(num_samples, self.strategy.batches.global_batch)  # small data is repeated
             self.length = run_length(recipe, num_samples, self.strategy.batches, self.by_tokens)
             if warmup := getattr(recipe, "block_size_warmup", None):
                 stated = recipe.source("block_size_warmup")
@@ -316,7 +318,9 @@ class Run:
                 stream = self._begin(evaluate_first)
                 continue
             self._write()
-            reason = self._reason_to_stop(number)
+            if self._checkpoint_failed:
+                self.checkpoints.wait()
+            reason = StopReason.NONE if self.length.is_last(number) else self._stop_reason
             self.recorder.note(*self.checkpoints.messages(), *self.slow_ranks.messages())
             if reason:
                 self.stop = Stop(reason)
@@ -521,14 +525,6 @@ class Run:
         if self.length.is_last(update):  # its weights are exported
             return None
         return LEAVING if self._stop_reason else CLOCK if self._checkpoint_is_due else None
-
-    def _reason_to_stop(self, update: int) -> StopReason:
-        """The reason to end the run before its last update, or NONE; the same on all ranks."""
-        if self._checkpoint_failed:
-            self.checkpoints.wait()
-        if self.length.is_last(update):
-            return StopReason.NONE
-        return self._stop_reason
 
     # --------------------------------------------------------------------------------------- what is known if it fails
 

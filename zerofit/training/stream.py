@@ -38,10 +38,6 @@ class RunLength:
         """Epochs done after this many updates."""
         return self.consumed(updates) / self.num_samples
 
-    def ends_an_epoch(self, update: int) -> bool:
-        """Return True if an epoch was completed by this update (counted from 1)."""
-        return self.consumed(update) // self.num_samples > self.consumed(update - 1) // self.num_samples
-
     @property
     def describe(self) -> str:
         """For the log."""
@@ -55,7 +51,7 @@ class RunLength:
         """Whether what happens at the end of each epoch (`strategy` is epoch), or every `steps` updates, happens
         after this one."""
         if strategy == "epoch":
-            return self.ends_an_epoch(update)
+            return self.consumed(update) // self.num_samples > self.consumed(update - 1) // self.num_samples
         return update % steps == 0 if steps else False
 
 

@@ -1,6 +1,5 @@
 """Sources and targets for encoder-decoder models: from the recipe's data options to samples."""
 
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -70,7 +69,6 @@ class PairData(TaskData):
 
     widths: tuple[int, int]  # the longest source and target, in tokens
     targets: list[str] = field(default_factory=list)  # the full target of each held-out sample as text
-    trained_targets: Counter[str] = field(default_factory=Counter)  # the targets of the training data
     cut: int = 0
 
     @property
@@ -93,9 +91,8 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> PairData:
         }
     if not recipe.mixture:
         return sources[""]
-    trained = sum((data.trained_targets for data in sources.values()), Counter())
     targets = [target for data in sources.values() for target in data.targets]
-    return mixed(sources, recipe, targets=targets, trained_targets=trained)
+    return mixed(sources, recipe, targets=targets)
 
 
 def _prepare_source(
@@ -110,7 +107,6 @@ def _prepare_source(
     data.validation = samples.get("validation")
     if "validation" in tables:
         data.targets = tables["validation"]["target"][:]
-        data.trained_targets = Counter(tables["train"]["target"][:] if "train" in tables else ())
     return data
 
 
