@@ -11,22 +11,22 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from lines import CODE
 
 LIMITS = {  # what there is; the goal of each is behind it
-    "train": 499,  # 800
+    "train": 498,  # 800
     "zerofit": 142,  # cli.py
     "zerofit/recipe": 3_661,  # 2,700
     "zerofit/model": 6_506,  # 4,700
     "zerofit/compat": 704,  # 600
-    "zerofit/data": 7_187,  # 6,000
+    "zerofit/data": 7_183,  # 6,000
     "zerofit/strategy": 5_554,  # 4,800
-    "zerofit/estimate": 4_990,  # 4,700
-    "zerofit/record": 1_643,  # 4,300 with health and checkpoint
-    "zerofit/health": 1_459,
-    "zerofit/checkpoint": 1_891,
-    "zerofit/training": 3_472,  # 2,000
-    "zerofit/launch": 1_578,  # 1,300
+    "zerofit/estimate": 4_984,  # 4,700
+    "zerofit/record": 1_616,  # 4,300 with health and checkpoint
+    "zerofit/health": 1_406,
+    "zerofit/checkpoint": 1_866,
+    "zerofit/training": 3_388,  # 2,000
+    "zerofit/launch": 1_574,  # 1,300
     "zerofit/tools": 11_273,  # 10,600
     "benchmarks": 1_798,  # 1,800
-    "tests": 28_583,  # 21,500
+    "tests": 28_310,  # 21,500
 }
 
 
