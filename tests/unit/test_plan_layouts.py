@@ -75,15 +75,6 @@ def test_fsdp2_may_share_weights_among_some_ranks_and_reduce_in_half():
         assert [one.among for one in exchanges if one.kind == ALL_GATHER] == among
 
 
-def test_plan_advises_what_is_faster_of_fsdp2_and_zero3(capsys):
-    flags = "--task clm --config_name gpt2 --train_tokenizer_vocab_size 300 --block_size 64 --precision bf16 "
-    flags += "--gpu a100-80gb --num_gpus 16 --batch_sizes 4 --strategies zero3,fsdp2"
-    assert main(["plan", *flags.split()]) == 0
-    said = capsys.readouterr().out
-    assert "fsdp2 shards as much as zero3, and is predicted to make" in said
-    assert "fsdp_reshard_after_forward: false in the YAML of fsdp2 fits, too" in said
-
-
 @pytest.mark.parametrize("flags", [GPT2, LLAMA])
 def test_products_and_tokens_are_shared_and_layers_meet_eight_times(flags):
     """Korthikanti et al. 2022: two all-gathers and two reduce-scatters of (B, T, H) a layer in each pass."""

@@ -27,6 +27,7 @@ from zerofit.estimate.operations import (
 )
 from zerofit.launch.runs import LAUNCHER, RunningLaunch, launcher_options
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.parsing import counted
 from zerofit.recipe.places import configs
 from zerofit.record.terminal import rounded, say
 from zerofit.strategy.devices import accelerator, device_name, synchronise, use_threads_of_share
@@ -83,8 +84,6 @@ class Bench:
 
     def tensor(self, *shape: int, half: bool = False) -> torch.Tensor:
         return torch.randn(shape, device=self.device).to(DTYPES[half])
-
-    # ----------------------------------------------------------------------------------------------------- computation
 
     def rates(self) -> dict[str, list[tuple[float, float]]]:
         """{kind and precision: [(size, rate)]}."""
@@ -151,8 +150,6 @@ class Bench:
         ways = (lambda: there.copy_(here, non_blocking=True), lambda: here.copy_(there, non_blocking=True))
         return there.nbytes / max(map(self.seconds, ways))
 
-    # --------------------------------------------------------------------------------------------------- communication
-
     def links(self) -> dict[str, list[tuple[float, float]]]:
         """{kind and precision: [(bytes of the full buffer, bytes/s)]}; empty of one process."""
         if self.world_size < 2:
@@ -215,28 +212,13 @@ def calibrate(processes: int) -> Calibration:
     device = _name_of_gpu() if devices else cpu_name()
     began = time.monotonic()
     found = _measure(processes)
-    measured = f"torch {torch.__version__}, {processes} process{'es' if processes > 1 else ''}, {time.strftime('%F')}"
+    measured = f"torch {torch.__version__}, {counted(processes, 'process')}, {time.strftime('%F')}"
     calibration = Calibration(VERSION, device, processes, measured=measured, **found)
     path = calibration.write()
-    say(*describe(calibration), f"kept in   {path} ({time.monotonic() - began:.0f} s)")
+    best = max(rate for _, rate in calibration.rates[f"{MATRIX} single"])
+    say(f"measured  {device}: {rounded(best / 1e9)} GFLOP/s in fp32, each of {counted(processes, 'process')}")
+    say(f"kept in   {path} ({time.monotonic() - began:.0f} s)")
     return calibration
-
-
-def describe(calibration: Calibration) -> list[str]:
-    """What was found, each the highest rate of one process."""
-    best = {name: max(rate for _, rate in points) for name, points in (calibration.rates | calibration.links).items()}
-    products = ", ".join(
-        f"{rounded(best[f'{MATRIX} {one}'] / 1e9)} GFLOP/s in {word}"
-        for one, word in (("single", "fp32"), ("half", "bf16"))
-    )
-    links = best.get(f"{ALL_REDUCE} single")
-    lines = [
-        f"measured  {calibration.device}, {calibration.processes} process{'es' * (calibration.processes > 1)}",
-        f"products  {products}, each process",
-        f"memory    {rounded(best[f'{MEMORY} single'] / 1e9)} GB/s, each process",
-        f"Adam      {rounded(calibration.adam / 1e6)} million weights/s on the host",
-    ]
-    return lines + ([f"link      {rounded(links / 1e9)} GB/s of an all-reduce"] if links else [])
 
 
 def _name_of_gpu() -> str:
@@ -252,11 +234,9 @@ def _measure(processes: int) -> dict[str, Any]:
         layout = launcher_options(configs() / ("ddp.yaml" if processes > 1 else "single.yaml"), processes)
         command = [*LAUNCHER, *layout, "-m", "zerofit.tools.plan.calibrate", name]
         with RunningLaunch(command, folder, folder / "log", environment={"OMP_WAIT_POLICY": "PASSIVE"}) as launch:
-            if launch.wait(LIMIT_S) == "late":
-                raise UserError(f"calibrate: no result in {LIMIT_S} s. Try again when the machine is idle")
-            if launch.exit_code:
-                lines = launch.text.strip().splitlines() or ["it said nothing"]
-                raise UserError(f"calibrate: a process failed: {lines[-1]}")
+            if launch.wait(LIMIT_S) == "late" or launch.exit_code:
+                last = (launch.text.strip().splitlines() or ["it said nothing"])[-1]
+                raise UserError(f"calibrate: no result after {launch.seconds:.0f} s; the last line was: {last}")
         return json.loads((folder / "found.json").read_text())
 
 

@@ -19,9 +19,10 @@ from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.plan.planner import Check, Planner, search
 from zerofit.tools.plan.prediction import LayoutOutcome, Prediction
 
-EACH = 64  # micro-batches are tried one by one up to here, then powers of two
+EACH = 64
 MAX_REMEDIES = 2
 Options = dict[str, Any]
+Finder = Callable[[Planner, LayoutOutcome], Callable[[LayoutOutcome], None]]
 
 
 @dataclass
@@ -44,8 +45,6 @@ class Combination:
         sizes = candidates_of(planner, outcome)
         made = search(sizes, lambda size: planner.predict(outcome.resolved, size), planner.budget.device)
         largest = max((one.micro_batch for one in made if one.fits), default=0)
-        if not largest:
-            return None
         speeds = {size: planner.tokens_per_s(outcome.resolved, size) for size in sizes if size <= largest}
         for size in sorted(speeds, key=lambda size: (-speeds[size], -size)):
             found = planner.predict(outcome.resolved, size)
@@ -77,10 +76,8 @@ def words_of(options: Options) -> list[str]:
 
 
 def candidates_of(planner: Planner, outcome: LayoutOutcome) -> list[int]:
-    most = planner.recipe.max_batch_size
-    sizes = [*range(1, min(EACH, most) + 1)]
-    while sizes[-1] * 2 <= most:
-        sizes.append(sizes[-1] * 2)
+    """The micro-batches that are tried: all up to EACH, then powers of two."""
+    sizes = [size for size in range(1, planner.recipe.max_batch_size + 1) if size <= EACH or size & (size - 1) == 0]
     return planner.possible(sizes, outcome.resolved.layout.data_size)
 
 
@@ -153,12 +150,7 @@ class Remedies:
         finder: of a planner and what was found: the function that adds the predictions of a layout.
     """
 
-    def __init__(
-        self,
-        planner: Planner,
-        check: Check,
-        finder: Callable[[Planner, LayoutOutcome], Callable[[LayoutOutcome], None]],
-    ):
+    def __init__(self, planner: Planner, check: Check, finder: Finder):
         self.planner, self.check, self.finder = planner, check, finder
         self._planners: dict[tuple[tuple[str, Any], ...], Planner | None] = {}
 

@@ -18,17 +18,14 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-def find_all(
-    model: PlannedModel,
-    outcomes: list[LayoutOutcome],
-    find_one: Callable[[LayoutOutcome], None],
-    progress: Callable[[int, int], None] = lambda done, count: None,
-) -> None:
-    """Find what each layout holds, or why it holds nothing.
+Progress = Callable[[int, int], None]  # called with how many are done, of how many
 
-    Layouts that share traces stay together in their order: nothing is traced twice, and the predictions are the same
-    on any number of cores.
-    """
+
+def find_all(
+    model: PlannedModel, outcomes: list[LayoutOutcome], find_one: Callable[[LayoutOutcome], None], progress: Progress
+) -> None:
+    """Find what each layout holds, or why it holds nothing. Layouts that share traces stay together in their order:
+    nothing is traced twice, and the predictions are the same on any number of cores."""
     shares: dict[Any, list[LayoutOutcome]] = {}
     for outcome in outcomes:
         if not outcome.refused:
@@ -41,17 +38,12 @@ def find_all(
             find_one(outcome)
         return [(outcome.predictions, outcome.refused, outcome.remedies) for outcome in share]
 
-    several = list(shares.values())
-    if not several:
-        return
-    for share, found in zip(several, in_processes(find, several, progress)):
+    for share, found in zip(shares.values(), in_processes(find, [*shares.values()], progress)):
         for outcome, (predictions, refused, remedies) in zip(share, found):
             outcome.predictions, outcome.refused, outcome.remedies = predictions, refused, remedies
 
 
-def in_processes(
-    function: Callable[[A], B], items: list[A], progress: Callable[[int, int], None] = lambda done, count: None
-) -> list[B]:
+def in_processes(function: Callable[[A], B], items: list[A], progress: Progress = lambda done, count: None) -> list[B]:
     """[function(item) for each item], in copies of this process where one can work, one for each core; an error is
     raised in this one."""
     _shared["work"] = function, items  # closures cannot be pickled: copies find them here

@@ -58,12 +58,10 @@ def main(argv: list[str] | None = None) -> int:
     folder = make_folder(Path(options.write)) if options.write else None
     if options.calibrate:
         _calibrate(options)
-    planner, names, check, outcomes, known = prepare(options)
+    prepared = planner, _, check, outcomes, known = prepare(options)
     model, budget = planner.model, planner.budget
     if options.search:
-        return _search(
-            planner, options, recipe, names, check, known=known, folder=folder or make_folder(Path(SEARCHED))
-        )
+        return _search(prepared, options, recipe, folder or make_folder(Path(SEARCHED)))
     lengths = possible_lengths(options, model.config) if options.lengths else None
 
     def finder(by: Planner, misfit: LayoutOutcome | None = None) -> Callable[[LayoutOutcome], None]:
@@ -116,7 +114,10 @@ def _writes_json(content: object, file: str | None) -> bool:
     return file == "-"
 
 
-def prepare(options: PlanOptions) -> tuple[Planner, list[str], Check, list[LayoutOutcome], str]:
+Prepared = tuple[Planner, list[str], Check, list[LayoutOutcome], str]
+
+
+def prepare(options: PlanOptions) -> Prepared:
     """(the planner with its timing, the strategies, what objects to one, their layouts, what the speed rests on), of
     options with a task.
 
@@ -140,17 +141,9 @@ def _halves(outcomes: list[LayoutOutcome]) -> set[bool]:
     return {one.resolved.precision != "fp32" for one in outcomes if not one.refused}
 
 
-def _search(
-    planner: Planner,
-    options: PlanOptions,
-    recipe: type[TaskRecipe],
-    names: list[str],
-    check: Check,
-    *,
-    known: str,
-    folder: Path,
-) -> int:
+def _search(prepared: "Prepared", options: PlanOptions, recipe: type[TaskRecipe], folder: Path) -> int:
     """Print the fastest combinations, and write the first one."""
+    planner, names, check, _, known = prepared
     found = find_best(planner, names, check, options.top)
     if not found:
         raise UserError("search: nothing fits. Set a larger --num_gpus or another --gpu, or say --lora")

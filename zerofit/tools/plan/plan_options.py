@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerofit.recipe.base import Recipe
-from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.fields import option
 from zerofit.recipe.parsing import parse_bytes
 from zerofit.recipe.tasks import CAUSAL
@@ -33,19 +32,6 @@ MACHINES: dict[str, dict[str, Any]] = {
     "1x-rtx4090": {"gpu": "rtx4090-24gb", "gpus_per_node": 1, "host_memory": "64GiB", "network_bandwidth": 1.25},
     "2x-rtx4090": {"gpu": "rtx4090-24gb", "gpus_per_node": 2, "host_memory": "128GiB", "network_bandwidth": 1.25},
 }
-
-
-def find_machine(name: str) -> dict[str, Any]:
-    """The options of a machine by its name.
-
-    Raises:
-        UserError: there is no such machine.
-    """
-    if name.lower() in MACHINES:
-        return MACHINES[name.lower()]
-    close = nearest(name.lower(), MACHINES)
-    suggestion = f"Did you mean {close}? " if close else ""
-    raise UserError(f"machine = {name!r} is not known. {suggestion}Known are {', '.join(MACHINES)}")
 
 
 SIZE = (parse_bytes, "a size such as 80GiB, 800MiB or 24GB")
@@ -103,7 +89,7 @@ class PlanOptions(BatchSizesOptions, DevicesOptions, SpeedOptions, StrategiesOpt
     gpus_per_node: int = option(
         8, "GPUs of one machine; also --local_world_size.", positive=True, aliases=("local_world_size",), common=True
     )
-    machine: str | None = option(None, "A known machine: dgx-h100, p5.48xlarge, ...", common=True)
+    machine: str | None = option(None, "A known machine.", choices=tuple(MACHINES), common=True)
     gpu: str | None = option(None, "A known GPU, such as h100-80gb, or cpu.", common=True)
     gpu_memory: str | None = option(
         None, "Of one GPU: 80GiB; else DEVICE_MEMORY_GB, or --gpu's.", common=True, form=SIZE
@@ -134,7 +120,7 @@ class PlanOptions(BatchSizesOptions, DevicesOptions, SpeedOptions, StrategiesOpt
     def settle(self) -> None:
         """What a machine states holds where no option says otherwise."""
         super().settle()
-        for name, value in find_machine(self.machine).items() if self.machine else ():
+        for name, value in MACHINES.get(self.machine or "", {}).items():
             if not self.source(name):
                 self.adopt(name, value, f"--machine {self.machine}")
         if self.machine and self.num_gpus == 1 and not self.source("num_gpus"):

@@ -5,6 +5,7 @@ import shlex
 import shutil
 import time
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -16,7 +17,7 @@ from zerofit.recipe.parsing import counted
 from zerofit.record.jsonl import JsonlFile
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import duration, say, table
-from zerofit.tools.verify.killing import Killed, alternating, run_and_kill, spread_moments
+from zerofit.tools.verify.killing import Killed, run_and_kill, spread_moments
 from zerofit.tools.verify.record_comparison import FIGURES, Difference, Ledger, compare_metrics, compare_samples
 from zerofit.tools.verify.shorten import VerifyOptions
 
@@ -41,15 +42,14 @@ class Outcome:
     killed: Killed | None = None
 
     def problems(self, tolerance: float) -> list[str]:
-        """Its problems as messages; empty if it equals the other run, and was resumed after a kill at least once if it
-        should be."""
+        """Its problems as messages; empty if it equals the other run and, if it was killed, has resumed."""
         if self.failure or self.difference is None or self.ledger is None:
             return [self.failure or "it was not compared"]
         problems, largest = list(self.difference.problems), self.difference.largest
-        if far := [FIGURES[name] for name, value in largest.items() if value > tolerance]:
-            problems.append(f"it differs by more than {tolerance:g} in {' and '.join(far)}")
-        if odd := [FIGURES[name] for name, value in largest.items() if math.isnan(value)]:
-            problems.append(f"in some update {' and '.join(odd)} is not a number")
+        for name, value in largest.items():
+            if not value <= tolerance:
+                what = "is not a number in some update" if math.isnan(value) else f"differs by more than {tolerance:g}"
+                problems.append(f"its {FIGURES[name]} {what}")
         if not self.ledger.is_same:
             problems.append(f"{self.ledger.elsewhere} updates have other samples than they should have")
         if self.killed is not None and not self.killed.kills_resumed:
@@ -124,7 +124,7 @@ class Proof:
             trial,
             self.logs,
             spread_moments(options.kills, options.updates, update_s, start_s, random),
-            alternating(options.num_processes, options.resumed_processes),
+            (options.resumed_processes if index % 3 == 2 else options.num_processes for index in count()),
             60 * options.launch_minutes,
             say=lambda text: say(f"{strategy}, {text}"),
         )
@@ -149,12 +149,12 @@ class Proof:
     def report(self, width: int | None = None) -> str:
         """The tables, the problems and the verdict, for a screen of this width."""
         tolerance, blocks = self.options.largest_difference, list[str]()
-        if self.agreement:
-            about = f"each against one process ({ONE_PROCESS}): the largest relative differences\n"
-            blocks.append(about + table(_rows(self.agreement, tolerance), width))
-        if self.resumed:
-            about = "killed and resumed, each against its undisturbed run\n"
-            blocks.append(about + table(_rows(self.resumed, tolerance), width))
+        for about, outcomes in (
+            (f"each against one process ({ONE_PROCESS}): the largest relative differences", self.agreement),
+            ("killed and resumed, each against its undisturbed run", self.resumed),
+        ):
+            if outcomes:
+                blocks.append(f"{about}\n{table(_rows(outcomes, tolerance), width)}")
         for outcome in self._all():
             disturbed = ", killed and resumed" if outcome.killed else ""
             problems = [f"{outcome.strategy}{disturbed}: {problem}" for problem in outcome.problems(tolerance)]
@@ -166,10 +166,8 @@ class Proof:
         if not self.is_well:
             return f"NOT verified ({after}). The runs and their logs are in {self.output}"
         kills = sum(each.killed.kills_resumed for each in self.resumed if each.killed)
-        left = "1 kill has" if kills == 1 else f"{kills} kills have"
-        also = f", and {left} left no trace" if kills else "; no run was killed"
-        agree = "agrees" if len(self.options.names) == 1 else "agree"
-        return f"verified: {', '.join(self.options.names)} {agree} with one process{also} ({after})"
+        also = f"{counted(kills, 'kill')} left no trace" if kills else "no run was killed"
+        return f"verified against one process: {', '.join(self.options.names)}; {also} ({after})"
 
     def clear(self) -> None:
         """Remove the runs; the recipe, the report and the logs stay."""
@@ -178,11 +176,8 @@ class Proof:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-# -------------------------------------------------------------------------------------------------------------- tables
-
-
 LEDGER = ("repeated", "skipped")  # samples
-KILLS = ("kills", "while saving", "while starting", "resumes")
+KILLS = ("kills", "resumes")
 
 
 def _rows(outcomes: list[Outcome], tolerance: float) -> list[tuple[str, ...]]:
@@ -191,8 +186,7 @@ def _rows(outcomes: list[Outcome], tolerance: float) -> list[tuple[str, ...]]:
     for outcome in outcomes:
         about, killed = [outcome.strategy, ",".join(map(str, outcome.num_processes))], outcome.killed
         if killed:
-            kills = (killed.kills, killed.kills_while_saving, killed.kills_while_starting, killed.resumes)
-            about += map(str, kills)
+            about += [str(killed.kills), str(killed.resumes)]
         if outcome.failure or outcome.difference is None:
             rows.append((*about, *["-"] * len((*FIGURES, *LEDGER)), "FAILED"))
             continue

@@ -23,15 +23,16 @@ class Difference:
 
 def compare_metrics(lines: list[dict[str, Any]], reference: list[dict[str, Any]], num_updates: int) -> Difference:
     """Compare the lines of updates 1 to `num_updates` with those of a reference; other lines do not count."""
-    ours, theirs = (_by_update(run) for run in (lines, reference))
-    problems = [*_gaps(ours, num_updates, ""), *_gaps(theirs, num_updates, "of the reference ")]
-    both = sorted(ours.keys() & theirs.keys())
+    ours, theirs = _by_update(lines), _by_update(reference)
+    problems = [*_gaps(lines, num_updates, ""), *_gaps(reference, num_updates, " of the reference")]
     largest = {}
     for figure in FIGURES:
         differences = [
-            relative_difference(ours[update][0].get(figure), theirs[update][0].get(figure)) for update in both
+            relative_difference(ours[update].get(figure), theirs[update].get(figure))
+            for update in ours.keys() & theirs.keys()
         ]
-        largest[figure] = _largest(differences)
+        is_number = differences and not any(map(math.isnan, differences))
+        largest[figure] = max(differences) if is_number else math.nan
     return Difference(largest, tuple(problems))
 
 
@@ -44,31 +45,18 @@ def relative_difference(value: float | None, expected: float | None) -> float:
     return abs(value - expected) / max(abs(expected), 1e-12)
 
 
-def _largest(differences: list[float]) -> float:
-    if not differences or any(math.isnan(value) for value in differences):
-        return math.nan
-    return max(differences)
+def _by_update(lines: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    return {line["update"]: line for line in lines if line["update"] > 0}
 
 
-def _by_update(lines: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    by_update: dict[int, list[dict[str, Any]]] = {}
-    for line in lines:
-        if line["update"] > 0:
-            by_update.setdefault(line["update"], []).append(line)
-    return by_update
-
-
-def _gaps(by_update: dict[int, list[dict[str, Any]]], num_updates: int, whose: str) -> list[str]:
-    missing = [update for update in range(1, num_updates + 1) if update not in by_update]
-    beyond = [update for update in by_update if update > num_updates]
-    twice = [update for update, lines in by_update.items() if len(lines) > 1]
-    problems = []
-    for updates, what in ((missing, "missing"), (beyond, f"beyond {num_updates}"), (twice, "there more than once")):
-        if updates:
-            verb = "is" if len(updates) == 1 else "are"
-            named = ", ".join(map(str, updates[:5])) + (", ..." if len(updates) > 5 else "")
-            problems.append(f"update{'s' if len(updates) > 1 else ''} {whose}{named} {verb} {what}")
-    return problems
+def _gaps(lines: list[dict[str, Any]], num_updates: int, whose: str) -> list[str]:
+    counts, expected = Counter(line["update"] for line in lines if line["update"] > 0), range(1, num_updates + 1)
+    wrong = {
+        "missing": [update for update in expected if update not in counts],
+        f"beyond {num_updates}": [update for update in counts if update not in expected],
+        "more than once": [update for update, number in counts.items() if number > 1],
+    }
+    return [f"updates {what}{whose}: {', '.join(map(str, several[:5]))}" for what, several in wrong.items() if several]
 
 
 @dataclass(frozen=True)
@@ -100,11 +88,7 @@ def compare_samples(lines: list[dict[str, Any]], reference: list[dict[str, Any]]
     if not theirs:
         raise ValueError("the reference has no samples")
     of_updates, expected = (
-        {
-            update: [sorted(line["samples"]) for line in update_lines]
-            for update, update_lines in _by_update(run).items()
-        }
-        for run in (lines, reference)
+        Counter((line["update"], *sorted(line["samples"])) for line in run) for run in (lines, reference)
     )
-    elsewhere = sum(of_updates.get(update) != expected.get(update) for update in of_updates.keys() | expected.keys())
+    elsewhere = len({update for update, *_ in (of_updates - expected) | (expected - of_updates)})
     return Ledger((ours - theirs).total(), (theirs - ours).total(), elsewhere)

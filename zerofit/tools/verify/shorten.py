@@ -55,11 +55,8 @@ class VerifyOptions(LaunchedStrategiesOptions):
 
 
 def shorten(recipe: VerifyOptions, cls: type[TaskRecipe]) -> ToolRecipe:
-    """Shorten a recipe, whose type is both `cls` and VerifyOptions; noted is what changes the numbers.
-
-    Raises:
-        UserError: the global batch does not divide by the processes; the model's configuration cannot be loaded.
-    """
+    """Shorten a recipe, whose type is both `cls` and VerifyOptions; noted is what changes the numbers. Raises
+    UserError: the global batch does not divide by the processes; the model's configuration cannot be loaded."""
     values = recipe_values(recipe, cls, OMITTED, REPLACED)
     batches = resolve_batches(recipe, recipe.num_processes)
     values["global_batch_size"] = batches.global_batch
@@ -87,7 +84,10 @@ def precision_of(recipe: VerifyOptions) -> str:
 def _silence(recipe: VerifyOptions, values: dict[str, Any]) -> list[str]:
     """Turn dropout off: its noise depends on the number of processes."""
     _, config = on_its_base(recipe)
-    noisy = sorted(name for name, value in config.to_dict().items() if _is_noise(name, value))
+    kinds = (int, float)
+    noisy = sorted(
+        name for name, value in config.to_dict().items() if NOISE.search(name) and type(value) in kinds and value > 0
+    )
     if noisy:
         overrides = [recipe.config_overrides, *(f"{name}=0" for name in noisy)]
         values["config_overrides"] = ",".join(text for text in overrides if text)
@@ -95,7 +95,3 @@ def _silence(recipe: VerifyOptions, values: dict[str, Any]) -> list[str]:
         values["lora_dropout"] = 0.0
         noisy.append("lora_dropout")
     return [f"no dropout ({', '.join(noisy)} = 0)"] if noisy else []
-
-
-def _is_noise(name: str, value: Any) -> bool:
-    return bool(NOISE.search(name)) and isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
