@@ -11,16 +11,14 @@ import yaml
 from helpers import ROOT, Samples, refusal
 
 from zerofit.cli import main
-from zerofit.data.collate import CausalCollator, ExampleCollator, PairCollator
-from zerofit.recipe.errors import UserError
+from zerofit.data.collate import CausalCollator, ExampleCollator
 from zerofit.recipe.parse import parse_recipe
 from zerofit.tools.compare.candidates import check_overrides, make_recipe, read_candidates
 from zerofit.tools.compare.compare import CompareOptions
-from zerofit.tools.compare.comparison import Comparison
 from zerofit.tools.compare.devices import TrialMachine, choose_limit, without_weights
 from zerofit.tools.compare.finish import batch_to_train, values_to_finish
 from zerofit.tools.compare.report import ComparisonReport
-from zerofit.tools.compare.results import StrategyRow, common_size, conclusion, spread, with_rates_of
+from zerofit.tools.compare.results import StrategyRow, conclusion, spread
 from zerofit.tools.compare.search import bounds, next_size
 from zerofit.tools.compare.trial import Journal, outcome_of
 from zerofit.tools.machine import Device
@@ -62,16 +60,6 @@ def test_a_prediction_saves_launches_and_a_wrong_one_does_no_harm(limit, error):
     assert len(peaks) == 2 if known.get("guess") == true else len(peaks) <= 12
 
 
-def test_sizes_with_a_step_and_named_sizes():
-    peaks = searched(1500, 1000, 8.3, sizes=range(8, 4097, 8))
-    assert bounds(peaks) == (56, 64)
-    assert all(size % 8 == 0 for size in peaks)
-    assert bounds(searched(1500, 1000, 8.3, sizes=[8, 16, 40, 200])) == (40, 200)
-    assert bounds(searched(5000, 1000, 8.3, sizes=[8, 16, 40])) == (40, None)
-    assert next_size([8, 10, 12, 16], {8: 50}, None, [8, 10, 12, 16]) == 10
-    assert next_size([8, 10, 12, 16], {8: 50}, None) == 16
-
-
 # ------------------------------------------------------------------------------------------------------------- a trial
 
 
@@ -108,51 +96,12 @@ def test_a_launch_that_ended_without_answers_is_explained(text, code, how, where
     assert (result["outcome"], result.get("where")) == (how, where)
 
 
-def comparison(tmp_path, *flags, outcomes: dict, simulated: bool = False) -> Comparison:
-    """One of ddp whose trials end as `outcomes` say, by size: the launches are in `tried`."""
-    given, cls = options("--strategies", "ddp", "--batch_sizes", ",".join(map(str, outcomes)), *flags)
-    (tmp_path / "recipe.yaml").write_text(make_recipe(given, cls).to_yaml())
-    made = Comparison(given, read_candidates(["ddp"]), machine=machine([GPU]), limit=GIB, timer=None,
-                      recipe=tmp_path / "recipe.yaml", output=tmp_path)  # fmt: skip
-    made.tried = []
-
-    def launch(candidate, size, *rest, **more):
-        made.tried.append(size)
-        return {name: value for name, value in outcomes[size].items() if name != "size"}
-
-    made._launch = launch
-    return made
-
-
-def test_a_trial_that_is_killed_twice_ran_out_of_memory(tmp_path):
-    killed = {"outcome": "killed", "text": "a process was killed"}
-    found = comparison(tmp_path, outcomes={2: tried(2, 100), 4: killed})
-    found.run()
-    assert found.tried == [2, 4, 4]
-    assert found.rows()[0].fails["where"] == "host"
-
-
-def test_a_mistake_in_the_recipe_ends_the_comparison(tmp_path):
-    found = comparison(tmp_path, outcomes={2: {"outcome": "refused", "text": "lora_r = 0: expected more"}})
-    with pytest.raises(UserError, match="lora_r = 0"):
-        found.run()
-
-
 # -------------------------------------------------------------------------------------------------------- longest rows
 
 
 def worst(longest, collate, size, start, *samples):
     data = SimpleNamespace(train=Samples(samples), longest=longest)
     return longest_rows(SimpleNamespace(data=data, collate=collate), size, start)
-
-
-def test_rows_of_text_are_stretched_and_wholly_trained_on():
-    chat = {"input_ids": np.arange(5), "labels": np.array([-100, -100, 2, 3, -100]), "num_tokens": np.array(4)}
-    batch = worst({"input_ids": 12}, CausalCollator(0), 3, 0, chat)
-    assert batch.inputs["input_ids"].shape == (3, 12)
-    assert batch.num_targets == 3 * 11
-    assert batch.num_tokens == batch.num_positions == 36
-    assert batch.inputs["input_ids"][0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -174,14 +123,6 @@ def test_examples_keep_their_labels():
     assert batch.num_tokens == batch.num_positions
 
 
-def test_sources_and_targets_have_lengths_of_their_own():
-    pair = {"input_ids": np.arange(3), "labels": np.arange(3)}
-    batch = worst({"input_ids": 7, "labels": 5}, PairCollator(0), 2, 0, pair)
-    assert batch.inputs["input_ids"].shape == (2, 7)
-    assert batch.inputs["labels"].shape == (2, 5)
-    assert batch.num_targets == 10
-
-
 # ------------------------------------------------------------------------------------------------------------- options
 
 
@@ -192,18 +133,6 @@ def test_mistakes_are_named():
     assert "zerofit plan --lengths" in refusal(options, "--lengths", "8k,16k")
     assert options("--batch_sizes", "40,8", "16")[0].micro_batches == [8, 16, 40]
     assert "--output_dir has no effect" in refusal(make_recipe, *options("--finish", "--output_dir", "x"))
-
-
-@pytest.mark.parametrize(
-    ("flag", "instead"),
-    [("output_dir x", "--output"), ("per_device_train_batch_size 4", "--batch_sizes"), ("resume never", "resumes")],
-)
-def test_a_run_s_option_names_that_of_a_comparison(flag, instead, capsys):
-    model = ["--config_name", "gpt2", "--train_tokenizer_vocab_size", "300", "--train_file", str(ROOT / "README.md")]
-    assert main(["compare", "--task", "clm", *model, *f"--{flag}".split()]) == 2
-    said = capsys.readouterr().err
-    assert f"--{flag.split()[0]} has no effect in a comparison" in said
-    assert instead in said.partition("comparison")[2]
 
 
 def test_strategies_and_what_they_override(monkeypatch):
@@ -231,12 +160,6 @@ def test_every_recipe_in_the_tree_makes_trials_with_and_without_weights(path, tm
     assert bool(given.global_batch_size and not given.gradient_accumulation_steps) == bool(made.notes)
     file.write_text(yaml.safe_dump(without_weights(made.values)))
     assert not parse_recipe(cls, ["--config", str(file)]).model_name_or_path
-
-
-def test_trials_evaluate_one_batch_on_each_process():
-    assert make_recipe(*options("--num_processes", "2", config=CLS)).values["max_eval_samples"] == 2 * 64
-    given, cls = options()
-    assert make_recipe(given, cls).values["max_eval_samples"] == given.num_processes, "of text, blocks"
 
 
 # ------------------------------------------------------------------------------------------------------------- machine
@@ -301,18 +224,6 @@ def rows():
     return [StrategyRow(name, trials) for name, trials in of_each.items()]
 
 
-def test_rows_say_what_the_trials_say():
-    ddp, zero2, none = rows()
-    assert (ddp.largest, zero2.largest, none.largest) == (8, 40, 0)
-    assert zero2.best["size"] == 32
-    assert zero2.epoch_s == pytest.approx(1000 / 12)
-    assert common_size(rows()) == 8
-    assert none.limit_text == "none (out of memory in backward)"
-    assert StrategyRow("a", [tried(4, 1), tried(8, 2)]).limit_text == "8 or more"
-    predicted = replace(ddp, predicted={1: 100, 8: 170, 9: 180})
-    assert [predicted.predicted_peak(size) for size in (1, 8, 10)] == [100, 170, 190]
-
-
 def of_comparison(**changes) -> SimpleNamespace:
     options = SimpleNamespace(source=lambda name: "recipes/clm/x.yaml", task="clm", num_processes=2, steps=5)
     common = {"timer": None, "rows": rows, "machine": machine([GPU]), "options": options, "limit": 1000 * MIB}
@@ -340,23 +251,6 @@ def test_the_report_has_all_of_it(tmp_path):
     shown = [dict(zip(report.results_table()[0], row)) for row in report.results_table()[1:]]
     assert [row["evaluation samples/s"] for row in shown] == ["-", "32", "-"]
     assert [line["evaluation_seconds"] for line in lines if line["strategy"] == "zero2"] == ["0.5", "", "0.5", ""]
-
-
-def test_speeds_that_were_timed_stand_beside_simulated_sizes(tmp_path):
-    """Rates come from this machine and never from the simulation."""
-    timed = {8: {"size": 8, "samples_per_s": 21.0, "tokens_per_s": 2100.0, "seconds": [1.0]}}
-    compared = [
-        replace(row, trials=[with_rates_of(line, timed.get(line["size"])) for line in row.trials]) for row in rows()
-    ]
-    ours = replace(machine([Device("simulated device", GIB, GIB)]), simulated={"SIMGPU_MEMORY": str(GIB)})
-    report = ComparisonReport(of_comparison(timer=machine(), rows=lambda: compared, machine=ours), "x", [])
-    shown = {row[0]: dict(zip(report.results_table()[0], row)) for row in report.results_table()[1:]}
-    for name in ("ddp", "zero2"):
-        assert [shown[name][column] for column in ("samples/s at 8", "best batch", "tokens/s there")] == [
-            "21", "8", "2,100"
-        ]  # fmt: skip
-    report.write(tmp_path)
-    assert "Timed on 2 cores of a CPU" in (tmp_path / "report.md").read_text()
 
 
 @pytest.mark.parametrize(

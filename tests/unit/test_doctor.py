@@ -41,13 +41,6 @@ def change(machine=HEALTHY, **changes) -> Installation:
     return dataclasses.replace(machine, **changes)
 
 
-def test_a_healthy_machine():
-    assert check() == []
-    assert check(CPU, processes=8, precision="fp32") == []
-    assert check(change(devices=(T4, T4)), precision="fp16") == []
-    assert check(change(CPU, bf16_slowdown=12.4), processes=1, precision="fp32") == []
-
-
 BUSY = dataclasses.replace(A100, free=10 * GIB)
 
 
@@ -188,15 +181,6 @@ def test_variables_that_an_earlier_launch_has_left(folder):
     assert "unset RANK" in "\n".join(texts(examined("--strategy", "single"), "warning"))
 
 
-def test_what_no_launch_would_accept(folder):
-    said = texts(examined("--strategy", "single", "--num_processes", "4"))[0]
-    assert "is for one process, not for 4. Use --strategy ddp" in said
-    edit(folder / "accelerate_configs/ddp.yaml", num_procesess=2)
-    (said,) = texts(examined("--strategy", "ddp", "--num_processes", "2"))
-    assert said.startswith("accelerate launch refuses accelerate_configs/ddp.yaml: ")
-    assert "num_procesess" in said
-
-
 def test_what_accelerate_reads_without_a_strategy(folder, monkeypatch):
     """The user's own file, as for a launch without --config_file; else ddp for several processes."""
     report = examined(*MINE)
@@ -220,19 +204,6 @@ def test_a_json_as_under_torchrun(folder):
         "train/clm.py --config clm/mine.yaml --max_grad_norm 2.0 --strategy ds_configs/zero1.json"
     )
     assert values(report)["strategy"] == ("zero1", "ds_configs/zero1.json")
-
-
-def test_weights_that_are_elsewhere(folder):
-    words = ("--task", "clm", "--model_name_or_path", "someone/model", "--train_file", "text.txt", "--strategy", "ddp")
-    report = examined(*words)
-    assert report.exit_code == 1
-    assert "unset HF_HUB_OFFLINE" in "\n".join(texts(report))
-
-
-def test_options_of_training_on_a_launch_that_does_not_train(folder):
-    words = "--task clm --model_name_or_path gpt2 --evaluate_only --validation_file text.txt --learning_rate 3"
-    (warning,) = texts(examined(*words.split()), "warning")
-    assert warning == "--learning_rate has no effect on a launch that does not train"
 
 
 def test_the_machines_of_a_scheduler(folder, monkeypatch):
@@ -263,10 +234,3 @@ def test_what_a_flag_takes_out_is_noted(folder):
     said = "\n".join(texts(report, "note"))
     assert "sample_prompt = 'x' (clm/mine.yaml, line 10) is left out" in said
     assert "gradient_clipping = 0.5 is left out: --max_grad_norm says otherwise" in said
-
-
-def test_a_strategy_is_no_part_of_a_recipe(folder):
-    (folder / "clm/mine.yaml").write_text(RECIPE + "strategy: zero1\n")
-    said = "\n".join(texts(examined(*MINE)))
-    assert "clm/mine.yaml, line 9: strategy = 'zero1'" in said
-    assert "Use the flag --strategy zero1" in said

@@ -11,7 +11,7 @@ import pytest
 import torch
 from folders import save_adapter, save_blenderbot, save_writer, small_tokenizer
 from helpers import tiny_deberta
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from zerofit.cli import main
 
@@ -131,11 +131,6 @@ def test_files_of_prompts(model, generate, given, tmp_path, template, tokenizer)
     assert written[1]["messages"] == turns[:3]
 
 
-def test_an_empty_prompt_begins_with_the_beginning(model, tokenizer, generate, given):
-    generate("--model", model, "--prompt", "", "--max_new_tokens", 3)
-    assert given.ids == [[tokenizer.bos_token_id]]
-
-
 def test_what_a_tokenizer_puts_after_a_text_is_not_continued(tmp_path, generate, given):
     """[CLS] a [SEP]: after the end there is nothing to go on with."""
 
@@ -161,15 +156,6 @@ def test_the_system_prompt_of_training_is_used(model, generate, given, template,
     ]  # fmt: skip
 
 
-def test_the_tokenizers_own_template_and_raw(tmp_path, tokenizer, generate, given):
-    save_writer(tmp_path / "model", tokenizer)
-    (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
-    flags = ["--model", tmp_path / "model", "--prompt", "hi", "--max_new_tokens", 2]
-    generate(*flags)
-    generate(*flags, "--raw")
-    assert [tokenizer.decode(ids) for ids in given.ids] == ["<user>hi<assistant>", "hi"]
-
-
 def test_it_ends_at_the_end_token(tmp_path, tokenizer, generate, given):
     """The end tokens are those of the model's settings, the tokenizer's, and the one the template ends turns with."""
     folder = tmp_path / "model"
@@ -186,18 +172,6 @@ def test_it_ends_at_the_end_token(tmp_path, tokenizer, generate, given):
     assert given.settings[1]["eos_token_id"] == sorted([0, 5, end])
     assert given.written[1][len(given.ids[1]) :] == new[: new.index(end) + 1]
     assert json.loads(output.read_text())["generated"] == tokenizer.decode(new[: new.index(end) + 1])
-
-
-def test_the_mark_after_a_turn_ends_it(tmp_path, tokenizer, generate, given):
-    marked = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
-    marked.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
-    marked.chat_template = TEMPLATE.replace("{{ eos_token }}", "<|im_end|>\n")
-    from helpers import tiny_model
-
-    tiny_model("llama", vocab_size=len(marked), eos_token_id=0).save_pretrained(tmp_path / "model")
-    marked.save_pretrained(tmp_path / "model")
-    generate("--model", tmp_path / "model", "--prompt", "hi", "--max_new_tokens", 2)
-    assert given.settings[0]["eos_token_id"] == [0, marked.convert_tokens_to_ids("<|im_end|>")]
 
 
 def test_it_never_asks_for_more_than_the_models_positions(model, generate, given):
@@ -236,8 +210,7 @@ def test_the_oldest_exchanges_are_dropped(model, talk, given, template, tokenize
     assert "<u>0 and<a>" in prompts[1]
     assert "<u>0 and<a>" not in prompts[7]
     assert "<u>6 and<a>" in prompts[7]
-    assert "the oldest" in done.err
-    assert "not fit any more" in done.err
+    assert "do not fit any more: the oldest" in done.err
 
 
 def test_a_conversation_without_a_template(model, talk, template):
@@ -254,18 +227,6 @@ def test_a_conversation_without_a_template(model, talk, template):
 def blenderbot(tmp_path, tokenizer) -> Path:
     save_blenderbot(tmp_path / "blenderbot", tokenizer)
     return tmp_path / "blenderbot"
-
-
-def test_an_encoder_decoder(blenderbot, generate, given, tokenizer):
-    done = generate("--model", blenderbot, "--prompt", "hello", "--max_new_tokens", 100)
-    assert given.ids == [[*tokenizer("hello")["input_ids"], 0]], "the source ends as in training"
-    assert given.settings[0]["max_new_tokens"] == 31
-    model, ids = AutoModelForSeq2SeqLM.from_pretrained(blenderbot).eval(), torch.tensor(given.ids)
-    written = model.generate(ids, max_new_tokens=31, do_sample=False, num_beams=1, pad_token_id=0)[0]
-    assert done.out == tokenizer.decode(written, skip_special_tokens=True) + "\n"
-    assert len(done.out) > 2
-    assert "are dropped" in generate("--model", blenderbot, "--prompt", "a b " * 40).err
-    assert len(given.ids[-1]) == 32
 
 
 def test_an_encoder_decoder_answers_as_it_was_trained(blenderbot, talk, generate, given, tokenizer, tmp_path):
@@ -309,17 +270,6 @@ def test_an_adapter_by_itself_on_its_base_and_merged(model, adapter, generate, t
     assert generate("--model", adapter, "--prompt", "a", "--max_new_tokens", 1).err == (
         f"model {model} with the adapter {adapter} in float32 on cpu\n"
     )
-
-
-def test_adapters_that_do_not_belong_here(model, adapter, generate):
-    flags = ["--prompt", "a", "--max_new_tokens", 3]
-    both = generate("--model", adapter, "--adapter", adapter, *flags, expect=2).err
-    assert "is an adapter, and adapter" in both
-    file = adapter / "adapter_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": None}))
-    assert "--model BASE --adapter FOLDER" in generate("--model", adapter, *flags, expect=2).err
-    file.write_text(json.dumps({**json.loads(file.read_text()), "task_type": "SEQ_CLS"}))
-    assert "classifier" in generate("--model", model, "--adapter", adapter, *flags, expect=2).err
 
 
 def test_a_model_that_does_not_write(tmp_path, generate):

@@ -200,18 +200,6 @@ def test_the_schedule_is_megatrons(flags):
     assert [schedule(update) for update in range(100)] == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
-def test_replicas_share_the_global_batch():
-    done = typed(f"torchrun --nproc_per_node 8 {MINIMAL} --micro-batch-size 4 --global-batch-size 16 "
-                 "--pipeline-model-parallel-size 3")  # fmt: skip
-    assert (done.recipe["per_device_train_batch_size"], done.layout.world, done.layout.strategy) == (2, 8, "zero3")
-    few = typed(f"torchrun --nproc_per_node 8 {MINIMAL} --global-batch-size 4 --pipeline-model-parallel-size 3")
-    assert (few.layout.world, few.recipe["per_device_train_batch_size"]) == (4, 1)
-    assert "4 processes, not 8" in few.notes[0]
-    halved = typed(f"torchrun --nproc_per_node 8 {MINIMAL} --global-batch-size 2 --tensor-model-parallel-size 2")
-    assert (halved.layout.world, halved.recipe["per_device_train_batch_size"]) == (4, 1)
-    assert "2 replicas of 2 processes, not 4" in halved.notes[0]
-
-
 @pytest.mark.parametrize(
     ("flags", "strategy", "degrees"),
     [
@@ -343,52 +331,10 @@ FLAGS = (
 PORTED = "--layernorm-type rmsnorm --activation-func-type swiglu --no-bias --position-embedding-type rotary "
 
 
-@pytest.mark.parametrize(
-    ("command", "family", "parameters"),
-    [
-        # two layers: 4 * 64^2 of attention, 3 * 64 * 170 of the MLP (8/3 * 64), two norms; embeddings and a last norm
-        (f"pretrain_llama.py {FLAGS}", "llama-2-7b", 2 * (4 * 64**2 + 3 * 64 * 170 + 2 * 64) + 2 * 384 * 64 + 64),
-        (f"pretrain_llama.py {FLAGS}{PORTED}--ffn-hidden-coeff 4", "llama-2-7b",
-         2 * (4 * 64**2 + 3 * 64 * 256 + 2 * 64) + 2 * 384 * 64 + 64),
-        (f"pretrain_gpt.py {FLAGS}{PORTED}--ffn-hidden-size 160", "llama-2-7b",
-         2 * (4 * 64**2 + 3 * 64 * 160 + 2 * 64) + 384 * 64 + 64),
-    ],
-)  # fmt: skip
-def test_the_names_of_a_port_of_llama(command, family, parameters):
-    done = typed(command)
-    assert not done.problems
-    assert done.recipe["config_name"] == family
-    assert parameters_of(done.recipe, 384) == parameters
-    assert {row.status for row in done.finish()} <= {"carried over", "satisfied"}
-
-
 def with_json(tmp_path, **block) -> list[str]:
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, **block}))
     words = shlex.split(f"torchrun --nproc_per_node 2 pretrain_gpt.py {FLAGS} --deepspeed --deepspeed_config")
     return ["convert", "megatron-args", "--output", str(tmp_path / "out"), "--", *words, str(tmp_path / "ds.json")]
-
-
-def test_what_is_not_carried_over_of_a_json_is_said(tmp_path, capsys):
-    block = {"wandb": {"enabled": True, "project": "arxiv"}, "csv_monitor": {"enabled": True}, "pipeline": {"a": 1}}
-    assert zerofit(with_json(tmp_path, **block)) == 0
-    shown = capsys.readouterr().out
-    assert all(re.search(f'"{key}" +no counterpart', shown) for key in block)
-    assert not block.keys() & json.loads((tmp_path / "out" / "deepspeed.json").read_text()).keys()
-
-
-@pytest.mark.parametrize(
-    ("launcher", "flags", "strategy"),
-    [
-        ("python", "", "single"),
-        ("torchrun --nproc_per_node 4", "", "ddp"),
-        ("torchrun --nproc_per_node 4", "--zero-stage 2", "zero2"),
-        ("torchrun --nproc_per_node 4", "--zero-stage 3", "zero3"),
-    ],
-)
-def test_what_is_written_is_what_a_run_resolves(tmp_path, launcher, flags, strategy, capsys):
-    words = shlex.split(f"{launcher} pretrain_gpt.py {FLAGS} --global-batch-size 8 {flags}")
-    assert zerofit(["convert", "megatron-args", "--output", str(tmp_path / "out"), "--", *words]) == 0
-    assert f"{strategy} on " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -253,16 +253,6 @@ def test_an_encoder_decoder(tmp_path, tokenizer, whole):
     assert not [name for name in written if "embed_tokens" in name or "lm_head" in name]
 
 
-def test_settings_of_generation_that_transformers_would_not_save(build):
-    """Published folders name a temperature and do not sample."""
-    case = build()
-    settings = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [0, 5], "pad_token_id": 0}
-    (case.base / "generation_config.json").write_text(json.dumps(settings))
-    written = json.loads((merge(case) / "generation_config.json").read_text())
-    assert written["eos_token_id"] == [0, 5]
-    assert "temperature" not in written
-
-
 # -------------------------------------------------------------------------------------------------------- base_weights
 
 
@@ -371,16 +361,6 @@ def test_a_head_that_nobody_has(tmp_path, tokenizer, capsys):
     save_file({name: tensor for name, tensor in weights.items() if "pooler" not in name}, base / "model.safetensors",
               metadata={"format": "pt"})  # fmt: skip
     assert "pooler.dense" in refusal(case, capsys)
-
-
-def test_a_quantised_base(build, capsys):
-    case = build()
-    shutil.copy(case.base / "config.json", case.adapter)  # what was trained does not hide what is stored
-    config = json.loads((case.base / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (case.base / "config.json").write_text(json.dumps(config))
-    message = refusal(case, capsys)
-    assert "--dequantize" in message
 
 
 def test_an_adapter_that_was_trained_on_quantised_weights(build, capsys):

@@ -3,13 +3,10 @@
 import json
 
 import pytest
-import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from helpers import ROOT
 
 from zerofit.cli import main
-from zerofit.estimate.exchanges import fully_sharded_exchanges
-from zerofit.estimate.fully_sharded import FullyShards, fully_sharded_states
 from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ATTENTION, MATRIX, REDUCE_SCATTER
 from zerofit.estimate.planned_model import PlannedModel
 from zerofit.estimate.read_model import read_planned_model
@@ -56,23 +53,6 @@ def test_a_rank_has_the_weights_that_a_run_was_measured_to_have():
     assert model.weights.trained == 127_552
     assert model.weights_of(SHARED).trained == 68_288 + 64
     assert model.weights_of(SPLIT) == model.weights
-
-
-@pytest.mark.parametrize(("processes", "held"), [(2, 255_232), (4, 127_744)])
-def test_fsdp2_has_the_weights_that_a_run_was_measured_to_have(processes, held):
-    """docs/measurements/strategies.md; beside the moments the optimizer has counters, and pads nothing."""
-    states = fully_sharded_states(model_of(*GPT2).weights, processes, torch.float32, True, FullyShards(reshards=True))
-    assert states.weights == held
-    assert states.optimizer == 2 * held
-
-
-def test_fsdp2_may_share_weights_among_some_ranks_and_reduce_in_half():
-    weights = model_of(*GPT2).weights
-    for reshards, among in ((4, [4]), (True, [0]), (False, [])):
-        exchanges = fully_sharded_exchanges(weights, 8, 2, FullyShards(reshards, reduce_width=2)).backward
-        (reduced,) = (one for one in exchanges if one.kind == REDUCE_SCATTER)
-        assert (reduced.bytes, reduced.half) == (2 * weights.trained, True)
-        assert [one.among for one in exchanges if one.kind == ALL_GATHER] == among
 
 
 @pytest.mark.parametrize("flags", [GPT2, LLAMA])

@@ -2,28 +2,21 @@
 
 import pytest
 import torch
-from test_plan import MILLION, ON_GPUS, RECIPE, gpt2, planned, tracer, zero
+from test_plan import ON_GPUS, RECIPE, gpt2, planned, tracer
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from zerofit.cli import main
 from zerofit.estimate.device_speeds import VERSION, Calibration, cpu_name, key_name, place_of, read_calibration
 from zerofit.estimate.exchanges import (
-    SHARED_BY,
     Exchange,
     Exchanges,
-    Links,
     MeasuredLinks,
-    first_stages_exchanges,
-    third_stage_exchanges,
-    torch_exchanges,
 )
 from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, KINDS, MATRIX, REDUCE_SCATTER
 from zerofit.estimate.planned_rows import Rows
 from zerofit.estimate.speeds import Curve, Speeds
 from zerofit.estimate.timing import PassTime, update_time
-from zerofit.estimate.weights import Weight, Weights
-from zerofit.tools.plan.calibrate import Bench
 
 GIGA = 1e9
 LARGER = ["--block_size", "512", "--config_overrides",
@@ -52,43 +45,6 @@ def flat(rate: float = GIGA, **settings) -> Speeds:
     common = {"operation_s": 0.0, "is_queued": False, "adam": GIGA, "host_link": GIGA, "contention": 0.0,
               "peak_half": None, "source": "here"}  # fmt: skip
     return Speeds(rates, **(common | settings))
-
-
-def test_an_all_reduce_sends_twice_the_buffer_over_the_slowest_link():
-    links = Links(link=300 * GIGA, network=25 * GIGA)
-    big = Exchange(ALL_REDUCE, 10e9)
-    assert links.seconds(big, 8, 8) == pytest.approx(2 * 7 / 8 * 10e9 / (0.78 * 300 * GIGA), rel=0.01)
-    shared = 1 + 8 / SHARED_BY
-    assert links.seconds(big, 64, 8) == pytest.approx(shared * 2 * 63 / 64 * 10e9 / (0.9 * 8 * 25 * GIGA), rel=0.05)
-    assert links.seconds(big._replace(kind=ALL_GATHER), 8, 8) == pytest.approx(links.seconds(big, 8, 8) / 2, rel=0.01)
-    assert links.seconds(big, 1, 8) == 0
-    many = Exchange(ALL_GATHER, 1e6, count=100)
-    assert links.seconds(many, 1024, 8) > 100 * 127 * 2.7e-6  # a ring's hops between 128 machines
-
-
-def sums(exchanges: list[Exchange]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for one in exchanges:
-        found[one.kind] = found.get(one.kind, 0) + one.bytes
-    return found
-
-
-def test_volumes_are_those_of_the_papers():
-    """Rajbhandari et al. 2020, ZeRO, section 7: 2 P elements in DDP, ZeRO-1 and ZeRO-2, 3 P in ZeRO-3."""
-    weights = Weights(tuple(Weight(name, 8 * MILLION) for name in "abcd"))
-    size = 32 * MILLION
-    ddp = torch_exchanges(weights, 8, on_gpu=True)
-    assert sums(ddp.last_backward) == {ALL_REDUCE: 4 * size}
-    assert not ddp.backward + ddp.forward + ddp.step
-    assert torch_exchanges(weights, 1, on_gpu=True).last_backward == []
-    first, second = (first_stages_exchanges(weights, zero(stage), 8, 2, True) for stage in (1, 2))
-    assert sums(first.last_backward) == sums(second.backward) == {ALL_REDUCE: 2 * size}
-    assert sums(first.step) == sums(second.step) == {ALL_GATHER: 2 * size}
-    kept = third_stage_exchanges(weights, zero(3, stage3_param_persistence_threshold=0), 8, 2, True)
-    assert sums(kept.forward) == {ALL_GATHER: 2 * size}
-    assert sums(kept.backward) == {ALL_GATHER: 0, REDUCE_SCATTER: 2 * size}
-    released = zero(3, stage3_param_persistence_threshold=0, stage3_max_live_parameters=0)
-    assert sums(third_stage_exchanges(weights, released, 8, 2, True).backward)[ALL_GATHER] == 2 * size
 
 
 def test_an_update_hides_what_runs_beside_it_and_no_more():
@@ -163,19 +119,6 @@ def test_padded_rows_take_the_time_of_their_mean_length_and_the_memory_of_the_lo
 
 
 # ----------------------------------------------------------------------------------------------------- the calibration
-
-
-def test_every_measurement_of_a_process(monkeypatch):
-    monkeypatch.setattr("zerofit.tools.plan.calibrate.SECONDS", 0.0)
-    monkeypatch.setattr("zerofit.tools.plan.calibrate.SIZES", {True: ((16, 32), (2**8, 2**10))})
-    bench = Bench(torch.device("cpu"), 0, 1)
-    rates = bench.rates()
-    assert set(rates) == {key_name(kind, half) for kind in KINDS for half in (False, True)}
-    assert all(rate > 0 and size > 0 for points in rates.values() for size, rate in points)
-    assert 0 < bench.operation() < 1e-2
-    assert bench.adam() > 1e6
-    assert bench.host_link() is None
-    assert bench.links() == {}
 
 
 def test_a_calibration_needs_no_recipe_and_is_kept(capsys, monkeypatch, tmp_path, calibrated):

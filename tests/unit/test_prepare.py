@@ -132,15 +132,6 @@ def test_the_bytes_are_megatrons(made, tokenizers, texts, name):
     assert card.fingerprint == tokenizer_fingerprint(tokenizers[name])
 
 
-def test_without_an_end(lines, texts, tokenizers, data, tmp_path, capsys):
-    some = write_lines(tmp_path / "some.jsonl", texts[-300:])
-    reference(tmp_path / "reference", texts[-300:], tokenizers["small"], end=False)
-    ours = prepared(tmp_path, some, data(FOLDERS["small"]), "--workers", 1)
-    assert "--append_eod" in capsys.readouterr().out
-    assert content(ours) == content(tmp_path / "reference")
-    assert read_card(str(ours)).eod is None
-
-
 def test_a_slow_tokenizer_and_a_large_vocabulary():
     """A pickled tokenizer without a native one, and ids of four bytes."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -415,15 +406,6 @@ def test_a_worker_that_dies_ends_the_job(byte_tokenizer, tmp_path, large):
     assert "a worker was killed" in said
     assert "--workers" in said
     assert not list(tmp_path.iterdir())
-
-
-def test_a_job_that_was_killed_between_two_names(byte_tokenizer, tmp_path):
-    source = write_lines(tmp_path / "a.jsonl", ["one"])
-    made = prepared(tmp_path, source, byte_tokenizer, "--workers", 1)
-    before = content(made)
-    Path(f"{made}.idx").rename(f"{made}.idx.partial")
-    assert content(prepared(tmp_path, source, byte_tokenizer, "--workers", 1)) == before
-    assert not list(tmp_path.glob("*.partial"))
 
 
 # ------------------------------------------------------------------------------------------------------ merge and info

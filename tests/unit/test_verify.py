@@ -91,12 +91,6 @@ def test_samples_repeated_and_skipped():
         compare_samples([], [])
 
 
-def test_a_sample_may_come_again_in_another_epoch():
-    epochs = [*LEDGER, {"update": 6, "samples": LEDGER[0]["samples"]}]
-    assert compare_samples(epochs, epochs).is_same
-    assert compare_samples(without(epochs, 6), epochs).skipped == 4
-
-
 # ------------------------------------------------------------------------------------------------- options and recipe
 
 

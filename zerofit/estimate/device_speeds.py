@@ -2,7 +2,6 @@
 in the cache of prepared data), the user's, or the maker's."""
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,9 +94,8 @@ class Calibration:
         measured together."""
         on_cpu = self.host_link is None
         share = self.processes / local if on_cpu else 1.0
-        rates = {_key(name): Curve(_points(points)).times(share) for name, points in self.rates.items()}
         return Speeds(
-            rates,
+            {key: curve.times(share) for key, curve in _curves(self.rates).items()},
             self.operation_s,
             not on_cpu,
             self.adam,
@@ -109,8 +107,7 @@ class Calibration:
 
     def links_of(self, network: float) -> MeasuredLinks | None:
         """None where one process was measured alone."""
-        curves = {_key(name): Curve(_points(points)) for name, points in self.links.items()}
-        return MeasuredLinks(curves, self.processes, network) if curves else None
+        return MeasuredLinks(_curves(self.links), self.processes, network) if self.links else None
 
     def write(self) -> Path:
         path = place_of(self.device)
@@ -141,13 +138,13 @@ def key_name(kind: str, half: bool) -> str:
     return f"{kind} {'half' if half else 'single'}"
 
 
-def _key(name: str) -> tuple[str, bool]:
-    kind, _, width = name.rpartition(" ")
-    return kind, width == "half"
-
-
-def _points(points: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    return tuple((size, rate) for size, rate in points)
+def _curves(points: dict[str, list[tuple[float, float]]]) -> dict[tuple[str, bool], Curve]:
+    """{(kind, half precision): its curve} of {"kind half|single": [(size, rate)]}."""
+    curves = {}
+    for name, several in points.items():
+        kind, _, width = name.rpartition(" ")
+        curves[kind, width == "half"] = Curve(tuple((size, rate) for size, rate in several))
+    return curves
 
 
 HOPPER_KERNELS = ("flash_attention_3", "flash_attention_4")
@@ -165,9 +162,10 @@ def device_speeds(
         options: of the plan: num_gpus, gpus_per_node, and what overrides a GPU's figures.
     """
     local = min(options.num_gpus, options.gpus_per_node)
-    network = _network(options, gpu)
+    network = (options.network_bandwidth or 0) * GIGA or (gpu and gpu.network) or NETWORK
     device = cpu_name() if not on_gpu else gpu.model if gpu is not None else ""
-    calibration = read_calibration(device) if device and not _overrides(options) else None
+    overrides = any(getattr(options, name) for name in OVERRIDES)
+    calibration = read_calibration(device) if device and not overrides else None
     if calibration is not None:
         speeds = calibration.speeds(local, gpu.half if gpu else None)
         links: Links | MeasuredLinks | None = calibration.links_of(network)
@@ -196,14 +194,6 @@ def stand_in_speeds(options: Any) -> tuple[Speeds, Links | MeasuredLinks]:
     assert speeds is not None  # its maker states them
     assert links is not None
     return speeds, links
-
-
-def _overrides(options: Any) -> bool:
-    return any(getattr(options, name) for name in OVERRIDES)
-
-
-def _network(options: Any, gpu: Gpu | None) -> float:
-    return (options.network_bandwidth or 0) * GIGA or (gpu and gpu.network) or NETWORK
 
 
 def _links(options: Any, gpu: Gpu | None, network: float) -> Links | None:

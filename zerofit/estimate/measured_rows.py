@@ -16,7 +16,6 @@ from types import SimpleNamespace
 FILE = Path(__file__).with_name("measured_rows.csv")
 LORA, OFFLOADED, DIVIDED, DENSE = "LoRA", "offload", "model parallelism", "data parallelism"
 FEWEST = 5  # rows from which a range is drawn
-BOUNDS = (0.1, 0.9)  # of ten rows eight are within
 
 
 class MeasuredRow(SimpleNamespace):
@@ -67,28 +66,20 @@ def _value(text: str) -> str | int | float:
 
 @dataclass(frozen=True)
 class Comparable:
-    """The published rows that a prediction is compared with.
-
-    Attributes:
-        low, high: between which factors of the predicted seconds eight of ten of these rows were.
-        count: of rows.
-        nearest: the most similar ones.
-    """
+    """The published rows that a prediction is compared with: between which factors of the predicted seconds eight of
+    ten of them were, how many they are, and the most similar ones."""
 
     low: float
     high: float
     count: int
-    nearest: tuple[MeasuredRow, ...]
+    nearest: list[MeasuredRow]
 
 
 def comparable(
     kind: str, gpu: str, parameters: float, length: int, tokens: int, *, gpus: int, closest: int = 2
 ) -> Comparable | None:
-    """The rows of this kind on this GPU, whatever its memory; None: too few have been measured.
-
-    Args:
-        tokens: of a micro-batch.
-    """
+    """The rows of this kind on this GPU, whatever its memory; None: too few have been measured. `tokens`: of a
+    micro-batch."""
     rows = [
         row
         for row in measured_rows()
@@ -106,14 +97,10 @@ def comparable(
         )
         return sum(math.log(one / other) ** 2 for one, other in pairs)
 
-    low, high = (_quantile([row.ratio for row in rows], bound) for bound in BOUNDS)
-    return Comparable(low, high, len(rows), tuple(sorted(rows, key=distance)[:closest]))
+    deciles = statistics.quantiles([row.ratio for row in rows], n=10, method="inclusive")
+    return Comparable(deciles[0], deciles[-1], len(rows), sorted(rows, key=distance)[:closest])
 
 
 def model_of(gpu: str) -> str:
     """a100-80gb and a100-40gb are one."""
     return gpu.rpartition("-")[0] or gpu
-
-
-def _quantile(values: list[float], part: float) -> float:
-    return statistics.quantiles(values, n=100, method="inclusive")[round(100 * part) - 1]

@@ -71,16 +71,16 @@ class PlannedModel:
             several = [self.weights_of(layout, one) for one in self.stages(layout)]
             return max(several, key=lambda weights: weights.trained)
         key = layout.tensor, stage
-        if key not in self._shares:
-            self._shares[key] = self._weights_of(layout, stage)
-        return self._shares[key]
-
-    def _weights_of(self, layout: ParallelLayout, stage: Stage) -> Weights:
+        if key in self._shares:
+            return self._shares[key]
         if layout.pipeline > 1:
             plan, body = family_of(self.config).stage_plan, self.full.base_model_prefix
             assert plan is not None  # check_layout has refused other families
-            return weights_of_stage(self.weights_of(replace(layout, pipeline=1), WHOLE), stage, plan, body)
-        return self.weights if layout.tensor == 1 else self.weights.shared(self._share_sizes(layout.tensor))
+            found = weights_of_stage(self.weights_of(replace(layout, pipeline=1), WHOLE), stage, plan, body)
+        else:
+            found = self.weights if layout.tensor == 1 else self.weights.shared(self._share_sizes(layout.tensor))
+        self._shares[key] = found
+        return found
 
     def stages(self, layout: ParallelLayout) -> list[Stage]:
         """Return the stages of a pipeline that may need most; without a pipeline one that stands for the model."""
@@ -155,14 +155,9 @@ class PlannedModel:
             for one in module.parameters()
         }
         gathered = {name: ends[id(one)] for name, one in self.full.named_parameters() if id(one) in ends}
-        quantised = 0
-        if self.recipe.quantised:
-            head = self.full.get_output_embeddings()
-            quantised = sum(
-                module.weight.numel()
-                for module in self.full.modules()
-                if isinstance(module, torch.nn.Linear) and module is not head and not module.weight.requires_grad
-            )
+        linear = [each for each in self.full.modules() if isinstance(each, torch.nn.Linear) and each is not outputs]
+        frozen = [each.weight.numel() for each in linear if not each.weight.requires_grad]
+        quantised = sum(frozen) if self.recipe.quantised else 0
         return Weights(every, stacks, "".join(heads), gathered, quantised)
 
     @property
@@ -217,12 +212,7 @@ class PlannedModel:
         settings = self.trace_settings(precision, sharding, layout, evaluated)
         trained, _ = self.dtypes(precision, sharding is not None)
         recomputed = not evaluated and self.recipe.gradient_checkpointing
-        return self._tracer(
-            replace(settings, recomputed=recomputed), self._rows(rows or self.rows, precision), trained
-        )
-
-    def _tracer(self, settings: TraceSettings, rows: Rows, trained: torch.dtype) -> Tracer:
-        key = (settings, rows)
+        key = settings, rows = replace(settings, recomputed=recomputed), self._rows(rows or self.rows, precision)
         if key not in self._tracers:
             build = self._build(settings, trained, rows)
             self._tracers[key] = Tracer(self.config, self.full, build, rows, settings)

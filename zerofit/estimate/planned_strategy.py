@@ -94,7 +94,9 @@ def plan_strategy(name: str, strategy: Strategy, model: PlannedModel) -> Planned
     section = copy.deepcopy(strategy.deepspeed["zero_optimization"])
     weights = model.weights_of(strategy.layout)
     fill_by_sizes(section, weights.trained, weights.trained + weights.frozen)
-    hidden = _hidden_size(model.config)
+    sizes = getattr(model.config, "hidden_sizes", None)
+    hidden = getattr(model.config, "hidden_size", None)
+    hidden = hidden or (max(sizes) if sizes else model.config.get_text_config().hidden_size)
     for key, value_of in BY_HIDDEN_SIZE.items():
         if section.get(key) == "auto":
             section[key] = value_of(hidden)
@@ -102,8 +104,3 @@ def plan_strategy(name: str, strategy: Strategy, model: PlannedModel) -> Planned
 
     section = {key: value for key, value in section.items() if value != "auto"}
     return PlannedStrategy(name, strategy.layout, strategy.precision, DeepSpeedZeroConfig(**section))
-
-
-def _hidden_size(config: Any) -> int:
-    sizes = getattr(config, "hidden_sizes", None)
-    return getattr(config, "hidden_size", None) or (max(sizes) if sizes else config.get_text_config().hidden_size)

@@ -2,6 +2,7 @@
 
 import bisect
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -28,7 +29,6 @@ from zerofit.estimate.speeds import Speeds
 from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.tracer import Tracer
 from zerofit.model.parameters import flops_per_pair_token, flops_per_token
-from zerofit.strategy.layout import ParallelLayout
 
 # What is marked "fitted" was fitted on published measurements (measured_rows.csv) by benchmarks/published_times.py;
 # docs/measurements/plan-times.md says on how many.
@@ -273,13 +273,13 @@ class Timing:
         self.rows = model.rows.shortened(mean_length) if mean_length else model.rows
         self.mean_length, self.is_known = mean_length, is_known
         self._times: dict[tuple[Tracer, Stage], dict[int, PassTime]] = {}
-        self._flops_per_token: float | None = None
         self._exchanges: dict[tuple[int, bool], tuple[PlannedStrategy, Exchanges]] = {}
 
     def of(self, model: PlannedModel) -> "Timing":
         """Return a copy for a model that shares its tracers; what is known of their passes is shared too."""
         other = copy.copy(self)
-        other.model, other._exchanges, other._flops_per_token = model, {}, None
+        other.model, other._exchanges = model, {}
+        other.__dict__.pop("flops_per_token", None)
         other.rows = model.rows.shortened(self.mean_length) if self.mean_length else model.rows
         return other
 
@@ -301,9 +301,7 @@ class Timing:
             per_machine=max(1, self.gpus_per_node // layout.tensor),
             half=half,
             pipeline=layout.pipeline,
-            handed_over=self._handed_over(
-                layout, self.model.hidden_bytes(resolved.precision, layout, micro_batch), half
-            ),
+            handed_over=self._handed_over(resolved, micro_batch),
         )
         tokens_per_s = self.rows.tokens * micro_batch * accumulation * layout.data_size / time.seconds
         peak = self.speeds.peak_half if half else None
@@ -349,12 +347,14 @@ class Timing:
         low, high = sizes[place - 1], sizes[place]
         return times[low].towards(times[high], (micro_batch - low) / (high - low))
 
-    def _handed_over(self, layout: ParallelLayout, hidden: int, half: bool) -> float:
-        """Seconds in which a stage sends hidden states of so many bytes to the next one."""
+    def _handed_over(self, resolved: PlannedStrategy, micro_batch: int) -> float:
+        """Seconds in which a stage sends the hidden states of a micro-batch to the next one."""
+        layout = resolved.layout
         if layout.pipeline == 1:
             return 0.0
+        hidden = self.model.hidden_bytes(resolved.precision, layout, micro_batch)
         far = layout.world_size > self.gpus_per_node  # some stage has its next one there, and all wait for it
-        both = Exchange(ALL_GATHER, 2 * hidden, 1, half)  # of two processes: each sends half of it
+        both = Exchange(ALL_GATHER, 2 * hidden, 1, resolved.precision != "fp32")  # of two: each sends half of it
         return self.links.seconds(both, 2, 1 if far else 2)
 
     def _exchanged(self, resolved: PlannedStrategy) -> Callable[[Operation], float]:
@@ -391,13 +391,10 @@ class Timing:
             return third_stage_exchanges(weights, resolved.zero, world_size, width, self.model.keeps_layers)
         return first_stages_exchanges(weights, resolved.zero, world_size, width, accumulates)
 
-    @property
+    @functools.cached_property
     def flops_per_token(self) -> float:
         """FLOPs of a token, as a run counts them (zerofit/record/meters.py)."""
-        if self._flops_per_token is None:
-            rows, full = self.rows, self.model.full
-            if rows.target_length:
-                self._flops_per_token = flops_per_pair_token(full, rows.length, rows.target_length)
-            else:
-                self._flops_per_token = flops_per_token(full, rows.length)
-        return self._flops_per_token
+        rows, full = self.rows, self.model.full
+        if rows.target_length:
+            return flops_per_pair_token(full, rows.length, rows.target_length)
+        return flops_per_token(full, rows.length)

@@ -216,7 +216,8 @@ class Tracer:
                 self.elsewhere.offloaded = ledger.offloaded
             with ledger, torch.set_grad_enabled(not self.settings.evaluated):
                 ledger.mark("before")
-                with self._autocast():
+                dtype = self.settings.autocast
+                with torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext():
                     loss = self.rows.loss(self.model, inputs)
                 inputs.clear()
                 if not self.settings.evaluated:
@@ -225,11 +226,6 @@ class Tracer:
                     run_backward(loss * 1.0)
                 del loss
         return ledger.close()
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.settings.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast("cpu", self.settings.autocast)
 
     @contextlib.contextmanager
     def _as_it_will_run(self, ledger: AllocationTracker) -> Iterator[None]:
@@ -246,19 +242,23 @@ class Tracer:
         multiplies = replaced(chunked_loss, "has_half_matmul", lambda device: self.settings.gpu_kernels)
         can_add = traces_half_sums()  # asked here: its own operations are not the program's
         adds = replaced(chunked_loss, "adds_half_products", lambda device: can_add)
-        norm = contextlib.ExitStack()
-        if self.settings.gpu_kernels:
-            norm.enter_context(replaced(norms, "rms_norm", fused_norm))
-            norm.enter_context(replaced(norms, "DEVICES", {"cpu"}))
-        rows = rows_split(self.model, self.settings.sequence)
-        grouped = multiplying_without_groups()
-        tokens = tokens_exchanged(self.settings.experts, ledger.note)
-        loss = contextlib.ExitStack()
         compiled = (lambda device: loss_of_chunk) if self.settings.gpu_kernels else chunked_loss.compiled_chunk
-        compiles = replaced(chunked_loss, "compiled_chunk", compiled)
-        for each in (chunks, multiplies, adds, compiles):
-            loss.enter_context(each)
-        with loss, collectives.in_place(), rows, tokens, grouped, linear, norm, self.mode, casts:
+        entered: list[AbstractContextManager[Any]] = [
+            chunks,
+            multiplies,
+            adds,
+            replaced(chunked_loss, "compiled_chunk", compiled),
+            collectives.in_place(),
+            rows_split(self.model, self.settings.sequence),
+            tokens_exchanged(self.settings.experts, ledger.note),
+            multiplying_without_groups(),
+            linear,
+        ]
+        if self.settings.gpu_kernels:
+            entered += [replaced(norms, "rms_norm", fused_norm), replaced(norms, "DEVICES", {"cpu"})]
+        with contextlib.ExitStack() as stack:
+            for each in (*entered, self.mode, casts):
+                stack.enter_context(each)
             yield
 
 

@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     gguf = Path(options.gguf).expanduser() if options.gguf else None
     converter = find_converter(gguf) if gguf else []
     silence_libraries()
-    merged = merge(
+    notes = merge(
         folder,
         output,
         base=options.base,
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         dequantize=options.dequantize,
         trust_remote_code=options.trust_remote_code,
     )
-    say(*merged.notes, f"merged model  {output}")
+    say(*notes, f"merged model  {output}")
     if gguf:
         say(to_gguf(converter, output, gguf))
     return 0

@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +24,6 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 ROWS, LENGTH = 3, 16
 
 
-@dataclass
-class Merged:
-    """The result of a merge.
-
-    Args:
-        difference: the largest between a logit before merging and that of the folder read back.
-        effect: the largest between a logit of the base alone and one with the adapter; None where the base alone
-            is not available (its biases were trained too).
-        notes: for the terminal.
-    """
-
-    difference: float
-    effect: float | None
-    notes: list[str]
-
-
 def merge(
     folder: AdapterFolder,
     output: Path,
@@ -49,8 +32,8 @@ def merge(
     precision: str | None = None,
     dequantize: bool = False,
     trust_remote_code: bool = False,
-) -> Merged:
-    """Merge the adapter into its base and write the result to `output`: complete, or not at all.
+) -> list[str]:
+    """Merge the adapter into its base and write the result to `output`: complete, or not at all. Returns notes.
 
     Args:
         base: the base's folder or hub name; None: the one that the adapter names.
@@ -73,16 +56,15 @@ def merge(
     before = probe.logits(adapted.model.get_base_model())
     if not before.isfinite().all():
         raise UserError(f"adapter = {str(folder.path)!r} gives logits that are not finite: its training has diverged")
-    effect = _effect(adapted, folder, probe, before)
     model = fold(adapted)
-    notes = [*adapted.notes, *probe.compare(before, model, effect, "merged")]
+    notes = [*adapted.notes, probe.compare(before, model, "merged")]
     with atomic_folder(output) as partial:
         _write(model, folder, tokenizer, partial)
         write_card(partial, _card(model, folder, adapted, notes))
         del model, adapted.model  # there are never two models in memory
         again = _read_back(adapted, partial, trust_remote_code)
-        notes += probe.compare(before, again, effect, "read back")
-    return Merged(probe.difference, effect, notes)
+        notes.append(probe.compare(before, again, "read back"))
+    return notes
 
 
 def fold(adapted: AdaptedModel) -> PreTrainedModel:
@@ -130,7 +112,7 @@ class Probe:
         if end is not None and end < vocabulary:
             rows[rows == end] = (end + 1) % vocabulary
             rows[:, :, -1] = end
-        self.rows, self.difference = rows, 0.0
+        self.rows = rows
         self.has_decoder = config.is_encoder_decoder and model.get_output_embeddings() is not None
 
     def logits(self, model: PreTrainedModel) -> Tensor:
@@ -142,36 +124,15 @@ class Probe:
                 logits.append(model(input_ids=row, **more).logits.float().flatten())
         return torch.cat(logits)
 
-    def compare(self, before: Tensor, model: PreTrainedModel, effect: float | None, what: str) -> list[str]:
-        """A line for the terminal on how the model's logits differ from those before.
-
-        Raises:
-            RuntimeError: they differ by more than rounding.
-        """
-        dtype = str(model.dtype).removeprefix("torch.")
-        after = self.logits(model)
-        same_size = after.shape == before.shape
-        self.difference = (after - before).abs().max().item() if same_size else float("nan")
+    def compare(self, before: Tensor, model: PreTrainedModel, what: str) -> str:
+        """A line on how the model's logits differ from those before. Raises RuntimeError: by more than rounding."""
+        dtype, after = str(model.dtype).removeprefix("torch."), self.logits(model)
+        difference = (after - before).abs().max().item() if after.shape == before.shape else float("nan")
         spread = (before.max() - before.min()).item()
         allowed = TOLERANCE[dtype] * spread
-        if not self.difference <= allowed:
-            raise RuntimeError(f"{what}: logits differ by {self.difference:.1e}, rounding explains {allowed:.1e}")
-        moved = "" if effect is None else f"; the adapter itself moves them by {effect:.1e}"
-        lines = [f"{what:<12}  logits differ by {self.difference:.1e} of a spread of {spread:.1e}, in {dtype}{moved}"]
-        if effect == 0:
-            lines.append("warning: the adapter changes nothing, like one that was not trained")
-        elif effect is not None and effect < 4 * self.difference and dtype != "float32":
-            lines.append(f"warning: {dtype} changes as much as the adapter; --precision fp32 keeps what it learnt")
-        return lines
-
-
-def _effect(adapted: AdaptedModel, folder: AdapterFolder, probe: Probe, before: Tensor) -> float | None:
-    """The largest change of a base's logit by the adapter. None where the base is not available without it."""
-    if folder.settings.get("bias", "none") != "none":
-        return None
-    with adapted.model.disable_adapter():
-        of_base = probe.logits(adapted.model.get_base_model())
-    return (of_base - before).abs().max().item() if of_base.isfinite().all() else None
+        if not difference <= allowed:
+            raise RuntimeError(f"{what}: logits differ by {difference:.1e}, rounding explains {allowed:.1e}")
+        return f"{what:<12}  logits differ by {difference:.1e} of a spread of {spread:.1e}, in {dtype}"
 
 
 def _tokenizer(folder: AdapterFolder, adapted: AdaptedModel, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -200,25 +161,20 @@ def _read_back(adapted: AdaptedModel, partial: Path, trust_remote_code: bool) ->
     return model
 
 
-def _name(path: Path) -> str:
-    """The adapter's name: its folder's, or of a run's model/ the run's."""
-    path = path.resolve()
-    return path.parent.name if path.name == "model" else path.name
-
-
 def _card(model: PreTrainedModel, folder: AdapterFolder, adapted: AdaptedModel, notes: list[str]) -> str:
     """README.md of the merged model."""
     of_adapter = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save", "task_type")
-    settings = {name: folder.settings.get(name) for name in of_adapter}
+    settings = json.dumps({name: folder.settings.get(name) for name in of_adapter}, indent=2)
     dtype, base = str(model.dtype).removeprefix("torch."), without_folders(adapted.base)
-    adapter = without_folders(str(folder.path))
+    adapter, path = without_folders(str(folder.path)), folder.path.resolve()
+    name = path.parent.name if path.name == "model" else path.name  # of a run's model/ the run's
     return f"""---
 library_name: transformers
 base_model: {base}
 tags: [zerofit]
 ---
 
-# {_name(folder.path)}, merged
+# {name}, merged
 
 The LoRA adapter {adapter} merged into {base} in {dtype} by zerofit {__version__}.
 
@@ -227,6 +183,6 @@ The LoRA adapter {adapter} merged into {base} in {dtype} by zerofit {__version__
 ```
 
 ```json
-{json.dumps(settings, indent=2)}
+{settings}
 ```
 """

@@ -32,9 +32,6 @@ def evaluate(options: Any, folder: Path) -> int:
     Args:
         options: EvaluateOptions, whose module imports this one as it starts.
         folder: of the model, where it is one; a run's own figures are shown beside the tasks'.
-
-    Raises:
-        UserError: the model or a task cannot be loaded; the folder of the results has something else.
     """
     check_folder_of(options.results, RESULTS, "evaluation on tasks")
     source = find_model(options)

@@ -1,7 +1,7 @@
 """The model of `zerofit generate`: found and checked without its weights first, then loaded onto its device."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import (
     AutoModelForCausalLM,
@@ -31,15 +31,6 @@ NOT_WRITERS = (
 NAMED_WITH = "--model BASE --adapter FOLDER"
 
 
-class NamedModel(Protocol):
-    """The options that name a model."""
-
-    model: str
-    adapter: str | None
-    precision: str | None
-    trust_remote_code: bool
-
-
 @dataclass(frozen=True)
 class ModelSource:
     """Where the model comes from: its folder or hub name, or that of its base, and its adapter."""
@@ -50,12 +41,9 @@ class ModelSource:
     tokenizer: PreTrainedTokenizerBase
 
 
-def find_model(options: NamedModel) -> ModelSource:
-    """Find the model, its adapter and its tokenizer; the weights are not loaded.
-
-    Raises:
-        UserError: they cannot be loaded, or the model does not write texts.
-    """
+def find_model(options: Any) -> ModelSource:
+    """Find the model, its adapter and its tokenizer; the weights are not loaded. `options`: those of generating or
+    evaluating. Raises UserError: they cannot be loaded, or the model does not write texts."""
     name, trust = model_folder(options.model), options.trust_remote_code
     if not (is_adapter(name) or options.adapter):
         config = read_config("model", name, trust)
@@ -73,12 +61,9 @@ def find_model(options: NamedModel) -> ModelSource:
     return ModelSource(base, adapter, config, read_tokenizer(*where, config, trust))
 
 
-def load(source: ModelSource, options: NamedModel) -> PreTrainedModel:
-    """The model on its device, with its adapter if there is one.
-
-    Raises:
-        UserError: its weights cannot be loaded, are incomplete, or do not fit the adapter.
-    """
+def load(source: ModelSource, options: Any) -> PreTrainedModel:
+    """The model on its device, with its adapter if there is one. Raises UserError: its weights cannot be loaded, are
+    incomplete, or do not fit the adapter."""
     device, trust = accelerator(), options.trust_remote_code
     precision = options.precision or ("fp32" if device.type == "cpu" else None)
     if source.adapter:

@@ -50,11 +50,7 @@ def respond(options: GenerateOptions) -> int:
 
 
 def _open(name: str | None) -> TextIO | None:
-    """The .jsonl file for generated texts, opened before the model is loaded; None if there is none.
-
-    Raises:
-        UserError: it has another ending, or cannot be written.
-    """
+    """The .jsonl file for generated texts, opened before the model is loaded; None if there is none."""
     if name is None:
         return None
     path = Path(name).expanduser()
@@ -68,11 +64,8 @@ def _open(name: str | None) -> TextIO | None:
 
 
 def read_prompts(options: GenerateOptions) -> list[Prompt]:
-    """The prompts of --prompt or --prompt_file; none where there is a chat.
-
-    Raises:
-        UserError: the file cannot be read, or a record of it holds no prompt; the message has its line.
-    """
+    """The prompts of --prompt or --prompt_file; none where there is a chat. Raises UserError: the file cannot be read,
+    or a record of it holds no prompt."""
     if options.prompt_file is None:
         return [Prompt(text) for text in options.prompt or ()]
     where = f"prompt_file = {options.prompt_file!r}"
@@ -147,10 +140,7 @@ def converse(writer: Writer, renderer: Renderer, lines: Iterator[str]) -> None:
             say_aside(f"note: {writer.too_long(len(renderer.ids_of(messages[-1:])))}; it is ignored")
             continue
         if len(kept) < len(messages):
-            dropped = (len(messages) - len(kept)) // 2
-            say_aside(
-                f"note: the oldest {'exchange does' if dropped == 1 else f'{dropped} exchanges do'} not fit any more"
-            )
+            say_aside(f"note: exchanges that do not fit any more: the oldest {(len(messages) - len(kept)) // 2}")
         elif renderer.left_out:
             say_aside(f"note: {renderer.left_out} tokens of what was said do not fit any more")
         reply = writer.write(ids, number)
@@ -158,10 +148,8 @@ def converse(writer: Writer, renderer: Renderer, lines: Iterator[str]) -> None:
 
 
 def latest(messages: Messages, writer: Writer, renderer: Renderer) -> tuple[list[int] | None, Messages]:
-    """(ids, messages) of the latest exchanges that leave room for a reply; at least the last message.
-
-    ids is None: the last message by itself is too long.
-    """
+    """(ids, messages) of the latest exchanges that leave room for a reply; at least the last message, without ids
+    where it is too long by itself."""
     reply_tokens = 1
     if writer.positions and not writer.has_encoder:
         reply_tokens = min(writer.max_new_tokens, writer.positions // 2)

@@ -88,20 +88,18 @@ class Writer:
             UserError: a prompt is too long.
         """
         rows, cut = [], []
-        for prompt in prompts:
+        for number, prompt in enumerate(prompts, 1):
             rows.append(renderer.ids(prompt))
             cut.append(renderer.left_out)
-        for number, ids in enumerate(rows, 1):
-            room = self.room(len(ids))
-            if room is not None and room <= 0:
-                which = f"prompt {number} of {len(rows)}: " if len(rows) > 1 else ""
-                raise UserError(f"{which}{self.too_long(len(ids))}")
+            if not self.limit(len(rows[-1])):
+                which = f"prompt {number} of {len(prompts)}: " if len(prompts) > 1 else ""
+                raise UserError(f"{which}{self.too_long(len(rows[-1]))}")
         return rows, cut
 
     def limit(self, length: int) -> int:
-        """The most tokens that are written after a prompt of `length`."""
+        """The most tokens that are written after a prompt of `length`; 0: it is too long."""
         room = self.room(length)
-        return self.max_new_tokens if room is None else min(room, self.max_new_tokens)
+        return self.max_new_tokens if room is None else max(0, min(room, self.max_new_tokens))
 
     def write(self, ids: list[int], number: int = 0) -> str:
         """Continue a prompt, onto stdout, token by token unless beams are searched. Returns the text.
@@ -109,12 +107,11 @@ class Writer:
         Args:
             number: of the prompt; each has its own seed.
         """
-        room = self.room(len(ids))
-        if room is not None and room <= 0:
+        limit = self.limit(len(ids))
+        if not limit:
             raise UserError(self.too_long(len(ids)))
         if self.seed is not None:
             torch.manual_seed(self.seed + number)
-        limit = self.limit(len(ids))
         inputs = torch.tensor([ids], device=self.model.device)
         streams = self.settings["num_beams"] == 1
         kind = PrintableStreamer if sys.stdout.isatty() else TextStreamer

@@ -62,10 +62,11 @@ class StrategyPair:
     @property
     def degrees(self) -> Degrees:
         config = self.config or {}
+        sections = {name: config[name] if isinstance(config.get(name), dict) else {} for name in (TENSOR, PIPELINE)}
         found = {
-            "tensor": _of_section(config.get(TENSOR), "autotp_size"),
+            "tensor": sections[TENSOR].get("autotp_size"),
             "sequence": config.get(SEQUENCE),
-            "pipeline": _of_section(config.get(PIPELINE), "stages"),
+            "pipeline": sections[PIPELINE].get("stages"),
         }
         return Degrees(**{kind: degree for kind, degree in found.items() if isinstance(degree, int) and degree > 1})
 
@@ -117,10 +118,6 @@ def _find_json(name: str, source: Path) -> Path:
     if found is None:
         raise UserError(f"{source}: {FILE} = {name!r}: there is no such file")
     return found
-
-
-def _of_section(section: Any, key: str) -> Any:
-    return section.get(key) if isinstance(section, dict) else None
 
 
 def possible_degrees(
@@ -197,12 +194,8 @@ def resolve_with(
         try:
             found = resolve(str(file), recipe, model, world_size, gpus_per_node)
         except UserError as error:
-            named = {str(file): str(pair.source), str(file.with_suffix(".json")): str(pair.json_file)}
-            raise UserError(_replaced(problem, named) for problem in error.problems) from None
+            own, json_file = str(pair.source), str(file.with_suffix(".json"))
+            raise UserError(
+                problem.replace(str(file), own).replace(json_file, str(pair.json_file)) for problem in error.problems
+            ) from None
     return PlannedStrategy(name, found.layout, found.precision, found.sharding)
-
-
-def _replaced(text: str, words: dict[str, str]) -> str:
-    for word, other in words.items():
-        text = text.replace(word, other)
-    return text

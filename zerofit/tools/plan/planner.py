@@ -90,20 +90,9 @@ class Planner:
         lacking = max(0, peak.needed - self.budget.device)
         if self.budget.host is not None and on_gpu:
             lacking = max(lacking, host - self.budget.host)
-        return Prediction(
-            resolved.name,
-            resolved.precision,
-            layout,
-            micro_batch,
-            accumulation,
-            peak,
-            host,
-            peak.disk * self.budget.local_ranks,
-            lacking == 0,
-            lacking,
-            self.model.rows.length,
-            self.speed(resolved, micro_batch),
-        )
+        about = resolved.name, resolved.precision, layout, micro_batch, accumulation, peak, host
+        disk, speed = peak.disk * self.budget.local_ranks, self.speed(resolved, micro_batch)
+        return Prediction(*about, disk, lacking == 0, lacking, self.model.rows.length, speed)
 
     def _peak(self, resolved: PlannedStrategy, micro_batch: int, accumulation: int, stage: Stage) -> Peak:
         model, layout = self.model, resolved.layout
@@ -122,15 +111,10 @@ class Planner:
             )
         moments = [*training_moments(states, training, accumulation, in_flight)]
         unused = _unused(states, training, in_flight.micro_batches if in_flight else 1)
-        peak_of = partial(
-            find_peak,
-            states,
-            unused=unused,
-            num_groups=_num_groups(layout),
-            on_gpu=model.on_gpu,
-            program=_program_on_cpu(resolved),
-            on_host=pinned([step.offloaded for step in training if step.offloaded]),
-        )
+        groups = sum(size > 1 for size in (layout.shard_size, layout.tensor, layout.sequence, layout.pipeline))
+        program, on_host = _program_on_cpu(resolved), pinned([step.offloaded for step in training if step.offloaded])
+        common = {"num_groups": groups, "on_gpu": model.on_gpu, "program": program, "on_host": on_host}
+        peak_of = partial(find_peak, states, unused=unused, **common)
         peak = peak_of(moments)
         if peak.needed > self.budget.device:  # whatever an evaluation takes: it is not traced
             return peak
@@ -191,18 +175,14 @@ class Planner:
         return [size for size in sizes if total is None or total % (size * replicas) == 0]
 
     def no_batch(self, sizes: list[int] | None, layout: ParallelLayout) -> str:
+        """Why no micro-batch is possible."""
         minimum = layout.data_size * (sizes[0] if sizes else 1)
-        several = f"{layout.data_size} replicas of {layout.replica_size} GPUs"
-        holders = f"{layout.data_size} GPUs" if layout.replica_size == 1 else several
+        holders = f"{layout.data_size} replicas of {layout.replica_size} GPUs"
         if self.recipe.max_global_batch_size:
-            return (
-                f"max_global_batch_size = {self.recipe.max_global_batch_size}: too few for {holders}, micro-batches "
-                f"of {sizes[0] if sizes else 1}. Set it to at least {minimum}, or a smaller --num_gpus"
-            )
-        return (
-            f"global_batch_size = {self.recipe.global_batch_size}: {' or '.join(map(str, sizes or [1]))} rows "
-            f"on {holders} do not divide it: set it to a multiple of {minimum}"
-        )
+            limit = f"max_global_batch_size = {self.recipe.max_global_batch_size}: too few for {holders}"
+            return f"{limit}. Set it to at least {minimum}, or a smaller --num_gpus"
+        tried = f"global_batch_size = {self._total}: {' or '.join(map(str, sizes or [1]))} rows"
+        return f"{tried} on {holders} do not divide it: set it to a multiple of {minimum}"
 
     # ---------------------------------------------------------------------------------------------------------- search
 
@@ -247,11 +227,6 @@ def _program_on_cpu(resolved: PlannedStrategy) -> int:
         return CPU_PROGRAM_BYTES
     groups = [count for degree, count in CPU_GROUPS.items() if getattr(resolved.layout, degree) > 1]
     return CPU_PROGRAM_BYTES + CPU_DEEPSPEED_BYTES + CPU_GROUP_BYTES * max(groups, default=0)
-
-
-def _num_groups(layout: ParallelLayout) -> int:
-    """Groups of processes that each one communicates in."""
-    return sum(size > 1 for size in (layout.shard_size, layout.tensor, layout.sequence, layout.pipeline))
 
 
 def search(candidates: Sequence[int], predict: Callable[[int], T], limit: int) -> list[T]:

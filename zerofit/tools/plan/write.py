@@ -74,29 +74,21 @@ def _write_pair(prediction: Prediction, folder: Path, options: PlanOptions, flag
     pair.with_degrees(prediction.degrees).write(file, f"# {said}\n", processes)
     script = file.with_suffix(".sh")
     program = shlex.join([*program_of([options.task]), *flags, *batch_flags(prediction, options)])
-    script.write_text(_script(said, file, machines, program), encoding="utf-8")
+    each, rendezvous = (f"# {EACH_MACHINE.format(machines)}\n", f"{RENDEZVOUS} ") if machines > 1 else ("", "")
+    launch = f"{each}accelerate launch --config_file {shlex.quote(str(file))} {rendezvous}{program}"
+    script.write_text(f"#!/bin/sh\n# {said}\n{launch}\n", encoding="utf-8")
     script.chmod(0o755)
     return script
-
-
-def _script(said: str, config: Path, machines: int, program: str) -> str:
-    launch = f"accelerate launch --config_file {shlex.quote(str(config))}"
-    if machines == 1:
-        return f"#!/bin/sh\n# {said}\n{launch} {program}\n"
-    return f"#!/bin/sh\n# {said}\n# {EACH_MACHINE.format(machines)}\n{launch} {RENDEZVOUS} {program}\n"
 
 
 def batch_flags(prediction: Prediction, options: PlanOptions) -> list[str]:
     """The batches that were predicted, and their length where it was searched. A global batch of the recipe's file
     gives way to the predicted one."""
-    words = [
-        "--per_device_train_batch_size",
-        str(prediction.micro_batch),
-        "--gradient_accumulation_steps",
-        str(prediction.accumulation),
-    ]
-    words += ["--block_size", str(prediction.length)] if options.lengths else []
-    return [*words, "--global_batch_size", str(prediction.global_batch)] if options.global_batch_size else words
+    words: list[object] = ["--per_device_train_batch_size", prediction.micro_batch]
+    words += ["--gradient_accumulation_steps", prediction.accumulation]
+    words += ["--block_size", prediction.length] if options.lengths else []
+    words += ["--global_batch_size", prediction.global_batch] if options.global_batch_size else []
+    return list(map(str, words))
 
 
 def _said(one: Prediction) -> str:
