@@ -107,9 +107,6 @@ def _architecture(recipe: Any) -> str | None:
 def _set_vocabulary(config: Any, recipe: Any) -> None:
     """From scratch, or resized: the vocabulary of the tokenizer, which will be trained or is in a folder, and its
     padding. That of the hub is taken for the shape's own.
-
-    Raises:
-        UserError: config_overrides contradict the tokenizer.
     """
     options = TokenizerOptions.of(recipe)
     named = options.vocab_file or options.name

@@ -111,11 +111,7 @@ class ToolRecipe:
 
 
 def read_with_recipe(tool: type[T], argv: list[str] | None, prog: str) -> tuple[T, type[TaskRecipe]]:
-    """(options of the tool, which has a `task`, and of the task's recipe in one; the recipe's type).
-
-    Raises:
-        UserError: the task is unknown; anything that parse_recipe raises.
-    """
+    """(options of the tool, which has a `task`, and of the task's recipe in one; the recipe's type)."""
     argv = list(argv or [])
     task, joined = join_with_recipe(tool, argv, prog)
     options, cls = parse_recipe(joined, argv, prog=prog, tool=True), TASKS[task]

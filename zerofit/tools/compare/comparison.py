@@ -247,11 +247,7 @@ class Comparison:
 def predict_peaks(
     candidate: Candidate, options: CompareOptions, recipe: Path, machine: TrialMachine, limit: int, *, sizes: list[int]
 ) -> list[tuple[int, int]]:
-    """(size, peak as the limit counts it) of the sizes that `zerofit plan` looks at to find the largest that fits.
-
-    Raises:
-        UserError: and other errors: the plan does not know the model, or the strategy.
-    """
+    """(size, peak as the limit counts it) of the sizes that `zerofit plan` looks at to find the largest that fits."""
     from zerofit.estimate.read_model import read_planned_model
     from zerofit.tools.plan.layouts import resolve
     from zerofit.tools.plan.plan_options import PlanOptions

@@ -181,11 +181,7 @@ def resolve_with(
     world_size: int,
     gpus_per_node: int,
 ) -> PlannedStrategy:
-    """The same for a pair with other degrees than its own: it is written with them, as `--write` does, and read.
-
-    Raises:
-        UserError: as resolve.
-    """
+    """The same for a pair with other degrees than its own: it is written with them, as `--write` does, and read."""
     if degrees == pair.degrees:
         return resolve(name, recipe, model, world_size, gpus_per_node)
     with tempfile.TemporaryDirectory() as folder:

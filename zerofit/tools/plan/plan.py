@@ -120,9 +120,6 @@ Prepared = tuple[Planner, list[str], Check, list[LayoutOutcome], str]
 def prepare(options: PlanOptions) -> Prepared:
     """(the planner with its timing, the strategies, what objects to one, their layouts, what the speed rests on), of
     options with a task.
-
-    Raises:
-        UserError: anything that is unknown, or cannot be.
     """
     gpu = None if options.gpu in (None, CPU) else find_gpu(options.gpu)
     on_gpu = options.gpu != CPU

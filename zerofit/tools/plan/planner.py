@@ -29,12 +29,12 @@ from zerofit.estimate.traced_steps import TracedStep
 from zerofit.model.configuration import usable_positions
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.layout import ParallelLayout
+from zerofit.tools.compare.search import next_size
 from zerofit.tools.plan.layouts import possible_degrees, read_pair, resolve_with
 from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.plan.prediction import Budget, LayoutOutcome, Prediction, UpdateSpeed
 
 FASTEST_TRIED = 3  # of those that ought to be fastest; memory is predicted for them
-FURTHEST = 16  # times as large a candidate as the largest that was seen to fit
 STEP = 1024  # tokens between the lengths that are looked at where none is named
 Check = Callable[[PlannedStrategy], str]  # what stands against a strategy on this device; empty if nothing does
 T = TypeVar("T")  # a Prediction, or what else has `fits` and `device_bytes`
@@ -112,9 +112,15 @@ class Planner:
         moments = [*training_moments(states, training, accumulation, in_flight)]
         unused = _unused(states, training, in_flight.micro_batches if in_flight else 1)
         groups = sum(size > 1 for size in (layout.shard_size, layout.tensor, layout.sequence, layout.pipeline))
-        program, on_host = _program_on_cpu(resolved), pinned([step.offloaded for step in training if step.offloaded])
-        common = {"num_groups": groups, "on_gpu": model.on_gpu, "program": program, "on_host": on_host}
-        peak_of = partial(find_peak, states, unused=unused, **common)
+        peak_of = partial(
+            find_peak,
+            states,
+            unused=unused,
+            num_groups=groups,
+            on_gpu=model.on_gpu,
+            program=_program_on_cpu(resolved),
+            on_host=pinned([step.offloaded for step in training if step.offloaded]),
+        )
         peak = peak_of(moments)
         if peak.needed > self.budget.device:  # whatever an evaluation takes: it is not traced
             return peak
@@ -232,40 +238,16 @@ def _program_on_cpu(resolved: PlannedStrategy) -> int:
 def search(candidates: Sequence[int], predict: Callable[[int], T], limit: int) -> list[T]:
     """The predictions that were needed, by size; with the largest candidate that fits and the next one.
 
-    Memory grows almost in proportion to the size, so two predictions tell where to look.
-
     Args:
         candidates: micro-batches, or lengths of rows; ascending.
         limit: bytes of a device.
     """
     made: dict[int, Any] = {}
-    fits, fails = -1, len(candidates)
-    while fails - fits > 1:
-        place = _next_place(made, candidates, fits, fails, limit)
-        made[place] = predict(candidates[place])
-        if made[place].fits:
-            fits = place
-        else:
-            fails = place
-    return [made[place] for place in sorted(made)]
-
-
-def _next_place(made: dict[int, Any], candidates: Sequence[int], fits: int, fails: int, limit: int) -> int:
-    """Where to look next: the smallest, four times as many; then where the line through two predictions reaches the
-    limit (not too far beyond what was seen) and, every other time between two bounds, halfway."""
-    if fits < 0:
-        return 0 if not made else fails // 2
-    growing = fails == len(candidates)
-    further = [place for place in made if place < fits] if growing else [fails]
-    if not further:
-        return min(4 * fits + 3, fails - 1)
-    if not growing and len(made) % 2:
-        return (fits + fails) // 2
-    low, high = sorted((fits, further[-1]))
-    rise, run = made[high].device_bytes - made[low].device_bytes, candidates[high] - candidates[low]
-    size = candidates[high] + (limit - made[high].device_bytes) * run / rise if rise > 0 else candidates[-1]
-    place = sum(candidate <= size for candidate in candidates) - 1
-    return min(max(place, fits + 1), fails - 1, FURTHEST * fits + 3 if growing else fails)
+    peaks: dict[int, int | None] = {}
+    while (size := next_size(candidates, peaks, limit)) is not None:
+        made[size] = predict(size)
+        peaks[size] = made[size].device_bytes if made[size].fits else None
+    return [made[size] for size in sorted(made)]
 
 
 def possible_lengths(options: PlanOptions, config: Any) -> list[int]:

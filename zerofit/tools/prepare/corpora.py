@@ -30,11 +30,7 @@ SHOWN_BAD = 5  # bad records that are shown where bad ones are skipped
 
 
 def prepare(options: Any) -> list[str]:
-    """Write the corpora. Returns lines for the terminal. `options`: PrepareOptions, whose module imports this one.
-
-    Raises:
-        UserError: anything is wrong; then no file is left.
-    """
+    """Write the corpora. Returns lines for the terminal. `options`: PrepareOptions, whose module imports this one."""
     start = str(Path(options.output_prefix).expanduser())
     prefixes = [f"{start}_{key}_document" for key in options.json_keys]
     check_free(prefixes, options.overwrite)

@@ -152,11 +152,7 @@ OF_A_TASK = re.compile(r"\$\{?(SLURM_(?:NODEID|PROCID|LOCALID|STEP_\w+|TASK_PID)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the file, or write it and hand it to the scheduler. Returns the exit code.
-
-    Raises:
-        UserError: a mistake in the options; the scheduler's program is not installed.
-    """
+    """Print the file, or write it and hand it to the scheduler. Returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: zerofit submit SCHEDULER RECIPE --strategy NAME --nodes N [options]\n")

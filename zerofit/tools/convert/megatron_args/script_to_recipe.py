@@ -103,11 +103,7 @@ def write(done: ConvertedScript, folder: Path) -> str:
 
 
 def check(done: ConvertedScript) -> None:
-    """Resolve recipe and pair as a run does.
-
-    Raises:
-        UserError: a run would refuse them.
-    """
+    """Resolve recipe and pair as a run does."""
     silence_libraries()
     layout, model = done.layout, done.recipe.get("model_name_or_path")
     with tempfile.TemporaryDirectory() as folder:
