@@ -66,9 +66,6 @@ def convert_tokenizer(file: Path | None, vocab: int, version: str) -> ConvertedT
 
     Args:
         vocab: rows of the embeddings.
-
-    Raises:
-        UserError: the file is not a tokenizer, or has more tokens than the model.
     """
     if file is None:
         ends = (vocab - 256, vocab - 255) if version.startswith("3") else (1, 2)

@@ -183,8 +183,7 @@ def _read_zero(flags: FlagLedger, layout: Layout) -> None:
 
 def pair_of(layout: Layout, folder: Path) -> dict[str, str]:
     """{file name: text} of the pair: an accelerate YAML, and under ZeRO a DeepSpeed JSON."""
-    files = {}
-    settings = read_yaml(place(f"accelerate_configs/{layout.strategy}.yaml"))
+    files, settings = {}, read_yaml(place(f"accelerate_configs/{layout.strategy}.yaml"))
     settings |= {"num_machines": layout.machines, "num_processes": layout.world}
     if layout.machines > 1:
         settings |= {"main_process_ip": layout.address, "main_process_port": int(layout.port)}

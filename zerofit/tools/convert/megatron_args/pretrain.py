@@ -166,8 +166,7 @@ def _data(done: ConvertedScript) -> None:
 
 
 def _batches(done: ConvertedScript) -> None:
-    layout = done.layout
-    micro = done.number("micro_batch_size", default=0)
+    layout, micro = done.layout, done.number("micro_batch_size", default=0)
     if not micro:
         done.wrong("micro_batch_size", "there is no --micro-batch-size")
         return
@@ -184,8 +183,7 @@ def _batches(done: ConvertedScript) -> None:
     note = f", accumulation {total // replicas // ours}"
     done.carry("micro_batch_size", "per_device_train_batch_size", ours, note)
     done.carry("global_batch_size", "global_batch_size", total)
-    done.batch = total
-    done.recipe["per_device_eval_batch_size"] = ours
+    done.batch, done.recipe["per_device_eval_batch_size"] = total, ours
 
 
 def _length(done: ConvertedScript) -> None:
@@ -197,12 +195,10 @@ def _length(done: ConvertedScript) -> None:
 
 
 def _evaluation(done: ConvertedScript) -> None:
-    batch = done.batch
-    every, batches = done.number("eval_interval", default=1000), done.number("eval_iters", default=100)
-    batches = max(1, batches)  # an evaluation cannot be left out
-    done.carry("eval_interval", "eval_steps", every, default=1000)
-    note = f", {batches} global batches of {batch}; the same samples at each evaluation, Megatron uses different ones"
-    done.carry("eval_iters", "max_eval_samples", batches * batch, note, default=100)
+    batches = max(1, done.number("eval_iters", default=100))  # an evaluation cannot be left out
+    done.carry("eval_interval", "eval_steps", done.number("eval_interval", default=1000), default=1000)
+    note = f", {batches} global batches of {done.batch}; the same samples each time, Megatron uses different ones"
+    done.carry("eval_iters", "max_eval_samples", batches * done.batch, note, default=100)
 
 
 def _optimizer(done: ConvertedScript) -> None:
@@ -211,9 +207,8 @@ def _optimizer(done: ConvertedScript) -> None:
         done.wrong("lr", "there is no --lr")
         return
     done.carry("lr", "learning_rate", peak)
-    min_lr = done.number("min_lr", float, 0.0)
     if done.has("min_lr"):
-        done.carry("min_lr", "min_lr_ratio", min_lr / peak, f", of {peak:g}")
+        done.carry("min_lr", "min_lr_ratio", done.number("min_lr", float, 0.0) / peak, f", of {peak:g}")
     _schedule(done)
     if done.text("optimizer") not in (None, "adam"):
         done.wrong("optimizer", "AdamW is the only optimizer here")
@@ -295,8 +290,7 @@ def _checkpoints(done: ConvertedScript, options: MegatronArgsOptions) -> None:
 
 def _trackers(done: ConvertedScript) -> None:
     trackers = {"wandb_project": "wandb", "tensorboard_dir": "tensorboard"}
-    found = [tracker for flag, tracker in trackers.items() if done.has(flag)]
-    if found:
+    if found := [tracker for flag, tracker in trackers.items() if done.has(flag)]:
         done.recipe |= {"with_tracking": True, "report_to": found[0] if len(found) == 1 else "all"}
     done.carried("tensorboard_dir", "report_to: tensorboard; its files lie in the run's folder")
     if "wandb" in found:

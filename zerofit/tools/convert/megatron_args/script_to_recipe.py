@@ -46,7 +46,8 @@ EXAMPLE = "a100-80gb"  # where nobody names the GPU
 
 
 def main(argv: list[str]) -> int:
-    argv, words = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    at = argv.index("--") if "--" in argv else len(argv)
+    argv, words = argv[:at], argv[at + 1 :]
     if argv and not argv[0].startswith("-"):
         raise UserError(
             f"{argv[0]!r}: scripts are not run. Put this line at its top, and run it in your own shell: "
@@ -94,8 +95,8 @@ def _convert(call: Call, folder: Path, options: MegatronArgsOptions) -> None:
 def write(done: ConvertedScript, folder: Path) -> str:
     """Write the recipe and the pair. Returns the command line that launches them."""
     folder.mkdir(parents=True, exist_ok=True)
-    rank = ["--machine_rank", done.layout.rank] if done.layout.machines > 1 else []
-    words = ["--config_file", str(folder / "accelerate.yaml"), *rank]
+    words = ["--config_file", str(folder / "accelerate.yaml")]
+    words += ["--machine_rank", done.layout.rank] if done.layout.machines > 1 else []
     launch = shlex.join(["accelerate", "launch", *words, "train/clm.py", "--config", str(folder / "recipe.yaml")])
     for file, text in {"recipe.yaml": written(done, [launch]), **pair_of(done.layout, folder)}.items():
         (folder / file).write_text(text, encoding="utf-8")

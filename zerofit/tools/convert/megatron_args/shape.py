@@ -9,11 +9,7 @@ from zerofit.model.pretrained_io import read_config
 from zerofit.recipe.tasks import ClmRecipe
 from zerofit.tools.convert.megatron_args.ledger import FlagLedger, FlagRow
 
-FAMILIES = {
-    "llama-2-7b": "a Llama",
-    "gpt2": "a GPT-2",
-    "open-calm-1b": "a GPT-NeoX",
-}  # by a configuration to begin with
+FAMILIES = {"llama-2-7b": "a Llama", "gpt2": "a GPT-2", "open-calm-1b": "a GPT-NeoX"}  # configurations to begin with
 LLAMA, GPT2, NEOX = FAMILIES
 OF_EXPERTS = "a mixture of experts of Megatron's is not converted; transformers' own train (docs/experts.md)"
 FIXED = {  # flags of models that do not belong to any of the families
@@ -105,6 +101,7 @@ def read_shape(flags: FlagLedger, program: str) -> Shape | None:
     if flags.has("no_position_embedding") and not rotary:
         flags.wrong("no_position_embedding", "no family is without positions: add --use-rotary-position-embeddings")
     hidden, heads = flags.number("hidden_size", default=64), flags.number("num_attention_heads", default=1)
+    length = flags.number("seq_length", default=1024)
     activation = flags.text("activation_func_type") or ("swiglu" if llama else None)
     if activation not in (None, "swiglu", "gelu"):
         flags.wrong("activation_func_type", "neither family has that activation: swiglu (Llama) or gelu (GPT-2)")
@@ -127,9 +124,7 @@ def read_shape(flags: FlagLedger, program: str) -> Shape | None:
         "num_attention_heads": heads,
         "num_query_groups": flags.number(groups, default=1) if grouped else heads,
         "kv_channels": flags.number("kv_channels", default=hidden // heads),
-        "max_position_embeddings": flags.number(
-            "max_position_embeddings", default=flags.number("seq_length", default=1024)
-        ),
+        "max_position_embeddings": flags.number("max_position_embeddings", default=length),
         "openai_gelu": "relu2" if flags.has("squared_relu") else "gelu" if unfused and bias else "gelu_new",
         "untie_embeddings_and_output_weights": not (llama or flags.has("untie_embeddings_and_output_weights")),
         "disable_bias_linear": bias,

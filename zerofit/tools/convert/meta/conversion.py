@@ -32,10 +32,6 @@ def from_meta(folder: str, output: Path, tokenizer_file: str | None) -> list[str
 
     Args:
         tokenizer_file: None: in the folder, or in that above it; "none": there is none.
-
-    Raises:
-        UserError: the checkpoint is incomplete, or not a Llama's; see zerofit/tools/convert/meta/folder.py.
-        RuntimeError: the written weights differ from the input. Then no file is left.
     """
     source = Path(folder).expanduser()
     meta = MetaFolder(source)

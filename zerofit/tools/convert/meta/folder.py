@@ -29,9 +29,6 @@ class MetaFolder:
         weights: the weights to convert; without the head where it is tied.
         cuts: {Meta's name: how it is cut}.
         tied: the head equals the embeddings, or is missing.
-
-    Raises:
-        UserError: files are missing or broken, or are not a Llama's.
     """
 
     def __init__(self, path: Path):

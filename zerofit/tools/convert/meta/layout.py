@@ -104,6 +104,5 @@ def find_cut(weight: MetaWeight, shard: tuple[int, ...], num_shards: int) -> Sha
 
 def same_bits(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
     """Compare two tensors bit for bit, NaN included."""
-    if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
-        return False
-    return torch.equal(tensor.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+    same = tensor.shape == expected.shape and tensor.dtype == expected.dtype
+    return same and torch.equal(tensor.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
