@@ -72,13 +72,16 @@ def test_what_it_is(read):
 @pytest.mark.parametrize(
     ("content", "flags", "said"),
     [
-        ({"fsdp_config": {}}, [], "fsdp_version = 1 is not supported. Write fsdp_version: 2"),
-        ({"fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True}}, [], "or use zero3_offload.yaml"),
+        ({"fsdp_config": {}}, [], "fsdp_version = 1 is not supported. Write 2"),
+        (
+            {"fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True}}, [],
+            "Write false, or use another strategy, such as zero3_offload",
+        ),
         (
             {"fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}}, [],
-            "fsdp_auto_wrap_policy = size_based_wrap is not supported. Each block of the model is sharded. Remove it",
+            "fsdp_auto_wrap_policy = size_based_wrap is not supported. Write transformer_based_wrap",
         ),
-        ({"fsdp_config": {"fsdp_version": 2, "fsdp_reduce_dtype": "fp16"}}, [], "Write fp32, or bf16 for half"),
+        ({"fsdp_config": {"fsdp_version": 2, "fsdp_reduce_dtype": "fp16"}}, [], "Write fp32 or bf16"),
         (
             {"fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": 3}}, [],
             "fsdp_reshard_after_forward = 3 is not a part of the 2 processes that share weights. Write true, false",

@@ -47,7 +47,7 @@ def test_yaml_through_accelerate(path):
         assert (ROOT / section["deepspeed_config_file"]).is_file()
     settings = content.get("fsdp_config") or {}
     assert bool(settings) == (path.stem in ("fsdp2", "hsdp", "ep"))
-    assert all(str(value).lower() in HONOURED[key][0] for key, value in settings.items())
+    assert all(str(value).lower() in HONOURED[key] for key, value in settings.items())
     for owned in ("mixed_precision", "gradient_accumulation_steps", "gradient_clipping"):
         assert owned not in content
         assert owned not in section, f"{owned} belongs to the recipe"
@@ -178,8 +178,8 @@ def zero(stage: int, **settings) -> dict:
         (zero(2, offload_optimizer=DISK), ["under stage 2", "ds_configs/zero3_offload_nvme.json"]),
         (zero(7), ["zero_optimization.stage = 7"]),
         ({"tensor_parallel": {"autotp_size": 3}}, ["num_processes = 2 is not", "= 3. Use --num_processes 3"]),
-        ({"curriculum_learning": {"enabled": True}}, ["curriculum_learning is not supported", "order of samples"]),
-        ({"wandb": {"enabled": True}}, ["wandb would open a second run", "--report_to wandb"]),
+        ({"curriculum_learning": {"enabled": True}}, ["curriculum_learning = ", "order of samples"]),
+        ({"wandb": {"enabled": True}}, ["wandb.enabled = true", "open a second run", "--report_to wandb"]),
     ],
 )
 def test_wrong_types_and_unknown_keys(tmp_path, content, words):
@@ -356,8 +356,8 @@ def test_clipping_in_a_plain_yaml(launched):
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("GRADIENT_CLIPPING", "much", "'much' in deepspeed_config: expected a number"),
-        ("DEEPSPEED_ZERO_STAGE", "two", "'two' in deepspeed_config"),
+        ("GRADIENT_CLIPPING", "much", "gradient_clipping = 'much': expected a number"),
+        ("DEEPSPEED_ZERO_STAGE", "two", 'deepspeed_config.stage = "two"'),
         ("DEEPSPEED_ZERO_STAGE", "7", "deepspeed_config.stage = 7"),
         ("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "disk", "offload_optimizer.device"),
     ],

@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import TINY, forked, loss_and_gradients, refusal, tensor_group, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from helpers import TINY, forked, loss_and_gradients, refusal, small_sizes, tensor_group, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForTokenClassification
 
 from zerofit.checkpoint.shards import ShardReader, write_shard
 from zerofit.model.parameters import count_parameters
@@ -85,6 +85,22 @@ def drawn_alike(name: str, tensor: TensorGroup) -> list[tuple[str, bool]]:
     return [(one, one == other and torch.equal(p, q)) for (one, p), (other, q) in pairs]
 
 
+# Values that a model's code draws, or gives to a layer as it is made, in ways of their own.
+DRAWN = {"apertus": AutoModelForCausalLM, "xlm-roberta": AutoModelForCausalLM, "t5": AutoModelForSeq2SeqLM,
+         "modernbert": AutoModelForTokenClassification, "olmo_hybrid": AutoModelForCausalLM}  # fmt: skip
+
+
+def received(family: str) -> dict[str, torch.Tensor]:
+    """The weights of a model that the first rank draws."""
+    config = AutoConfig.for_model(family, **{**small_sizes(family), "vocab_size": 97})
+
+    def make():
+        torch.manual_seed(7)
+        return DRAWN[family].from_config(config)
+
+    return {name: each.detach() for name, each in draw_share(make, lambda model: None).named_parameters()}
+
+
 def small_chunks() -> None:
     from zerofit.model import chunked_loss
 
@@ -105,6 +121,7 @@ def share(rank: int, folder: str) -> None:
         model = model_of(name)
         split_model(model, tensor)
         found[name] = {**figures_of(model, join), "drawn": drawn_alike(name, tensor)}
+    found["received"] = {family: received(family) for family in DRAWN}
     torch.save(found, f"{folder}/{rank}.pt")
     torch.distributed.barrier()
     os._exit(0)
@@ -150,6 +167,14 @@ def test_random_weights_are_those_of_one_process_bit_for_bit(ranks, name):
         drawn = dict(rank[name]["drawn"])
         assert len(drawn) >= 20
         assert all(drawn.values()), drawn
+
+
+@pytest.mark.parametrize("family", DRAWN)
+def test_random_weights_of_any_code_are_those_of_one_process(ranks, family):
+    expected = received(family)
+    for rank in ranks:
+        assert rank["received"][family].keys() == expected.keys()
+        assert all(torch.equal(each, expected[name]) for name, each in rank["received"][family].items())
 
 
 # -------------------------------------------------------------------------------------------------------------- shards

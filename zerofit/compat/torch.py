@@ -21,7 +21,7 @@ class DispatchMode(TorchDispatchMode):
     """A context in which `__torch_dispatch__` meets each operation on tensors.
 
     torch documents the protocol (`__torch_dispatch__`) and not the class. Tried with torch 2.13. Without it: no trace
-    of a step's memory, no recomputed products, and no tensor-parallel weights drawn as one process draws them.
+    of a step's memory, and no recomputed products.
     """
 
 

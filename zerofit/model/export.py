@@ -135,32 +135,15 @@ def _write_index(files: list[Path], folder: Path) -> None:
 
 
 def save_generation_settings(model: Any, folder: Path) -> None:
-    """Write generation_config.json without settings that have no effect, or that transformers refuses to save."""
+    """Write generation_config.json without the settings that transformers refuses to save."""
     settings = copy.deepcopy(model.generation_config)
-    make_consistent(settings)
     drop_invalid_settings(settings)
     settings.save_pretrained(folder)
 
 
-def make_consistent(generation: GenerationConfig) -> None:
-    """Remove settings without effect. Published models have some (a temperature without sampling, early_stopping
-    with one beam), and transformers refuses to save them."""
-    unused: tuple[str, ...] = (
-        ()
-        if generation.do_sample
-        else ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
-    )
-    if (generation.num_beams or 1) == 1:
-        unused += ("early_stopping", "length_penalty")
-    for name in unused:
-        if getattr(generation, name, None) is not None:
-            setattr(generation, name, None)
-
-
 def drop_invalid_settings(generation: GenerationConfig) -> dict[str, Any]:
-    """Remove the settings that transformers refuses to save. Returns them: {name: value}."""
-    if _is_valid(generation):
-        return {}
+    """Remove the settings that transformers refuses to save, as a temperature without sampling, which published models
+    have. Returns them: {name: value}."""
     _, invalid = _valid_settings(generation.to_diff_dict())
     for name in invalid:
         setattr(generation, name, None)
@@ -186,22 +169,15 @@ def _valid_settings(stored: dict[str, Any]) -> tuple[GenerationConfig, dict[str,
     """(the settings that are valid together, the others). Some need another, so those are tried again."""
     valid: dict[str, Any] = {}
     rest = dict(stored)
-    while accepted := [name for name in rest if _is_valid_dict({**valid, name: rest[name]})]:
+    while accepted := [name for name in rest if _is_valid({**valid, name: rest[name]})]:
         valid[accepted[0]] = rest.pop(accepted[0])
     return GenerationConfig(**valid), rest
 
 
-def _is_valid_dict(settings: dict[str, Any]) -> bool:
+def _is_valid(settings: dict[str, Any]) -> bool:
     try:
-        return _is_valid(GenerationConfig(**settings))
-    except Exception:
-        return False
-
-
-def _is_valid(settings: GenerationConfig) -> bool:
-    try:
-        settings.validate(strict=True)
-    except Exception:
+        GenerationConfig(**settings).validate(strict=True)
+    except Exception:  # ValueError, TypeError, ...
         return False
     return True
 

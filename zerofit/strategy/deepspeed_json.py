@@ -18,68 +18,55 @@ from zerofit.strategy.launch import Launch, tell_deepspeed_of_a_cpu
 # Top-level keys of DeepSpeed 0.19's configuration (deepspeed.ai/docs/config-json); DeepSpeed ignores any other.
 KNOWN_KEYS = {
     "activation_checkpointing", "aio", "autotuning", "bf16", "bfloat16", "checkpoint", "comms_logger",
-    "communication_data_type", "compile", "csv_monitor", "data_types", "disable_allgather", "dump_state",
-    "flops_profiler", "fp16", "fp32_allreduce", "gradient_accumulation_steps", "gradient_clipping",
-    "gradient_predivide_factor", "memory_breakdown", "optimizer", "prescale_gradients", "scheduler",
-    "steps_per_print", "tensorboard", "timers", "torch_autocast", "train_batch_size",
-    "train_micro_batch_size_per_gpu", "wandb", "wall_clock_breakdown", "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer", "zero_optimization", "zenflow", "load_universal_checkpoint", "comet",
-    "weight_quantization", "vocabulary_size", "load_from_fp32_weights", "sequence_parallel_size",
-    "seq_parallel_communication_data_type", "tensor_parallel", "pipeline",
+    "communication_data_type", "compile", "csv_monitor", "curriculum_learning", "data_efficiency", "data_types",
+    "disable_allgather", "dump_state", "expert_parallel", "flops_profiler", "fp16", "fp32_allreduce",
+    "gradient_accumulation_steps", "gradient_clipping", "gradient_predivide_factor", "memory_breakdown", "optimizer",
+    "prescale_gradients", "scheduler", "steps_per_print", "tensorboard", "timers", "torch_autocast",
+    "train_batch_size", "train_micro_batch_size_per_gpu", "use_data_before_expert_parallelism", "wandb",
+    "wall_clock_breakdown", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
+    "zenflow", "load_universal_checkpoint", "comet", "weight_quantization", "vocabulary_size",
+    "load_from_fp32_weights", "sequence_parallel_size", "seq_parallel_communication_data_type", "tensor_parallel",
+    "pipeline",
 }  # fmt: skip
-_ONE_DIMENSION = "every process is a data-parallel one here, and would count samples that others count too"
-_DATA = "it belongs to DeepSpeed's own data loader, and the order of samples is this program's"
-REFUSED_KEYS = {  # keys that DeepSpeed knows, and why they cannot be used
-    "expert_parallel": _ONE_DIMENSION,
-    "use_data_before_expert_parallelism": _ONE_DIMENSION,
-    "data_efficiency": _DATA,
-    "curriculum_learning": _DATA,
-}
-# Keys that are taken out, with a note: results do not change.
-LEFT_OUT = {
-    "fp32_allreduce": "DeepSpeed does not read it",
-    "load_from_fp32_weights": "DeepSpeed reads it in zero_optimization only",
-    "load_universal_checkpoint": "DeepSpeed does not read it",
-    "zero_optimization.round_robin_gradients": "DeepSpeed's record of where its optimizer keeps each weight "
-    "(_hp_mapping) is wrong with it, and checkpoints and Muon rely on that record",
-}
+_RANKS = "every process is a data-parallel one here, and would count samples that others count too"
+_ORDER = "the order of samples is this program's"
 _ROUNDS = "it rounds to 8 bits or fewer, so that a run would not agree with one process"
 _NOT_FP32 = "the optimizer would not keep fp32, in which checkpoints are exact"
 _SCALES = "DeepSpeed's ZeRO scales gradients as they are reduced"
+_SECOND = "it would open a second run, without the figures of metrics.jsonl"
+_LATER = "it updates most weights later, so that a run would not agree with one process"
+_UNTRIED = "checkpoints have not been tried with it"
 ONLY = {  # keys: (the only value that can be used, what would go wrong)
     "bf16.bf16_master_weights_and_grads": (False, _NOT_FP32),
     "bf16.bf16_optimizer_states": (False, _NOT_FP32),
+    "comet.enabled": (False, f"{_SECOND}: say --with_tracking --report_to comet_ml"),
     "compile.deepcompile": (False, "the blocks are compiled by --torch_compile"),
+    "csv_monitor.enabled": (False, _SECOND),
+    "curriculum_learning": (None, _ORDER),
+    "data_efficiency": (None, _ORDER),
+    "expert_parallel": (None, _RANKS),
     "fp16.fp16_master_weights_and_grads": (False, _NOT_FP32),
     "gradient_predivide_factor": (1, _SCALES),
     "optimizer.params.fp32_optimizer_states": (True, _NOT_FP32),
     "prescale_gradients": (False, _SCALES),
+    "tensorboard.enabled": (False, f"{_SECOND}: say --with_tracking --report_to tensorboard"),
     "torch_autocast.enabled": (False, "the recipe says in which precision: --precision bf16"),
+    "use_data_before_expert_parallelism": (None, _RANKS),
+    "wandb.enabled": (False, f"{_SECOND}: say --with_tracking --report_to wandb"),
     "weight_quantization": (None, _ROUNDS),
-    "zenflow": (None, "DeepSpeed reads it in zero_optimization only, where it cannot be used"),
-    "zero_optimization.compute_grad_norm": (
-        True,
-        "without the gradient's norm no update can be refused before it is applied",
-    ),
+    "zenflow": (None, _LATER),
+    "zero_optimization.compute_grad_norm": (True, "without the gradient's norm no update can be refused"),
     "zero_optimization.legacy_stage1": (False, "DeepSpeed has removed it"),
-    "zero_optimization.offload_optimizer.ratio": (
-        1,
-        "checkpoints have not been tried with an optimizer on the CPU and the device",
-    ),
-    "zero_optimization.offload_optimizer.super_offload": (
-        False,
-        "checkpoints have not been tried with its optimizer",
-    ),
-    "zero_optimization.zenflow": (
-        None,
-        "it updates most weights later, so that a run would not agree with one process",
-    ),
+    "zero_optimization.offload_optimizer.pipeline_read": (False, _UNTRIED),
+    "zero_optimization.offload_optimizer.pipeline_write": (False, _UNTRIED),
+    "zero_optimization.offload_optimizer.ratio": (1, _UNTRIED),
+    "zero_optimization.offload_optimizer.super_offload": (False, _UNTRIED),
+    "zero_optimization.zenflow": (None, _LATER),
     "zero_optimization.zero_quantized_gradients": (False, _ROUNDS),
     "zero_optimization.zero_quantized_nontrainable_weights": (False, _ROUNDS),
     "zero_optimization.zero_quantized_weights": (False, _ROUNDS),
 }
-# DeepSpeed's own trackers, and ours.
-HERE = {"wandb": "wandb", "tensorboard": "tensorboard", "comet": "comet_ml"}
+ROUND_ROBIN = "round_robin_gradients"
 VALUE = re.compile(r"true|false|[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 EXAMPLES = {
     "data_types": '{"grad_accum_dtype": "fp32"}',
@@ -103,7 +90,7 @@ def read_config(launch: Launch, collected: Problems | None = None) -> tuple[dict
         UserError: no such file, not JSON, unknown keys, values of a wrong type.
     """
     if launch.json_path is None:
-        config = _from_yaml_alone(launch.source)
+        config = _from_yaml_alone()
         zero = config["zero_optimization"]
         _, problems = read_section(zero, models_of_sections()["zero_optimization"], "deepspeed_config")
         if problems := problems or _disk_problems(zero):
@@ -142,7 +129,7 @@ def _read_whole(config: dict[str, Any]) -> tuple[list[str], list[str]]:
         notes.append("scheduler: the recipe takes its values over, and sets the learning rate")
     if "bfloat16" in config and config.setdefault("bf16", config["bfloat16"]) is not config.pop("bfloat16"):
         notes.append("bfloat16 has no effect beside bf16, which DeepSpeed reads")
-    problems = [*_unknown_keys(config), *_trackers(config)]
+    problems = _unknown_keys(config)
     for name, example in EXAMPLES.items():
         if not isinstance(config.get(name, {}), dict):
             problems.append(f"{name} = {json.dumps(config[name])}: expected an object, e.g. {example}")
@@ -153,7 +140,12 @@ def _read_whole(config: dict[str, Any]) -> tuple[list[str], list[str]]:
             if name == "zero_optimization" and not found:
                 problems += _disk_problems(section)
     problems += _unusable(config)
-    notes += _leave_out(config)
+    zero = config.get("zero_optimization")
+    if isinstance(zero, dict) and zero.pop(ROUND_ROBIN, False):
+        notes.append(
+            f"zero_optimization.{ROUND_ROBIN} is left out: with it DeepSpeed's record of where it keeps each "
+            "weight is wrong, and checkpoints and Muon rely on that record"
+        )
     if "zero_optimization" not in config:
         problems.append('there is no zero_optimization. Add it with the stage, e.g. {"stage": 2}')
     return notes, problems
@@ -175,18 +167,6 @@ def read_quoted(config: dict[str, Any], prefix: str = "") -> list[str]:
     return notes
 
 
-def _trackers(config: dict[str, Any]) -> list[str]:
-    """Return a problem for each of DeepSpeed's own trackers that is on: it would open a second run, with few figures
-    and none of metrics.jsonl (deepspeed/monitor/monitor.py)."""
-    sections = {name: config[name] for name in (*HERE, "csv_monitor") if isinstance(config.get(name), dict)}
-    return [
-        f"{name} would open a second run, without the figures of metrics.jsonl. Remove it"
-        + (f", and say --with_tracking --report_to {HERE[name]}" if name in HERE else "")
-        for name, section in sections.items()
-        if section.get("enabled") is True
-    ]
-
-
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of the file. Raises ValueError: a key is there twice, which DeepSpeed refuses, too."""
     found = dict(pairs)
@@ -196,33 +176,28 @@ def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _from_yaml_alone(source: str) -> dict[str, Any]:
+def _from_yaml_alone() -> dict[str, Any]:
     """Read accelerate's own environment variables into the form of a DeepSpeed JSON."""
 
-    def variable(name: str, default: str) -> str:
-        return os.environ.get(f"ACCELERATE_{name}", default)
+    def variable(name: str) -> str | None:
+        value = os.environ.get(f"ACCELERATE_{name}", "none")
+        return None if value == "none" else value
 
-    def number(text: str, kind: type) -> Any:
-        try:
-            return "auto" if text in ("auto", "none") else kind(text)
-        except ValueError:
-            raise UserError(f"{source}: {text!r} in deepspeed_config: expected a number") from None
-
-    zero: dict[str, Any] = {"stage": number(variable("DEEPSPEED_ZERO_STAGE", "2"), int)}
+    zero: dict[str, Any] = {"stage": variable("DEEPSPEED_ZERO_STAGE") or 2}
     for part in ("optimizer", "param"):
-        device = variable(f"DEEPSPEED_OFFLOAD_{part.upper()}_DEVICE", "none")
-        if device != "none":
+        if device := variable(f"DEEPSPEED_OFFLOAD_{part.upper()}_DEVICE"):
             zero[f"offload_{part}"] = {"device": device}
-            path = variable(f"DEEPSPEED_OFFLOAD_{part.upper()}_NVME_PATH", "none")
-            if path != "none":
+            if path := variable(f"DEEPSPEED_OFFLOAD_{part.upper()}_NVME_PATH"):
                 zero[f"offload_{part}"]["nvme_path"] = path
-    return {
+    config = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": number(variable("GRADIENT_ACCUMULATION_STEPS", "auto"), int),
-        "gradient_clipping": number(variable("GRADIENT_CLIPPING", "auto"), float),
+        "gradient_accumulation_steps": variable("GRADIENT_ACCUMULATION_STEPS") or "auto",
+        "gradient_clipping": variable("GRADIENT_CLIPPING") or "auto",
         "zero_optimization": zero,
     }
+    read_quoted(config)
+    return config
 
 
 def _disk_problems(zero: dict[str, Any]) -> list[str]:
@@ -243,12 +218,6 @@ def _disk_problems(zero: dict[str, Any]) -> list[str]:
             f'zero_optimization.offload_optimizer.device = "nvme" under stage {zero.get("stage")}: DeepSpeed has it '
             'under stage 3 alone. Use ds_configs/zero3_offload_nvme.json, or write "cpu"'
         )
-    for setting in ("pipeline_read", "pipeline_write"):
-        if optimizer.get(setting):
-            problems.append(
-                f"zero_optimization.offload_optimizer.{setting} = true: checkpoints read the state group by group, "
-                "which DeepSpeed's pipelined swapper has not been tried with. Remove it"
-            )
     return problems
 
 
@@ -267,17 +236,6 @@ def models_of_sections() -> dict[str, Any]:
         "tensor_parallel": TPTrainingConfig,
         "comms_logger": CommsLoggerConfig,
     }
-
-
-def _leave_out(config: dict[str, Any]) -> list[str]:
-    """Take out what is LEFT_OUT. Returns a note on each that was on."""
-    notes = []
-    for key, why in LEFT_OUT.items():
-        *parents, name = key.split(".")
-        section = config.get(parents[0]) if parents else config
-        if isinstance(section, dict) and section.pop(name, False):
-            notes.append(f"{key} is left out: {why}")
-    return notes
 
 
 def _unusable(config: dict[str, Any]) -> list[str]:
@@ -347,15 +305,15 @@ def _problem_of(detail: Any, model: Any, where: str) -> str:
 
 
 def _unknown_keys(config: dict[str, Any]) -> list[str]:
-    problems = [f"{key} is not supported: {REFUSED_KEYS[key]}. Remove it" for key in config.keys() & REFUSED_KEYS]
-    for key in config.keys() - KNOWN_KEYS - REFUSED_KEYS.keys():
-        close = nearest(key, KNOWN_KEYS)
-        remedy = f"Did you mean {close}?" if close else "Remove it"
-        problems.append(f"DeepSpeed knows no {key} and would ignore it. {remedy}")
+    problems = []
     for key, value in config.items():
-        if isinstance(value, str) and value != "auto" and key in KNOWN_KEYS and not key.endswith("data_type"):
+        if key not in KNOWN_KEYS:
+            close = nearest(key, KNOWN_KEYS)
+            remedy = f"Did you mean {close}?" if close else "Remove it"
+            problems.append(f"DeepSpeed knows no {key} and would ignore it. {remedy}")
+        elif isinstance(value, str) and value != "auto" and not key.endswith("data_type"):
             problems.append(f'{key} = "{value}": expected a number, true or false, or an object')
-    return sorted(problems)
+    return problems
 
 
 def stated_precision(config: dict[str, Any], source: str) -> str | None:

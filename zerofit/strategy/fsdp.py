@@ -22,28 +22,26 @@ SHARDS = "parallelism_config_dp_shard_size"
 EITHER = ("true", "false")
 SIZES = [str(size) for size in range(1, 1025)]
 ALONE = "fsdp2 with one process: there is nobody to share with, so nothing is sharded"
-# {key: (values that are honoured, the remedy for others)}
-HONOURED: dict[str, tuple[Sequence[str], str]] = {
-    VERSION: (("2",), f"Write {VERSION}: 2"),
+HONOURED: dict[str, Sequence[str]] = {  # the values of each key that a run honours, the usual one first
+    VERSION: ("2",),
     RESHARDS: (
-        (*EITHER, *SIZES[1:]),
-        "Write true, or false to keep weights from the forward pass to the backward pass, or the number of ranks that "
-        "share them meanwhile, such as the GPUs of a machine",
-    ),
-    REDUCE: (("fp32", "bf16"), "Write fp32, or bf16 for half the bytes of gradients and a rounding of each sum"),
-    SYNCS: (EITHER, "Write false to reduce gradients once an update, from full gradients, or true"),
-    IGNORED: ((EXPERTS,), f"Write {EXPERTS}, which divides the experts of a mixture among the ranks, or remove it"),
-    "fsdp_auto_wrap_policy": (("transformer_based_wrap",), "Each block of the model is sharded. Remove it"),
-    "fsdp_state_dict_type": (("sharded_state_dict",), "Each rank writes its part of a checkpoint. Remove it"),
-    "fsdp_cpu_ram_efficient_loading": (EITHER, "Remove it"),
-    "fsdp_offload_params": (("false",), "Offload is DeepSpeed's here: remove it, or use zero3_offload.yaml"),
-    "fsdp_activation_checkpointing": (("false",), "Remove it, and use --gradient_checkpointing"),
-    "fsdp_activation_checkpointing_offload": (("false",), "Remove it"),
-    REPLICAS: (SIZES, "Write the number of machines"),
-    SHARDS: (SIZES, "Remove it: all processes of a replica share it"),
-    "parallelism_config_tp_size": (("1",), "Use --strategy tp, or tp_zero3"),
-    "parallelism_config_cp_size": (("1",), "Use --strategy sp"),
-    "parallelism_config_sp_size": (("1",), "Use --strategy sp"),
+        *EITHER,
+        *SIZES[1:],
+    ),  # true; false: weights stay from the forward pass to the backward pass; or sharers
+    REDUCE: ("fp32", "bf16"),
+    SYNCS: EITHER,  # false reduces gradients once an update, from full gradients
+    IGNORED: (EXPERTS,),  # which are divided among the ranks then
+    "fsdp_auto_wrap_policy": ("transformer_based_wrap",),
+    "fsdp_state_dict_type": ("sharded_state_dict",),
+    "fsdp_cpu_ram_efficient_loading": EITHER,
+    "fsdp_offload_params": ("false",),
+    "fsdp_activation_checkpointing": ("false",),
+    "fsdp_activation_checkpointing_offload": ("false",),
+    REPLICAS: SIZES,
+    SHARDS: SIZES,
+    "parallelism_config_tp_size": ("1",),
+    "parallelism_config_cp_size": ("1",),
+    "parallelism_config_sp_size": ("1",),
 }
 
 
@@ -62,7 +60,7 @@ def read_fsdp(environment: Mapping[str, str], content: Mapping[str, Any]) -> dic
 
 
 def variables_of(content: Mapping[str, Any]) -> dict[str, str]:
-    """The variables that accelerate launch makes of a YAML's `fsdp_config` and `parallelism_config`."""
+    """Return the variables that accelerate launch makes of a YAML's `fsdp_config` and `parallelism_config`."""
     settings = {VERSION: 1, **(content.get("fsdp_config") or {}), **(content.get("parallelism_config") or {})}
     return {
         "ACCELERATE_USE_FSDP": "true",
@@ -106,11 +104,12 @@ def fsdp_problems(settings: dict[str, str], content: Mapping[str, Any], source: 
         settings: of read_fsdp.
         content: of the accelerate YAML.
     """
-    problems = [
-        f"{source}: {key} = {value} is not supported. {HONOURED[key][1]}"
-        for key, value in settings.items()
-        if value not in HONOURED[key][0]
-    ]
+    problems = []
+    for key, value in settings.items():
+        if value not in (honoured := HONOURED[key]):
+            words = honoured if len(honoured) < 4 else ("a number of processes",)
+            remedy = f"Write {' or '.join(words)}, or use another strategy, such as zero3_offload or tp"
+            problems.append(f"{source}: {key} = {value} is not supported. {remedy}")
     problems += [
         f"{source}: {key} = {value!r} is of FSDP1, or not supported. Remove it"
         for key, value in (content.get("fsdp_config") or {}).items()
