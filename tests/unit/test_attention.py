@@ -21,7 +21,6 @@ from zerofit.model.loss import install_loss
 from zerofit.model.preflight import check_packing
 from zerofit.recipe import ClmRecipe
 
-HUB = "kernels-community/flash-attn2"
 CPU = torch.device("cpu")
 POSITIONS = np.array([[*range(5), *range(3)], [*range(1), *range(1), *range(6)]])
 
@@ -92,12 +91,6 @@ def test_two_packed_rows_through_a_flash_kernel(flash, family):
         assert (ours - other).norm() <= 1e-5 * other.norm().clamp(min=1e-3)
 
 
-@pytest.mark.parametrize(("kernel", "takes"), [(HUB, True), ("flash_attention_2", True), ("sdpa", False)])
-def test_a_flash_kernel_of_any_name_takes_lengths(kernel, takes):
-    """The name of a kernel of the hub does not begin with flash."""
-    assert takes_lengths(SimpleNamespace(config=SimpleNamespace(_attn_implementation=kernel))) == takes
-
-
 def test_a_window_is_kept_inside_documents(flash):
     from transformers import AutoModelForCausalLM, MistralConfig
 
@@ -146,15 +139,6 @@ def gpu(flash, monkeypatch):
     return torch.device("cuda")
 
 
-def test_torch_s_own_kernel_where_there_is_no_other(gpu):
-    model = tiny_model("llama", None)
-    said = choose_attention(model, None, "bf16", gpu)
-    assert said == (
-        "attention torch_varlen: packed documents by their lengths, without a mask (torch's own flash kernel)"
-    )
-    assert kernel_of(model.model) == VARLEN
-
-
 @pytest.mark.parametrize(
     ("capability", "installed", "changes", "taken"),
     [
@@ -194,14 +178,6 @@ def test_why_it_is_sdpa_on_a_gpu(gpu, precision, changes, said):
     line = choose_attention(model, None, precision, gpu)
     assert line.startswith("attention sdpa: ")
     assert said in line
-
-
-def test_what_the_recipe_asks_for_stays(gpu):
-    model = tiny_model("llama", "eager")
-    said = choose_attention(model, "eager", "bf16", gpu)
-    assert said.startswith("attention eager: ")
-    assert said.endswith("(as the recipe says)")
-    assert kernel_of(model) == "eager"
 
 
 def kept(model) -> tuple[int, torch.Tensor]:

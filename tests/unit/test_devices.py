@@ -7,19 +7,7 @@ import pytest
 import torch
 from helpers import ROOT, environment
 
-from zerofit.record.environment import describe_environment
-from zerofit.strategy import devices
-
 CPU = torch.device("cpu")
-
-
-def test_a_cpu_pins_nothing_has_no_name_and_a_fused_optimizer():
-    assert not devices.pins_memory(CPU)
-    assert devices.device_name(CPU) is None
-    assert devices.device_names(CPU) == []
-    assert devices.faster_precisions(CPU) == []
-    assert devices.has_fused_adamw(CPU)
-    assert "gpus" not in describe_environment([], CPU)["hardware"]
 
 
 THREADS = """

@@ -1,22 +1,17 @@
 """float8: which layers have it, what the strategies and the YAML say of it, and what it costs, emulated on the CPU."""
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
-from helpers import ROOT, recipe_of, refusal, tiny_model
+from helpers import recipe_of, refusal, tiny_model
 
 from zerofit.data.collate import CausalCollator
 from zerofit.model import float8
 from zerofit.model.compilation import blocks_of, uncompiled
 from zerofit.model.float8 import EMULATED, check_float8, check_float8_device, convert_to_float8
 from zerofit.model.preflight import documents_leak
-from zerofit.recipe import ClmRecipe, parse_recipe
-from zerofit.strategy import launch as launch_module
-from zerofit.strategy.read import read_strategy
 
 OPTIONAL = Path(sys.prefix, "optional")  # scripts/setup.sh: what only tests load
 
@@ -95,32 +90,11 @@ def test_what_the_machine_lacks(monkeypatch):
 # --------------------------------------------------------------------------------------------------------- strategies
 
 
-@pytest.fixture
-def read(monkeypatch, tmp_path):
-    """read(strategy or content of a YAML, flags): (recipe, strategy) of the first of two processes."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(launch_module, "find_launcher", lambda: None)
-    monkeypatch.setattr("zerofit.strategy.read.check_devices", lambda: None)
-
-    def made(strategy: str | dict, *flags: str, processes: int = 2):
-        world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FSDP_"))}
-        monkeypatch.setattr(os, "environ", {**kept, **world})
-        if isinstance(strategy, dict):
-            (tmp_path / "own.yaml").write_text(yaml.safe_dump(strategy))
-            strategy = str(tmp_path / "own.yaml")
-        words = ["--model_type", "llama", "--train_tokenizer_vocab_size", "400", "--train_file", "x.txt", *flags]
-        recipe = parse_recipe(ClmRecipe, [*words, "--strategy", strategy])
-        return recipe, read_strategy(recipe)
-
-    return made
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero1", "zero2"])
-def test_it_means_bf16_and_compiled_blocks(read, strategy):
-    recipe, resolved = read(strategy, "--float8")
+def test_it_means_bf16_and_compiled_blocks(under_torchrun, strategy):
+    recipe, resolved = under_torchrun(strategy, "--float8")
     assert (resolved.precision, recipe.torch_compile, recipe.float8) == ("bf16", "blocks", True)
-    assert read(strategy, "--float8", "--torch_compile", "blocks")[0].torch_compile == "blocks"
+    assert under_torchrun(strategy, "--float8", "--torch_compile", "blocks")[0].torch_compile == "blocks"
 
 
 @pytest.mark.parametrize(
@@ -137,38 +111,21 @@ def test_it_means_bf16_and_compiled_blocks(read, strategy):
         ("ddp", ["--gradient_checkpointing", "--activation_offload"], "does not go together with activation_offload"),
     ],
 )
-def test_what_it_does_not_go_together_with(read, strategy, flags, said):
-    assert said in refusal(read, strategy, "--float8", *flags)
+def test_what_it_does_not_go_together_with(under_torchrun, strategy, flags, said):
+    assert said in refusal(under_torchrun, strategy, "--float8", *flags)
 
 
 DDP = {"distributed_type": "MULTI_GPU", "mixed_precision": "fp8"}
 
 
-def test_a_yaml_with_fp8_means_the_same(read, tmp_path):
+def test_a_yaml_with_fp8_means_the_same(under_torchrun, tmp_path):
     own = str(tmp_path / "own.yaml")
     for more in ({}, {"fp8_config": {"backend": "AO", "pad_inner_dim": True, "enable_fsdp_float8_all_gather": True}}):
-        recipe, resolved = read({**DDP, **more})
+        recipe, resolved = under_torchrun({**DDP, **more})
         assert (resolved.precision, recipe.float8, recipe.source("float8")) == ("bf16", True, own)
         assert recipe.torch_compile == "blocks"
-    recipe, resolved = read(DDP, "--float8", "false")
+    recipe, resolved = under_torchrun(DDP, "--float8", "false")
     assert (resolved.precision, recipe.float8, recipe.compiles) == ("bf16", False, False)
     assert "--float8 says otherwise" in recipe.left_out[0]
     (tmp_path / "recipe.yaml").write_text("float8: false\n")
-    assert "float8 is false" in refusal(read, DDP, "--config", str(tmp_path / "recipe.yaml"))
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ({"fp8_config": {"backend": "TE"}}, "fp8_config.backend = TE is not supported. Write AO, which is torchao"),
-        ({"fp8_config": {"backend": "MSAMP", "opt_level": "O2"}}, "fp8_config.backend = MSAMP is not supported"),
-        ({"fp8_config": {"fp8_format": "HYBRID"}}, "fp8_config.fp8_format is of another backend than torchao"),
-        ({"fp8_config": {"backend": "AO"}, "mixed_precision": "bf16"}, "has no effect without mixed_precision: fp8"),
-        ({"fp8_config": "AO"}, "expected indented `key: value` lines"),
-    ],
-)
-def test_fp8_of_another_kind_is_refused(read, more, said):
-    assert said in refusal(read, {**DDP, **more})
-
-
-# --------------------------------------------------------------------------------------------------------------- time
+    assert "float8 is false" in refusal(under_torchrun, DDP, "--config", str(tmp_path / "recipe.yaml"))

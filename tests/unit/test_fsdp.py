@@ -4,48 +4,25 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
-from accelerate import Accelerator
-from helpers import ROOT, forked, refusal, tiny_model
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from helpers import forked, refusal, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerofit.model.load import build_model
 from zerofit.model.lora import add_adapter
-from zerofit.model.tensor_parallel.cut import rows_of
-from zerofit.recipe import ClmRecipe, parse_recipe
+from zerofit.recipe import ClmRecipe
 from zerofit.strategy import launch as launch_module
 from zerofit.strategy.batches import BatchSizes
-from zerofit.strategy.fsdp_engine import FullyShardedEngine
-from zerofit.strategy.layout import ParallelLayout
-from zerofit.strategy.read import read_strategy
 from zerofit.strategy.strategy import Strategy
 
 OWN = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
 
 
 @pytest.fixture
-def read(monkeypatch, tmp_path):
-    """read(content of a YAML, flags): the strategy of the first of two processes that torchrun has started."""
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(launch_module, "find_launcher", lambda: None)
-    monkeypatch.setattr("zerofit.strategy.read.check_devices", lambda: None)
-
-    def made(content: dict, *flags: str, processes: int = 2):
-        world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-        made_here = ("ACCELERATE_", "FSDP_", "PARALLELISM_")
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(made_here)}
-        monkeypatch.setattr(os, "environ", {**kept, **world})
-        (tmp_path / "own.yaml").write_text(yaml.safe_dump(content))
-        words = ["--config_name", "gpt2", "--train_tokenizer_vocab_size", "400", "--train_file", "x.txt", *flags]
-        return read_strategy(parse_recipe(ClmRecipe, [*words, "--strategy", str(tmp_path / "own.yaml")]))
-
-    return made
+def read(under_torchrun):
+    return lambda *words, **how: under_torchrun(*words, **how)[1]
 
 
 def test_what_it_is(read):
@@ -96,41 +73,6 @@ def test_what_it_refuses(read, content, flags, said):
     message = refusal(read, {**OWN, **content}, *flags)
     assert said in message
     assert "own.yaml" in message
-
-
-def test_gradients_are_taken_without_autograd():
-    """DTensor.to_local starts an autograd function where gradients are on: then each shows in torch's profile."""
-    engine = object.__new__(FullyShardedEngine)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        engine.parameters = [
-            torch.nn.Parameter(DTensor.from_local(torch.ones(3, 2), mesh, [Shard(0)], run_check=False))
-            for _ in range(5)
-        ]
-        for parameter in engine.parameters:
-            parameter.grad = torch.ones_like(parameter)
-        engine.experts, engine.strategy = [], SimpleNamespace(layout=ParallelLayout())
-        engine.accelerator = Accelerator(cpu=True)
-
-        def started(take) -> int:
-            with torch.profiler.profile() as profiled:
-                take()
-            return sum(event.count for event in profiled.key_averages() if event.key == "_ToTorchTensor")
-
-        assert started(lambda: [parameter.grad.to_local() for parameter in engine.parameters]) == 5
-        assert started(engine._take_norm) == 0
-        assert len(engine.gradients()) == 5
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("count", [1, 2, 5, 6, 301])
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_rows_are_those_of_torch(count, size):
-    chunks = [chunk.tolist() for chunk in torch.arange(count).chunk(size)]
-    ours = [list(range(*rows_of(count, rank, size))) for rank in range(size)]
-    assert ours == [*chunks, *[[]] * (size - len(chunks))]
 
 
 def adapted(base: str, world_size: int, rank: int = 0) -> dict:

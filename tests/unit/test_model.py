@@ -30,7 +30,6 @@ from zerofit.model.configuration import (
 from zerofit.model.load import build_model
 from zerofit.model.parameters import (
     count_parameters,
-    flops_per_token,
 )
 from zerofit.model.pretrained_io import read_model
 from zerofit.model.tokenizer import TokenizerOptions, check_vocabulary, load_tokenizer
@@ -134,12 +133,6 @@ def test_files_that_transformers_stumbles_over_are_one_sentence(tmp_path, name, 
     assert "\n" not in said
     assert str(tmp_path) in said
     assert all(word in said for word in words), said
-
-
-def test_flops_of_a_token_by_hand():
-    model = tiny_model("gpt2")  # 2 layers, hidden 32, vocabulary 97, tied
-    layer = 32 * 96 + 32 * 32 + 32 * 128 + 128 * 32
-    assert flops_per_token(model, 64) == 6 * (2 * layer + 97 * 32) + 12 * 2 * 32 * 64
 
 
 class Tokenizer:

@@ -1,18 +1,12 @@
 """optim muon: its step, what takes it, what it keeps, where it is refused. Between strategies: test_agreement.py."""
 
-import pytest
 import torch
 from helpers import refusal
-from test_plan_layouts import GPT2, model_of
 from test_resuming import recipe
 from test_saving import Alone, save, saver_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zerofit.estimate.fully_sharded import FullyShards
-from zerofit.estimate.planned_strategy import PlannedStrategy
 from zerofit.model.parameters import hidden_matrices
-from zerofit.strategy.layout import ParallelLayout
-from zerofit.strategy.muon import orthogonal
 from zerofit.strategy.optimizers import make_optimizer
 from zerofit.strategy.state import ReplicatedState
 
@@ -75,17 +69,6 @@ def test_the_matrices_of_the_blocks_take_it():
     assert all(each.dim() == 2 for each in hidden_matrices(gpt2).values())
 
 
-def test_experts_are_orthogonal_by_themselves():
-    torch.manual_seed(0)
-    experts = torch.randn(3, 12, 20)
-    together = orthogonal(experts.clone())
-    for expert, made in zip(experts, together):
-        torch.testing.assert_close(orthogonal(expert), made)
-    values = torch.linalg.svdvals(together)
-    assert values.min() > 0.3
-    assert values.max() < 1.3
-
-
 def test_a_run_resumes_to_the_bit(tmp_path):
     engine = Alternating()
     engine.train(range(3))
@@ -106,18 +89,3 @@ def test_a_run_resumes_to_the_bit(tmp_path):
 def test_a_model_without_blocks_is_refused():
     module = torch.nn.Linear(2, 2)
     assert "optim = muon: a Linear " in refusal(make_optimizer, module, recipe(*FLAGS), torch.device("cpu"))
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3, "fsdp2"])
-def test_the_plan_counts_one_moment_of_matrices(stage):
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    model, adam = model_of(*GPT2, "--optim", "muon"), model_of(*GPT2)
-    sharding = FullyShards(True) if stage == "fsdp2" else DeepSpeedZeroConfig(stage=stage) if stage else None
-    ranks = 2 if stage else 1
-    planned = PlannedStrategy("", ParallelLayout(ranks), "fp32", sharding)
-    ours, theirs = (planned.states(each, False) for each in (model, adam))
-    matrices = 2 * 12 * 64 * 64
-    assert model.weights.state_bytes("muon") == adam.weights.state_bytes("adamw") - 4 * matrices
-    assert theirs.optimizer - ours.optimizer == pytest.approx(4 * matrices / ranks, rel=1e-3)
-    assert ours.step["workspace"] >= 4 * 4 * 64 * 64

@@ -123,8 +123,7 @@ def megatron(**more) -> dict:
         *(
             ({"distributed_type": kind}, ["distributed_type", kind, "--strategy ddp"])
             for kind in (
-                "XLA", "TPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_SDAA",
-                "MULTI_NEURON",
+                "XLA", "MULTI_XPU", "MULTI_NEURON",
             )
         ),
         (megatron(), ["MEGATRON_LM", "tp, pp or 3d"]),
@@ -136,6 +135,7 @@ def megatron(**more) -> dict:
         ({"mixed_precision": "float16"}, ["mixed_precision = float16", "fp16"]),
         ({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, ["dynamo_config", "--torch_compile"]),
         ({"fp8_config": {"backend": "TE"}}, ["fp8_config.backend = TE", "torchao"]),
+        ({"fp8_config": {"fp8_format": "HYBRID"}}, ["fp8_config.fp8_format is of another backend than torchao"]),
         ({"parallelism_config": {"parallelism_config_tp_size": 2}}, ["parallelism_config", "--strategy tp"]),
         ({"compute_environment": "AMAZON_SAGEMAKER"}, ["LOCAL_MACHINE"]),
         ({"deepspeed_config": "zero2.json"}, ["deepspeed_config = 'zero2.json'", "key: value"]),

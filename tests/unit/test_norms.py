@@ -122,12 +122,3 @@ def test_under_autocast_it_has_the_dtype_of_the_products(half, most):
     assert output.dtype == torch.bfloat16
     assert ulps(output, expected) <= most
     assert [each.dtype for each in gradients] == [hidden.dtype, torch.float32]
-
-
-def test_weight_and_input_of_two_dtypes_are_left_to_transformers():
-    norm, hidden = draw(LlamaRMSNorm, torch.float32)
-    halves = hidden.detach().bfloat16()
-    before = norm(halves)
-    fuse_norms(norm)
-    assert norm(halves).dtype == before.dtype == torch.float32
-    assert torch.equal(norm(halves), before)

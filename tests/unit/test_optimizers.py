@@ -47,15 +47,6 @@ def test_the_state_is_as_large_as_predicted(optim):
         assert own == state_bytes(optim, parameter.shape), parameter.shape
 
 
-def test_the_recipe_s_values_reach_the_optimizer():
-    flags = ("--learning_rate", "1e-3", "--weight_decay", "0.1", "--adam_beta1", "0.8", "--adam_epsilon", "1e-6")
-    module = torch.nn.Linear(4, 2)
-    matrices, vectors = optimizer_of(module, *flags).param_groups
-    assert matrices["params"] == [module.weight]
-    assert (matrices["lr"], tuple(matrices["betas"]), matrices["eps"]) == (1e-3, (0.8, 0.999), 1e-6)
-    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
-
-
 def test_adafactor_s_learning_rate_is_absolute():
     """Of gradients that differ by rows and columns alone, the first step is the sign times the rate."""
     module = torch.nn.Linear(3, 4, bias=False)

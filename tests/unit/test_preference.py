@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import refusal, tiny_model, write_records
+from helpers import tiny_model, write_records
 
 from zerofit.data.chat.preferences import find_preferences
 from zerofit.data.collate import PreferenceCollator
@@ -193,15 +193,6 @@ def test_earlier_answers_are_part_of_the_prompt():
 def test_records_that_cannot_be_used(record, words):
     with pytest.raises(BadRecord, match=words):
         read(record)
-
-
-def test_other_columns_are_refused():
-    from datasets import Dataset
-
-    table = Dataset.from_list([{"prompt": "x", "response_a": "y", "response_b": "z"}])
-    message = refusal(find_preferences, ClmRecipe(), table)
-    assert "chosen" in message
-    assert "response_a" in message
 
 
 def test_a_pair_of_which_one_answer_is_beyond_the_block_is_skipped(tmp_path, llama, prepare_causal):

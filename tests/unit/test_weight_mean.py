@@ -5,13 +5,8 @@ import torch
 from helpers import refusal
 from test_muon import Alternating
 from test_optimizers import Other
-from test_plan_layouts import GPT2, model_of
 from test_resuming import recipe
 from test_saving import Alone, save, saver_of
-
-from zerofit.estimate.fully_sharded import FullyShards
-from zerofit.estimate.planned_strategy import PlannedStrategy
-from zerofit.strategy.layout import ParallelLayout
 
 ENGINES = {"adamw": Alone, "muon": Alternating, "adafactor": lambda seed=0: Other("adafactor", seed)}
 
@@ -52,18 +47,6 @@ def test_it_is_the_mean_of_what_there_was_and_resumes_to_the_bit(tmp_path, optim
     assert all(map(torch.equal, weights[-1], engine.module.parameters())), "the weights are back"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3, "fsdp2"])
-@pytest.mark.parametrize("optim", ["adamw", "muon"])
-def test_the_plan_counts_four_bytes_of_each_weight(stage, optim):
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    models = [model_of(*GPT2, "--optim", optim, *more) for more in ((), ("--ema_decay", "0.9"))]
-    sharding = FullyShards(True) if stage == "fsdp2" else DeepSpeedZeroConfig(stage=stage) if stage else None
-    ranks = 2 if stage else 1
-    planned = PlannedStrategy("", ParallelLayout(ranks), "fp32", sharding)
-    without, with_mean = (planned.states(each, False).optimizer for each in models)
-    assert with_mean - without == pytest.approx(4 * models[0].weights.trained / ranks, rel=2e-3)
-    assert models[1].checkpoint_bytes - models[0].checkpoint_bytes == 4 * models[0].weights.trained
 
 
 def test_a_mean_that_never_moves_is_refused():

@@ -53,16 +53,11 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_val
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """The contents of an adapter's folder.
-
-    Args:
-        settings: the contents of adapter_config.json.
-        shapes: {name in the base model: shape} of its tensors.
-    """
+    """The contents of an adapter's folder."""
 
     path: Path
-    settings: dict[str, Any]
-    shapes: dict[str, tuple[int, ...]]
+    settings: dict[str, Any]  # the contents of adapter_config.json
+    shapes: dict[str, tuple[int, ...]]  # of its tensors, by their names in the base model
 
     @property
     def has_tokenizer(self) -> bool:
@@ -92,11 +87,12 @@ def open_adapter(name: str, option: str = "adapter") -> AdapterFolder:
     Raises:
         UserError: there is no such folder, it holds no LoRA adapter, or the weights are missing or empty.
     """
-    path = Path(name).expanduser()
+    path = Path(model_folder(name))
     if not path.is_dir():
         raise UserError(f"{option} = {name!r}: there is no such folder. Name the folder of an adapter")
     if not is_adapter(str(path)):
-        raise UserError(f"{option} = {name!r} has no adapter_config.json{_what_it_is(path)}")
+        why = why_no_model(str(path)) or "it is no adapter. Name the folder that holds one, e.g. outputs/RUN/model"
+        raise UserError(f"{option} = {name!r} has no adapter_config.json: {why}")
     settings = read_json(path / "adapter_config.json")
     if settings.get("peft_type") != "LORA":
         raise UserError(f"{option} = {name!r} is a {settings.get('peft_type')} adapter; LoRA adapters are supported")
@@ -105,16 +101,6 @@ def open_adapter(name: str, option: str = "adapter") -> AdapterFolder:
         supported = ", ".join(TASK_TYPES)
         raise UserError(f"{option} = {name!r} was trained for the task {task_type}; supported are {supported}")
     return AdapterFolder(path, settings, _shapes(path, f"{option} = {name!r}"))
-
-
-def _what_it_is(path: Path) -> str:
-    if why := why_no_model(str(path)):
-        return f": {why}"
-    if is_adapter(str(path / "model")):
-        return f": it is the folder of a run. Name {path / 'model'}"
-    if (path / "config.json").is_file():
-        return ": it is a full model, merged already or trained without --lora; it can be used as it is"
-    return ". Name the folder that holds it, e.g. outputs/RUN/model"
 
 
 def _shapes(path: Path, where: str) -> dict[str, tuple[int, ...]]:
@@ -251,11 +237,7 @@ def on_its_base(recipe: Any, task: str | None = None, auto_class: Any = None) ->
 
 
 def trained_on_configuration(folder: AdapterFolder, config: Any, recipe: Any) -> tuple[Any, list[str]]:
-    """The base's configuration as the adapter changes it, and notes.
-
-    Args:
-        recipe: names the base.
-    """
+    """The configuration of the base that the recipe names, as the adapter changes it, and notes."""
     where = f"model_name_or_path = {str(folder.path)!r}"
     config, notes = trained_config(folder, config, where, recipe.model_name_or_path, recipe.config_overrides)
     config.use_cache = False
@@ -306,9 +288,8 @@ def find_base(
     """(the option that names the base, its name, its configuration).
 
     Args:
-        base: the base's folder or hub name; None: the one that the adapter names.
-        base_option: the option that gives it, and
-        named_with: how a user names another one, both for messages.
+        base: the base's folder or hub name, of the option `base_option`; None: the one that the adapter names.
+        named_with: how a user names another one, for messages.
 
     Raises:
         UserError: the adapter names no base, or the base cannot be read.
@@ -356,21 +337,19 @@ def base_revision(folder: AdapterFolder, base: str | None) -> dict[str, str]:
 def trained_config(
     folder: AdapterFolder, config: "PretrainedConfig", where: str, name: str, overrides: str | None = None
 ) -> tuple[Any, list[str]]:
-    """The configuration that the adapter was trained with, and notes on it.
+    """The configuration that the adapter was trained with, with config_overrides, and notes on it.
 
     It is beside the adapter; if not, it is the base's with the number of labels of the adapter's head, and of tokens
     of its embeddings.
-
-    Args:
-        overrides: changes to it (config_overrides).
 
     Raises:
         UserError: the two configurations have other sizes.
     """
     if not (folder.path / "config.json").is_file():
-        num_labels = _num_labels(folder)
-        if num_labels and num_labels != config.num_labels:
-            config.num_labels = num_labels
+        endings = tuple(f".{head}.weight" for head in LABEL_ROWS if folder.classifies)
+        labels = [shape[0] for weight, shape in folder.shapes.items() if f".{weight}".endswith(endings)]
+        if labels and labels[0] != config.num_labels:
+            config.num_labels = labels[0]
         return _headed(config, folder), []
     has_own_code = hasattr(config, "auto_map")  # then the configuration's class comes with the base
     trained = config if has_own_code else read_config("adapter", str(folder.path), trust_remote_code=False)
@@ -401,14 +380,6 @@ def _num_rows(folder: AdapterFolder) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _num_labels(folder: AdapterFolder) -> int | None:
-    """The number of labels of the head in a classifier's adapter."""
-    if not folder.classifies:
-        return None
-    endings = tuple(f".{head}.weight" for head in LABEL_ROWS)
-    return next((shape[0] for name, shape in folder.shapes.items() if f".{name}".endswith(endings)), None)
-
-
 def _headed(config: "PretrainedConfig", folder: AdapterFolder) -> "PretrainedConfig":
     """The configuration with the tokens of the adapter's embeddings, and of a classifier with its head; the base's may
     be others, or none."""
@@ -426,11 +397,7 @@ MAX_DIFFERING = 0.05  # fraction of the values that may differ in the same base
 
 
 def sample_weights(weight: "torch.Tensor") -> list[float]:
-    """64 values, evenly strided over the flattened weight, from the first on.
-
-    Args:
-        weight: of any shape, full (under ZeRO-3 gathered), not empty and not quantised.
-    """
+    """Return 64 values, evenly strided over a full weight of any shape, from the first on."""
     import torch
 
     indices = torch.arange(NUM_VALUES, device=weight.device) * weight.numel() // NUM_VALUES
@@ -462,10 +429,8 @@ def check_base_weights(
     """Compare the frozen weights with those recorded in training. Returns a note if that is not possible.
 
     Args:
-        base: the model that has the adapter's layers in it.
-        folder: of the adapter.
-        where: the option that names the adapter, and
-        name: the base's name, both for messages.
+        folder: of the adapter, whose layers are in `base`.
+        where: the option that names the adapter; `name` is the base's.
         gathered: (weight) -> the context in which it is full.
 
     Raises:

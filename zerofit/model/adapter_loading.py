@@ -59,15 +59,10 @@ ALONE: Any = SimpleNamespace(  # the strategy of a tool: nothing is sharded, and
 
 @dataclass
 class AdaptedModel:
-    """A base with its adapter, in evaluation mode.
+    """A base with its adapter, in evaluation mode."""
 
-    Args:
-        model: the PeftModel; `model.get_base_model()` is the transformers model with the adapter's layers in it.
-        base: the base's folder or hub name.
-    """
-
-    model: Any
-    base: str
+    model: Any  # the PeftModel; `model.get_base_model()` is the transformers model with the adapter's layers in it
+    base: str  # its folder or hub name
     auto_class: Any
     notes: list[str] = field(default_factory=list)
 
@@ -113,7 +108,8 @@ def load_with_adapter(
         trust_remote_code=trust_remote_code,
         **base_revision(folder, base),
     )
-    _check_complete(missing, folder, where, name)
+    if lacking := [weight for weight in missing if weight not in folder.full_weights]:
+        raise UserError(f"{where} and {name!r} lack {name_some(lacking)}. Name the adapter's own base")
     if is_quantised and quantised == "dequantize":
         model = _dequantize(model, option, name)
     settings = adapter_settings(folder, where)
@@ -135,13 +131,6 @@ def _task_type(config: "PretrainedConfig") -> str:
     return next((kind for kind in CLASSIFIERS if has_head(config, TASK_TYPES[kind][1])), "CAUSAL_LM")
 
 
-def _check_complete(missing: list[str], folder: AdapterFolder, where: str, name: str) -> None:
-    """Raises UserError if weights are missing from the base, or have another shape there, and the adapter has none."""
-    lacking = [weight for weight in missing if weight not in folder.full_weights]
-    if lacking:
-        raise UserError(f"{where} and {name!r} lack {name_some(lacking)}. Name the adapter's own base")
-
-
 def _dequantize(model: Any, option: str, name: str) -> Any:
     try:
         model = model.dequantize()
@@ -149,27 +138,23 @@ def _dequantize(model: Any, option: str, name: str) -> Any:
         raise UserError(f"--dequantize: {name!r} cannot be converted: {first_line(error)}. Set --base") from None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
+
+    def quantises(step: Any) -> bool:
+        return any("bitsandbytes" in type(operation).__module__ for operation in getattr(step, "operations", ()))
+
     # The steps that read quantised weights cannot be reversed, and writing would try to.
-    keep_conversions(model, lambda step: not _quantises(step), or_usual=True)
+    keep_conversions(model, lambda step: not quantises(step), or_usual=True)
     return model
-
-
-def _quantises(step: Any) -> bool:
-    """Return whether a step of transformers' weight loading makes quantised weights."""
-    return any("bitsandbytes" in type(operation).__module__ for operation in getattr(step, "operations", ()))
 
 
 def inject_adapter(
     folder: AdapterFolder, model: torch.nn.Module, name: str, strategy: "Strategy", quantised: bool
 ) -> list[str]:
-    """Inject an adapter's layers into the model, as training does, and load its weights into them.
+    """Inject an adapter's layers into a model of build_model, as training does, and load its weights. Returns notes.
 
     Args:
-        model: of the base, of build_model.
         name: the base's, for messages.
         quantised: the base's weights are.
-
-    Returns: notes.
 
     Raises:
         UserError: the adapter is for another base.
@@ -182,11 +167,8 @@ def inject_adapter(
 def continue_adapter(
     folder: AdapterFolder, model: torch.nn.Module, recipe: TrainingRecipe, strategy: "Strategy"
 ) -> Adapter:
-    """Inject an adapter that is trained on: its layers, and the modules that it has in full, are trained further.
-
-    Args:
-        model: of the base, of build_model.
-        recipe: names the base (to_train_on).
+    """Inject an adapter that is trained on into a model of build_model: its layers, and the modules that it has in
+    full, are trained further.
 
     Raises:
         UserError: the adapter is for another base, or one of its modules is not in the model.

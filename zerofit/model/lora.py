@@ -45,23 +45,14 @@ ADAPTABLE = (torch.nn.Linear, Conv1D, torch.nn.Embedding, torch.nn.Conv1d, torch
 
 @dataclass
 class Adapter:
-    """The adapter of the model in training.
+    """The adapter of the model in training."""
 
-    Args:
-        config: peft's description of it, as it is saved.
-        targets: full names of the modules that have an adapter.
-        saved: full names of the modules that are fully trained.
-        base_sample: some of the frozen weights, by module, with which the base is recognised; empty if quantised.
-        note: a sentence for the log.
-        base: of an adapter that is trained on, the folder or hub name of its base; None of a new one.
-    """
-
-    config: "LoraConfig"
-    targets: list[str]
-    saved: list[str]
-    base_sample: dict[str, list[float]]
-    note: str
-    base: str | None = None
+    config: "LoraConfig"  # as it is saved
+    targets: list[str]  # full names of the modules that have an adapter
+    saved: list[str]  # full names of the modules that are fully trained
+    base_sample: dict[str, list[float]]  # frozen weights, by module, with which the base is recognised
+    note: str  # for the log
+    base: str | None = None  # of an adapter that is trained on, the folder or hub name of its base
 
     def save(
         self,
