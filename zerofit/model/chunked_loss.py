@@ -67,17 +67,12 @@ class TeacherStates(NamedTuple):
 
 
 class TokenLoss(NamedTuple):
-    """Terms that are added to the cross entropy of a token where a model is trained.
+    """Terms that are added to the cross entropy of a token where a model is trained."""
 
-    Args:
-        label_smoothing: this part of the target is divided among the whole vocabulary.
-        z_loss: what the square of the logits' logsumexp is multiplied by (Chowdhery et al. 2022, PaLM: 1e-4).
-        distillation: how a teacher's distribution enters the loss, where a batch has one.
-    """
-
-    label_smoothing: float = 0.0
+    label_smoothing: float = 0.0  # this part of the target is divided among the whole vocabulary
+    # what the square of the logits' logsumexp is multiplied by (Chowdhery et al. 2022, PaLM: 1e-4)
     z_loss: float = 0.0
-    distillation: Distillation | None = None
+    distillation: Distillation | None = None  # how a teacher's distribution enters the loss, where a batch has one
 
     @property
     def soft_weight(self) -> float:

@@ -18,77 +18,55 @@ ALL_LINEAR = "all-linear"  # peft's name for all linear layers but the head
 class TensorPlan:
     """The layers of a family that tensor parallelism cuts, and how: each rank has some of the attention heads, and
     some of the MLP's channels. The vocabulary is cut in every family.
-
-    Args:
-        columns: linear layers that are cut by their outputs: {last part of the name: matrices side by side in it}.
-        rows: linear layers that are cut by their inputs, which are outputs of the former.
-        widths: names in the configuration of what the number of ranks must divide.
-        own_widths: attributes of modules that hold a number of channels of this rank.
-        norms: RMS norms over all outputs of a layer that is cut by them; last part of the name.
     """
 
+    # linear layers that are cut by their outputs: {last part of the name: matrices side by side in it}
     columns: Mapping[str, int]
-    rows: tuple[str, ...]
-    widths: tuple[str, ...]
-    own_widths: tuple[str, ...] = ()
-    norms: tuple[str, ...] = ()
+    rows: tuple[str, ...]  # linear layers that are cut by their inputs, which are outputs of the former
+    widths: tuple[str, ...]  # names in the configuration of what the number of ranks must divide
+    own_widths: tuple[str, ...] = ()  # attributes of modules that hold a number of channels of this rank
+    norms: tuple[str, ...] = ()  # RMS norms over all outputs of a layer that is cut by them; last part of the name
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Where the parts of a decoder are, so that the stages of a pipeline can have some of them each.
+    """Where the parts of a decoder are, so that the stages of a pipeline can have some of them each."""
 
-    Args:
-        layers: the list of layers, an attribute of the body (`model.base_model`).
-        before: attributes of the body that work on tokens, or on hidden states before the first layer.
-        added: those of them whose output is added to the hidden states.
-        after: attributes of the body that work on hidden states behind the last layer.
-    """
-
-    layers: str
-    before: tuple[str, ...]
-    after: tuple[str, ...]
-    added: tuple[str, ...] = ()
+    layers: str  # the list of layers, an attribute of the body (`model.base_model`)
+    before: tuple[str, ...]  # attributes of the body that work on tokens, or on hidden states before the first layer
+    after: tuple[str, ...]  # attributes of the body that work on hidden states behind the last layer
+    added: tuple[str, ...] = ()  # those of them whose output is added to the hidden states
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model family, or those members of one that have the same properties.
+    """A model family, or those members of one that have the same properties."""
 
-    Args:
-        model_types: the `model_type` of the configurations in transformers.
-        lora_targets: the layers that get a LoRA adapter where the recipe names none: those of attention, as peft's
-            own table has them, and key and output with query and value; of Llama and its kin all linear layers of a
-            block, which Dettmers et al. 2023 (QLoRA) found to reach full training.
-        bare_tokenizer_options: options of the tokenizer's class where the folder has vocabulary files only.
-        decoder_starts_with_padding: a decoder from scratch begins with the padding token, not with bos.
-        overflows_fp16: activations exceed fp16's range (65,504); train/seq2seq.py then takes bf16.
-        turn_separator: the text between two turns of a conversation; None: the tokenizer's separator token.
-        usable_positions: (configuration) -> the longest row that the model has positions for; None: no limit.
-        attention_width: (configuration) -> the number of channels in all attention heads together.
-        splits_rows: sequence parallelism is proven with the family.
-        derive_sizes: (configuration, overrides) sets those fields of the configuration that its class derives from
-            other fields, after the overrides changed these.
-        has_experts: its layers have experts and routers, whose auxiliary loss and load are counted (model/experts.py).
-        tensor_plan: how tensor parallelism cuts the layers; None: it does not.
-        stage_plan: how a pipeline's stages share the layers; None: they do not.
-    """
-
-    model_types: tuple[str, ...] = ()
+    model_types: tuple[str, ...] = ()  # the `model_type` of the configurations in transformers
+    # the layers that get a LoRA adapter where the recipe names none: those of attention, as peft's own table has them,
+    # and key and output with query and value; of Llama and its kin all linear layers of a block, which Dettmers et al.
+    # 2023 (QLoRA) found to reach full training
     lora_targets: tuple[str, ...] = (ALL_LINEAR,)
+    # options of the tokenizer's class where the folder has vocabulary files only
     bare_tokenizer_options: Mapping[str, Any] = field(default_factory=dict)
-    decoder_starts_with_padding: bool = False
-    overflows_fp16: bool = False
+    decoder_starts_with_padding: bool = False  # a decoder from scratch begins with the padding token, not with bos
+    overflows_fp16: bool = False  # activations exceed fp16's range (65,504); train/seq2seq.py then takes bf16
+    # the text between two turns of a conversation; None: the tokenizer's separator token
     turn_separator: str | None = None
+    # (configuration) -> the longest row that the model has positions for; None: no limit
     usable_positions: Callable[["PretrainedConfig"], int | None] = lambda config: getattr(
         config, "max_position_embeddings", None
     )
+    # (configuration) -> the number of channels in all attention heads together
     attention_width: Callable[["PretrainedConfig"], int] = lambda config: config.hidden_size
-    splits_rows: bool = False
+    splits_rows: bool = False  # sequence parallelism is proven with the family
+    # (configuration, overrides) sets those fields of the configuration that its class derives from other fields,
+    # after the overrides changed these
     derive_sizes: Callable[["PretrainedConfig", Mapping[str, Any]], None] = lambda config, overrides: None
+    # its layers have experts and routers, whose auxiliary loss and load are counted (model/experts.py)
     has_experts: bool = False
-    tensor_plan: TensorPlan | None = None
-    stage_plan: StagePlan | None = None
+    tensor_plan: TensorPlan | None = None  # how tensor parallelism cuts the layers; None: it does not
+    stage_plan: StagePlan | None = None  # how a pipeline's stages share the layers; None: they do not
 
 
 # --------------------------------------------------------------------------------------------------------------- GPT

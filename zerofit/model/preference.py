@@ -59,18 +59,12 @@ def log_probabilities(model: Any, batch: Any) -> torch.Tensor:
 
 @dataclass
 class PreferenceLoss:
-    """The loss of a batch of pairs, summed over them, and the sums of what metrics.jsonl says of them.
+    """The loss of a batch of pairs, summed over them, and the sums of what metrics.jsonl says of them."""
 
-    Args:
-        kind: dpo, ipo, hinge, simpo or orpo.
-        gamma: of simpo, the margin that the rewards should keep.
-        label_smoothing: of dpo, the probability that a label is wrong.
-    """
-
-    kind: str
+    kind: str  # dpo, ipo, hinge, simpo or orpo
     beta: float
-    gamma: float = 0.0
-    label_smoothing: float = 0.0
+    gamma: float = 0.0  # of simpo, the margin that the rewards should keep
+    label_smoothing: float = 0.0  # of dpo, the probability that a label is wrong
     _sums: torch.Tensor | None = None
 
     @property

@@ -15,18 +15,14 @@ NUMBERS_SHOWN = 12  # in a message
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Sizes in samples. global_batch = micro_batch * accumulation * replicas.
-
-    Args:
-        replicas: data-parallel.
-        warmup: batch-size warm-up, the same in every layout. None: every update takes the global batch.
-        row_tokens: of a row of full length, where batches are by tokens: sizes are then so many of such rows.
-    """
+    """Sizes in samples. global_batch = micro_batch * accumulation * replicas."""
 
     micro_batch: int
     accumulation: int
-    replicas: int
+    replicas: int  # data-parallel
+    # batch-size warm-up, the same in every layout. None: every update takes the global batch
     warmup: Warmup | None = None
+    # of a row of full length, where batches are by tokens: sizes are then so many of such rows
     row_tokens: int | None = None
 
     @property

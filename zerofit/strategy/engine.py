@@ -37,18 +37,13 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class Bounds:
-    """The largest loss and gradient norm of an update; beyond them it is refused, and the weights stay as they are.
+    """The largest loss and gradient norm of an update; beyond them it is refused, and the weights stay as they are."""
 
-    Args:
-        loss_sum: the largest loss that is accepted, summed over the targets of the global batch.
-        grad_norm: the largest norm of the gradients.
-        may_overflow: whether a norm that is not finite is accepted: in fp16 the loss scaler leaves the step out.
-        report: what this rank has to tell the others; it travels with the loss, in the one exchange of an update.
-    """
-
-    loss_sum: float = math.inf
-    grad_norm: float = math.inf
+    loss_sum: float = math.inf  # the largest loss that is accepted, summed over the targets of the global batch
+    grad_norm: float = math.inf  # the largest norm of the gradients
+    # whether a norm that is not finite is accepted: in fp16 the loss scaler leaves the step out
     may_overflow: bool = False
+    # what this rank has to tell the others; it travels with the loss, in the one exchange of an update
     report: Sequence[float] = ()
 
     def accept(self, loss_sum: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:

@@ -28,40 +28,27 @@ NO_PEAK = "the table of GPUs has no peak of {}; its data sheet has (dense matrix
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device. Bandwidths are in bytes/s, those of links in one direction; None: no source was found.
+    """A device. Bandwidths are in bytes/s, those of links in one direction; None: no source was found."""
 
-    Attributes:
-        name: of `--gpu`.
-        usable_bytes: what torch reports as the device's memory (ECC and the driver's own share are taken off).
-        model: what a device's name contains; GPUs that differ only in memory share it. Empty: no figures are known.
-        half: FLOP/s of dense matrix products in fp16, with sums in fp32, and in bf16 where `has_bf16`.
-        single: FLOP/s of fp32 without tensor cores, as torch multiplies fp32 matrices by default.
-        memory: bandwidth of its memory.
-        link: to the other GPUs of a machine.
-        pcie: to the host.
-        network: to other machines, of one GPU, in the machine that its maker builds around it.
-        sms: its streaming multiprocessors: a MIG slice of it has some of them.
-        of_peak: what large matrix products reach of `half` in training.
-        attention_of_peak: the same of flash attention, without the half that a causal mask takes off.
-        alone_of_peak: what products reach where one card trains; None: not measured, `of_peak` is taken.
-        is_newer: Hopper or Blackwell: it has attention kernels of its own, and stands in a newer host.
-    """
-
-    name: str
-    usable_bytes: float
+    name: str  # of `--gpu`
+    usable_bytes: float  # what torch reports as the device's memory (ECC and the driver's own share are taken off)
+    # what a device's name contains; GPUs that differ only in memory share it. Empty: no figures are known
     model: str = ""
+    # FLOP/s of dense matrix products in fp16, with sums in fp32, and in bf16 where `has_bf16`
     half: float | None = None
-    single: float | None = None
-    memory: float | None = None
-    link: float | None = None
-    pcie: float | None = None
-    network: float | None = None
-    sms: int | None = None
+    single: float | None = None  # FLOP/s of fp32 without tensor cores, as torch multiplies fp32 matrices by default
+    memory: float | None = None  # bandwidth of its memory
+    link: float | None = None  # to the other GPUs of a machine
+    pcie: float | None = None  # to the host
+    network: float | None = None  # to other machines, of one GPU, in the machine that its maker builds around it
+    sms: int | None = None  # its streaming multiprocessors: a MIG slice of it has some of them
     has_bf16: bool = True
-    of_peak: float = OF_PEAK
+    of_peak: float = OF_PEAK  # what large matrix products reach of `half` in training
+    # the same of flash attention, without the half that a causal mask takes off
     attention_of_peak: float = ATTENTION_OF_PEAK
+    # what products reach where one card trains; None: not measured, `of_peak` is taken
     alone_of_peak: float | None = None
-    is_newer: bool = False
+    is_newer: bool = False  # Hopper or Blackwell: it has attention kernels of its own, and stands in a newer host
 
 
 UNITS = {"usable_bytes": 2**30, "half": TERA, "single": TERA, "memory": GIGA, "link": GIGA, "network": GIGA}

@@ -122,16 +122,11 @@ def tell_deepspeed_of_a_cpu() -> None:
 
 @dataclass(frozen=True)
 class Launcher:
-    """The `accelerate launch` above this process.
-
-    Attributes:
-        started: when it was started, as time.time().
-        has_threads: OMP_NUM_THREADS was set before it, which sets it to 1 otherwise.
-    """
+    """The `accelerate launch` above this process."""
 
     command: list[str]
-    started: float
-    has_threads: bool
+    started: float  # when it was started, as time.time()
+    has_threads: bool  # OMP_NUM_THREADS was set before it, which sets it to 1 otherwise
 
 
 def find_launcher() -> Launcher | None:

@@ -34,19 +34,14 @@ class ParallelLayout:
     data and pipeline. The processes that hold one copy of the model together are a *replica*. All of them read the
     same samples, so whatever counts samples, sums a loss or draws a seed asks for `data_rank` and `data_size`, and
     whatever counts processes (files of a checkpoint, who prints) for `rank` and `world_size`.
-
-    Args:
-        tensor: ranks that split each layer.
-        pipeline: stages, each with some of the layers.
-        sequence: ranks that split each row.
-        dp_replicate: groups of ranks, each with a sharded copy of its own of what is sharded (HSDP); neighbours share.
     """
 
     world_size: int = 1
     rank: int = 0
-    tensor: int = 1
-    pipeline: int = 1
-    sequence: int = 1
+    tensor: int = 1  # ranks that split each layer
+    pipeline: int = 1  # stages, each with some of the layers
+    sequence: int = 1  # ranks that split each row
+    # groups of ranks, each with a sharded copy of its own of what is sharded (HSDP); neighbours share
     dp_replicate: int = 1
 
     def __post_init__(self) -> None:

@@ -27,19 +27,12 @@ RMS = 0.2  # of an update's elements: about that of AdamW's
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter that takes Muon's updates.
+    """A parameter that takes Muon's updates."""
 
-    Attributes:
-        shape: (rows, columns), or (experts, rows, columns): each expert's matrix is one by itself.
-        held: the tensor of the optimizer that this rank's part of it lies in.
-        offset: of this part in `held`, in elements.
-        ranges: the elements [start, stop) of the flattened matrix that each rank has.
-    """
-
-    shape: torch.Size
-    held: torch.Tensor
-    offset: int
-    ranges: tuple[tuple[int, int], ...]
+    shape: torch.Size  # (rows, columns), or (experts, rows, columns): each expert's matrix is one by itself
+    held: torch.Tensor  # the tensor of the optimizer that this rank's part of it lies in
+    offset: int  # of this part in `held`, in elements
+    ranges: tuple[tuple[int, int], ...]  # the elements [start, stop) of the flattened matrix that each rank has
 
     @property
     def is_split(self) -> bool:

@@ -38,15 +38,10 @@ RENDEZVOUS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SI
 
 @dataclass(frozen=True)
 class StrategyFlag:
-    """A strategy that the command line names.
+    """A strategy that the command line names."""
 
-    Attributes:
-        config_file: the strategy's accelerate YAML; None of a JSON alone.
-        json_path: the DeepSpeed JSON; None of a strategy, whose YAML names it.
-    """
-
-    config_file: str | None = None
-    json_path: str | None = None
+    config_file: str | None = None  # the strategy's accelerate YAML; None of a JSON alone
+    json_path: str | None = None  # the DeepSpeed JSON; None of a strategy, whose YAML names it
 
 
 def take_named(recipe: Recipe) -> StrategyFlag | None:
