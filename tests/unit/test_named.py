@@ -127,7 +127,7 @@ def megatron(**more) -> dict:
             )
         ),
         (megatron(), ["MEGATRON_LM", "tp, pp or 3d"]),
-        ({"distributed_type": "TP", "tp_config": {"tp_size": 2}}, ["TP is not supported", "or tp"]),
+        ({"distributed_type": "TP", "tp_config": {"tp_size": 2}}, ["TP is not supported here", "or tp"]),
         ({"distributed_type": "MULTIGPU"}, ["Did you mean MULTI_GPU?"]),
         ({"distributed_type": False}, ["distributed_type = false", '"NO" in quotes']),
         ({"mixed_precision": False}, ["mixed_precision = false", '"no" in quotes']),

@@ -76,11 +76,7 @@ class SplitStep:
         return float(utils.combine_grad_norm_groups(norms)) / optimizer.loss_scale
 
     def run(self, step: Callable[[], None], discards: bool) -> None:
-        """Call the engine's step.
-
-        Args:
-            discards: leave out the update, and drop the gradients; the loss scale stays.
-        """
+        """Call the engine's step. `discards`: leave out the update, and drop the gradients; the loss scale stays."""
         optimizer = self.optimizer
         with contextlib.ExitStack() as replacements:
             if self.is_bf16:
@@ -135,10 +131,7 @@ def swapped_in(optimizer: Any, number: int, written: bool = False) -> Iterator[N
 
     The public way, deepspeed.utils.safe_get_local_optimizer_state, brings the whole sub-group once for each parameter
     and each moment. Small sub-groups are always in memory. Tried with DeepSpeed 0.19.8. Without it: no checkpoints
-    with `device: nvme`.
-
-    Args:
-        written: the state is changed, and goes back to the disk.
+    with `device: nvme`. `written`: the state is changed, and goes back to the disk.
     """
     if not optimizer._swappable_optimizer_subgroup(number):
         yield

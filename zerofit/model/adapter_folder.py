@@ -187,11 +187,8 @@ PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")  # of init_lora_we
 
 
 def to_train_on(recipe: Any, task: str | None) -> AdapterFolder | None:
-    """The adapter that a recipe trains on, if its model is one: from now on the recipe names the base (what it
-    records is still the adapter), and the adapter's tokenizer.
-
-    Args:
-        task: the name of a script of train/; None: any.
+    """The adapter that a recipe trains on, if its model is one: from now on the recipe names the base (what it records
+    is still the adapter), and the adapter's tokenizer. `task`: the name of a script of train/; None: any.
 
     Raises:
         UserError: it cannot be trained on; the message has the command that merges it.

@@ -180,11 +180,8 @@ def for_template(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) 
 
 
 def unread_keys(tokenizer: "PreTrainedTokenizerBase", messages: list[Message], text: str | None = None) -> list[str]:
-    """The keys of messages, and of what their record gives, that the template does not mention.
-
-    Args:
-        text: what the template wrote; then also the roles of messages whose text is not in it, such as system.content.
-    """
+    """The keys of messages, and of what their record gives, that the template does not mention. `text`: what the
+    template wrote; then also the roles of messages whose text is not in it, such as system.content."""
     given = _given_to(tokenizer, messages)
     found = {key for message in messages for key in message if key not in OWN_KEYS} | given.keys()
     hoisted = {"functions"} if "tools" in given else set()
@@ -271,10 +268,8 @@ def apply_template(
     add_generation_prompt: bool = False,
     given: dict[str, Any] | None = None,
 ) -> str:
-    """The text of a conversation; `add_generation_prompt`: up to the place of the next answer.
-
-    Args:
-        given: what the template takes beside the messages, such as tools.
+    """The text of a conversation; `add_generation_prompt`: up to the place of the next answer. `given`: what the
+    template takes beside the messages, such as tools.
 
     Raises:
         BadTemplate: the template is not valid, or refuses the conversation.
@@ -351,12 +346,8 @@ def _place_in(
 ) -> Span:
     """The place of an answer in the text of a conversation, found with another answer in its place: what follows it
     does not change. It begins after its generation prompt, or, where later turns change the text before it (such as
-    the reasoning of earlier answers, which is dropped), after that prompt's last words.
-
-    Args:
-        prompt: the text up to the place of the answer.
-        begin: the end of the answer before.
-    """
+    the reasoning of earlier answers, which is dropped), after that prompt's last words. `prompt`: the text up to the
+    place of the answer."""
     marked: list[Message] = list(messages)
     marked[turn] = {"role": "assistant", "content": PLACEHOLDER.format(turn)}
     placeholder = PLACEHOLDER.format(turn)

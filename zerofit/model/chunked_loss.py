@@ -392,11 +392,8 @@ def _scores(chunk: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, 
 
 
 def _loss_of_chunk(scores: Scores, is_ignored: Tensor, vocab_size: int, terms: TokenLoss) -> Tensor:
-    """The summed loss of some rows; under tensor parallelism this rank's part of it.
-
-    Args:
-        is_ignored: (N, 1) whether a row has no target on any rank.
-    """
+    """The summed loss of some rows; under tensor parallelism this rank's part of it. `is_ignored`: (N, 1) whether a
+    row has no target on any rank."""
     log_probabilities, target, _, log_sums = scores
     loss = F.nll_loss(log_probabilities, target, ignore_index=IGNORE, reduction="sum")
     if smoothing := terms.label_smoothing:
@@ -411,10 +408,7 @@ def _gradient_of_logits(
     scores: Scores, vocab_size: int = 1, terms: TokenLoss = PLAIN, soft: Tensor | None = None
 ) -> Tensor:
     """Probabilities, less 1 at the target, in the memory of the log probabilities; `terms` and teacher add theirs.
-
-    Args:
-        soft: (N, V) the gradient of the divergence. It adds up to 0 over the vocabulary, so it is that of the logits.
-    """
+    `soft`: (N, V) the gradient of the divergence. It adds up to 0 over the vocabulary, so it is that of the logits."""
     log_probabilities, targets, at_target, log_sums = scores
     target, gradient = targets[:, None], log_probabilities.exp_()
     if terms.z_loss or soft is not None:

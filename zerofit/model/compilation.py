@@ -46,10 +46,8 @@ def compile_model(
     model: "PreTrainedModel", what: str, backend: str | Callable[..., Any] = "inductor", falls_back: bool = False
 ) -> None:
     """Compile a model when it is called: its "blocks", or all of it ("model"). In place, so that weights keep their
-    names and hooks that come later (FSDP2's) are called.
-
-    Args:
-        falls_back: code that the compiler fails at is computed as it is, with torch's warning.
+    names and hooks that come later (FSDP2's) are called. `falls_back`: code that the compiler fails at is computed as
+    it is, with torch's warning.
 
     Raises:
         UserError: the model has no blocks that transformers knows of.

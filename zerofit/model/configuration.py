@@ -60,10 +60,7 @@ def load_configuration(recipe: ModelOptions, auto_class: Any = None) -> "Pretrai
     """The transformers configuration that the recipe names, with its overrides applied.
 
     It is read from a folder of that name with a config.json, else from the architectures of this tree (`config_name`
-    only), else from the hub.
-
-    Args:
-        auto_class: the transformers auto class that the task needs; None: any.
+    only), else from the hub. `auto_class`: the transformers auto class that the task needs; None: any.
 
     Raises:
         UserError: the name is unknown or cannot be reached, an override names nothing in the configuration, or there
@@ -184,10 +181,8 @@ def unknown_family(model_type: str) -> str:
 
 
 def check_quantiser(option: str, name: str, config: Any, on_gpu: bool = False) -> None:
-    """Check that quantised weights can be read here, before data or weights are read.
-
-    Args:
-        on_gpu: they are trained on, which is done on a GPU alone.
+    """Check that quantised weights can be read here, before data or weights are read. `on_gpu`: they are trained on,
+    which is done on a GPU alone.
 
     Raises:
         UserError: transformers knows no such method, its package is missing, or it needs another device.
@@ -311,12 +306,8 @@ def override(config: "PretrainedConfig", text: str | None) -> None:
 
 
 def _derive_again(config: "PretrainedConfig", before: dict[str, Any], changed: set[str]) -> None:
-    """Set the fields anew that the configuration's class derives from others.
-
-    Args:
-        before: all fields before the overrides.
-        changed: the names of those that the overrides set.
-    """
+    """Set the fields anew that the configuration's class derives from others. `changed`: the names of those that the
+    overrides set."""
     from transformers.utils import logging as of_transformers
 
     kind, layers = type(config), config.attribute_map.get("num_hidden_layers", "num_hidden_layers")

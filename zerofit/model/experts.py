@@ -28,11 +28,8 @@ class RoutingFigures(NamedTuple):
 
 
 class Routing:
-    """Counts the choices of a model's routers in the micro-batches of an update, on this rank.
-
-    Args:
-        model: a causal model with experts. Its auxiliary loss counts if its configuration has output_router_logits.
-    """
+    """Counts the choices of a model's routers in the micro-batches of an update, on this rank. `model`: a causal model
+    with experts. Its auxiliary loss counts if its configuration has output_router_logits."""
 
     def __init__(self, model: Any):
         self.num_experts, self.top_k = model.num_experts, model.num_experts_per_tok
@@ -46,11 +43,8 @@ class Routing:
         self.begin(1.0)
 
     def describe(self, autocast: bool) -> list[str]:
-        """Lines for the log.
-
-        Args:
-            autocast: trained weights are in fp32, and autocast casts them for the products that it knows.
-        """
+        """Lines for the log. `autocast`: trained weights are in fp32, and autocast casts them for the products that it
+        knows."""
         auxiliary = "no auxiliary loss (--config_overrides output_router_logits=true adds it)"
         if self.coefficient:
             auxiliary = f"auxiliary loss of the routers, times {self.coefficient:g}"
@@ -120,12 +114,7 @@ class Routing:
 
     def figures(self, sums: list[float], targets: float = 0.0, tokens: float = 1.0) -> RoutingFigures:
         """Compute the figures of metrics.jsonl. A load is an expert's share of its layer's choices times E: 1 is even;
-        the largest and the smallest of all layers.
-
-        Args:
-            sums: of all ranks together.
-            tokens: of the global batch, without padding.
-        """
+        the largest and the smallest of all layers. `tokens`: of the global batch, without padding."""
         choices = torch.tensor(sums[1:], dtype=torch.float64).view(-1, self.num_experts)
         load = choices * self.num_experts / choices.sum(dim=1, keepdim=True)
         auxiliary = sums[0] / max(tokens, 1.0) if self.coefficient else None

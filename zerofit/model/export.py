@@ -193,10 +193,7 @@ def _copy_sentencepiece_model(source: Path, folder: Path) -> None:
 
 def _padding_remover(written: Any) -> Callable[[str, torch.Tensor], torch.Tensor]:
     """Remove a padded vocabulary's extra rows from the configuration. Returns what removes them from a weight.
-
-    Args:
-        written: a copy of the model with a configuration of its own.
-    """
+    `written`: a copy of the model with a configuration of its own."""
     rows = written.config.__dict__.pop("unpadded_vocab_size", None)
     if rows is None:
         return lambda name, tensor: tensor

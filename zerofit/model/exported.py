@@ -17,9 +17,7 @@ MERGED = "`zerofit merge` makes a model that it loads"
 
 def review_export(folder: Path, model_class: Any) -> list[str]:
     """Read an export back. Returns a line that says what was read, and one for each thing that others stumble over.
-
-    Args:
-        model_class: of the model that was trained, one of transformers.
+    `model_class`: of the model that was trained, one of transformers.
 
     Raises:
         RuntimeError: weights are missing.

@@ -70,9 +70,7 @@ def check_float8_device(recipe: "TrainingRecipe") -> None:
 
 def convert_to_float8(model: "PreTrainedModel", blocks: list[torch.nn.Module]) -> str:
     """Let the linear layers of a model's blocks multiply in float8, in place; parameters stay the same objects.
-
-    Args:
-        blocks: of the model; other layers stay in bf16, and so do those whose widths do not divide by 16.
+    `blocks`: of the model; other layers stay in bf16, and so do those whose widths do not divide by 16.
 
     Returns: a line for the log.
 

@@ -156,11 +156,8 @@ def _as_stored(config: "PretrainedConfig") -> "PretrainedConfig":
 
 def _resize_embeddings(model: Any, rows: int, dtype: torch.dtype) -> None:
     """Give embeddings and head more rows, which are the mean of the others: what transformers draws about that mean
-    (1e-9 times the covariance) would depend on the strategy. The model's `resized_modules` names them.
-
-    Args:
-        dtype: that the model will be converted to: the mean is taken in it.
-    """
+    (1e-9 times the covariance) would depend on the strategy. The model's `resized_modules` names them. `dtype`: that
+    the model will be converted to: the mean is taken in it."""
     before = model.config.get_text_config().vocab_size
     model.resize_token_embeddings(rows, mean_resizing=False)  # under ZeRO-3 new weights are whole until it shards them
     ends = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
@@ -190,11 +187,8 @@ def _check_names(model: torch.nn.Module, missing: Iterable[str], name: str) -> N
 
 
 def head_weights(auto_class: Any, config: "PretrainedConfig", num_labels: int) -> list[str]:
-    """The weights of a classifier whose shapes depend on the number of labels.
-
-    Args:
-        num_labels: another number than the configuration has.
-    """
+    """The weights of a classifier whose shapes depend on the number of labels. `num_labels`: another number than the
+    configuration has."""
     other, shapes = copy.deepcopy(config), []
     other.num_labels = num_labels
     for candidate in (config, other):
@@ -208,11 +202,8 @@ def _initialize_missing(
     model: torch.nn.Module, missing: Iterable[str], strategy: "Strategy", seed: int, dtype: torch.dtype | None = None
 ) -> list[str]:
     """Initialize the weights that were not loaded, as the model's own code does, on the CPU and in a fixed order: so
-    they are the same in every run, on every device and under every strategy. Returns their names.
-
-    Args:
-        dtype: that the model will be converted to, where it was loaded in another one: they are drawn in it.
-    """
+    they are the same in every run, on every device and under every strategy. Returns their names. `dtype`: that the
+    model will be converted to, where it was loaded in another one: they are drawn in it."""
     parameters = dict(model.named_parameters())
     torch.manual_seed(seed)
     names = sorted(set(missing) & parameters.keys())

@@ -111,10 +111,8 @@ def add_adapter(model: "PreTrainedModel", recipe: TrainingRecipe, task: str, str
     """Freeze the model and inject LoRA layers into it, the same under every strategy; None without --lora.
 
     Weights that are missing from the pretrained model (a classifier's head) are random: they are fully trained and
-    saved with the adapter, since loading it would otherwise draw other random ones.
-
-    Args:
-        model: of build_model, which lists in `initialized_weights` the weights that are missing.
+    saved with the adapter, since loading it would otherwise draw other random ones. `model`: of build_model, which
+    lists in `initialized_weights` the weights that are missing.
 
     Raises:
         UserError: a target or a module to save matches nothing in the model, or cannot have an adapter.

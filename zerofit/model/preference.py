@@ -81,11 +81,7 @@ class PreferenceLoss:
         return [0.0] * 3 if self._sums is None else [float(each) for each in self._sums]
 
     def figures(self, sums: list[float], pairs: float, tokens: float = 0.0) -> PreferenceFigures:
-        """Compute the figures of metrics.jsonl.
-
-        Args:
-            sums: of all ranks together.
-        """
+        """Compute the figures of metrics.jsonl."""
         right, chosen, rejected = (each / max(pairs, 1.0) for each in sums)
         return PreferenceFigures(right, chosen - rejected, chosen, rejected)
 

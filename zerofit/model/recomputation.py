@@ -138,11 +138,8 @@ def _drops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 def offload_inputs(model: torch.nn.Module, saved: Callable[[], AbstractContextManager[Any]]) -> None:
     """Save the inputs of the layers that `model` recomputes elsewhere, for instance in the host's memory. What such a
-    layer saves within has hooks of its own.
-
-    Args:
-        saved: makes a context in which autograd saves tensors there (torch.autograd.graph.save_on_cpu).
-    """
+    layer saves within has hooks of its own. `saved`: makes a context in which autograd saves tensors there
+    (torch.autograd.graph.save_on_cpu)."""
     recomputing_functions(model, lambda checkpoint: functools.partial(_checkpoint, checkpoint, saved))
 
 

@@ -74,11 +74,8 @@ def check_stages(config: "PretrainedConfig", stages: int, source: str) -> None:
 
 
 def keep_stage(model: "PreTrainedModel", stage: int, stages: int, dtype: torch.dtype) -> None:
-    """Keep this stage's part of a causal model; `whole_model` knows the rest from then on.
-
-    Args:
-        dtype: of the weights when the model is loaded.
-    """
+    """Keep this stage's part of a causal model; `whole_model` knows the rest from then on. `dtype`: of the weights
+    when the model is loaded."""
     model.__dict__["whole"] = without_weights(model, dtype)
     plan, body = known(family_of(model.config).stage_plan), model.base_model
     is_first, is_last, table = stage == 0, stage == stages - 1, model.get_input_embeddings()
@@ -106,11 +103,8 @@ def is_tied(model: "PreTrainedModel") -> bool:
 
 
 def without_weights(model: Model, dtype: torch.dtype | None = None) -> Model:
-    """A copy that has the names, shapes and dtypes of all weights, and no memory.
-
-    Args:
-        dtype: of all weights; None: each has its own.
-    """
+    """A copy that has the names, shapes and dtypes of all weights, and no memory. `dtype`: of all weights; None: each
+    has its own."""
     empty = {
         id(p): nn.Parameter(torch.empty(true_shape(p), dtype=dtype or p.dtype, device="meta"), p.requires_grad)
         for p in model.parameters()

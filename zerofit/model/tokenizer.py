@@ -45,20 +45,13 @@ PAIR_TOKENS = {
 
 @dataclass(frozen=True)
 class TokenizerOptions:
-    """The tokenizer that a recipe asks for.
+    """The tokenizer that a recipe asks for."""
 
-    Args:
-        name: a folder or a name of the hub, of the option `option`; empty: there are files, or one is trained.
-        vocab_file, merge_file: GPT-2's two files, which override the name.
-        trained_size: tokens of one that is trained on the training texts; None: none is.
-        cache: where trained ones are kept.
-    """
-
-    option: str
-    name: str
-    trained_size: int | None = None
-    cache: Path = Path()
-    vocab_file: str | None = None
+    option: str  # that names it
+    name: str  # a folder or a name of the hub; empty: there are files, or one is trained
+    trained_size: int | None = None  # tokens of one that is trained on the training texts; None: none is
+    cache: Path = Path()  # where trained ones are kept
+    vocab_file: str | None = None  # GPT-2's two files, which override the name
     merge_file: str = ""
     trust_remote_code: bool = False
 

@@ -103,10 +103,8 @@ def resolve_config(
 ) -> tuple[dict[str, Any], BatchSizes]:
     """Fill every "auto" that the recipe owns, in a copy.
 
-    A scheduler block is taken out: what it says is the recipe's, which sets the rate of each update.
-
-    Args:
-        total_stays: see resolve_batches.
+    A scheduler block is taken out: what it says is the recipe's, which sets the rate of each update. `total_stays`:
+    see resolve_batches.
 
     Raises:
         UserError: every statement of the configuration that the recipe contradicts, both values and sources named.

@@ -21,12 +21,9 @@ from zerofit.strategy.torch_engine import gradient_norm
 
 def norm_at_once(combine: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Take the norm of a partition's gradients in one call each for those that DeepSpeed counts on all ranks alike.
-
-    Args:
-        combine: `get_grad_norm_direct` of a ZeRO optimizer, (gradients, their parameters) -> the norm over all ranks,
-            which casts and measures one gradient after another. It is given norms in the place of gradients: whether a
-            rank counts them is said by a parameter's being cut (tensor parallelism), or in several stages.
-    """
+    `combine`: `get_grad_norm_direct` of a ZeRO optimizer, (gradients, their parameters) -> the norm over all ranks,
+    which casts and measures one gradient after another. It is given norms in the place of gradients: whether a rank
+    counts them is said by a parameter's being cut (tensor parallelism), or in several stages."""
     from deepspeed.runtime.utils import is_model_parallel_parameter
 
     def norm(gradients: list[torch.Tensor], parameters: list[Any], **kwargs: Any) -> torch.Tensor:

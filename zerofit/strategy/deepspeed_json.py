@@ -82,9 +82,7 @@ EXAMPLES = {
 
 def read_config(launch: Launch, collected: Problems | None = None) -> tuple[dict[str, Any], str, list[str]]:
     """Return (configuration, name of its source, notes): the JSON file, or what the accelerate YAML alone says.
-
-    Args:
-        collected: takes the problems of a configuration that can be used but for them; by default they are raised.
+    `collected`: takes the problems of a configuration that can be used but for them; by default they are raised.
 
     Raises:
         UserError: no such file, not JSON, unknown keys, values of a wrong type.

@@ -73,11 +73,8 @@ def remove(folder: Path) -> None:
 
 
 class DiskState(ShardedState):
-    """The state of ZeRO-3's optimizer on a disk, of which DeepSpeed has one sub-group in memory at a time.
-
-    Args:
-        folder: of this process, on the disk. What a checkpoint is written from lies in a file there, not in memory.
-    """
+    """The state of ZeRO-3's optimizer on a disk, of which DeepSpeed has one sub-group in memory at a time. `folder`:
+    of this process, on the disk. What a checkpoint is written from lies in a file there, not in memory."""
 
     def __init__(self, engine: Any, folder: Path) -> None:
         super().__init__(engine)

@@ -130,12 +130,8 @@ class Engine:
             self.state.start_ema()
 
     def _prepare(self, model: Any, recipe: OptimizerOptions, optimizer: Any) -> Any:
-        """Wrap and shard the module and the optimizer, on their device. Returns what `model` is.
-
-        Args:
-            optimizer: one over the module's parameters, or accelerate's DummyOptim where DeepSpeed makes it; None
-                where nothing is trained.
-        """
+        """Wrap and shard the module and the optimizer, on their device. Returns what `model` is. `optimizer`: one over
+        the module's parameters, or accelerate's DummyOptim where DeepSpeed makes it; None where nothing is trained."""
         raise NotImplementedError
 
     def _sharing_group(self) -> Any:
@@ -178,11 +174,8 @@ class Engine:
 
     def step(self, losses: list[torch.Tensor], bounds: Bounds) -> Outcome:
         """Clip the gradients and let the optimizer move the weights, unless loss or norm are out of bounds; all ranks
-        decide alike. Nothing is left of the gradients afterwards.
-
-        Args:
-            losses: of `forward_backward`. Nothing is done where there are none.
-        """
+        decide alike. Nothing is left of the gradients afterwards. `losses`: of `forward_backward`. Nothing is done
+        where there are none."""
         if not losses:
             return Outcome(losses, lambda: (False, []), ())
         own = [float(sum(losses)), self.gradient_norm(), *bounds.report]

@@ -58,7 +58,6 @@ def dispatch(
 
     Args:
         mesh: all ranks, in one dimension.
-        alone: this rank.
         half: the precision of the products, None: that of the weights.
         kind: the class of the exchange, transformers' own by default.
     """

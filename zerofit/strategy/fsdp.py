@@ -46,11 +46,7 @@ HONOURED: dict[str, Sequence[str]] = {  # the values of each key that a run hono
 
 
 def read_fsdp(environment: Mapping[str, str], content: Mapping[str, Any]) -> dict[str, str] | None:
-    """The settings, in lower case, that the launcher has put into the environment; None: it does not use FSDP.
-
-    Args:
-        content: of the accelerate YAML.
-    """
+    """The settings, in lower case, that the launcher has put into the environment; None: it does not use FSDP."""
     if environment.get("ACCELERATE_USE_FSDP", "false") != "true":
         return None
     settings = {key: environment[key.upper()].lower() for key in HONOURED if key.upper() in environment}
@@ -98,12 +94,7 @@ def check_replicas(settings: Mapping[str, str], world_size: int, source: str) ->
 
 
 def fsdp_problems(settings: dict[str, str], content: Mapping[str, Any], source: str) -> list[str]:
-    """Return a problem for each setting that a run would not honour.
-
-    Args:
-        settings: of read_fsdp.
-        content: of the accelerate YAML.
-    """
+    """Return a problem for each setting that a run would not honour."""
     problems = []
     for key, value in settings.items():
         if value not in (honoured := HONOURED[key]):

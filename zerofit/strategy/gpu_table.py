@@ -134,11 +134,8 @@ def gpu_of(device_name: str) -> Gpu | None:
 
 
 def peak_of(device_name: str, num_sms: int | None = None) -> float | None:
-    """FLOP/s in half precision of a device that calls itself so; None where that is not known.
-
-    Args:
-        num_sms: of the device; a MIG slice reaches as much of the whole as it has of its multiprocessors.
-    """
+    """FLOP/s in half precision of a device that calls itself so; None where that is not known. `num_sms`: of the
+    device; a MIG slice reaches as much of the whole as it has of its multiprocessors."""
     gpu = gpu_of(device_name)
     if gpu is None or SLICE not in device_name:
         return gpu.half if gpu else None

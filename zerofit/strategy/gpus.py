@@ -122,11 +122,7 @@ def _why(maker: str) -> str:
 
 
 def describe_device(device: Any) -> str:
-    """For the log: what the processes of this machine train on.
-
-    Args:
-        device: the torch.device of this process.
-    """
+    """For the log: what the processes of this machine train on."""
     import torch
 
     from zerofit.strategy.devices import device_name

@@ -60,9 +60,7 @@ class Launch:
 
 def find_launch(named: StrategyFlag | None = None) -> Launch:
     """Read the environment that `accelerate launch` made, and the YAML file behind it; check_launch checks them.
-
-    Args:
-        named: what the program's own command line names: the environment is made of it here.
+    `named`: what the program's own command line names: the environment is made of it here.
 
     Raises:
         UserError: the launcher and the program name different strategies.

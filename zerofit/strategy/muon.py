@@ -51,11 +51,8 @@ class Matrix:
 
 
 class Muon(torch.optim.AdamW):
-    """Muon for the matrices of a model's blocks, and AdamW for all other parameters.
-
-    Args:
-        model: before it is sharded, or after: parameters under ZeRO-3 know their shapes.
-        fused: of AdamW.
+    """Muon for the matrices of a model's blocks, and AdamW for all other parameters. `model`: before it is sharded, or
+    after: parameters under ZeRO-3 know their shapes.
 
     Raises:
         UserError: the model has no such matrices.
@@ -85,12 +82,8 @@ class Muon(torch.optim.AdamW):
         self.rank, self.group = 0, None
 
     def locate(self, state: Any, group: Any) -> None:
-        """Find where the parts of each matrix are, once the model is sharded. All ranks call it together.
-
-        Args:
-            state: an OptimizerState.
-            group: the process group of the ranks that shard the matrices; None: all.
-        """
+        """Find where the parts of each matrix are, once the model is sharded. All ranks call it together. `group`: the
+        process group of the ranks that shard the matrices; None: all."""
         places = {name: state.place(name) for name in self.matrices}
         own = {name: (start, stop) for name, (_, _, start, stop) in places.items()}
         every: list[Any] = [own]
@@ -171,10 +164,7 @@ def flat(tensor: Any) -> torch.Tensor:
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     """The nearest matrix with orthogonal rows or columns, about: Newton-Schulz iterations, in the matrix's dtype.
-
-    Args:
-        matrix: (rows, columns), or (experts, rows, columns). It may be overwritten.
-    """
+    `matrix`: (rows, columns), or (experts, rows, columns). It may be overwritten."""
     a, b, c = COEFFICIENTS
     is_tall = matrix.size(-2) > matrix.size(-1)
     x = matrix.mT if is_tall else matrix

@@ -72,10 +72,8 @@ def is_json(strategy: str) -> bool:
 
 
 def export_environment(named: StrategyFlag, config_file: str | None) -> None:
-    """Put it into this process' environment, as accelerate launch would have.
-
-    Args:
-        config_file: the YAML that an accelerate launch above this process has read.
+    """Put it into this process' environment, as accelerate launch would have. `config_file`: the YAML that an
+    accelerate launch above this process has read.
 
     Raises:
         UserError: the launcher has a strategy of its own, and it is another.
@@ -189,16 +187,13 @@ def _why_not(kind: str) -> list[str]:
             "pipeline and both kinds of parallelism"
         ]
     import torch
-    from accelerate.utils import DistributedType
 
     device = torch.accelerator.current_accelerator()
     if device is not None and kind == f"MULTI_{device.type.upper()}":
         return []
-    kinds = ("TPU", "TP", *(kind.value for kind in DistributedType))
-    if kind in kinds:
-        return ["is not supported on this machine. Use --strategy ddp, zero1, zero2, zero3, fsdp2 or tp"]
-    close = nearest(kind, kinds)
-    return ["is unknown. " + (f"Did you mean {close}?" if close else "Use one of accelerate_configs/")]
+    close = nearest(kind, SUPPORTED)
+    meant = f"Did you mean {close}? " if close else ""
+    return [f"is not supported here. {meant}Use --strategy ddp, zero1, zero2, zero3, fsdp2 or tp"]
 
 
 def find_strategies(names: list[str]) -> dict[str, Path]:

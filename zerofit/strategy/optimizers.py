@@ -38,10 +38,7 @@ def make_optimizer(
 ) -> Any:
     """The optimizer that `optim` names, over the model's trained parameters. Where the strategy's DeepSpeed JSON has
     an `optimizer` block, accelerate's DummyOptim, for which DeepSpeed makes that one; None where nothing is trained.
-
-    Args:
-        device: where the weights will be: a fused step is made for some devices only.
-    """
+    `device`: where the weights will be: a fused step is made for some devices only."""
     if not recipe.trains:
         return None
     if strategy is not None and "optimizer" in (strategy.deepspeed or {}):
@@ -153,12 +150,8 @@ def check_optimizer(recipe: OptimizerOptions, strategy: str, shards: bool) -> No
 
 
 def check_muon(recipe: TrainingRecipe, source: str, obstacles: Mapping[str, bool]) -> None:
-    """Raises UserError where Muon would have other matrices than one process has, or none.
-
-    Args:
-        source: of the strategy.
-        obstacles: {what of the strategy: whether it is there}.
-    """
+    """Raises UserError where Muon would have other matrices than one process has, or none. `obstacles`: {what of the
+    strategy: whether it is there}."""
     if recipe.optim != "muon" or not recipe.trains:
         return
     stated, problems = f"optim = muon ({recipe.source('optim')}) does not go together with", []

@@ -42,11 +42,7 @@ class InferenceEngine(WithoutOptimizer, Engine):
 def prepare_engine(
     strategy: Strategy, accelerator: "Accelerator", model: Any, recipe: OptimizerOptions, optimizer: Any
 ) -> Engine:
-    """Shard, wrap and place the model and its optimizer as the strategy says.
-
-    Args:
-        optimizer: of make_optimizer.
-    """
+    """Shard, wrap and place the model and its optimizer as the strategy says."""
     kind: type[Engine] = DeepSpeedEngine if strategy.deepspeed is not None else TorchEngine
     if strategy.fully_shards:
         kind = FullyShardedEngine

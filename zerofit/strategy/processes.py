@@ -28,10 +28,6 @@ def start_processes(
 ) -> tuple[Accelerator, list[str]]:
     """Start the process group and build the Accelerator.
 
-    Args:
-        timeout: of what the processes do together.
-        kwargs: further arguments of the Accelerator.
-
     Returns: it, and notes for the log.
 
     Raises:

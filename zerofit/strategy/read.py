@@ -33,11 +33,9 @@ OnLayout = Callable[[ParallelLayout], bool]
 def read_strategy(recipe: TrainingRecipe, on_layout: OnLayout = lambda layout: False) -> Strategy:
     """Read the launcher's environment, YAML and JSON, and see that recipe, YAML and JSON agree.
 
-    Values that the recipe leaves open and these state are adopted into the recipe.
-
-    Args:
-        on_layout: is told the parallel layout before batches are resolved; the recipe may still adopt a global batch.
-            Returns whether the global batch is that of a run that resumes, and stays.
+    Values that the recipe leaves open and these state are adopted into the recipe. `on_layout`: is told the parallel
+    layout before batches are resolved; the recipe may still adopt a global batch. Returns whether the global batch is
+    that of a run that resumes, and stays.
 
     Raises:
         UserError: all contradictions, with both values and both sources; a GPU that torch does not see.
@@ -172,10 +170,8 @@ def _adopt_float8(launch: Launch, recipe: TrainingRecipe) -> Launch:
 
 
 def _check_float8(recipe: TrainingRecipe, precision: str | None, beside: dict[str, bool]) -> None:
-    """Check that a strategy goes together with float8.
-
-    Args:
-        beside: {what the strategy has, and float8 was not shown to work with: whether it has that}.
+    """Check that a strategy goes together with float8. `beside`: {what the strategy has, and float8 was not shown to
+    work with: whether it has that}.
 
     Raises:
         UserError: it does not.

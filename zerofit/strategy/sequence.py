@@ -80,10 +80,8 @@ def check_model(config: Any, degree: int, source: str, recipe: Any, precision: s
 
 class SplitRows:
     """Lets the ranks of a replica split the rows of a model. Its loss must be installed before (model/loss.py).
-
-    Args:
-        model: called with rows in full from here on, the same on all ranks of a replica; its modules have this object
-            as `split_rows`.
+    `model`: called with rows in full from here on, the same on all ranks of a replica; its modules have this object as
+    `split_rows`.
 
     Attributes:
         kernel: the attention that computes rows in full, by its name in transformers' AttentionInterface.

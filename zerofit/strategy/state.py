@@ -84,11 +84,8 @@ Read = Callable[[str, Shard], torch.Tensor]  # (kind, shard) -> (stop - start,) 
 
 
 class OptimizerState:
-    """The state of an engine's optimizer. All ranks call its methods together.
-
-    Args:
-        engine: the engine; `module` has the trained parameters, `torch_optimizer` is the innermost optimizer.
-    """
+    """The state of an engine's optimizer. All ranks call its methods together. `engine`: the engine; `module` has the
+    trained parameters, `torch_optimizer` is the innermost optimizer."""
 
     kinds: tuple[str, ...] = KINDS
 
@@ -123,11 +120,8 @@ class OptimizerState:
         return {}
 
     def samples(self, tensors: dict[str, torch.Tensor] | None = None) -> dict[tuple[str, int], float]:
-        """{(parameter, which of its sampled elements ): value} of the weights that this rank writes.
-
-        Args:
-            tensors: what `tensors` has returned; None: look at what the optimizer holds now.
-        """
+        """{(parameter, which of its sampled elements ): value} of the weights that this rank writes. `tensors`: what
+        `tensors` has returned; None: look at what the optimizer holds now."""
         given = tensors and ((shard, tensors[f"weight/{shard.name}"]) for shard in self.own())
         found: dict[tuple[str, int], float] = {}
         for shard, values in given or self._weights():
@@ -142,10 +136,7 @@ class OptimizerState:
 
     def _in_memory(self, shards: list[Shard], written: bool = False) -> Iterator[Shard]:
         """Yield the shards, each while what the optimizer keeps of it is in memory. All of them must be asked for.
-
-        Args:
-            written: it is changed meanwhile.
-        """
+        `written`: it is changed meanwhile."""
         yield from shards
 
     def held(self) -> list[Shard]:

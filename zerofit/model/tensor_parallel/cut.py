@@ -57,11 +57,7 @@ class Cut:
 
 
 def cut_for(shape: Sequence[int], dim: int, rank: int, size: int, parts: int = 1) -> Cut:
-    """The share of rank `rank` of `size`.
-
-    Args:
-        parts: matrices that lie side by side along `dim`; each is cut for itself.
-    """
+    """The share of rank `rank` of `size`. `parts`: matrices side by side along `dim`, each of which is cut."""
     width = shape[dim] // parts
     inside = width * rank // size, width * (rank + 1) // size
     ranges = tuple((part * width + inside[0], part * width + inside[1]) for part in range(parts))

@@ -156,11 +156,8 @@ class TokenParts:
         return self._placeholder(hidden, self._shape)
 
     def receive(self, part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Return a stand-in for the model's code, in place of a part that comes from the stage before.
-
-        Args:
-            shape: (B, T).
-        """
+        """Return a stand-in for the model's code, in place of a part that comes from the stage before. `shape`: (B,
+        T)."""
         if not torch.is_grad_enabled():
             return part
         self._incoming = part

@@ -32,7 +32,6 @@ def read_share(
     """This rank's share of a stored model, in `dtype`.
 
     Args:
-        read: loads the whole model in a dtype.
         keep: takes away what is not of this rank's share.
         stored: the dtype to load it in.
     """
@@ -57,12 +56,8 @@ def stored_dtype(name: str) -> torch.dtype | None:
 
 def draw_share(make: Callable[[], "PreTrainedModel"], keep: Callable[["PreTrainedModel"], None]) -> "PreTrainedModel":
     """This rank's share of the model that `make` draws. The first rank draws it, and sends each parameter to the
-    others, which are to have the same ones bit for bit; all ranks call this together.
-
-    Args:
-        make: makes a transformers model with random weights.
-        keep: takes away what is not of this rank's share.
-    """
+    others, which are to have the same ones bit for bit; all ranks call this together. `keep`: takes away what is not
+    of this rank's share."""
     ranks = distributed.get_world_size() if distributed.is_initialized() else 1
     draws = ranks == 1 or distributed.get_rank() == 0
     with contextlib.nullcontext() if draws else _parameters_without_memory():
