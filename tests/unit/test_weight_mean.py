@@ -47,7 +47,5 @@ def test_it_is_the_mean_of_what_there_was_and_resumes_to_the_bit(tmp_path, optim
     assert all(map(torch.equal, weights[-1], engine.module.parameters())), "the weights are back"
 
 
-
-
 def test_a_mean_that_never_moves_is_refused():
     assert "ema_decay" in refusal(recipe, "--ema_decay", "1")

@@ -296,9 +296,9 @@ def override(config: "PretrainedConfig", text: str | None) -> None:
     if problems:
         raise UserError(problems)
     _derive_again(config, before, {config.attribute_map.get(name, name) for name in overrides})
-    family_of(config).derive_sizes(config, overrides)
-    if head_size and head_size == getattr(config, "head_dim", None) and "head_dim" not in overrides:
-        config.head_dim = _head_size(config)  # some families have a constant there
+    for name in ("head_dim", "attention_head_size"):  # a constant in some configurations
+        if head_size and head_size == getattr(config, name, None) and name not in overrides:
+            setattr(config, name, _head_size(config))
     try:
         type(config).from_dict(config.to_dict())
     except (*OF_FILES, StrictDataclassError) as error:  # transformers would refuse to store the trained model

@@ -60,9 +60,6 @@ class Family:
     # (configuration) -> the number of channels in all attention heads together
     attention_width: Callable[["PretrainedConfig"], int] = lambda config: config.hidden_size
     splits_rows: bool = False  # sequence parallelism is proven with the family
-    # (configuration, overrides) sets those fields of the configuration that its class derives from other fields,
-    # after the overrides changed these
-    derive_sizes: Callable[["PretrainedConfig", Mapping[str, Any]], None] = lambda config, overrides: None
     # its layers have experts and routers, whose auxiliary loss and load are counted (model/experts.py)
     has_experts: bool = False
     tensor_plan: TensorPlan | None = None  # how tensor parallelism cuts the layers; None: it does not
@@ -145,15 +142,6 @@ def absolute_positions(config: "PretrainedConfig") -> int | None:
     return getattr(config, "max_position_embeddings", None) if getattr(config, "position_biased_input", True) else None
 
 
-def derive_head_and_pooler(config: "PretrainedConfig", overrides: Mapping[str, Any]) -> None:
-    """Let the pooler be as wide as the hidden states, and the heads of a published configuration follow both."""
-    if "hidden_size" in overrides and "pooler_hidden_size" not in overrides:
-        config.pooler_hidden_size = config.hidden_size
-    changed = {"hidden_size", "num_attention_heads"} & overrides.keys()
-    if hasattr(config, "attention_head_size") and changed and "attention_head_size" not in overrides:
-        config.attention_head_size = config.hidden_size // config.num_attention_heads
-
-
 BERT = Family(model_types=("bert", "electra"), lora_targets=("query", "key", "value"))
 ROBERTA = replace(  # Liu et al. 2019
     BERT, model_types=("roberta", "xlm-roberta", "camembert"), usable_positions=positions_after_padding
@@ -168,17 +156,10 @@ DEBERTA = Family(  # He et al. 2021
     model_types=("deberta",),
     lora_targets=("in_proj",),  # query, key and value in one layer
     usable_positions=absolute_positions,
-    derive_sizes=derive_head_and_pooler,
 )
 DEBERTA_V2 = replace(DEBERTA, model_types=("deberta-v2",), lora_targets=("query_proj", "key_proj", "value_proj"))
 
 # ------------------------------------------------------------------------------------------------- encoder-decoders
-
-
-def derive_decoder_layers(config: "PretrainedConfig", overrides: Mapping[str, Any]) -> None:
-    """Give the decoder as many layers as the encoder, unless the overrides say otherwise."""
-    if "num_layers" in overrides and "num_decoder_layers" not in overrides:
-        config.num_decoder_layers = config.num_layers
 
 
 BART = Family(  # Lewis et al. 2020
@@ -196,7 +177,6 @@ SWITCH = Family(
     model_types=("switch_transformers",),
     overflows_fp16=True,
     attention_width=lambda config: config.num_heads * config.d_kv,  # the heads' width is their own
-    derive_sizes=derive_decoder_layers,
 )
 T5 = replace(  # Raffel et al. 2020: trained in bf16; the larger sizes exceed fp16's range
     SWITCH,
