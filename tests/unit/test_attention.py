@@ -225,7 +225,7 @@ def test_our_names_stay_in_this_process_and_transformers_own_mean_what_they_mean
 
 
 @pytest.mark.parametrize(("name", "said"), [
-    ("flash_attention_2", "-e '.[flash]'"), ("flash_attention_3", "needs flash-attn 3"),
+    ("flash_attention_2", "needs flash-attn 2"), ("flash_attention_3", "needs flash-attn 3"),
     ("kernels-community/flash-attn2", "pip install 'kernels>="),
 ])  # fmt: skip
 def test_a_kernel_that_is_not_installed_is_refused_with_what_to_install(monkeypatch, name, said):

@@ -1,6 +1,5 @@
 """The memory-saving loss is the loss: same value, same gradients, labels of -100 and tied heads included."""
 
-import warnings
 from functools import partial
 
 import pytest
@@ -140,24 +139,6 @@ def test_a_compiled_chunk(compiled, size, terms, stored):
         assert ours.dtype == given.dtype
         assert (ours - right).norm() < 1e-2 * right.norm()
     assert stored == torch.bfloat16 or not torch.equal(gradients[1], gradients[1].bfloat16().float())
-
-
-def test_a_function_that_cannot_be_compiled_runs_as_it_is():
-    def broken(*arguments):
-        raise RuntimeError("Triton: no kernel\nand why")
-
-    called = chunked_module.or_as_it_is(broken, max)
-    with pytest.warns(UserWarning, match="not compiled: RuntimeError: Triton: no kernel"):
-        assert called(1, 2) == 2
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert called(3, 2) == 3, "said once"
-
-    def full(*arguments):
-        raise torch.OutOfMemoryError("full")
-
-    with pytest.raises(torch.OutOfMemoryError):
-        chunked_module.or_as_it_is(full, max)(1, 2)
 
 
 def test_nothing_to_train_on_gives_zero_and_no_nan():

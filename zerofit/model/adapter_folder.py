@@ -82,11 +82,8 @@ class AdapterFolder:
 
 
 def open_adapter(name: str, option: str = "adapter") -> AdapterFolder:
-    """Read an adapter's folder: the settings, and the shapes of the weights.
-
-    Raises:
-        UserError: there is no such folder, it holds no LoRA adapter, or the weights are missing or empty.
-    """
+    """Read an adapter's settings, and the shapes of its weights. Raises UserError where the folder holds no whole LoRA
+    adapter."""
     path = Path(model_folder(name))
     if not path.is_dir():
         raise UserError(f"{option} = {name!r}: there is no such folder. Name the folder of an adapter")
@@ -159,11 +156,7 @@ def _plain(name: str) -> str:
 
 
 def adapter_settings(folder: AdapterFolder, where: str) -> "LoraConfig":
-    """peft's configuration of the adapter, for inference.
-
-    Raises:
-        UserError: a newer peft made it.
-    """
+    """peft's configuration of the adapter, for inference. Raises UserError where a newer peft made it."""
     from peft import PeftConfig
 
     with warnings.catch_warnings(record=True) as caught:
@@ -188,11 +181,8 @@ PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")  # of init_lora_we
 
 def to_train_on(recipe: Any, task: str | None) -> AdapterFolder | None:
     """The adapter that a recipe trains on, if its model is one: from now on the recipe names the base (what it records
-    is still the adapter), and the adapter's tokenizer. `task`: the name of a script of train/; None: any.
-
-    Raises:
-        UserError: it cannot be trained on; the message has the command that merges it.
-    """
+    is still the adapter), and the adapter's tokenizer. `task`: the name of a script of train/; None: any. Raises
+    UserError, with the command that merges it, where it cannot be trained on."""
     name = recipe.model_name_or_path
     if not (recipe.trains and name and is_adapter(name)):
         return None
@@ -222,11 +212,7 @@ def to_train_on(recipe: Any, task: str | None) -> AdapterFolder | None:
 
 
 def on_its_base(recipe: Any, task: str | None = None, auto_class: Any = None) -> tuple[Any, Any]:
-    """(the recipe, which names the base where its model is an adapter; the configuration of the model).
-
-    Raises:
-        UserError: see to_train_on and load_configuration.
-    """
+    """(the recipe, which names the base where its model is an adapter; the configuration of the model)."""
     recipe = recipe.draft()
     adapter = to_train_on(recipe, task)
     config = load_configuration(recipe, auto_class)
@@ -307,8 +293,8 @@ def find_base(
 
 
 def recorded_base(folder: AdapterFolder) -> str | None:
-    """The base that an adapter names: a hub name, or a folder. If a folder's name has no path (zerofit/model/lora.py,
-    published_base), the path is in the recipe.yaml of the run that made the adapter."""
+    """The base that an adapter names: a hub name, or a folder. Where it is a folder's last name alone
+    (published_base), the path is in the recipe.yaml of the run that made the adapter."""
     name = folder.settings.get("base_model_name_or_path")
     if not name or not name.startswith("./") or Path(name).is_dir():
         return name
@@ -334,14 +320,8 @@ def base_revision(folder: AdapterFolder, base: str | None) -> dict[str, str]:
 def trained_config(
     folder: AdapterFolder, config: "PretrainedConfig", where: str, name: str, overrides: str | None = None
 ) -> tuple[Any, list[str]]:
-    """The configuration that the adapter was trained with, with config_overrides, and notes on it.
-
-    It is beside the adapter; if not, it is the base's with the number of labels of the adapter's head, and of tokens
-    of its embeddings.
-
-    Raises:
-        UserError: the two configurations have other sizes.
-    """
+    """The configuration that the adapter was trained with, and notes on it: it is beside the adapter, else the base's
+    with the labels and tokens that the adapter has. Raises UserError where the two have other sizes."""
     if not (folder.path / "config.json").is_file():
         endings = tuple(f".{head}.weight" for head in LABEL_ROWS if folder.classifies)
         labels = [shape[0] for weight, shape in folder.shapes.items() if f".{weight}".endswith(endings)]
@@ -378,8 +358,7 @@ def _num_rows(folder: AdapterFolder) -> int | None:
 
 
 def _headed(config: "PretrainedConfig", folder: AdapterFolder) -> "PretrainedConfig":
-    """The configuration with the tokens of the adapter's embeddings, and of a classifier with its head; the base's may
-    be others, or none."""
+    """The configuration with the tokens of the adapter's embeddings, and of a classifier with its head."""
     if rows := _num_rows(folder):
         config.get_text_config().vocab_size = rows
     if folder.classifies:

@@ -168,11 +168,7 @@ def continue_adapter(
     folder: AdapterFolder, model: torch.nn.Module, recipe: TrainingRecipe, strategy: "Strategy"
 ) -> Adapter:
     """Inject an adapter that is trained on into a model of build_model: its layers, and the modules that it has in
-    full, are trained further.
-
-    Raises:
-        UserError: the adapter is for another base, or one of its modules is not in the model.
-    """
+    full, are trained further. Raises UserError where it is for another base."""
     original = adapter_settings(folder, _where(folder))
     settings = replace(original, inference_mode=False, init_lora_weights=True, lora_dropout=recipe.lora_dropout)
     drawn = [name for name in getattr(model, "initialized_weights", ()) if name not in folder.full_weights]
@@ -213,8 +209,8 @@ def _inject(
     saved: list[str],
     where: str | None = None,
 ) -> tuple[Any, list[str]]:
-    """Inject the adapter's layers, and load all weights of its file into them and into the modules that it has in
-    full; no weight of a layer stays random. Returns the PeftModel of a tool, which says `where`, and notes."""
+    """Inject the adapter's layers, and load all weights of its file into them and the modules that it has in full.
+    Returns the PeftModel of a tool, which says `where`, and notes."""
     from peft import PeftModel, get_peft_model_state_dict, inject_adapter_in_model
 
     wrap = PeftModel if where else lambda model, settings, name: inject_adapter_in_model(settings, model, name)

@@ -80,12 +80,8 @@ def kernel_of(model: Any) -> str | None:
 
 
 def check_installed(requested: str | None) -> None:
-    """Before data is read: check that the packages of a flash kernel are installed. transformers takes the flash-attn
-    package, or else a kernel of the hub through the kernels package (modeling_utils.py, 5.23).
-
-    Raises:
-        UserError: attn_implementation names such a kernel, and neither package is installed.
-    """
+    """Raises UserError where attn_implementation names a flash kernel whose package is not installed: flash-attn, or
+    else the kernels package, with which transformers takes one of the hub."""
     from transformers.integrations.hub_kernels import is_kernel
     from transformers.utils import import_utils
 
@@ -94,12 +90,12 @@ def check_installed(requested: str | None) -> None:
         return
     if version and importlib.util.find_spec({"3": "flash_attn_interface"}.get(version, "flash_attn")):
         return
-    kernels = f"pip install 'kernels>={import_utils.KERNELS_MIN_VERSION},<{import_utils.KERNELS_MAX_VERSION}'"
-    default = "or remove attn_implementation: packed documents on a GPU, in bf16 or fp16, then use torch's own"
-    if not version:
-        raise UserError(f"attn_implementation = {requested!r} needs the kernels package: {kernels}, {default}")
-    package = "pip install --no-build-isolation -e '.[flash]' (it is compiled), or " if version == "2" else ""
-    raise UserError(f"attn_implementation = {requested!r} needs flash-attn {version}: {package}{kernels}, {default}")
+    package = f"flash-attn {version}, or " if version else ""
+    kernels = f"'kernels>={import_utils.KERNELS_MIN_VERSION},<{import_utils.KERNELS_MAX_VERSION}'"
+    raise UserError(
+        f"attn_implementation = {requested!r} needs {package}the kernels package: pip install {kernels}. Or remove it: on "
+        "a GPU, in bf16 or fp16, packed documents then use torch's own"
+    )
 
 
 def takes_lengths(model: Any) -> bool:

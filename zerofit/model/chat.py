@@ -63,11 +63,8 @@ class BadTemplate(Exception):
 
 
 def named_template(name: str) -> str:
-    """The text of a template: one of zerofit/model/templates by its name, else a .jinja file by its path.
-
-    Raises:
-        UserError: there is no such template or file.
-    """
+    """The text of a template: one of zerofit/model/templates by its name, else a .jinja file by its path. Raises
+    UserError where there is none."""
     file = TEMPLATES / f"{name}.jinja" if name in known_templates() else Path(name).expanduser()
     if file.suffix != ".jinja":
         raise UserError(f"chat_template = {name!r}: known are {', '.join(known_templates())}, or a .jinja file")
@@ -85,11 +82,8 @@ def known_templates() -> list[str]:
 def install_template(
     tokenizer: "PreTrainedTokenizerBase", requested: str | None, default: str | None = None
 ) -> Template:
-    """Give the tokenizer the requested template, else its own, else the default one; it is exported with it.
-
-    Raises:
-        UserError: there is no template, or it is not valid Jinja; the tokenizer has no end-of-text token.
-    """
+    """Give the tokenizer the requested template, else its own, else the default one; it is exported with it. Raises
+    UserError where there is none, it is not valid Jinja, or texts have no end."""
     if tokenizer.eos_token is None:
         raise UserError(f"{tokenizer.name_or_path!r} has no end-of-text token. Set another tokenizer_name")
     template_of_tokenizer = _own_template(tokenizer) if not requested else tokenizer.chat_template
@@ -132,11 +126,8 @@ def _for_tokenizer(name: str, tokenizer: "PreTrainedTokenizerBase") -> str:
 
 
 def tool_definitions(value: Any) -> list[dict[str, Any]]:
-    """Definitions of tools as templates take them: {"type": "function", "function": {...}}.
-
-    Raises:
-        ValueError: they are no list of objects.
-    """
+    """Definitions of tools as templates take them: {"type": "function", "function": {...}}. Raises ValueError where
+    they are no list of objects."""
     value = json.loads(value) if isinstance(value, str) else value
     listed = [
         json.loads(tool) if isinstance(tool, str) else tool for tool in ([value] if isinstance(value, dict) else value)
@@ -152,11 +143,8 @@ def tool_definitions(value: Any) -> list[dict[str, Any]]:
 
 
 def check_arguments(value: Any) -> dict[str, Any]:
-    """Arguments of a record for its template (chat_template_kwargs).
-
-    Raises:
-        ValueError: they are no object, or one is not the template's.
-    """
+    """Arguments of a record for its template (chat_template_kwargs). Raises ValueError where they are no object, or
+    one is not the template's."""
     from transformers import PreTrainedTokenizerBase
 
     known = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"tools", "documents"}
@@ -434,10 +422,8 @@ class BeyondLimits(Exception):
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """End the block once it takes too much. Raises BeyondLimits.
-
-    Time is limited in the main thread only, where Python handles signals, and memory on Linux only.
-    """
+    """End the block once it takes too much: time in the main thread, where Python handles signals, and memory on
+    Linux. Raises BeyondLimits."""
     is_main, statm = threading.current_thread() is threading.main_thread(), Path("/proc/self/statm")
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if statm.exists():

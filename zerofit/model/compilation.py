@@ -47,11 +47,7 @@ def compile_model(
 ) -> None:
     """Compile a model when it is called: its "blocks", or all of it ("model"). In place, so that weights keep their
     names and hooks that come later (FSDP2's) are called. `falls_back`: code that the compiler fails at is computed as
-    it is, with torch's warning.
-
-    Raises:
-        UserError: the model has no blocks that transformers knows of.
-    """
+    it is, with torch's warning. Raises UserError where transformers knows of no blocks."""
     modules = [model] if what == "model" else blocks_of(model)
     if not modules:
         kind = model.config.model_type

@@ -57,15 +57,9 @@ def known_architectures() -> dict[str, dict[str, Any]]:
 
 
 def load_configuration(recipe: ModelOptions, auto_class: Any = None) -> "PretrainedConfig":
-    """The transformers configuration that the recipe names, with its overrides applied.
-
-    It is read from a folder of that name with a config.json, else from the architectures of this tree (`config_name`
-    only), else from the hub. `auto_class`: the transformers auto class that the task needs; None: any.
-
-    Raises:
-        UserError: the name is unknown or cannot be reached, an override names nothing in the configuration, or there
-            is no such model for the task.
-    """
+    """The transformers configuration that the recipe names, with its overrides: of a folder with a config.json, else
+    of the architectures in this tree (`config_name` only), else of the hub. `auto_class`: the class that the task
+    needs; None: any. Raises UserError where there is none, or an override names nothing in it."""
     from transformers import AutoConfig
 
     from zerofit.model.attention import check_installed  # imports torch, which tokenizers do not need
@@ -88,15 +82,10 @@ def load_configuration(recipe: ModelOptions, auto_class: Any = None) -> "Pretrai
     override(config, recipe.config_overrides)
     if auto_class is not None:
         check_task(recipe, config, auto_class)
-        check_auxiliary_loss(config)
+        if getattr(config, "output_router_logits", False) and not family_of(config).has_experts:
+            raise UserError("output_router_logits = true: set --config_overrides output_router_logits=false")
     config.use_cache = False
     return config
-
-
-def check_auxiliary_loss(config: "PretrainedConfig") -> None:
-    """Raises UserError if the configuration asks for an auxiliary loss that is not computed for such a model."""
-    if getattr(config, "output_router_logits", False) and not family_of(config).has_experts:
-        raise UserError("output_router_logits = true: set --config_overrides output_router_logits=false")
 
 
 def check_task(recipe: ModelOptions, config: "PretrainedConfig", auto_class: Any) -> None:
@@ -119,11 +108,7 @@ def has_model(auto_class: Any, config: "PretrainedConfig") -> bool:
 
 
 def from_hub_or_folder(option: str, name: str, load: Callable[..., Any], **kwargs: Any) -> Any:
-    """Call a `from_pretrained`, and replace its many errors by one sentence each.
-
-    Raises:
-        UserError: nothing is found, a package is missing, or the files are not what transformers expects.
-    """
+    """Call a `from_pretrained`, and replace its many errors by a UserError of one sentence each."""
     from huggingface_hub.errors import StrictDataclassError
 
     if is_missing_folder(name):
@@ -134,8 +119,6 @@ def from_hub_or_folder(option: str, name: str, load: Callable[..., Any], **kwarg
         work_offline_without_network()
     try:
         loaded = load(name, **kwargs)
-        _check_kernels(option, name, loaded)
-        return loaded
     except pickle.UnpicklingError:
         raise UserError(f"{option} = {name!r}: a file holds more than tensors. Name safetensors") from None
     except ImportError as error:
@@ -158,6 +141,10 @@ def from_hub_or_folder(option: str, name: str, load: Callable[..., Any], **kwarg
         elif option == "model_name_or_path" and name.lower() in known_architectures():
             remedy += f" (to train from scratch and not from its weights: --config_name {name})"
         raise UserError(f"{option} = {name!r} is neither a folder nor on the hub ({reason}); {remedy}") from None
+    for part in (loaded, *(getattr(loaded, name, None) for name in getattr(loaded, "sub_configs", ()))):
+        if attention_of(part) not in ATTENTION:  # the code of a repository
+            raise UserError(f"{option} = {name!r}: remove the code {attention_of(part)!r} from its config.json")
+    return loaded
 
 
 def missing_package(error: ImportError) -> str:
@@ -181,12 +168,8 @@ def unknown_family(model_type: str) -> str:
 
 
 def check_quantiser(option: str, name: str, config: Any, on_gpu: bool = False) -> None:
-    """Check that quantised weights can be read here, before data or weights are read. `on_gpu`: they are trained on,
-    which is done on a GPU alone.
-
-    Raises:
-        UserError: transformers knows no such method, its package is missing, or it needs another device.
-    """
+    """Raises UserError where quantised weights cannot be read here: an unknown method, a package that is missing, or
+    another device. `on_gpu`: they are trained on, which is done on a GPU alone."""
     import torch
     from transformers.quantizers import AutoHfQuantizer
 
@@ -207,20 +190,10 @@ def check_quantiser(option: str, name: str, config: Any, on_gpu: bool = False) -
         raise UserError(f"{stated}: {reason}. Name weights that are not quantised") from None
 
 
-def _check_kernels(option: str, name: str, config: "PretrainedConfig") -> None:
-    """Raises UserError if a configuration that was loaded, or a part of it, asks for the code of a repository."""
-    parts = [config, *(getattr(config, part, None) for part in getattr(config, "sub_configs", ()))]
-    for kernel in map(attention_of, parts):
-        if kernel not in ATTENTION:
-            raise UserError(f"{option} = {name!r}: remove the code {kernel!r} from its config.json")
-
-
 @cache
 def work_offline_without_network() -> None:
-    """Set the hub's libraries offline if the hub's host has no address, so that they read their cache at once.
-
-    Otherwise they request each file six times and wait 23 s in all; huggingface_hub 1.x has no setting for that.
-    """
+    """Set the hub's libraries offline if the hub's host has no address. Else they request each file six times and wait
+    23 s in all; huggingface_hub 1.x has no setting for that."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or getproxies():
@@ -265,11 +238,7 @@ def _value(text: str) -> Any:
 
 def override(config: "PretrainedConfig", text: str | None) -> None:
     """Apply `config_overrides`; what the configuration's class derives from the changed fields is derived anew, as
-    layer_types from num_hidden_layers.
-
-    Raises:
-        UserError: a name or a kind of value is not that of the configuration, or the values do not go together.
-    """
+    layer_types from num_hidden_layers. Raises UserError where a name or a value is not that of the configuration."""
     overrides = overrides_of(text)
     if not overrides:
         return
@@ -321,7 +290,8 @@ def _derive_again(config: "PretrainedConfig", before: dict[str, Any], changed: s
     loud = of_transformers.get_verbosity()
     of_transformers.set_verbosity_error()  # it warns of what these trials lack
     try:
-        stated = {name: before[name] for name in before if not gives_all(_without(before, name))}
+        rest = {name: {key: value for key, value in before.items() if key != name} for name in before}
+        stated = {name: before[name] for name in before if not gives_all(rest[name])}
         if not gives_all(stated):
             return
     finally:
@@ -337,10 +307,6 @@ def _derive_again(config: "PretrainedConfig", before: dict[str, Any], changed: s
     for name, value in made.to_dict().items():
         if name in before and name not in changed and not isinstance(value, dict) and value != before[name]:
             setattr(config, name, value)
-
-
-def _without(fields: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in fields.items() if key != name}
 
 
 def _head_size(config: "PretrainedConfig") -> int | None:

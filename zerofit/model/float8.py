@@ -39,21 +39,13 @@ def is_emulated() -> bool:
 
 
 def check_float8(recipe: "TrainingRecipe") -> None:
-    """Before data is read: check that float8 has its package.
-
-    Raises:
-        UserError: torchao is not installed.
-    """
+    """Raises UserError where float8 is asked for and torchao is not installed."""
     if recipe.float8 and recipe.trains and importlib.util.find_spec("torchao") is None:
         raise UserError(f"float8 ({recipe.source('float8')}) needs torchao: pip install '.[float8]', or remove it")
 
 
 def check_float8_device(recipe: "TrainingRecipe") -> None:
-    """Check that the GPUs of this process multiply in float8; it may start CUDA.
-
-    Raises:
-        UserError: one does not, or there is none.
-    """
+    """Raises UserError where a GPU of this process does not multiply in float8, or there is none."""
     if not (recipe.float8 and recipe.trains) or is_emulated():
         return
     needs = (
@@ -69,14 +61,9 @@ def check_float8_device(recipe: "TrainingRecipe") -> None:
 
 
 def convert_to_float8(model: "PreTrainedModel", blocks: list[torch.nn.Module]) -> str:
-    """Let the linear layers of a model's blocks multiply in float8, in place; parameters stay the same objects.
-    `blocks`: of the model; other layers stay in bf16, and so do those whose widths do not divide by 16.
-
-    Returns: a line for the log.
-
-    Raises:
-        UserError: no layer is left.
-    """
+    """Let the linear layers of these blocks of a model multiply in float8, in place; parameters stay the same objects,
+    and layers whose widths do not divide by 16 stay in bf16. Returns a line for the log. Raises UserError where no
+    layer is left."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     inside = (each for block in blocks for each in block.named_modules())

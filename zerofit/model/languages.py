@@ -66,10 +66,8 @@ def check_marked(tokenizer: "PreTrainedTokenizerBase", prefix: str, sources: Ite
 
 
 def first_target_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
-    """Settings of generation with which a target begins with the token of its language; none without languages.
-
-    The decoder of mBART starts with this token. The others write it first.
-    """
+    """Settings of generation with which a target begins with the token of its language: mBART's decoder starts with
+    it, the others write it first. None without languages."""
     if not (language_codes(tokenizer) and _marks_texts(tokenizer) and tokenizer.init_kwargs.get("tgt_lang")):
         return {}
     ids = tokenizer(text_target="a")["input_ids"]

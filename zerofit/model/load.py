@@ -187,7 +187,7 @@ def _check_names(model: torch.nn.Module, missing: Iterable[str], name: str) -> N
 
 
 def head_weights(auto_class: Any, config: "PretrainedConfig", num_labels: int) -> list[str]:
-    """The weights of a classifier whose shapes depend on the number of labels. `num_labels`: another number than the
+    """The weights of a classifier whose shapes depend on the number of labels; `num_labels` is another one than the
     configuration has."""
     other, shapes = copy.deepcopy(config), []
     other.num_labels = num_labels
@@ -201,9 +201,9 @@ def head_weights(auto_class: Any, config: "PretrainedConfig", num_labels: int) -
 def _initialize_missing(
     model: torch.nn.Module, missing: Iterable[str], strategy: "Strategy", seed: int, dtype: torch.dtype | None = None
 ) -> list[str]:
-    """Initialize the weights that were not loaded, as the model's own code does, on the CPU and in a fixed order: so
-    they are the same in every run, on every device and under every strategy. Returns their names. `dtype`: that the
-    model will be converted to, where it was loaded in another one: they are drawn in it."""
+    """Initialize the weights that were not loaded, as the model's own code does, on the CPU and in a fixed order, so
+    that they are the same under every strategy. Returns their names. `dtype`: that the model will be converted to,
+    where it was loaded in another one."""
     parameters = dict(model.named_parameters())
     torch.manual_seed(seed)
     names = sorted(set(missing) & parameters.keys())

@@ -108,15 +108,9 @@ class Adapter:
 
 
 def add_adapter(model: "PreTrainedModel", recipe: TrainingRecipe, task: str, strategy: "Strategy") -> Adapter | None:
-    """Freeze the model and inject LoRA layers into it, the same under every strategy; None without --lora.
-
-    Weights that are missing from the pretrained model (a classifier's head) are random: they are fully trained and
-    saved with the adapter, since loading it would otherwise draw other random ones. `model`: of build_model, which
-    lists in `initialized_weights` the weights that are missing.
-
-    Raises:
-        UserError: a target or a module to save matches nothing in the model, or cannot have an adapter.
-    """
+    """Freeze the model and inject LoRA layers into it, the same under every strategy; None without --lora. Weights
+    that the pretrained model lacks (`initialized_weights`, a classifier's head) are fully trained and saved with the
+    adapter. Raises UserError where a target matches nothing, or cannot have an adapter."""
     if not recipe.lora:
         return None
     saved, targets = _saved_modules(model, recipe, task), targets_of(model, recipe)
@@ -159,6 +153,7 @@ def inject_lora(
     targets = targets_of(model, recipe)
     modules, of_experts = split_targets(model, targets)
     bias: Any = recipe.lora_bias  # one of the three that peft has
+    ends = tuple(f".{target}" for target in targets)  # a Conv1D stores its weight transposed
     config = LoraConfig(
         r=recipe.lora_r,
         lora_alpha=recipe.lora_alpha,
@@ -168,7 +163,7 @@ def inject_lora(
         use_rslora=recipe.use_rslora,
         target_modules=pattern or (ALL_LINEAR if targets == (ALL_LINEAR,) else modules),
         target_parameters=of_experts or None,
-        fan_in_fan_out=_is_conv1d(model, targets),
+        fan_in_fan_out=any(isinstance(each, Conv1D) and name.endswith(ends) for name, each in model.named_modules()),
         **settings,
     )
     try:
@@ -190,13 +185,8 @@ def mark_magnitudes(model: torch.nn.Module, strategy: "Strategy") -> None:
 def make_trainable(
     model: torch.nn.Module, config: "LoraConfig", saved: list[str], strategy: "Strategy", targets: str = ""
 ) -> Adapter:
-    """Let modules be trained in full beside an adapter's layers. Returns the adapter.
-
-    Args:
-        config: peft's description, but for the modules.
-        saved: the names of the modules.
-        targets: the end of the sentence for the log.
-    """
+    """Let these modules be trained in full beside an adapter's layers, which peft's `config` describes. Returns the
+    adapter. `targets`: the end of the sentence for the log."""
     for name in saved:
         model.get_submodule(name).requires_grad_(True)
     if strategy.deepspeed is None:  # no optimizer has an fp32 copy of the trained weights: they are fp32 themselves
@@ -342,20 +332,14 @@ def _linear_names(model: torch.nn.Module) -> list[str]:
     return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, kinds)})
 
 
-def _is_conv1d(model: torch.nn.Module, targets: tuple[str, ...]) -> bool:
-    """Return whether the targets store their weights transposed."""
-    ends = tuple(f".{target}" for target in targets)
-    return any(isinstance(module, Conv1D) and name.endswith(ends) for name, module in model.named_modules())
-
-
 def inside_of(model: torch.nn.Module, saved: list[str]) -> list[str]:
     """Modules that are fully trained, and all modules inside them: they get no adapter."""
     return [name for name, _ in model.named_modules() if any(f"{name}.".startswith(f"{outer}.") for outer in saved)]
 
 
 def published_base(name: str | None) -> str | None:
-    """The base's name in adapter_config.json. A hub name is unchanged; a folder's begins with a dot, so that nobody
-    takes it for a hub name, and has no absolute path (model/adapter_folder.py reads that in the recipe.yaml)."""
+    """The base's name in adapter_config.json: a hub name is unchanged; a folder's begins with a dot, so that nobody
+    takes it for a hub name, and has no absolute path."""
     path = Path(name or "").expanduser()
     if not name or not path.is_dir():
         return name

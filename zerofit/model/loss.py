@@ -135,8 +135,7 @@ def shifted_right(model: Any, labels: torch.Tensor) -> torch.Tensor:
 
 
 def has_separate_body(model: "PreTrainedModel") -> bool:
-    """Return whether the model's body can be called without its head, as the losses that do not hold all logits need
-    it."""
+    """Return whether the body can be called without its head, as the chunked loss needs it."""
     return model.base_model is not model
 
 

@@ -16,11 +16,8 @@ DEVICES = {"cuda"}  # elsewhere torch has no kernel, and in half precision its o
 
 
 def fuse_norms(model: torch.nn.Module) -> int:
-    """Let each RMSNorm of a model that is written as Llama's be computed by one function. Returns their number.
-
-    Of these modules alone: no class is changed, and names and weights are what they were. A norm with another forward
-    pass is left as it is, such as Gemma's, which multiplies by 1 + weight.
-    """
+    """Let each RMSNorm of a model that is written as Llama's be computed by one function. Returns their number. One
+    with another forward pass is left as it is, such as Gemma's, which multiplies by 1 + weight."""
     norms = [module for module in model.modules() if is_llama_norm(module)]
     for module in norms:
         module.forward = types.MethodType(FusedNorm.forward, module)

@@ -36,10 +36,8 @@ def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
 
 
 def decay_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's two groups: matrices and higher decay, vectors and scalars (biases, norms) do not.
-
-    By dimension and not by name, so that it holds for every architecture. Empty groups are omitted.
-    """
+    """AdamW's two groups: matrices and higher decay, vectors and scalars (biases, norms) do not. By dimension and not
+    by name, so that it holds for every architecture. Empty groups are omitted."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     matrices = [parameter for parameter in trainable if len(true_shape(parameter)) >= 2]
     vectors = [parameter for parameter in trainable if len(true_shape(parameter)) < 2]

@@ -37,11 +37,8 @@ DOCUMENT_TOKENS = 8  # if the model has twice as many positions
 
 
 def safe_precision(strategy: "Strategy", config: "PretrainedConfig") -> tuple[str, str | None]:
-    """(the strategy's precision, or bf16 in place of fp16 if fp16 gives the model NaN; a warning in that case).
-
-    Raises:
-        UserError: this GPU has no bf16.
-    """
+    """(the strategy's precision, or bf16 in place of fp16 if fp16 gives the model NaN; a warning in that case). Raises
+    UserError where this GPU has no bf16."""
     if strategy.precision != "fp16" or not family_of(config).overflows_fp16:
         return strategy.precision, None
     if strategy.lacks_bf16:
@@ -59,14 +56,9 @@ def install_chosen_loss(model: Any, recipe: LossOptions) -> None:
 
 @uncompiled()
 def check_loss(engine: "Engine", recipe: LossOptions) -> str:
-    """Check that the installed loss is this model's loss. Returns a line for the log.
-
-    If the memory-saving loss differs (the model caps or scales its logits, say), the plain loss replaces it, and the
-    line says so.
-
-    Raises:
-        UserError: the recipe names a loss that is not this model's.
-    """
+    """Check that the installed loss is this model's loss. Returns a line for the log. If the memory-saving loss
+    differs (the model caps or scales its logits, say), the plain loss replaces it; one that the recipe names is
+    refused."""
     config = engine.module.config
     kind, reason = _choose(engine.module, recipe)
     if kind != "full":
@@ -87,11 +79,8 @@ def check_loss(engine: "Engine", recipe: LossOptions) -> str:
 @uncompiled()
 def check_packing(engine: "Engine", recipe: ModelOptions, collate: "CausalCollator") -> str:
     """Check that the documents of a packed row stay apart. Sets `collate.flatten` (rows are laid out for a flash
-    kernel), and may switch the model's attention to sdpa. Returns a line for the log, or nothing.
-
-    Raises:
-        UserError: a document sees the one before it.
-    """
+    kernel), and may switch the model's attention to sdpa. Returns a line for the log, or nothing. Raises UserError
+    where a document sees the one before it."""
     kind, note = engine.module.config.model_type, ""
     collate.flatten = takes_lengths(engine.module)
     leak = _leaks(engine, collate)
@@ -113,18 +102,8 @@ def check_packing(engine: "Engine", recipe: ModelOptions, collate: "CausalCollat
 @uncompiled()
 @torch.no_grad()
 def check_split_rows(engine: "Engine", collate: "CausalCollator", packed: bool) -> str | None:
-    """Under sequence parallelism: check that the loss of rows that ranks split is the loss of rows in full.
-
-    Args:
-        collate: lays rows out as in training.
-        packed: rows are of documents that do not see each other.
-
-    Returns:
-        A note for the log.
-
-    Raises:
-        UserError: the model, or its attention kernel, needs the rows in full.
-    """
+    """Under sequence parallelism: check that the loss of rows that ranks split is the loss of rows in full. Returns a
+    note. Raises UserError where it differs. `packed`: rows are of documents that do not see each other."""
     if engine.layout.sequence == 1:
         return None
     vocab_size, device, length = _sizes(engine)

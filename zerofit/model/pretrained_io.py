@@ -65,6 +65,7 @@ def read_model(
         UserError: there are no such weights, they are broken or hold NaN, or the package for their quantisation is
             not installed.
     """
+    import torch
     from safetensors import SafetensorError
 
     from zerofit.compat.transformers import keep_conversions
@@ -75,7 +76,8 @@ def read_model(
     quantised = getattr(config, "quantization_config", None) is not None
     if quantised:
         check_quantiser(option, name, config)
-        common |= _on_the_accelerator()
+        if device := torch.accelerator.current_accelerator(check_available=True):
+            common["device_map"] = {"": device}  # they cannot be moved later
     try:
         model, info = from_hub_or_folder(
             option,
@@ -97,14 +99,6 @@ def read_model(
     check_finite(model, f"{option} = {name!r}")
     mismatched = [entry[0] for entry in info["mismatched_keys"]]
     return fuse_gelu(model).eval(), sorted({*info["missing_keys"], *mismatched})
-
-
-def _on_the_accelerator() -> dict[str, Any]:
-    """Quantised weights are loaded onto the device that uses them; they cannot be moved later."""
-    import torch
-
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return {"device_map": {"": device}} if device else {}
 
 
 def check_output(output: Path) -> None:

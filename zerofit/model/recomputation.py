@@ -50,18 +50,13 @@ def enable_recomputation(
 
 def check_recomputation(model: "PreTrainedModel", which: bool | str) -> None:
     """Raises UserError where a model (not a stage of it) cannot recompute what gradient_checkpointing says."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     name, option = f"a {model.config.model_type} ({type(model).__name__})", "gradient_checkpointing"
     if not model.supports_gradient_checkpointing:
         raise UserError(f"{option}: {name} cannot compute blocks again. Remove it, or use a smaller batch")
-    if which is not True and not has_layers(model):
+    if which is not True and not any(isinstance(each, GradientCheckpointingLayer) for each in model.modules()):
         raise UserError(f"{option} = {which}: {name} computes all blocks again, or none. Use --{option} full")
-
-
-def has_layers(model: torch.nn.Module) -> bool:
-    """Return whether a model has layers that transformers recomputes one at a time."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return any(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
 
 
 def selective_contexts(keeps_attention: bool = True, compiled: bool = False) -> tuple[DispatchMode, DispatchMode]:

@@ -61,11 +61,7 @@ def cut_layers(model: "PreTrainedModel", stages: int) -> list[range]:
 
 
 def check_stages(config: "PretrainedConfig", stages: int, source: str) -> None:
-    """Check that so many stages can share the layers of a model.
-
-    Raises:
-        UserError: its family has no plan, or it has fewer layers.
-    """
+    """Raises UserError where a model's family has no plan for stages, or it has fewer layers than stages."""
     degree = f"{source}: pipeline.stages = {stages}"
     if family_of(config).stage_plan is None:
         raise UserError(f"{degree}: a {config.model_type} has no pipeline. Use a strategy such as zero3")

@@ -128,11 +128,7 @@ def find_vocabulary_files(folder: Path) -> tuple[str, str] | None:
 
 
 def tokenizer_from_vocabulary_files(vocab_file: str, merge_file: str) -> "PreTrainedTokenizerBase":
-    """The tokenizer in GPT-2's two files, whatever they are called.
-
-    Raises:
-        UserError: the files hold something else.
-    """
+    """The tokenizer in GPT-2's two files, by any names. Raises UserError where they hold something else."""
     from transformers import GPT2Tokenizer
 
     try:
@@ -192,7 +188,11 @@ def train_tokenizer(
             show_progress=sys.stdout.isatty(),  # elsewhere each of its three bars is an empty line
         )
         bpe.train_from_iterator(texts, trainer=trainer)
-        bpe.post_processor = _pair_template(bpe) if pairs else processors.ByteLevel(trim_offsets=False)
+        bpe.post_processor = processors.ByteLevel(trim_offsets=False)
+        if pairs:  # 1 is the token type of B
+            marks = [(token, bpe.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+            template = {"single": "[CLS] $A [SEP]", "pair": "[CLS] $A [SEP] $B:1 [SEP]:1"}
+            bpe.post_processor = TemplateProcessing(**template, special_tokens=marks)
         names = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if pairs else {}
         trained = PreTrainedTokenizerFast(tokenizer_object=bpe, **roles, **names)
         partial = temporary_path(folder)
@@ -203,23 +203,12 @@ def train_tokenizer(
     return tokenizer
 
 
-def _pair_template(bpe: Tokenizer) -> TemplateProcessing:
-    """`[CLS] A [SEP]` and `[CLS] A [SEP] B [SEP]`, with 1 as the token type of B."""
-    tokens = [(token, bpe.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
-    return TemplateProcessing(single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=tokens)
-
-
 def check_vocabulary(
     config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase", recipe: "TrainingRecipe"
 ) -> str | None:
-    """Check that model and tokenizer belong together; a model from scratch gets the tokenizer's size, and so does a
-    pretrained one with resize_embeddings, where tokens were added to the tokenizer.
-
-    A model may have more rows than the tokenizer has tokens (a size padded to a multiple), but not fewer, and not over
-    1,024 more: then the tokenizer belongs to another model.
-
-    Returns: sentences for the log if the configuration was changed, or the tokenizer is smaller than requested.
-    """
+    """Check that model and tokenizer belong together: a model may have up to 1,024 rows more than the tokenizer has
+    tokens (a padded size), but not fewer. A model from scratch gets the tokenizer's size, and so does a pretrained one
+    with resize_embeddings. Returns sentences for the log."""
     note, requested = _fit_vocabulary(config, tokenizer, recipe), getattr(tokenizer, "requested_size", 0)
     if not requested or len(tokenizer) >= requested:
         return note
@@ -260,11 +249,8 @@ def _fit_vocabulary(
 
 
 def pad_vocabulary(config: "PretrainedConfig", recipe: "ClmRecipe") -> str | None:
-    """Round the vocabulary of a model from scratch up to a multiple of make_vocab_size_divisible_by. Export removes
-    the added rows.
-
-    Returns: a sentence for the log if rows are added.
-    """
+    """Round the vocabulary of a model from scratch up to a multiple of make_vocab_size_divisible_by; export removes
+    the added rows. Returns a sentence for the log if there are some."""
     tokens, multiple = config.vocab_size, recipe.make_vocab_size_divisible_by
     rows = -(-tokens // (multiple or 1)) * (multiple or 1)
     if rows == tokens:
@@ -293,10 +279,8 @@ def padding_token(tokenizer: "PreTrainedTokenizerBase") -> int:
 
 
 def end_with_eos(tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Let the tokenizer end every text with its end-of-text token, if it adds no special token to a text.
-
-    Encoder-decoder models are trained with this token, and the exported tokenizer then adds it, too.
-    """
+    """Let the tokenizer end every text with its end-of-text token, if it adds no special token: encoder-decoder models
+    are trained with it. The exported tokenizer does so, too."""
     end, backend = tokenizer.eos_token, getattr(tokenizer, "backend_tokenizer", None)
     bare = tokenizer("a")["input_ids"] == tokenizer("a", add_special_tokens=False)["input_ids"]
     if bare and end is not None and backend is not None:
@@ -307,11 +291,7 @@ def end_with_eos(tokenizer: "PreTrainedTokenizerBase") -> None:
 
 def read_by_words(tokenizer: "PreTrainedTokenizerBase") -> None:
     """Let the tokenizer read lists of words, each as it would be read after a space (of RoBERTa and GPT-2:
-    add_prefix_space); the exported tokenizer then does so, too.
-
-    Raises:
-        UserError: it cannot say which word a token is of.
-    """
+    add_prefix_space); the exported one does so, too. Raises UserError where it cannot say which word a token is of."""
     if not tokenizer.is_fast:
         raise UserError(
             f"tokenizer_name = {tokenizer.name_or_path!r}: {type(tokenizer).__name__} cannot say which word a token "
@@ -324,11 +304,7 @@ def read_by_words(tokenizer: "PreTrainedTokenizerBase") -> None:
 
 def set_decoder_start_token(config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase") -> None:
     """Set the token with which the decoder begins: that of the target's language (mBART); else, where a configuration
-    from scratch has none, a usual one.
-
-    Raises:
-        UserError: neither the configuration nor the tokenizer has one.
-    """
+    from scratch has none, a usual one. Raises UserError where neither has one."""
     config.decoder_start_token_id = first_target_tokens(tokenizer).get(START, getattr(config, START, None))
     if config.decoder_start_token_id is None:
         candidates = (config.bos_token_id, tokenizer.cls_token_id, config.pad_token_id)
@@ -354,10 +330,7 @@ def padding_values(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
 
 
 def producible_tokens(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """The number of embedding rows that the ids of ordinary text need.
-
-    transformers adds a mask token if a published vocabulary has none; no text contains it, and the model has no row
-    for it.
-    """
+    """The number of embedding rows that the ids of ordinary text need. transformers adds a mask token if a published
+    vocabulary has none; no text contains it, and the model has no row for it."""
     ids = set(tokenizer.get_vocab().values())
     return max(ids - {tokenizer.mask_token_id} if tokenizer.mask_token_id == max(ids) else ids) + 1

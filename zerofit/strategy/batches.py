@@ -107,10 +107,7 @@ def resolve_batches(
 
 def _fit_micro_batch(recipe: BatchOptions, replicas: int, replica_size: int) -> None:
     """Let the recipe adopt a micro-batch of which whole passes make the global batch, and the first of a growing one.
-
-    Raises:
-        UserError: there is none, since the samples cannot be shared evenly by so many replicas.
-    """
+    Raises UserError where so many replicas cannot share the samples evenly."""
     total, warmup = recipe.global_batch_size, read_warmup(recipe.global_batch_warmup or "")
     assert total is not None, "of the run that resumes"
     smallest = math.gcd(total, warmup[0]) if warmup else total
@@ -130,11 +127,7 @@ def _fit_micro_batch(recipe: BatchOptions, replicas: int, replica_size: int) -> 
 
 
 def _with_warmup(recipe: BatchOptions, sizes: BatchSizes, what: str) -> BatchSizes:
-    """Add the warm-up that the recipe states.
-
-    Raises:
-        UserError: the first size is no multiple of one pass, or the global batch none of it.
-    """
+    """Add the warm-up that the recipe states. Raises UserError where its sizes are not whole passes."""
     if recipe.global_batch_warmup is None:
         return sizes
     warmup = read_warmup(recipe.global_batch_warmup)

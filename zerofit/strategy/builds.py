@@ -39,10 +39,7 @@ def lock_files() -> list[str]:
 
 def drop_abandoned_locks() -> list[str]:
     """Remove the locks that no process holds open, and return their paths. Where other machines see the file system
-    nothing is removed, as their processes may hold them.
-
-    Another run may do the same meanwhile and begin to build: the lock that it makes is another file.
-    """
+    nothing is removed. Another run may do the same and begin to build: the lock that it makes is another file."""
     import psutil
 
     from zerofit.recipe.files import is_shared
@@ -64,11 +61,8 @@ def drop_abandoned_locks() -> list[str]:
 
 
 def check_compiled_code() -> None:
-    """Check the folders in which torch, DeepSpeed and Triton find compiled code, and run it.
-
-    Raises:
-        UserError: others decide what is in one of them.
-    """
+    """Raises UserError where others may write to a folder in which torch, DeepSpeed and Triton find compiled code, and
+    run it."""
     from zerofit.recipe.errors import UserError
     from zerofit.recipe.paths import not_ones_own
 

@@ -101,14 +101,9 @@ def _node(config: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
 def resolve_config(
     config: dict[str, Any], source: str, recipe: TrainingRecipe, layout: ParallelLayout, total_stays: bool = False
 ) -> tuple[dict[str, Any], BatchSizes]:
-    """Fill every "auto" that the recipe owns, in a copy.
-
-    A scheduler block is taken out: what it says is the recipe's, which sets the rate of each update. `total_stays`:
-    see resolve_batches.
-
-    Raises:
-        UserError: every statement of the configuration that the recipe contradicts, both values and sources named.
-    """
+    """Fill every "auto" that the recipe owns, in a copy. A scheduler block is taken out: what it says is the recipe's,
+    which sets the rate of each update. Raises UserError: all that the recipe contradicts, with both values and
+    sources. `total_stays`: see resolve_batches."""
     config = json.loads(json.dumps(config))
     resolver = OptionResolver(config, source, recipe)
     resolver.resolve("per_device_train_batch_size", "train_micro_batch_size_per_gpu")

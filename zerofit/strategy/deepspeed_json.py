@@ -81,12 +81,8 @@ EXAMPLES = {
 
 
 def read_config(launch: Launch, collected: Problems | None = None) -> tuple[dict[str, Any], str, list[str]]:
-    """Return (configuration, name of its source, notes): the JSON file, or what the accelerate YAML alone says.
-    `collected`: takes the problems of a configuration that can be used but for them; by default they are raised.
-
-    Raises:
-        UserError: no such file, not JSON, unknown keys, values of a wrong type.
-    """
+    """Return (configuration, name of its source, notes): the JSON file, or what the accelerate YAML alone says. Raises
+    UserError where it cannot be used; `collected` takes the problems of one that is whole but for them."""
     if launch.json_path is None:
         config = _from_yaml_alone()
         zero = config["zero_optimization"]
@@ -315,11 +311,8 @@ def _unknown_keys(config: dict[str, Any]) -> list[str]:
 
 
 def stated_precision(config: dict[str, Any], source: str) -> str | None:
-    """The precision that a DeepSpeed configuration states; None if it leaves it open.
-
-    Raises:
-        UserError: bf16 and fp16 are both on.
-    """
+    """The precision that a DeepSpeed configuration states; None if it leaves it open. Raises UserError if bf16 and
+    fp16 are both on."""
     on = [name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled") is True]
     off = [name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled") is False]
     if len(on) == 2:

@@ -28,11 +28,7 @@ def keeps_optimizer_on_disk(zero: dict[str, Any]) -> bool:
 
 
 def check_async_io() -> None:
-    """Check, before a model is loaded, that DeepSpeed can build what reads and writes an NVMe disk.
-
-    Raises:
-        UserError: DeepSpeed cannot compile what reads and writes the disk.
-    """
+    """Raises UserError where DeepSpeed cannot build what reads and writes an NVMe disk."""
     from deepspeed.git_version_info import installed_ops
     from deepspeed.ops.op_builder import AsyncIOBuilder
 

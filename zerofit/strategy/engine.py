@@ -174,8 +174,8 @@ class Engine:
 
     def step(self, losses: list[torch.Tensor], bounds: Bounds) -> Outcome:
         """Clip the gradients and let the optimizer move the weights, unless loss or norm are out of bounds; all ranks
-        decide alike. Nothing is left of the gradients afterwards. `losses`: of `forward_backward`. Nothing is done
-        where there are none."""
+        decide alike. Nothing is left of the gradients. `losses`: of `forward_backward`; without any nothing is done.
+        """
         if not losses:
             return Outcome(losses, lambda: (False, []), ())
         own = [float(sum(losses)), self.gradient_norm(), *bounds.report]
@@ -337,11 +337,9 @@ class Engine:
     def generate(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor:
-        """`generate` of the model on this rank's rows (B, T), on all ranks together.
-
-        Under ZeRO-3 and FSDP2 every rank takes part in every forward pass, so ranks that have finished continue until
-        all have. Without dropout; the model is in the mode then that it was in before.
-        """
+        """`generate` of the model on this rank's rows (B, T), on all ranks together: under ZeRO-3 and FSDP2 every rank
+        takes part in every forward pass, so ranks that have finished continue until all have. Without dropout; the
+        model is in the mode then that it was in before."""
         was_training = self.model.training
         self.model.eval()
         input_ids = input_ids.to(self.device)

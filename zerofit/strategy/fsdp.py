@@ -112,11 +112,7 @@ def fsdp_problems(settings: dict[str, str], content: Mapping[str, Any], source: 
 
 
 def check_fsdp(source: str, recipe: TrainingRecipe, precision: str | None) -> None:
-    """Check that nothing is asked for that does not go together with FSDP2.
-
-    Raises:
-        UserError: all that does not.
-    """
+    """Raises UserError: all that is asked for and does not go together with FSDP2."""
     beside, problems = f"{source}: FSDP does not go together with", []
     if precision == "fp16":
         problems.append(f"{beside} precision = fp16. Use --precision bf16, or --strategy zero3")

@@ -143,11 +143,7 @@ def peak_of(device_name: str, num_sms: int | None = None) -> float | None:
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of that name, upper or lower case.
-
-    Raises:
-        UserError: it is not in the table.
-    """
+    """The GPU of that name, upper or lower case. Raises UserError if it is not in the table."""
     gpu = GPUS.get(name.lower())
     if gpu is None:
         close = nearest(name.lower(), GPUS)

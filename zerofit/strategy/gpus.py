@@ -41,18 +41,13 @@ def gpus_of_the_machine() -> dict[str, int]:
 
 
 def check_devices() -> None:
-    """Check that torch finds a GPU where the machine has one.
-
-    The CPU is asked for with `--cpu` or `use_cpu: true` of accelerate, or with an empty CUDA_VISIBLE_DEVICES.
-
-    Raises:
-        UserError: it finds none, and nobody has asked for the CPU.
-    """
+    """Raises UserError where torch finds no GPU and the machine has one, unless the CPU is asked for: `--cpu` or
+    `use_cpu: true` of accelerate, or an empty CUDA_VISIBLE_DEVICES."""
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1"):
         return
     for maker, count in gpus_of_the_machine().items():
         hidden = any(os.environ.get(name) in NO_DEVICE for name in (VISIBLE[maker], *ALSO_VISIBLE[maker]))
-        if hidden or _torch_sees_one():
+        if hidden or num_devices():
             continue
         from zerofit.recipe.errors import UserError
 
@@ -98,12 +93,6 @@ def num_devices() -> int:
     import torch
 
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-
-
-def _torch_sees_one() -> bool:
-    import torch
-
-    return torch.accelerator.is_available()
 
 
 def _why(maker: str) -> str:

@@ -52,18 +52,10 @@ class Launch:
         """How messages name the accelerate configuration."""
         return self.config_file or "accelerate launch"
 
-    @property
-    def states_precision_by_flag(self) -> bool:
-        """Whether `precision` is not the YAML's: a flag goes before the file."""
-        return not self.config_file or bool(flag_value(self.command, "mixed_precision"))
-
 
 def find_launch(named: StrategyFlag | None = None) -> Launch:
-    """Read the environment that `accelerate launch` made, and the YAML file behind it; check_launch checks them.
-    `named`: what the program's own command line names: the environment is made of it here.
-
-    Raises:
-        UserError: the launcher and the program name different strategies.
+    """Read the environment that `accelerate launch` made, and the YAML file behind it. `named`: what the program's own
+    command line names: the environment is made of it here. Raises UserError where the launcher names another strategy.
     """
     environment = os.environ
     # Before torch is imported: OpenMP's threads sleep while they wait. Those that spin, as they do by default, make a

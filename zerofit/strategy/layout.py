@@ -200,11 +200,7 @@ def with_degrees(config: dict[str, Any], tensor: int, pipeline: int, sequence: i
 def check_degrees(
     config: dict[str, Any], source: str, recipe: TrainingRecipe, precision: str, layout: ParallelLayout
 ) -> None:
-    """Check that nothing is asked for that does not go together with the degrees.
-
-    Raises:
-        UserError: all that does not.
-    """
+    """Raises UserError: all that is asked for and does not go together with the degrees."""
     degrees = {
         SEQUENCE: layout.sequence,
         f"{TENSOR}.autotp_size": layout.tensor,

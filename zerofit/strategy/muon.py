@@ -52,11 +52,7 @@ class Matrix:
 
 class Muon(torch.optim.AdamW):
     """Muon for the matrices of a model's blocks, and AdamW for all other parameters. `model`: before it is sharded, or
-    after: parameters under ZeRO-3 know their shapes.
-
-    Raises:
-        UserError: the model has no such matrices.
-    """
+    after: parameters under ZeRO-3 know their shapes. Raises UserError where it has no such matrices."""
 
     def __init__(self, model: torch.nn.Module, recipe: OptimizerOptions, fused: bool) -> None:
         matrices = hidden_matrices(model)

@@ -46,10 +46,7 @@ class StrategyFlag:
 
 def take_named(recipe: Recipe) -> StrategyFlag | None:
     """Take the strategy that the recipe's flags name out of the recipe, which says what is trained, and not how.
-
-    Raises:
-        UserError: a recipe's file has one, or there is no such file.
-    """
+    Raises UserError where a recipe's file names one, or there is no such strategy."""
     value = getattr(recipe, "strategy", None)
     if not value:
         return None
@@ -73,11 +70,7 @@ def is_json(strategy: str) -> bool:
 
 def export_environment(named: StrategyFlag, config_file: str | None) -> None:
     """Put it into this process' environment, as accelerate launch would have. `config_file`: the YAML that an
-    accelerate launch above this process has read.
-
-    Raises:
-        UserError: the launcher has a strategy of its own, and it is another.
-    """
+    accelerate launch above this process has read. Raises UserError where that has another strategy."""
     environment, told = os.environ, config_file or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     ours = named.config_file or named.json_path or ""
     if told and Path(told).is_file() and Path(told).samefile(ours):
@@ -103,10 +96,7 @@ def export_environment(named: StrategyFlag, config_file: str | None) -> None:
 
 def environment_of(content: Mapping[str, Any], source: str) -> dict[str, str]:
     """Return the variables that accelerate launch makes of a YAML; not those of processes, which torchrun has made.
-
-    Raises:
-        UserError: it asks for what only accelerate launch can do.
-    """
+    Raises UserError where it asks for what only accelerate launch can do."""
     kind, world = str(content.get("distributed_type", "NO")), int(os.environ.get("WORLD_SIZE", "1"))
     problems = problems_of_yaml(content, source)
     if kind == "NO" and world > 1:
@@ -197,11 +187,8 @@ def _why_not(kind: str) -> list[str]:
 
 
 def find_strategies(names: list[str]) -> dict[str, Path]:
-    """Find the accelerate YAML of each name: one in accelerate_configs/, or a .yaml file.
-
-    Raises:
-        UserError: there is no such file, or it is no strategy here.
-    """
+    """Find the accelerate YAML of each name: one in accelerate_configs/, or a .yaml file. Raises UserError where there
+    is none, or it is no strategy here."""
     folder = configs()
     files = {name: Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml" for name in names}
     known = sorted(path.stem for path in folder.glob("*.yaml"))

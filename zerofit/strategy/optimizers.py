@@ -70,11 +70,8 @@ def parameter_groups(model: torch.nn.Module, recipe: OptimizerOptions) -> list[d
 
 
 def check_kept(optimizer: torch.optim.Optimizer | None) -> None:
-    """Check, after a step, that an optimizer of torch which a script has chosen keeps what checkpoints have.
-
-    Raises:
-        UserError: it keeps something else of a weight than the two moments of AdamW.
-    """
+    """Raises UserError, after a step, where an optimizer of torch that a script has chosen keeps something else of a
+    weight than the two moments of AdamW, which checkpoints have."""
     if optimizer is None or not type(optimizer).__module__.startswith("torch.optim"):
         return
     kept = {name for state in optimizer.state.values() for name in state} - {"step", "ema"}  # ema: of state.py

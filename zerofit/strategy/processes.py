@@ -51,7 +51,10 @@ def start_processes(
         if os.environ.get("LOCAL_RANK", "0") == "0":
             notes += [f"{lock} was left by a build that was killed: removed" for lock in drop_abandoned_locks()]
             notes += filter(None, [describe_build("cpu_adam") if strategy.offloads_optimizer else None])
-        kwargs["deepspeed_plugin"] = _deepspeed_plugin(strategy)
+        # accelerate would compare the YAML with the resolved configuration, and take that for a second opinion.
+        os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
+        init = os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true") == "true" and strategy.shards_parameters
+        kwargs["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=strategy.deepspeed, zero3_init_flag=init)
         if keeps_optimizer_on_disk(strategy.deepspeed["zero_optimization"]):
             check_async_io()
         kwargs["gradient_accumulation_steps"] = strategy.batches.accumulation
@@ -87,11 +90,8 @@ def start_processes(
 
 
 def _share_devices(num_devices: int) -> bool:
-    """Whether processes of this machine share devices: NCCL refuses two on one GPU, gloo does not.
-
-    Raises:
-        UserError: they would have to, and nobody has allowed it.
-    """
+    """Whether processes of this machine share devices: NCCL refuses two on one GPU, gloo does not. Raises UserError
+    where nobody has allowed it."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if processes <= num_devices:
         return False
@@ -103,11 +103,3 @@ def _share_devices(num_devices: int) -> bool:
     # Both accelerate and DeepSpeed take LOCAL_RANK for the number of the device.
     os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % num_devices)
     return True
-
-
-def _deepspeed_plugin(strategy: Strategy) -> DeepSpeedPlugin:
-    # accelerate's own comparison of YAML and JSON is ours by now (launch.py, deepspeed_json.py), and it would take the
-    # resolved configuration for a second opinion.
-    os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
-    init = os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true") == "true"
-    return DeepSpeedPlugin(hf_ds_config=strategy.deepspeed, zero3_init_flag=init and strategy.shards_parameters)

@@ -8,6 +8,7 @@ from typing import Any
 from zerofit.model.float8 import is_emulated
 from zerofit.recipe.errors import Problems, UserError
 from zerofit.recipe.options import TrainingRecipe
+from zerofit.recipe.parse import flag_value
 from zerofit.strategy.batches import resolve_batches
 from zerofit.strategy.deepspeed_config import resolve_config
 from zerofit.strategy.deepspeed_json import read_config, stated_precision
@@ -139,11 +140,7 @@ def _read_deepspeed(
 
 def _adopt_float8(launch: Launch, recipe: TrainingRecipe) -> Launch:
     """Let `mixed_precision: fp8` mean precision = bf16 and float8, and float8 compile the blocks. Returns the launch
-    with its precision.
-
-    Raises:
-        UserError: the recipe says otherwise.
-    """
+    with its precision. Raises UserError where the recipe says otherwise."""
     if launch.precision == "fp8":
         stated, source = f"mixed_precision = fp8 ({_of_launcher(launch).source})", recipe.source("float8")
         launch = replace(launch, precision="bf16")
@@ -170,12 +167,8 @@ def _adopt_float8(launch: Launch, recipe: TrainingRecipe) -> Launch:
 
 
 def _check_float8(recipe: TrainingRecipe, precision: str | None, beside: dict[str, bool]) -> None:
-    """Check that a strategy goes together with float8. `beside`: {what the strategy has, and float8 was not shown to
-    work with: whether it has that}.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Raises UserError where a strategy does not go together with float8. `beside`: {what float8 was not shown to work
+    with: whether the strategy has it}."""
     if not (recipe.float8 and recipe.trains):
         return
     stated = f"float8 ({recipe.source('float8')})"
@@ -209,7 +202,7 @@ def _check_rounding(config: dict[str, Any], source: str, precision: str | None) 
 
 
 def _of_launcher(launch: Launch) -> PrecisionSetting:
-    by_flag = launch.states_precision_by_flag
+    by_flag = not launch.config_file or bool(flag_value(launch.command, "mixed_precision"))
     return PrecisionSetting(launch.precision, FLAG_OF_LAUNCHER if by_flag else launch.source)
 
 

@@ -42,11 +42,7 @@ def shares_heads(config: Any, degree: int) -> bool:
 
 
 def check_model(config: Any, degree: int, source: str, recipe: Any, precision: str) -> None:
-    """Before data is read: check that `degree` ranks can split the rows of such a model.
-
-    Raises:
-        UserError: all that stands against it.
-    """
+    """Raises UserError: all that stands against `degree` ranks that split the rows of such a model."""
     config = config.get_text_config()
     stated, without = f"{source}: sequence_parallel_size = {degree}", "Use a strategy without it, such as zero3"
     problems = []

@@ -124,15 +124,11 @@ class OptimizerState:
         `tensors` has returned; None: look at what the optimizer holds now."""
         given = tensors and ((shard, tensors[f"weight/{shard.name}"]) for shard in self.own())
         found: dict[tuple[str, int], float] = {}
-        for shard, values in given or self._weights():
+        for shard, values in given or ((each, self.get("weight", each)) for each in self._in_memory(self.own())):
             which, places = shard.find(sampled_elements(math.prod(shard.shape)))
             sampled = values[torch.from_numpy(places)].tolist()
             found |= {(shard.name, int(i)): value for i, value in zip(which, sampled)}
         return found
-
-    def _weights(self) -> Iterator[tuple[Shard, torch.Tensor]]:
-        """Each shard that this rank writes, with its values."""
-        return ((shard, self.get("weight", shard)) for shard in self._in_memory(self.own()))
 
     def _in_memory(self, shards: list[Shard], written: bool = False) -> Iterator[Shard]:
         """Yield the shards, each while what the optimizer keeps of it is in memory. All of them must be asked for.

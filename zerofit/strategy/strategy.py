@@ -138,11 +138,7 @@ class Strategy:
         return ", ".join([name, f"{processes} process{'es' if processes > 1 else ''}", *split, self.precision])
 
     def check_precision(self) -> None:
-        """Check that there is a device for the precision.
-
-        Raises:
-            UserError: fp16 without a GPU; one problem for each place that asks for it.
-        """
+        """Raises UserError where there is no device for the precision: one problem for each place that asks for it."""
         if self.precision != "fp16":
             return
         if not torch.accelerator.is_available():

@@ -156,8 +156,7 @@ class TokenParts:
         return self._placeholder(hidden, self._shape)
 
     def receive(self, part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Return a stand-in for the model's code, in place of a part that comes from the stage before. `shape`: (B,
-        T)."""
+        """Return a stand-in (B, T, H) for the model's code, in place of a part that comes from the stage before."""
         if not torch.is_grad_enabled():
             return part
         self._incoming = part
@@ -298,11 +297,8 @@ class VocabularyHead(nn.Module):
 
 
 def check_split(config: "PretrainedConfig", size: int, source: str) -> None:
-    """Check that so many ranks can share the layers of a model, as a strategy says.
-
-    Raises:
-        UserError: its family has no plan, or the number divides its heads or its MLP's channels not evenly.
-    """
+    """Raises UserError where so many ranks cannot share the layers of a model: its family has no plan, or they divide
+    its heads or its MLP's channels not evenly."""
     plan, degree = family_of(config).tensor_plan, f"{source}: tensor_parallel.autotp_size = {size}"
     otherwise = "Use a strategy without it, such as zero3"
     if plan is None:
