@@ -93,8 +93,8 @@ def check_installed(requested: str | None) -> None:
     package = f"flash-attn {version}, or " if version else ""
     kernels = f"'kernels>={import_utils.KERNELS_MIN_VERSION},<{import_utils.KERNELS_MAX_VERSION}'"
     raise UserError(
-        f"attn_implementation = {requested!r} needs {package}the kernels package: pip install {kernels}. Or remove it: on "
-        "a GPU, in bf16 or fp16, packed documents then use torch's own"
+        f"attn_implementation = {requested!r} needs {package}the kernels package: pip install {kernels}. Without it "
+        "packed documents use torch's own on a GPU"
     )
 
 
