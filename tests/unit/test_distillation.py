@@ -108,10 +108,3 @@ def teacher(byte_tokenizer, tmp_path_factory) -> Path:
     tiny_model("gpt_neox", vocab_size=len(tokenizer) + 4).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-def test_a_teacher_is_named():
-    problems = recipe_of(tokenizer_name="teacher", train_file=["a.txt"], teacher=None).problems()
-    assert any("--teacher" in problem for problem in problems), problems
-    whole = {"distill_divergence": "reverse", "teacher": "gpt2-xl"}
-    assert not recipe_of(tokenizer_name="teacher", train_file=["a.txt"], **whole).problems()

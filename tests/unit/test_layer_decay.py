@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from helpers import refusal
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from zerofit.recipe import ClsRecipe, parse_recipe
@@ -70,8 +69,3 @@ def test_updates_are_those_of_groups_made_by_hand(model_type):
         by_hand.step()
     for (name, one), other in zip(ours.named_parameters(), theirs.parameters()):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9, msg=name)
-
-
-@pytest.mark.parametrize("flags", [("1.5",), ("0",), ("0.9", "--optim", "muon")])
-def test_it_is_refused(flags):
-    assert "layer_decay" in refusal(recipe, "--layer_decay", *flags)

@@ -19,7 +19,6 @@ from zerofit.model.export import write_card
 from zerofit.model.load import build_model
 from zerofit.model.lora import add_adapter, check_quantisation
 from zerofit.model.parameters import count_parameters
-from zerofit.model.preflight import install_chosen_loss
 from zerofit.recipe import ClmRecipe, ClsRecipe, parse_recipe
 from zerofit.recipe.tasks import TASKS
 from zerofit.strategy.strategy import Strategy
@@ -100,22 +99,6 @@ def test_the_preset_of_each_family(bases, family):
     expected = sum(8 * sum(base.get_submodule(name).weight.shape) for name in adapter.targets) + head
     assert count_parameters(model)[1] == expected > 0
     assert ("all-linear" if family == "gptj" else targets.replace(" ", ", ")) in adapter.note
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_biases_are_trained_beside_weights_in_half_precision(bases, family):
-    """A norm of whose two parameters one is trained has both in fp32: on a CPU it takes no others."""
-    half = Strategy(launch=ALONE, batches=None, precision="bf16", deepspeed=None, source="")
-    model, _ = adapted(bases[family], family, "--lora_bias", "all", strategy=half)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert answer(model).isfinite().all()
-
-
-def test_a_head_with_an_adapter_gets_the_plain_loss(bases):
-    model, _ = adapted(bases["llama"], "llama", "--lora_target_modules", "lm_head", "q_proj")
-    install_chosen_loss(model, ClmRecipe())
-    assert model.loss_kind == "full"
-    assert "the head has an adapter" in refusal(install_chosen_loss, model, ClmRecipe(loss="chunked"))
 
 
 VARIANTS = [

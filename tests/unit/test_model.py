@@ -77,11 +77,6 @@ def test_published_architectures_need_no_network(name):
     assert counted == expected if isinstance(expected, int) else counted == pytest.approx(expected, rel=0.03)
 
 
-@pytest.mark.parametrize("overrides", ["n_layers=3", "n_layer=2.5"])
-def test_overrides_that_fit_nothing(overrides):
-    check_refusal(["n_layer"], load_configuration, ClmRecipe(config_name="gpt2", config_overrides=overrides))
-
-
 QUANTISED = {  # quant_method: (what its settings hold besides, the package that reads it)
     "bitsandbytes": ({"load_in_4bit": True}, "bitsandbytes"), "awq": ({"bits": 4}, "gptqmodel"),
     "compressed-tensors": ({"config_groups": {}}, "compressed_tensors"), "superquant": ({}, "superquant"),
@@ -237,13 +232,6 @@ def test_the_stated_kinds_of_layers_stay(tmp_path):
         assert load_configuration(recipe).layer_types == kinds[:count]
     recipe = ClmRecipe(config_name=str(tmp_path), config_overrides="num_hidden_layers=8")
     check_refusal(["config_overrides = 'num_hidden_layers=8'", "layer_types"], load_configuration, recipe)
-
-
-def test_sizes_that_do_not_go_together_are_refused_before_training():
-    recipe = ClmRecipe(model_type="gpt_neo", config_overrides="num_layers=4")  # attention_types has 24
-    check_refusal(["config_overrides = 'num_layers=4'", "attention_types"], load_configuration, recipe)
-    recipe = ClmRecipe(config_name="llama-3.1-8b", config_overrides="num_attention_heads=12")  # 8 heads of keys
-    check_refusal(["config_overrides = 'num_attention_heads=12'"], load_configuration, recipe)
 
 
 # ----------------------------------------------------------------------------- vocabulary files that have other names

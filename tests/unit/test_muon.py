@@ -1,7 +1,6 @@
 """optim muon: its step, what takes it, what it keeps, where it is refused. Between strategies: test_agreement.py."""
 
 import torch
-from helpers import refusal
 from test_resuming import recipe
 from test_saving import Alone, save, saver_of
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -84,8 +83,3 @@ def test_a_run_resumes_to_the_bit(tmp_path):
     assert after[-1] < after[0]
     sizes = [parameter.numel() for parameter in engine.module.parameters()]
     assert engine.state.bytes_of_all() == 4 * (2 * (sizes[0] + sizes[2]) + 3 * (sizes[1] + sizes[3]))
-
-
-def test_a_model_without_blocks_is_refused():
-    module = torch.nn.Linear(2, 2)
-    assert "optim = muon: a Linear " in refusal(make_optimizer, module, recipe(*FLAGS), torch.device("cpu"))

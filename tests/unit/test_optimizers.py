@@ -47,16 +47,6 @@ def test_the_state_is_as_large_as_predicted(optim):
         assert own == state_bytes(optim, parameter.shape), parameter.shape
 
 
-def test_adafactor_s_learning_rate_is_absolute():
-    """Of gradients that differ by rows and columns alone, the first step is the sign times the rate."""
-    module = torch.nn.Linear(3, 4, bias=False)
-    before = module.weight.detach().clone()
-    optimizer = optimizer_of(module, "--optim", "adafactor", "--learning_rate", "1e-2")
-    module.weight.grad = torch.outer(torch.tensor([1.0, -2.0, 3.0, 4.0]), torch.tensor([0.1, 1.0, -7.0]))
-    optimizer.step()
-    assert torch.allclose(module.weight - before, -1e-2 * module.weight.grad.sign(), atol=1e-7)
-
-
 class Other(Alone):
     """An engine of one process with another optimizer than AdamW."""
 
