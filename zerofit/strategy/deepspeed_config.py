@@ -127,16 +127,9 @@ def resolve_config(
     resolver.fill("gradient_accumulation_steps", batches.accumulation, "gradient_accumulation_steps", BATCHES)
     resolver.fill("train_batch_size", batches.global_batch, "micro-batch * accumulation * processes", BATCHES)
     zero = config["zero_optimization"]
-    if zero.get("stage") == 3:
-        resolver.fill(
-            "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-            True,
-            "saving the model, else its tensors are empty",
-        )
     _resolve_hierarchy(resolver, zero, layout.world_size)
     resolver.raise_found()
     _spare_what_does_nothing(config, layout)
-    config.setdefault("steps_per_print", 2**31)
     config.setdefault("timers", {"throughput": {"enabled": False}})  # it waits for the device in each forward pass
     return config, batches
 
