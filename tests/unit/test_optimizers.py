@@ -13,10 +13,8 @@ from zerofit.recipe.options import OPTIMIZERS
 from zerofit.record.run_folder import identity
 from zerofit.strategy.optimizers import (
     KEPT,
-    SHARDED,
     ReplicatedOptimizerState,
     check_kept,
-    check_optimizer,
     make_optimizer,
     state_bytes,
 )
@@ -74,15 +72,6 @@ def test_a_run_resumes_to_the_bit(tmp_path, optim, asynchronous):
     assert len(engine.state.whole_tensors()) >= 6
     tensors = sum(file.stat().st_size for file in (folder / "state").glob("*.safetensors"))
     assert engine.state.bytes_of_all() < tensors < engine.state.bytes_of_all() + 3000
-
-
-def test_where_parameters_are_cut_it_is_refused():
-    for name in set(OPTIMIZERS) - set(SHARDED):
-        message = refusal(check_optimizer, recipe("--optim", name), "ds_configs/zero2.json", True)
-        assert f"optim = {name}: it " in message
-        assert "(ds_configs/zero2.json). Use --strategy ddp, or one process; or --optim adamw" in message
-        check_optimizer(recipe("--optim", name), "ddp", False)
-    check_optimizer(recipe(), "ds_configs/zero2.json", True)
 
 
 def test_a_run_does_not_resume_with_another_optimizer(tmp_path):

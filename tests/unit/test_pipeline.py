@@ -1,6 +1,7 @@
 """Pipeline parallelism without launches: stages that are called one after another find what the full model finds, each
 holds its own weights only, and what cannot be done is refused."""
 
+from dataclasses import replace
 from itertools import product
 from math import comb
 from types import SimpleNamespace
@@ -14,7 +15,9 @@ from zerofit.model.export import export_model
 from zerofit.model.loss import install_loss
 from zerofit.model.stages import check_stages, cut_layers, keep_stage, whole_model
 from zerofit.recipe import ClmRecipe
-from zerofit.strategy.layout import ParallelLayout, check_degrees
+from zerofit.strategy.launch import Launch
+from zerofit.strategy.layout import check_degrees
+from zerofit.strategy.strategy import Strategy
 
 LLAMA = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
          "max_position_embeddings": 64}  # fmt: skip
@@ -148,12 +151,13 @@ def test_what_does_not_go_together_is_refused_in_one_message():
     recipe = ClmRecipe(config_name="gpt2", lora=True, torch_compile="model", predict_file="asked.jsonl")
     recipe.remember_sources({"lora": "--lora", "torch_compile": "--torch_compile"})
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True}
-    about = {"zero_optimization": zero}, "my.json", recipe, "fp32"
-    message = refusal(check_degrees, *about, ParallelLayout(8, pipeline=2, tensor=2, sequence=2))
+    launch = Launch(8, 0, deepspeed=True, precision=None, json_path=None, config_file=None)
+    strategy = Strategy(launch, None, "fp32", {"zero_optimization": zero}, "my.json", pipeline=2, tensor=2, sequence=2)
+    message = refusal(check_degrees, strategy, recipe)
     for words in ("lora (--lora)", "torch_compile", "zero_optimization.stage = 3", "Write 1", "predict_file",
                   "zero_optimization.offload_optimizer", "pipeline.stages = 2 does not go together with "
                   "zero_optimization.overlap_comm", "sequence_parallel_size = 2 does not go together with "
                   "tensor_parallel.autotp_size and pipeline.stages"):  # fmt: skip
         assert words in message
     assert "7 problems" in message, "each is named once"
-    check_degrees(*about, ParallelLayout(8))
+    check_degrees(replace(strategy, pipeline=1, tensor=1, sequence=1), recipe)

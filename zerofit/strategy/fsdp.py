@@ -6,10 +6,13 @@ read from the YAML.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
+
+if TYPE_CHECKING:
+    from zerofit.strategy.strategy import Strategy
 
 RESHARDS = "fsdp_reshard_after_forward"
 IGNORED = "fsdp_ignored_modules"
@@ -111,10 +114,12 @@ def fsdp_problems(settings: dict[str, str], content: Mapping[str, Any], source: 
     return problems
 
 
-def check_fsdp(source: str, recipe: TrainingRecipe, precision: str | None) -> None:
+def check_fsdp(strategy: "Strategy", recipe: TrainingRecipe) -> None:
     """Raises UserError: all that is asked for and does not go together with FSDP2."""
-    beside, problems = f"{source}: FSDP does not go together with", []
-    if precision == "fp16":
+    if strategy.launch.fsdp is None:
+        return
+    beside, problems = f"{strategy.source}: FSDP does not go together with", []
+    if strategy.precision == "fp16":
         problems.append(f"{beside} precision = fp16. Use --precision bf16, or --strategy zero3")
     if recipe.compiles == "model":
         problems.append(

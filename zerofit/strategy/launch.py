@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerofit.recipe.errors import OUR_LAUNCHER, UserError, nearest
+from zerofit.recipe.errors import OUR_LAUNCHER, UserError
 from zerofit.recipe.parse import flag_value
 from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.places import CONFIGS
@@ -15,13 +15,6 @@ from zerofit.strategy.fsdp import fsdp_problems, read_fsdp
 from zerofit.strategy.gpus import use_expandable_segments
 from zerofit.strategy.named import FP8_BACKEND, StrategyFlag, export_environment, problems_of_yaml
 
-# Keys of `deepspeed_config:` in an accelerate YAML that accelerate 1.15 reads; it ignores any other without a word.
-DEEPSPEED_YAML_KEYS = {
-    "deepspeed_config_file", "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
-    "deepspeed_multinode_launcher", "deepspeed_moe_layer_cls_names", "gradient_accumulation_steps",
-    "gradient_clipping", "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device",
-    "offload_param_nvme_path", "zero3_init_flag", "zero3_save_16bit_model", "zero_stage",
-}  # fmt: skip
 SHARES_DEVICES = "ZEROFIT_SHARES_DEVICES"  # set by `zerofit compare`: processes may share a device
 PRECISIONS = {"no": None, "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
 
@@ -84,7 +77,7 @@ def find_launch(named: StrategyFlag | None = None) -> Launch:
 def check_launch(launch: Launch) -> None:
     """Raises UserError where the YAML holds nested keys that accelerate would ignore, or names a strategy that is not
     supported."""
-    problems = problems_of_yaml(launch.yaml, launch.source) or _yaml_problems(launch)
+    problems = problems_of_yaml(launch.yaml, launch.source)
     if os.environ.get("ACCELERATE_USE_MEGATRON_LM", "false") == "true" and not problems:  # by a flag
         problems = problems_of_yaml({"distributed_type": "MEGATRON_LM"}, launch.source)
     if launch.fsdp is not None:
@@ -168,28 +161,3 @@ def default_config() -> str | None:
     home = Path(os.environ.get("HF_HOME", f"{cache}/huggingface")).expanduser()
     files = (home / "accelerate" / f"default_config.{ending}" for ending in ("json", "yaml"))
     return next((str(file) for file in files if file.is_file()), None)
-
-
-def _yaml_problems(launch: Launch) -> list[str]:
-    section = launch.yaml.get("deepspeed_config") or {}
-    problems = []
-    for key in section:
-        if key not in DEEPSPEED_YAML_KEYS:
-            close = nearest(key, DEEPSPEED_YAML_KEYS)
-            remedy = f"Did you mean {close}?" if close else f"Known: {', '.join(sorted(DEEPSPEED_YAML_KEYS))}"
-            problems.append(f"{launch.config_file}: deepspeed_config has the unknown key {key}. {remedy}")
-    if "deepspeed_config_file" in section:
-        only_without = {
-            "gradient_accumulation_steps",
-            "gradient_clipping",
-            "zero_stage",
-            "zero3_save_16bit_model",
-            "offload_optimizer_device",
-            "offload_param_device",
-        } & section.keys()
-        for key in sorted(only_without):
-            problems.append(
-                f"{launch.config_file}: {key} = {section[key]!r} stands beside deepspeed_config_file = "
-                f"{section['deepspeed_config_file']!r}, which has its own. Keep it in the JSON only"
-            )
-    return problems

@@ -9,11 +9,14 @@ import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerofit.compat.deepspeed import initializing_with
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
+
+if TYPE_CHECKING:
+    from zerofit.strategy.strategy import Strategy
 
 OFFLOADED = ("offload_optimizer", "offload_param")
 PARTITIONS = {"zero_hpz_partition_size": 1, "mics_shard_size": -1}  # and the value that means: not used
@@ -197,10 +200,9 @@ def with_degrees(config: dict[str, Any], tensor: int, pipeline: int, sequence: i
     return {key: degrees.get(key, value) for key, value in config.items()}
 
 
-def check_degrees(
-    config: dict[str, Any], source: str, recipe: TrainingRecipe, precision: str, layout: ParallelLayout
-) -> None:
+def check_degrees(strategy: "Strategy", recipe: TrainingRecipe) -> None:
     """Raises UserError: all that is asked for and does not go together with the degrees."""
+    config, layout, source, precision = strategy.deepspeed or {}, strategy.layout, strategy.source, strategy.precision
     degrees = {
         SEQUENCE: layout.sequence,
         f"{TENSOR}.autotp_size": layout.tensor,

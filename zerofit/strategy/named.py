@@ -29,6 +29,11 @@ VARIABLES = {
     "deepspeed_config_file": "DEEPSPEED_CONFIG_FILE",
     "deepspeed_moe_layer_cls_names": "DEEPSPEED_MOE_LAYER_CLS_NAMES",
 }
+# Other keys of deepspeed_config that accelerate 1.15 reads; it ignores any other without a word.
+READ_TOO = ("deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
+            "deepspeed_multinode_launcher", "offload_optimizer_nvme_path", "offload_param_nvme_path")  # fmt: skip
+IN_THE_JSON = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "zero3_save_16bit_model",
+               "offload_optimizer_device", "offload_param_device")  # fmt: skip
 SUPPORTED = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 FP8_BACKEND = "AO"
@@ -148,6 +153,16 @@ def problems_of_yaml(content: Any, source: str) -> list[str]:
     for key in ("deepspeed_config", "fsdp_config", "parallelism_config"):
         if not isinstance(content.get(key) or {}, dict):
             problems.append(f"{source}: {key} = {content[key]!r}: expected indented `key: value` lines")
+    section = content.get("deepspeed_config") or {}
+    for key, value in section.items() if isinstance(section, dict) else ():
+        if key not in (*VARIABLES, *READ_TOO):
+            close = nearest(key, (*VARIABLES, *READ_TOO))
+            remedy = f"Did you mean {close}?" if close else f"Known: {', '.join(sorted((*VARIABLES, *READ_TOO)))}"
+            problems.append(f"{source}: deepspeed_config has the unknown key {key}. {remedy}")
+        elif key in IN_THE_JSON and "deepspeed_config_file" in section:
+            problems.append(
+                f"{source}: {key} = {value!r} stands beside deepspeed_config_file. Keep it in the JSON only"
+            )
     if isinstance(content.get("use_cpu"), str):
         problems.append(f"{source}: use_cpu = {content['use_cpu']!r} is a text, which counts as true: no quotes")
     return problems

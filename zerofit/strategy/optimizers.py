@@ -5,7 +5,7 @@ relative to the size of each weight. 8 bits are bitsandbytes' (blocks of 256 ele
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from zerofit.model.parameters import decay_groups, layer_groups
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import OptimizerOptions, TrainingRecipe
 from zerofit.strategy.devices import has_fused_adamw
+from zerofit.strategy.layout import OFFLOADED
 from zerofit.strategy.muon import Muon
 from zerofit.strategy.state import ReadWhole, ReplicatedState
 
@@ -131,9 +132,9 @@ class ReplicatedOptimizerState(ReplicatedState):
                     yield f"{kind}/{name}", tensor
 
 
-def check_optimizer(recipe: OptimizerOptions, strategy: str, shards: bool) -> None:
+def check_optimizer(strategy: "Strategy", recipe: OptimizerOptions) -> None:
     """Raises UserError where a strategy's shards are not what an optimizer would have of the whole parameter."""
-    if recipe.optim in SHARDED or not shards:
+    if recipe.optim in SHARDED or (strategy.deepspeed is None and not strategy.fully_shards):
         return
     why = {
         "adafactor": "keeps means over the rows and columns of each matrix, which no process has in full there",
@@ -141,16 +142,23 @@ def check_optimizer(recipe: OptimizerOptions, strategy: str, shards: bool) -> No
         "process",
     }
     raise UserError(
-        f"optim = {recipe.optim}: it {why[recipe.optim]} ({strategy}). Use --strategy ddp, or one process; or --optim "
-        "adamw"
+        f"optim = {recipe.optim}: it {why[recipe.optim]} ({strategy.source}). Use --strategy ddp, or one process; or "
+        "--optim adamw"
     )
 
 
-def check_muon(recipe: TrainingRecipe, source: str, obstacles: Mapping[str, bool]) -> None:
-    """Raises UserError where Muon would have other matrices than one process has, or none. `obstacles`: {what of the
-    strategy: whether it is there}."""
+def check_muon(strategy: "Strategy", recipe: TrainingRecipe) -> None:
+    """Raises UserError where Muon would have other matrices than one process has, or none."""
     if recipe.optim != "muon" or not recipe.trains:
         return
+    zero = (strategy.deepspeed or {}).get("zero_optimization", {})
+    devices = [(zero.get(part) or {}).get("device", "none") for part in OFFLOADED]
+    obstacles = {
+        "offload, which makes the step, and so its matrix products, on the CPU": set(devices) != {"none"},
+        "tensor parallelism, which cuts its matrices": strategy.tensor > 1,
+        "a pipeline, whose stages have different matrices": strategy.pipeline > 1,
+        "experts that are divided among the ranks": strategy.divides_experts,
+    }
     stated, problems = f"optim = muon ({recipe.source('optim')}) does not go together with", []
     if recipe.lora:
         problems.append(
@@ -160,7 +168,8 @@ def check_muon(recipe: TrainingRecipe, source: str, obstacles: Mapping[str, bool
     found = [what for what, is_there in obstacles.items() if is_there]
     if found:
         problems.append(
-            f"{stated} {' and '.join(found)} ({source}). Use --strategy zero1, zero2, zero3 or fsdp2, or --optim adamw"
+            f"{stated} {' and '.join(found)} ({strategy.source}). Use --strategy zero1, zero2, zero3 or fsdp2, or "
+            "--optim adamw"
         )
     if problems:
         raise UserError(problems)

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from zerofit.model.float8 import is_emulated
 from zerofit.recipe.errors import Problems, UserError
@@ -13,16 +12,10 @@ from zerofit.strategy.batches import resolve_batches
 from zerofit.strategy.deepspeed_config import resolve_config
 from zerofit.strategy.deepspeed_json import read_config, stated_precision
 from zerofit.strategy.disk import keeps_optimizer_on_disk
-from zerofit.strategy.fsdp import ALONE, EXPERTS, IGNORED, check_fsdp, check_replicas
+from zerofit.strategy.fsdp import ALONE, check_fsdp, check_replicas
 from zerofit.strategy.gpus import check_devices
 from zerofit.strategy.launch import Launch, check_launch, find_launch
-from zerofit.strategy.layout import (
-    OFFLOADED,
-    ParallelLayout,
-    check_degrees,
-    idle_note,
-    take_degrees,
-)
+from zerofit.strategy.layout import ParallelLayout, check_degrees, idle_note, take_degrees
 from zerofit.strategy.named import take_named
 from zerofit.strategy.optimizers import check_muon, check_optimizer
 from zerofit.strategy.strategy import PrecisionSetting, Strategy
@@ -48,94 +41,49 @@ def read_strategy(recipe: TrainingRecipe, on_layout: OnLayout = lambda layout: F
         check_devices()
     with problems.collected():
         launch = _adopt_float8(launch, recipe)
-    read = _read_deepspeed if launch.deepspeed else _read_torch
-    strategy = read(launch, recipe, problems, on_layout)
+    read, strategy = _read_deepspeed if launch.deepspeed else _read_torch, None
+    with problems.collected():
+        strategy = read(launch, recipe, problems, on_layout)
+    for check in CHECKS if strategy is not None and not problems.found else ():
+        with problems.collected():
+            check(strategy, recipe)
     problems.raise_found()
     assert strategy is not None  # else there were problems
-    return strategy
+    recipe.precision = strategy.precision
+    return strategy if recipe.trains else strategy.without_optimizer()
 
 
-def _read_torch(launch: Launch, recipe: TrainingRecipe, problems: Problems, on_layout: OnLayout) -> Strategy | None:
-    """One process, DDP or FSDP2. None: there are problems."""
-    precision, stated = None, [_of_launcher(launch)]
+def _read_torch(launch: Launch, recipe: TrainingRecipe, problems: Problems, on_layout: OnLayout) -> Strategy:
+    """One process, DDP or FSDP2."""
+    precision, stated = "fp32", [_of_launcher(launch)]
     with problems.collected():
         precision, stated = _agreed_precision(recipe, stated)
-    with problems.collected():
-        total_stays = on_layout(ParallelLayout(launch.world_size, launch.rank))
-        batches = resolve_batches(recipe, launch.world_size, total_stays=total_stays)
     if launch.fsdp is not None:
         with problems.collected():
             check_replicas(launch.fsdp, launch.world_size, launch.source)
-        with problems.collected():
-            check_optimizer(recipe, "fsdp2", launch.world_size > 1)
-        with problems.collected():
-            check_fsdp(launch.source, recipe, precision)
-    with problems.collected():
-        divides = (launch.fsdp or {}).get(IGNORED) == EXPERTS
-        check_muon(recipe, launch.source, {"experts that are divided among the ranks": divides})
-    with problems.collected():
-        _check_float8(recipe, precision, {f"{launch.source}, which divides experts among the ranks": divides})
-    if problems.found:
-        return None
-    recipe.precision = precision
+    total_stays = on_layout(ParallelLayout(launch.world_size, launch.rank))
+    batches = resolve_batches(recipe, launch.world_size, total_stays=total_stays)
     fsdp = launch.fsdp if launch.world_size > 1 else None
     notes = (ALONE,) if launch.fsdp is not None and fsdp is None else ()
     return Strategy(launch, batches, precision, None, launch.source, notes, tuple(stated), fsdp=fsdp)
 
 
-def _read_deepspeed(
-    launch: Launch, recipe: TrainingRecipe, problems: Problems, on_layout: OnLayout
-) -> Strategy | None:
-    """ZeRO of any stage. None: there are problems."""
-    config = precision = None
+def _read_deepspeed(launch: Launch, recipe: TrainingRecipe, problems: Problems, on_layout: OnLayout) -> Strategy:
+    """ZeRO of any stage."""
+    config, source, notes = read_config(launch, problems)
+    precision, stated = "fp32", [_of_launcher(launch)]
     with problems.collected():
-        config, source, notes = read_config(launch, problems)
-    if config is None:
-        return None
-    with problems.collected():
-        precision, stated = _agreed_precision(
-            recipe, [_of_launcher(launch), PrecisionSetting(stated_precision(config, source), source)]
-        )
-    with problems.collected():
-        check_optimizer(recipe, source, True)
-    with problems.collected():
-        tensor, pipeline, sequence = take_degrees(config, source)
-        layout = ParallelLayout(launch.world_size, launch.rank, tensor, pipeline, sequence)
-        resolved, batches = resolve_config(config, source, recipe, layout, on_layout(layout))
-        check_degrees(resolved, source, recipe, precision, layout)
-        offloaded = any(
-            (resolved["zero_optimization"].get(part) or {}).get("device", "none") != "none" for part in OFFLOADED
-        )
-        check_muon(
-            recipe,
-            source,
-            {
-                "offload, which makes the step, and so its matrix products, on the CPU": offloaded,
-                "tensor parallelism, which cuts its matrices": tensor > 1,
-                "a pipeline, whose stages have different matrices": pipeline > 1,
-            },
-        )
-        _check_compiled(resolved, source, recipe)
-        degrees = {"tensor": tensor, "pipeline": pipeline}
-        beside = {f"{kind} parallelism ({source})": degree > 1 for kind, degree in degrees.items()}
-        _check_float8(recipe, precision, beside)
-        _check_rounding(resolved, source, precision)
-        if recipe.ema_decay and keeps_optimizer_on_disk(resolved["zero_optimization"]):
-            raise UserError(
-                f"{source}: zero_optimization.offload_optimizer.device = nvme does not go together with ema_decay "
-                f"({recipe.source('ema_decay')}): DeepSpeed brings moments from the disk, and no other tensors. Use "
-                "--strategy zero3_offload"
-            )
-    if problems.found:
-        return None
-    recipe.precision = precision
+        stated.append(PrecisionSetting(stated_precision(config, source), source))
+        precision, stated = _agreed_precision(recipe, stated)
+    tensor, pipeline, sequence = take_degrees(config, source)
+    layout = ParallelLayout(launch.world_size, launch.rank, tensor, pipeline, sequence)
+    config, batches = resolve_config(config, source, recipe, layout, on_layout(layout))
     if recipe.trains:
         notes += filter(None, [idle_note(pipeline, batches.accumulation)])
     strategy = Strategy(
-        launch, batches, precision, resolved, source, tuple(notes), tuple(stated), tensor, pipeline, sequence
+        launch, batches, precision, config, source, tuple(notes), tuple(stated), tensor, pipeline, sequence
     )
-    strategy = strategy.with_precision(precision)
-    return strategy if recipe.trains else strategy.without_optimizer()
+    return strategy.with_precision(precision)
 
 
 def _adopt_float8(launch: Launch, recipe: TrainingRecipe) -> Launch:
@@ -166,39 +114,60 @@ def _adopt_float8(launch: Launch, recipe: TrainingRecipe) -> Launch:
     return launch
 
 
-def _check_float8(recipe: TrainingRecipe, precision: str | None, beside: dict[str, bool]) -> None:
-    """Raises UserError where a strategy does not go together with float8. `beside`: {what float8 was not shown to work
-    with: whether the strategy has it}."""
+def _check_float8(strategy: Strategy, recipe: TrainingRecipe) -> None:
+    """Raises UserError where a strategy does not go together with float8."""
     if not (recipe.float8 and recipe.trains):
         return
-    stated = f"float8 ({recipe.source('float8')})"
-    problems = [f"{stated} does not go together with {each}. Remove it" for each, there in beside.items() if there]
-    if precision != "bf16":
-        problems.append(f"{stated} needs precision = bf16, and it is {precision}. Use --precision bf16")
+    stated, source = f"float8 ({recipe.source('float8')})", strategy.source
+    untried = {
+        f"tensor parallelism ({source})": strategy.tensor > 1,
+        f"pipeline parallelism ({source})": strategy.pipeline > 1,
+        f"{source}, which divides experts among the ranks": strategy.divides_experts,
+    }
+    problems = [f"{stated} does not go together with {each}. Remove it" for each, there in untried.items() if there]
+    if strategy.precision != "bf16":
+        problems.append(f"{stated} needs precision = bf16, and it is {strategy.precision}. Use --precision bf16")
     if problems:
         raise UserError(problems)
 
 
-def _check_compiled(config: dict[str, Any], source: str, recipe: TrainingRecipe) -> None:
+def _check_compiled(strategy: Strategy, recipe: TrainingRecipe) -> None:
     """Raises UserError where torch.compile would compile many small graphs instead of one."""
-    if recipe.compiles and config["zero_optimization"]["stage"] == 3:
+    if recipe.compiles and strategy.shards_parameters:
         raise UserError(
-            f"{source}: zero_optimization.stage = 3 does not go together with torch_compile "
+            f"{strategy.source}: zero_optimization.stage = 3 does not go together with torch_compile "
             f"({recipe.source('torch_compile')}): DeepSpeed gathers the weights of each module as it is called, which "
             "cuts a layer's graph into pieces. Use --strategy fsdp2, which gathers those of a layer, or remove it"
         )
 
 
-def _check_rounding(config: dict[str, Any], source: str, precision: str | None) -> None:
+def _check_rounding(strategy: Strategy, recipe: TrainingRecipe) -> None:
     """Raises UserError where gradients would be rounded in a run in fp32."""
+    config = strategy.deepspeed or {}
     stated = {key: config.get(key) for key in ("communication_data_type", "seq_parallel_communication_data_type")}
     stated["data_types.grad_accum_dtype"] = (config.get("data_types") or {}).get("grad_accum_dtype")
     rounding = {key: value for key, value in stated.items() if value not in (None, "fp32")}
-    if rounding and precision in (None, "fp32"):
+    if rounding and strategy.precision == "fp32":
         raise UserError(
-            f"{source}: {key} = {json.dumps(value)}: it rounds gradients, and precision is fp32. Remove it"
+            f"{strategy.source}: {key} = {json.dumps(value)}: it rounds gradients, and precision is fp32. Remove it"
             for key, value in rounding.items()
         )
+
+
+def _check_average(strategy: Strategy, recipe: TrainingRecipe) -> None:
+    """Raises UserError where a mean of the weights would have to be kept on a disk."""
+    if recipe.ema_decay and keeps_optimizer_on_disk((strategy.deepspeed or {}).get("zero_optimization", {})):
+        raise UserError(
+            f"{strategy.source}: offload_optimizer.device = nvme does not go together with ema_decay "
+            f"({recipe.source('ema_decay')}): DeepSpeed brings moments from the disk, and no other tensors. Use "
+            "--strategy zero3_offload"
+        )
+
+
+CHECKS = (  # (strategy, recipe): what does not go together
+    check_optimizer, check_muon, check_fsdp, check_degrees, _check_compiled, _check_float8, _check_rounding,
+    _check_average,
+)  # fmt: skip
 
 
 def _of_launcher(launch: Launch) -> PrecisionSetting:
