@@ -1,23 +1,16 @@
 """The code of docs/porting-a-model.md: a new layer in a folder of one's own, and its family."""
 
 import importlib.util
-import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from folders import write_ported_model
-from helpers import forked, loss_and_gradients, tensor_group
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerofit.model.families import BY_MODEL_TYPE
 from zerofit.model.loss import install_loss
 from zerofit.model.stages import keep_stage
-from zerofit.model.tensor_parallel.cut import join_shares
-from zerofit.model.tensor_parallel.layers import split_model
-
-RANKS = 2
 
 
 def model_of(folder: Path) -> torch.nn.Module:
@@ -57,32 +50,3 @@ def test_stages_of_a_pipeline_find_what_the_model_finds(folder):
     hidden = stages[0].base_model(input_ids=inputs["input_ids"]).last_hidden_state
     loss = stages[1](inputs_embeds=hidden, labels=inputs["labels"])
     torch.testing.assert_close(loss, whole(**inputs), rtol=1e-6, atol=0)
-
-
-def share(rank: int, folder: str) -> None:
-    """What each of two tensor-parallel ranks does."""
-    tensor, model = tensor_group(rank, RANKS, folder), model_of(Path(folder))
-    split_model(model, tensor)
-    loss, gradients = loss_and_gradients(model, "full", batch())
-    for name, parameter in model.named_parameters():
-        if getattr(parameter, "cut", None) is not None:
-            gradients[name] = join_shares(gradients[name], parameter.cut, tensor)
-    torch.save((loss, gradients), f"{folder}/{rank}.pt")
-    torch.distributed.barrier()
-    os._exit(0)
-
-
-@pytest.mark.long
-def test_tensor_parallel_ranks_find_what_the_model_finds(folder):
-    forked(__file__, folder, processes=RANKS)
-    right, whole = loss_and_gradients(model_of(folder), "full", batch())
-    for rank in range(RANKS):
-        loss, gradients = torch.load(folder / f"{rank}.pt")
-        torch.testing.assert_close(loss, right, rtol=1e-6, atol=0)
-        assert gradients.keys() == whole.keys()
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, whole[name], rtol=1e-4, atol=1e-6, msg=name)
-
-
-if __name__ == "__main__":
-    share(int(os.environ["RANK"]), sys.argv[1])
