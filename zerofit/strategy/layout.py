@@ -159,21 +159,15 @@ def take_degrees(config: dict[str, Any], source: str) -> tuple[int, int, int]:
 
     `tensor_parallel` is taken out: DeepSpeed would replace layers by its own (AutoTP), which know neither GPT-2 nor a
     tied vocabulary that is cut. What DeepSpeed reads beside the stages is filled in. `sequence_parallel_size` stays:
-    DeepSpeed reads it where ZeRO-3 shards a new model.
-
-    Raises:
-        UserError: one is no number of processes, or there are settings beside it that have no effect or do harm.
+    DeepSpeed reads it where ZeRO-3 shards a new model. Raises UserError where one is no number of processes, or there
+    are settings beside it that have no effect or do harm.
     """
     problems, degrees = [], {}
     for name, key, others in ((TENSOR, "autotp_size", {}), (PIPELINE, "stages", PIPELINE_KEYS)):
         section = config.get(name, {key: 1})
         for other in sorted(section.keys() - {key}):
-            if other not in others:
-                problems.append(f"{source}: {name}.{other} has no effect here. Remove it")
-            elif section[other] is not others[other]:
-                problems.append(
-                    f"{source}: {name}.{other} = {json.dumps(section[other])} is not supported. Write false"
-                )
+            if section[other] is not others.get(other):
+                problems.append(f"{source}: {name}.{other} = {json.dumps(section[other])} is not supported. Remove it")
         degrees[f"{name}.{key}"] = section.get(key)
     degrees[SEQUENCE] = config.get(SEQUENCE, 1)
     problems += [
