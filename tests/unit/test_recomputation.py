@@ -5,7 +5,6 @@ from collections import Counter
 
 import pytest
 import torch
-import yaml
 from helpers import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -13,10 +12,8 @@ from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassificati
 from transformers.models.deberta_v2 import DebertaV2Config
 
 from zerofit.model.recomputation import enable_recomputation, selective_contexts
-from zerofit.recipe import ClmRecipe, parse_recipe
 
 aten = torch.ops.aten
-START = ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--train_file", "a.txt"]
 SHAPE = {"d_model": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 61}
 BLENDERBOT = BlenderbotConfig(**SHAPE, encoder_layers=3, decoder_layers=2, encoder_ffn_dim=16, decoder_ffn_dim=16,
                               max_position_embeddings=32, use_cache=False)  # fmt: skip
@@ -30,28 +27,6 @@ DEBERTA = DebertaV2Config(
 DROPOUT = {"gpt2": {"n_layer": 3, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2},
            "gpt_neox": {"num_hidden_layers": 3, "hidden_dropout": 0.2},
            "llama": {"num_hidden_layers": 3, "attention_dropout": 0.2}}  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------------------------- values
-
-
-@pytest.mark.parametrize(
-    ("words", "value"),
-    [([], True), (["true"], True), (["full"], True), (["no"], False), (["selective"], "selective")],
-)  # fmt: skip
-def test_a_flag_and_a_line_of_a_recipe_say_the_same(words, value, tmp_path):
-    assert parse_recipe(ClmRecipe, [*START, "--gradient_checkpointing", *words]).gradient_checkpointing == value
-    file = tmp_path / "recipe.yaml"
-    for written in (words[0] if words else "true", yaml.safe_dump({"it": value})[4:].strip()):
-        file.write_text(f"gradient_checkpointing: {written}\n")
-        read = parse_recipe(ClmRecipe, ["--config", str(file), *START]).gradient_checkpointing
-        assert (read, type(read)) == (value, type(value))
-
-
-# ------------------------------------------------------------------------------------------------ layers and operators
-
-
-# ---------------------------------------------------------------------------------------------------------- gradients
 
 
 def models():
