@@ -76,13 +76,8 @@ def get_tokenizer(
     fingerprint: str,
     pairs: bool = False,
 ) -> "PreTrainedTokenizerBase":
-    """The tokenizer: loaded, or trained on the training texts (train_tokenizer_vocab_size).
-
-    Args:
-        texts: returns the training texts; called only if a tokenizer is trained.
-        fingerprint: of those texts.
-        pairs: the task reads texts with special tokens and pairs of them (`[CLS] A [SEP] B [SEP]`), not plain text.
-    """
+    """The tokenizer: loaded, or (train_tokenizer_vocab_size) trained on the texts that `texts` returns, see
+    train_tokenizer."""
     if not options.trained_size:
         return load_tokenizer(options, config)
     return train_tokenizer(texts(), options.trained_size, fingerprint, options.cache, pairs)
