@@ -65,7 +65,7 @@ def test_a_refused_update_leaves_every_bit(factor, bounds):
 
 def test_a_refused_update_leaves_the_mean_of_the_weights():
     engine, moved = deciding_engine(1.0), []
-    engine.ema_decay, engine.state = 0.5, SimpleNamespace(average=moved.append)
+    engine.ema_decay, engine.state = 0.5, SimpleNamespace(update_ema=moved.append)
     assert engine.step(backward(engine, float("nan")), Bounds()).refused
     assert moved == []
     assert not engine.step(backward(engine), Bounds()).refused
