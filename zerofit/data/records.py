@@ -1,6 +1,7 @@
 """One way for chats, pairs, labelled texts and choices: read records one by one, skip or refuse those that cannot be
 used, hold a part out, and encode the others."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from zerofit.data.sources import Source
 from zerofit.data.tables import Columns, columns_present, derived, encode_table, hold_out, select
 from zerofit.recipe.errors import UserError
 
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns of what goes into a text at a placeholder
+PLACEHOLDER = re.compile(r"<\|?(image|img|video|audio)[^<>]{0,20}>")
 Encode = Callable[[list[Any], list[int]], Columns]  # (what records hold, their places) -> their rows of a table
 
 
@@ -68,7 +71,7 @@ class Part:
         def of_batch(batch: Columns, places: list[int]) -> Columns:
             return encode([reader.read(record) for record in records_of(batch)], places)
 
-        return encode_table(self.table, of_batch, features, (*key, reader), cache, with_indices=True)
+        return encode_table(self.table, of_batch, features, (*key, reader), cache)
 
 
 def records_of(batch: Columns) -> list[dict[str, Any]]:
@@ -91,7 +94,7 @@ def read_parts(
             raise UserError(f"{where} has no column {', '.join(missing)}; {columns_present(table)}")
         read = derived(table.select_columns(reader.columns), table)
         part = Part(read, reader, where, np.arange(len(table)), table)
-        bad = _bad_records(part, options.cache)
+        bad = _bad_records(part, [column for column in MEDIA if column in table.column_names], options.cache)
         if len(bad):
             notes += _report(bad, part, options)
             part = part.select(np.setdiff1d(part.numbers, bad["record"][:]))
@@ -102,22 +105,27 @@ def read_parts(
     return {name: part for name, part in parts.items() if options.trains or name != "train"}, notes
 
 
-def _bad_records(part: Part, cache: Path) -> Dataset:
-    """The records that cannot be read: their places, and why."""
+def _bad_records(part: Part, media: list[str], cache: Path) -> Dataset:
+    """The records that cannot be read: their places, and why. A text with a place for what is in a column of `media`
+    (pictures, films, sounds) is none to train on."""
     reader = part.reader
 
     def check(batch: Columns, places: list[int]) -> Columns:
         problems: Columns = {"record": [], "problem": []}
         for place, record in zip(places, records_of(batch)):
             try:
-                reader.read(record)
+                content = reader.read(record)
+                found = map(PLACEHOLDER.search, reader.texts(content) if media else ())
+                if place_of := next(filter(None, found), None):
+                    what = f"the place of what is in the column {' or '.join(media)}"
+                    raise BadRecord(f"a text has {place_of[0]}, {what}: only text is read")
             except BadRecord as bad:
                 problems["record"].append(place)
                 problems["problem"].append(str(bad))
         return problems
 
     features = Features({"record": Value("int64"), "problem": Value("string")})
-    return encode_table(part.table, check, features, ("problems", reader), cache, with_indices=True)
+    return encode_table(part.table, check, features, ("problems", reader, media), cache)
 
 
 def _report(bad: Dataset, part: Part, options: DataOptions) -> list[str]:

@@ -46,7 +46,7 @@ def read_stdlib(name: str, cache: Path) -> dict[str, Dataset]:
     table = Dataset.from_dict({"file": [str(path.relative_to(root)) for path in files]})
     table = keyed(table, platform.python_version(), stamps)
 
-    def parse_files(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    def parse_files(batch: dict[str, list[Any]], _: list[int]) -> dict[str, list[Any]]:
         entries = [entry for file in batch["file"] for entry in definitions(root / file, Path(file))]
         return {column: [entry[column] for entry in entries] for column in TABLE}
 

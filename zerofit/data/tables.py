@@ -258,25 +258,20 @@ def write_table(
 
 def encode_table(
     dataset: Dataset,
-    encode: Callable[[Columns], Columns] | Callable[[Columns, list[int]], Columns],
+    encode: Callable[[Columns, list[int]], Columns],
     features: Features,
     key: tuple[object, ...],
     cache: Path,
-    *,
-    with_indices: bool = False,
 ) -> Dataset:
-    """A new table, made by `encode` from batches of the old one's rows.
-
-    It is stored in a file of the cache, named after everything that it depends on, and memory-mapped. `key`: what the
-    result depends on beside the table, such as options and the tokenizer's fingerprint. `with_indices`: `encode` takes
-    the indices of the rows as a second argument.
-    """
+    """A new table, made by `encode` from batches of the old one's rows and their places. It is stored in a file of the
+    cache, named after everything that it depends on, and memory-mapped. `key`: what it depends on beside the table,
+    such as options and the tokenizer's fingerprint."""
     code = digest_of_code(Path(__file__).parent)  # tables of another version are not used
     text = " ".join(map(str, (identity(dataset), features, code, *key)))
     name = sha256(text.encode()).hexdigest()[:32]
     encoded = dataset.map(
         encode,
-        with_indices=with_indices,
+        with_indices=True,
         batched=True,
         batch_size=200,
         remove_columns=dataset.column_names,

@@ -184,7 +184,7 @@ def prepare_text(
 def tokenize_texts(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, append_eos: bool, cache: Path) -> Dataset:
     """Token ids of each document (column `input_ids`, int32), without empty documents."""
 
-    def encode(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    def encode(batch: dict[str, list[Any]], _: list[int]) -> dict[str, list[Any]]:
         texts = [text for text in batch["text"] if text and not text.isspace()]
         ids = [row for group in _groups(texts) for row in _ids_of(tokenizer, group)]
         if append_eos:

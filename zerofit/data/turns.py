@@ -3,7 +3,6 @@
 Chats (data/chat), pairs (data/pairs) and multiple choice (data/labelled) read records with these functions.
 """
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,8 +26,6 @@ PREFERENCES = (
 )
 VERDICTS = ("label", "kto_tag")  # columns that say whether an answer is good or bad
 TEXT_PARTS = (None, "text", "input_text", "output_text")  # types of parts whose text is read
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns of what goes into a text at a placeholder
-PLACEHOLDER = re.compile(r"<\|?(image|img|video|audio)[^<>]{0,20}>")
 TRAINED = ("weight", "train", "training", "trainable", "trained", "loss", "loss_mask", "loss_weight", "calculate_loss")
 MASKED = ("mask", "masked", "is_masked")
 YES_OR_NO = {"true": True, "1": True, "1.0": True, "yes": True, "false": False, "0": False, "0.0": False, "no": False}
@@ -116,20 +113,6 @@ def is_trained(more: dict[str, Any], where: str) -> bool:
             raise BadRecord(f"{where}: {key} = {more[key]!r}, where {expected} is read (whether it is trained on)")
         answers.append(answer != (key in MASKED))
     return all(answers)
-
-
-def placeholders_of(table: Dataset) -> tuple[str, ...]:
-    """The columns of pictures, films and sounds, which go into texts at a placeholder such as <image>."""
-    return tuple(name for name in MEDIA if name in table.column_names)
-
-
-def refuse_placeholders(texts: list[str], media: tuple[str, ...]) -> None:
-    """Raises BadRecord if a text has a placeholder for what is in another column."""
-    for text in texts if media else ():
-        if found := PLACEHOLDER.search(text):
-            raise BadRecord(
-                f"a text has {found[0]}, the place of what is in the column {' or '.join(media)}: only text is read"
-            )
 
 
 def without_nothing(value: Any) -> Any:

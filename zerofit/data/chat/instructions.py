@@ -28,9 +28,7 @@ from zerofit.data.turns import (
     first_answer,
     is_trained,
     more_of,
-    placeholders_of,
     question_answering_columns,
-    refuse_placeholders,
     refuse_preferences,
     refuse_rejected,
     roles_of,
@@ -72,7 +70,6 @@ class Form:
     plain: bool = False  # prompt and answer are texts, which can be concatenated without a template
     answered: bool = True  # whether records have an answer, which is trained on; else one is removed
     given: tuple[str, ...] = ()  # the columns of what a template takes beside the messages, such as tools
-    media: tuple[str, ...] = ()  # the columns of pictures and the like, which go into a text at a placeholder
 
     @property
     def columns(self) -> list[str]:
@@ -105,7 +102,6 @@ class Form:
         while not self.answered and turns and turns[-1]["role"] == "assistant":
             turns = turns[:-1]
         check_order(turns, self.answered)
-        refuse_placeholders([turn["content"] for turn in turns], self.media)
         if self.answered and all(turn.get("masked") for turn in turns if turn["role"] == "assistant"):
             raise BadRecord(f"none of its answers is trained on ({', '.join((*TRAINED, *MASKED))})")
         system = record[self.system] if self.system and not blank(record[self.system]) else self.system_prompt
@@ -255,7 +251,7 @@ def find_form(recipe: ClmRecipe, table: Dataset) -> Form | None:
     if form is None:
         return None
     given = tuple(name for name in given_columns(table) if name not in form.columns)
-    return replace(form, verdict=verdict, answered=answered, given=given, media=placeholders_of(table))
+    return replace(form, verdict=verdict, answered=answered, given=given)
 
 
 def first_form(recipe: ClmRecipe, table: Dataset, answered: bool) -> Form | None:

@@ -25,7 +25,7 @@ from zerofit.data.chat.instructions import (
 )
 from zerofit.data.records import BadRecord
 from zerofit.data.tables import columns_present
-from zerofit.data.turns import MASKED, TRAINED, placeholders_of, refuse_placeholders
+from zerofit.data.turns import MASKED, TRAINED
 from zerofit.model.chat import Conversation, Message
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import ClmRecipe
@@ -43,7 +43,6 @@ class PreferenceForm:
     system_prompt: str | None  # for conversations without one
     plain: bool  # prompt and answers are texts, which can be concatenated without a template
     given: tuple[str, ...] = ()  # the columns of what a template takes beside the messages, such as tools
-    media: tuple[str, ...] = ()  # the columns of pictures and the like, which go into a text at a placeholder
 
     @property
     def columns(self) -> list[str]:
@@ -68,7 +67,6 @@ class PreferenceForm:
             raise BadRecord("its two answers are the same")
         given, pair = given_in(record, self.given), []
         for conversation in (chosen, rejected):
-            refuse_placeholders([turn["content"] for turn in conversation], self.media)
             turns = [
                 {**turn, "trained": False} if place < common and turn["role"] == "assistant" else turn
                 for place, turn in enumerate(conversation)
@@ -125,4 +123,4 @@ def find_preferences(recipe: ClmRecipe, table: Dataset) -> PreferenceForm:
     if prompt is not None:
         prompt = replace(prompt, answered=False)
     plain = not any(holds_turns(table, name) for name in (CHOSEN, REJECTED)) and prompt is not None and prompt.plain
-    return PreferenceForm(prompt, recipe.system_prompt, plain, given_columns(table), placeholders_of(table))
+    return PreferenceForm(prompt, recipe.system_prompt, plain, given_columns(table))

@@ -31,9 +31,7 @@ from zerofit.data.turns import (
     first_answer,
     is_trained,
     more_of,
-    placeholders_of,
     question_answering_columns,
-    refuse_placeholders,
     refuse_preferences,
     refuse_rejected,
     turns_of,
@@ -74,7 +72,6 @@ class Columns:
     context: str | None = None
     verdict: str | None = None  # says whether the answer is a good one
     answered: bool = True  # whether records have a target
-    media: tuple[str, ...] = ()  # the columns of pictures and the like, which go into a text at a placeholder
 
     @property
     def columns(self) -> list[str]:
@@ -100,14 +97,11 @@ class Columns:
         if self.answered:
             refuse_rejected(record, self.verdict)
         if self.dialogue is None:
-            source, target = self._source(record), self._target(record)
-            refuse_placeholders([source, target], self.media)
-            return [Pair([source], target)]
+            return [Pair([self._source(record)], self._target(record))]
         turns = list(turns_of(record[self.dialogue] or []))
         while not self.answered and turns and turns[-1][0] in ASSISTANT:
             turns.pop()
         texts = [_text(text, f"turn {number} of its {self.dialogue}") for number, (_, text) in enumerate(turns, 1)]
-        refuse_placeholders(texts, self.media)
         if not texts:
             raise BadRecord(f"a conversation without a turn: its {self.dialogue} is empty")
         if self.target is not None or not self.answered:
@@ -163,7 +157,7 @@ def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> Columns:
         dialogue = next(lists, None)
     if dialogue:
         reply = target or (match_columns(REPLIES, texts) if answered else None)
-        return Columns(dialogue, None, reply, verdict=verdict, answered=answered, media=placeholders_of(table))
+        return Columns(dialogue, None, reply, verdict=verdict, answered=answered)
     context = None
     if source is None and target is None:
         known: list[tuple[str, ...]] = [pair if answered else pair[:1] for pair in SOURCES_AND_TARGETS]
@@ -186,7 +180,7 @@ def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> Columns:
         source = texts[0]
     if source is None or (answered and target is None):
         raise UserError(f"no pairs: name --source_column and --target_column; {columns_present(table)}")
-    return Columns(None, source, target, context, verdict, answered, placeholders_of(table))
+    return Columns(None, source, target, context, verdict, answered)
 
 
 LANGUAGE = re.compile(r"[a-z]{2}([-_][A-Za-z]+)?|[a-z]{3}_[A-Z][a-z]{3}")  # en, en_XX, zh-CN, eng_Latn

@@ -1,6 +1,6 @@
 """Sources and targets for encoder-decoder models: from the recipe's data options to samples."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -44,19 +44,9 @@ class SourceFormat:
     def of(cls, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, max_length: int) -> "SourceFormat":
         """The format that a model was trained with; if unknown that of its family, with sources of `max_length`."""
         known = tokenizer.init_kwargs.get(TRAINED_WITH, {})
-        separator = known.get("turn_separator")
-        separator = turn_separator(config, tokenizer) if separator is None else separator
-        return cls(
-            known.get("source_prefix", ""), separator, min(known.get("max_source_length", max_length), max_length)
-        )
-
-    @classmethod
-    def chosen(
-        cls, recipe: Seq2SeqRecipe, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, max_length: int
-    ) -> "SourceFormat":
-        """The format that a recipe says."""
-        separator = turn_separator(config, tokenizer) if recipe.turn_separator is None else recipe.turn_separator
-        return cls(recipe.source_prefix, separator, max_length)
+        separator = turn_separator(config, tokenizer, known.get("turn_separator"))
+        longest = min(known.get("max_source_length", max_length), max_length)
+        return cls(known.get("source_prefix", ""), separator, longest)
 
 
 @dataclass(kw_only=True)
@@ -120,8 +110,8 @@ def open_pairs(
     parts, notes = read_parts(source, dict.fromkeys(source.parts, columns), options)
     first = next(iter(parts.values()))
     tokenizer = get_tokenizer(options.tokenizer, config, first.texts, identity(first.table), pairs=True)
-    form = SourceFormat.chosen(recipe, config, tokenizer, widths[0])
-    form = replace(form, prefix=set_languages(tokenizer, recipe.source_lang, recipe.target_lang, form.prefix))
+    prefix = set_languages(tokenizer, recipe.source_lang, recipe.target_lang, recipe.source_prefix)
+    form = SourceFormat(prefix, turn_separator(config, tokenizer, recipe.turn_separator), widths[0])
     _check_languages(recipe, tokenizer, columns)
     sources = (pair.source[0] for part in parts.values() for pairs in part.contents() for pair in pairs)
     check_marked(tokenizer, form.prefix, sources)
@@ -192,8 +182,10 @@ def truncation_notes(
     return notes
 
 
-def turn_separator(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """What stands between two turns of a conversation, where nobody says otherwise."""
+def turn_separator(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, said: str | None = None) -> str:
+    """What stands between two turns of a conversation: what is said, or that of the model."""
+    if said is not None:
+        return said
     return family_of(config).turn_separator or tokenizer.sep_token or tokenizer.eos_token or "\n"
 
 
