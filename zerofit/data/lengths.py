@@ -49,26 +49,19 @@ def length_warmup(text: str, source: str | None, block_size: int, is_chat: bool)
 
 
 def report_data_loss(
-    is_allowed: bool,
+    is_allowed: bool,  # allow_data_loss
     lost: int,
     total: int,
-    what: str,
+    what: str,  # the rest of the sentence: "training samples are skipped: ..."
     lengths: np.ndarray | None = None,
     *,
     option: str = "",
     config: "PretrainedConfig | None" = None,
-    stops: bool = True,
+    stops: bool = True,  # whether to stop the run if they are more than half
 ) -> list[str]:
     """A note about samples that are skipped or truncated; a warning if they are more than a tenth. Raises UserError:
-    they are more than half, and that is not allowed.
-
-    Args:
-        is_allowed: allow_data_loss.
-        what: the rest of the sentence: "training samples are skipped: ...".
-        lengths: of the full samples, in tokens; a warning then names the value of `option` that keeps 99 % of them
-            complete, or says that the model has too few positions.
-        stops: whether to stop the run if they are more than half.
-    """
+    they are more than half, and that is not allowed. `lengths`: of the full samples, in tokens; a warning then names
+    the value of `option` that keeps 99 % of them complete, or says that the model has too few positions."""
     fraction, remedy = lost / max(total, 1), ""
     if lost and lengths is not None and config is not None:
         needed, positions = int(np.quantile(lengths, KEPT, method="higher")), usable_positions(config)

@@ -226,13 +226,10 @@ class SeparateDocuments:
 
 
 class TokenizedDataset:
-    """A row of token ids for each record; the collator pads them.
-
-    Args:
-        table: columns of token ids, `truncated`, the number of tokens cut from each row, and perhaps `label`.
-        columns: of the token ids of a sample; `sizes` are the lengths of the rows that a sample holds (choices),
-            `tags` those of its words, and `starts` the place of each word's first token, or -1.
-    """
+    """A row of token ids for each record; the collator pads them. `table`: columns of token ids, `truncated`, the
+    number of tokens cut from each row, and perhaps `label`. `columns`: of the token ids of a sample; `sizes` are the
+    lengths of the rows that a sample holds (choices), `tags` those of its words, and `starts` the place of each word's
+    first token, or -1."""
 
     def __init__(self, table: "Dataset", columns: tuple[str, ...]):
         self.columns = {name: Documents(table, name) for name in columns}

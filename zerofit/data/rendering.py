@@ -34,23 +34,16 @@ class Prompt:
 
 
 class Renderer:
-    """Convert prompts and conversations to the token ids that the model continues.
-
-    Args:
-        config: the model's.
-        template: the name or .jinja file of a chat template that replaces the tokenizer's own.
-        raw: use prompts unchanged, without a template.
-        system: the system prompt of every conversation; None: that of training, if there was one.
-        languages: of source and target, for an encoder-decoder; by default those that are stored.
-    """
+    """Convert prompts and conversations to the token ids that the model continues. `languages`: of source and target,
+    for an encoder-decoder; by default those that are stored."""
 
     def __init__(
         self,
         tokenizer: "PreTrainedTokenizerBase",
-        config: "PretrainedConfig",
-        template: str | None = None,
-        raw: bool = False,
-        system: str | None = None,
+        config: "PretrainedConfig",  # the model's
+        template: str | None = None,  # the name or .jinja file of a chat template that replaces the tokenizer's own
+        raw: bool = False,  # use prompts unchanged, without a template
+        system: str | None = None,  # the system prompt of every conversation; None: that of training, if there was one
         *,
         languages: Languages = (None, None),
     ):

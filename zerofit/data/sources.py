@@ -68,19 +68,13 @@ class Source:
 
 def read_source(
     data: DataOptions,
-    held_out: dict[str, tuple[str, ...]] | None = None,
+    held_out: dict[str, tuple[str, ...]] | None = None,  # the held-out parts, each with its possible names on the hub
     unit_of: Callable[[list[Path]], str] | None = None,
-    header: tuple[str, ...] = (),
+    header: tuple[str, ...] = (),  # names of the columns of .csv and .tsv files without a header
 ) -> Source:
     """Read files, or a data set of the hub. Raises UserError: a file is missing, empty, not UTF-8 or not of its
-    format; the hub cannot be reached.
-
-    Args:
-        held_out: the held-out parts, each with its possible names on the hub.
-        unit_of: for text files: returns line, paragraph or document, which is a record. Without it text files are
-            refused.
-        header: names of the columns of .csv and .tsv files without a header.
-    """
+    format; the hub cannot be reached. `unit_of`: for text files: returns line, paragraph or document, which is a
+    record. Without it text files are refused."""
     held_out = {PREDICT: ()} if PREDICT in data.patterns else held_out or {"validation": HELD_OUT}
     if data.dataset_name in EMBEDDED:
         return Source(_used_parts(read_stdlib(data.dataset_name, data.cache), data.trains), {})

@@ -35,13 +35,8 @@ class _Epoch:
 
 
 class TokenUpdates:
-    """Which samples each update has.
-
-    Args:
-        widths: (samples, 1) tokens of each row; (samples, 2) of source and target, which are padded by themselves.
-        row_tokens: of a full row; no row has more.
-        full_rows: G, of an update.
-    """
+    """Which samples each update has. `widths`: (samples, 1) tokens of each row; (samples, 2) of source and target,
+    which are padded by themselves. `row_tokens`: of a full row; no row has more. `full_rows`: G, of an update."""
 
     def __init__(self, widths: np.ndarray, row_tokens: int, full_rows: int, seed: int):
         self.widths, self.row_tokens, self.full_rows, self.seed = widths, row_tokens, full_rows, seed
@@ -135,13 +130,9 @@ class TokenUpdates:
 
 
 class TokenMicroBatches(torch.utils.data.Sampler[list[int]]):
-    """This rank's micro-batches, `accumulation` for each update, each a list of sample indices (or FILLER).
-
-    Args:
-        shape: of an update of full rows: (accumulation, replicas, micro-batch).
-        updates: that are done, and that the run has.
-        total: samples of the run.
-    """
+    """This rank's micro-batches, `accumulation` for each update, each a list of sample indices (or FILLER). `shape`:
+    of an update of full rows: (accumulation, replicas, micro-batch). `updates`: that are done, and that the run has.
+    `total`: samples of the run."""
 
     def __init__(
         self, by_tokens: TokenUpdates, shape: tuple[int, int, int], updates: tuple[int, int], total: int, rank: int

@@ -57,28 +57,21 @@ class Window:
 
 
 class WindowStore:
-    """The windows of a run, made as they are needed. Raises UserError: the table is of other shards.
-
-    Args:
-        folder: for the files of windows, on this machine.
-        size: of a window, in bytes of its records.
-        prepare: (records, what they are called in messages, folder for tables) -> their samples. Repeated in each
-            process, which finds the tables that the first one has made.
-        table: the file of the windows that are known.
-        resumes: whether the run may continue that of the table.
-        earlier: the table of the run whose checkpoint is named to resume from, for where this run has none yet.
-    """
+    """The windows of a run, made as they are needed. Raises UserError: the table is of other shards. `prepare`:
+    (records, what they are called in messages, folder for tables) -> their samples. Repeated in each process, which
+    finds the tables that the first one has made. `earlier`: the table of the run whose checkpoint is named to resume
+    from, for where this run has none yet."""
 
     def __init__(
         self,
         shards: Shards,
-        folder: Path,
-        size: int,
+        folder: Path,  # for the files of windows, on this machine
+        size: int,  # of a window, in bytes of its records
         seed: int,
         prepare: Prepare,
         *,
-        table: Path,
-        resumes: bool = True,
+        table: Path,  # the file of the windows that are known
+        resumes: bool = True,  # whether the run may continue that of the table
         earlier: Path | None = None,
     ):
         self.shards, self.folder, self.size, self.seed = shards, folder, size, seed

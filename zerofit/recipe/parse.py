@@ -35,20 +35,16 @@ def parse_recipe(cls: type[R], argv: list[str] | None = None, **of_program: Any)
 def read_recipe(
     cls: type[R],
     argv: list[str] | None = None,
-    prog: str | None = None,
-    tool: bool = False,
+    prog: str | None = None,  # the program's name in its help
+    tool: bool = False,  # the program is a tool, which accelerate launch does not start
     hints: dict[str, str] | None = None,
 ) -> tuple[R, list[str]]:
     """Read flags and a recipe's file: (the recipe, in which an option that is wrong has its default; the problems).
 
     The source of each value is recorded (`recipe.source(name)`): a flag, a line of the YAML file, or None. An option
     that is null has its default, and no source. Raises UserError: the recipe's file cannot be read. Raises SystemExit:
-    code 0 after `--help` and `--help_all`.
-
-    Args:
-        prog: the program's name in its help.
-        tool: the program is a tool, which accelerate launch does not start.
-        hints: {option of another program: what to type}; by default those for training (foreign_options.py).
+    code 0 after `--help` and `--help_all`. `hints`: {option of another program: what to type}; by default those for
+    training (foreign_options.py).
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     kinds = kinds_of(cls)
