@@ -1,9 +1,9 @@
 """The private parts of other libraries that this program cannot do without, in one module for each library.
 
-A part is a function, a context manager or a class, and its docstring says three things: why nothing public does, what
-it was tried with ("Tried with"), and what happens without it ("Without it"). What it replaces in a library it puts
-back. tests/unit/test_compat.py finds private parts elsewhere, and touches each one here: after an upgrade it names the
-part that is gone.
+A part is a function, a context manager or a class, and its docstring says why nothing public does, and what happens
+without it ("Without it"); its module says what the parts were tried with ("Tried with"). What a part replaces in a
+library it puts back. tests/unit/test_compat.py finds private parts elsewhere, and touches each one here: after an
+upgrade it names the part that is gone.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Private parts of DeepSpeed."""
+"""Private parts of DeepSpeed. Tried with DeepSpeed 0.19.8 and accelerate 1.15."""
 
 import contextlib
 import functools
@@ -13,34 +13,27 @@ from zerofit.compat import replaced
 
 
 def with_groups(groups: Any) -> contextlib.AbstractContextManager[None]:
-    """Within this context a PipelineModule takes these process groups, and makes none.
-
-    Its constructor has no argument for them, and would make groups that know no tensor parallelism. Tried with
-    DeepSpeed 0.19.8. Without it: no 3D parallelism.
-    """
+    """Within this context a PipelineModule takes these process groups, and makes none. Its constructor has no argument
+    for them, and would make groups that know no tensor parallelism. Without it: no 3D parallelism."""
     module = import_module("deepspeed.runtime.pipe.module")
     return replaced(module, "PipelineParallelGrid", lambda **_: groups)
 
 
 def initializing_with(groups: Any) -> contextlib.AbstractContextManager[None]:
-    """Within this context `deepspeed.initialize` is given these process groups (its argument `mpu`).
-
-    accelerate calls it, without that argument (accelerator.py, _prepare_deepspeed). Tried with DeepSpeed 0.19.8 and
-    accelerate 1.15. Without it: DeepSpeed takes all ranks for replicas, and tensor and sequence parallelism sum
-    gradients over the wrong ranks.
-    """
+    """Within this context `deepspeed.initialize` is given these process groups (its argument `mpu`). accelerate calls
+    it, without that argument (accelerator.py, _prepare_deepspeed). Without it: DeepSpeed takes all ranks for replicas,
+    and tensor and sequence parallelism sum gradients over the wrong ranks."""
     deepspeed = import_module("deepspeed")
     return replaced(deepspeed, "initialize", functools.partial(deepspeed.initialize, mpu=groups))
 
 
 class SplitStep:
     """The step of a ZeRO optimizer in two parts: the norm of the gradients; then an update, or one that is left out.
-
     DeepSpeed takes the norm and decides within `step` (engine.get_global_grad_norm comes after it), so that an update
     could not be refused (`--on_anomaly skip`). ZeRO's optimizers decide by what `_update_scale` finds, and drop the
     gradients; BF16_Optimizer, which ZeRO-1 has where data_types.grad_accum_dtype differs from bf16, asks
-    `is_invalid_grad_norm`. A norm that was taken is not taken again. All are replaced only while a step runs. Tried
-    with DeepSpeed 0.19.8. Without it: after a bad update a run could stop or rewind, and not leave it out.
+    `is_invalid_grad_norm`. A norm that was taken is not taken again. All are replaced only while a step runs. Without
+    it: after a bad update a run could stop or rewind, and not leave it out.
 
     Args:
         is_sharded: it is the optimizer of ZeRO-3.
@@ -102,13 +95,11 @@ class Fragment(NamedTuple):
 
 
 def fragment_of(parameter: Any) -> Fragment | None:
-    """Return what this rank has of a parameter under ZeRO-1 and ZeRO-2; None: nothing.
-
-    The public way, deepspeed.utils.safe_get_full_fp32_param and safe_get_full_optimizer_state, gathers each parameter
-    on every rank: to copy all of a GPT-2 with 148 parameters took 87 times as long under ZeRO-1 and 41 times under
-    ZeRO-2 (medians of six alternating pairs; two ranks on a CPU that others used as well, gloo, torch 2.13). Tried
-    with DeepSpeed 0.19.8. Without it: no checkpoints under ZeRO-1 and ZeRO-2.
-    """
+    """Return what this rank has of a parameter under ZeRO-1 and ZeRO-2; None: nothing. The public way,
+    deepspeed.utils.safe_get_full_fp32_param and safe_get_full_optimizer_state, gathers each parameter on every rank:
+    to copy all of a GPT-2 with 148 parameters took 87 times as long under ZeRO-1 and 41 times under ZeRO-2 (medians of
+    six alternating pairs; two ranks on a CPU that others used as well, gloo, torch 2.13). Without it: no checkpoints
+    under ZeRO-1 and ZeRO-2."""
     mapping = parameter._hp_mapping
     if mapping is None:
         return None
@@ -117,22 +108,18 @@ def fragment_of(parameter: Any) -> Fragment | None:
 
 
 def step_sub_group(optimizer: Any, number: int) -> None:
-    """Let the optimizer of ZeRO-3 step one of its sub-groups, without a norm, a loss scale or new weights.
-
-    It has no public step of its parts, and its whole step moves weights. Tried with DeepSpeed 0.19.8. Without it:
-    moments could not be made before a checkpoint is read into them.
-    """
+    """Let the optimizer of ZeRO-3 step one of its sub-groups, without a norm, a loss scale or new weights. It has no
+    public step of its parts, and its whole step moves weights. Without it: moments could not be made before a
+    checkpoint is read into them."""
     optimizer._optimizer_step(number)
 
 
 @contextlib.contextmanager
 def swapped_in(optimizer: Any, number: int, written: bool = False) -> Iterator[None]:
-    """Within this context a sub-group of ZeRO-3's optimizer, whose state is on a disk, is in memory.
-
-    The public way, deepspeed.utils.safe_get_local_optimizer_state, brings the whole sub-group once for each parameter
-    and each moment. Small sub-groups are always in memory. Tried with DeepSpeed 0.19.8. Without it: no checkpoints
-    with `device: nvme`. `written`: the state is changed, and goes back to the disk.
-    """
+    """Within this context a sub-group of ZeRO-3's optimizer, whose state is on a disk, is in memory. The public way,
+    deepspeed.utils.safe_get_local_optimizer_state, brings the whole sub-group once for each parameter and each moment.
+    Small sub-groups are always in memory. Without it: no checkpoints with `device: nvme`. `written`: the state is
+    changed, and goes back to the disk."""
     if not optimizer._swappable_optimizer_subgroup(number):
         yield
         return
@@ -145,12 +132,9 @@ def swapped_in(optimizer: Any, number: int, written: bool = False) -> Iterator[N
 
 
 def run_schedule(engine: Any, schedule: Any | None) -> None:
-    """Let a pipeline's engine carry out a schedule; None: its optimizer's step.
-
-    Its public train_batch and eval_batch have schedules of their own: one steps before the norm is known, the other
-    evaluates as many micro-batches as training accumulates; its `step` only raises. Tried with DeepSpeed 0.19.8.
-    Without it: no pipeline.
-    """
+    """Let a pipeline's engine carry out a schedule; None: its optimizer's step. Its public train_batch and eval_batch
+    have schedules of their own: one steps before the norm is known, the other evaluates as many micro-batches as
+    training accumulates; its `step` only raises. Without it: no pipeline."""
     if schedule is None:
         engine._exec_optimizer_step()
         return
@@ -160,31 +144,24 @@ def run_schedule(engine: Any, schedule: Any | None) -> None:
 
 def visit_modules(visitor: Any, module: Any) -> None:
     """Put ZeRO-3's hooks on a module and those in it; they call methods of `visitor` in place of its coordinator.
-
-    Publicly they are put on a model as its weights are sharded, and a model that is only planned has none. Tried with
-    DeepSpeed 0.19.8. Without it: `zerofit plan` does not know in which order ZeRO-3 fetches weights.
-    """
+    Publicly they are put on a model as its weights are sharded, and a model that is only planned has none. Without it:
+    `zerofit plan` does not know in which order ZeRO-3 fetches weights."""
     offload = import_module("deepspeed.runtime.zero.parameter_offload").DeepSpeedZeRoOffload
     visitor._register_deepspeed_module = lambda child, count: offload._register_deepspeed_module(visitor, child, count)
     visitor._register_deepspeed_module(module, [0])
 
 
 def without_shared_memory() -> contextlib.AbstractContextManager[None]:
-    """Within this context DeepSpeed's first process group compiles no sum over shared memory.
-
-    On a CPU it does (comm/torch.py, build_shm_op), for layers that its inference has; no option turns that off. Tried
-    with DeepSpeed 0.19.8. Without it: the first run on a CPU compiles for some seconds, and needs a compiler.
-    """
+    """Within this context DeepSpeed's first process group compiles no sum over shared memory. On a CPU it does
+    (comm/torch.py, build_shm_op), for layers that its inference has; no option turns that off. Without it: the first
+    run on a CPU compiles for some seconds, and needs a compiler."""
     return replaced(import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None)
 
 
 @contextlib.contextmanager
 def exchanging_heads_with(stand_in: Any) -> Iterator[None]:
     """Within this context DeepSpeed's exchange of heads between ranks (Ulysses) calls another module of collectives.
-
-    One process has no group of several ranks. Tried with DeepSpeed 0.19.8. Without it: `zerofit plan` cannot trace
-    sequence parallelism.
-    """
+    One process has no group of several ranks. Without it: `zerofit plan` cannot trace sequence parallelism."""
     heads, layer = map(import_module, ("deepspeed.runtime.sequence_parallel.ulysses_sp", "deepspeed.sequence.layer"))
     with replaced(heads, "dist", stand_in), replaced(layer, "dist", stand_in):
         yield

@@ -1,4 +1,4 @@
-"""Private parts of huggingface_hub."""
+"""Private parts of huggingface_hub. Tried with huggingface_hub 1.x."""
 
 import os
 
@@ -6,10 +6,8 @@ from huggingface_hub import constants
 
 
 def work_offline() -> None:
-    """Let the hub's libraries read their cache alone, for as long as the process lives.
-
-    The library reads the variable HF_HUB_OFFLINE when it is imported, which has happened, and has no function for it.
-    Tried with huggingface_hub 1.x. Without it: on a host without a network each file is asked for six times.
-    """
+    """Let the hub's libraries read their cache alone, for as long as the process lives. The library reads the variable
+    HF_HUB_OFFLINE when it is imported, which has happened, and has no function for it. Without it: on a host without a
+    network each file is asked for six times."""
     constants.HF_HUB_OFFLINE = True
     os.environ["HF_HUB_OFFLINE"] = "1"  # for datasets, which is imported later

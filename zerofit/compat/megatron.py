@@ -1,4 +1,4 @@
-"""Private parts of megatron-core (the package `megatron.core` of the extra `megatron`)."""
+"""Private parts of megatron-core (`megatron.core` of the extra `megatron`). Tried with megatron-core 0.16.1."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -10,18 +10,14 @@ from zerofit.compat import replaced
 
 
 def load_without_pickles(modules: Iterable[Any], numpy: Any) -> None:
-    """Let these modules of megatron-core's datasets have another numpy, for as long as the process lives.
-
-    They load an index, now or later, with allow_pickle=True, and no argument forbids it. Tried with megatron-core
-    0.16.1. Without it: a file beside a corpus could run code in whoever trains on it.
-    """
+    """Let these modules of megatron-core's datasets have another numpy, for as long as the process lives. They load an
+    index, now or later, with allow_pickle=True, and no argument forbids it. Without it: a file beside a corpus could
+    run code in whoever trains on it."""
     for module in modules:
         module.numpy = numpy
 
 
 def as_first_rank() -> AbstractContextManager[None]:
     """Within this context torch.distributed.get_rank is 0: BlendedDataset asks for it, and there is no group yet.
-
-    Tried with megatron-core 0.16.1. Without it: samples of Megatron could be made only after the ranks have met.
-    """
+    Without it: samples of Megatron could be made only after the ranks have met."""
     return replaced(torch.distributed, "get_rank", lambda *_: 0)

@@ -1,4 +1,4 @@
-"""Private parts of torch."""
+"""Private parts of torch. Tried with torch 2.13 (2.11 has what Ring calls in another module) and torchao 0.18."""
 
 import contextlib
 import functools
@@ -18,38 +18,28 @@ from zerofit.compat import replaced
 
 
 class DispatchMode(TorchDispatchMode):
-    """A context in which `__torch_dispatch__` meets each operation on tensors.
-
-    torch documents the protocol (`__torch_dispatch__`) and not the class. Tried with torch 2.13. Without it: no trace
-    of a step's memory, and no recomputed products.
-    """
+    """A context in which `__torch_dispatch__` meets each operation on tensors. torch documents the protocol
+    (`__torch_dispatch__`) and not the class. Without it: no trace of a step's memory, and no recomputed products."""
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
     """Return a context in which tensors have shapes, dtypes and storages, and no memory; it can be entered again.
-
-    torch's public `torch.device("meta")` computes without memory too, but tells no CPU from a GPU. Tried with torch
-    2.13. Without it: `zerofit plan` cannot trace a step.
-    """
+    torch's public `torch.device("meta")` computes without memory too, but tells no CPU from a GPU. Without it:
+    `zerofit plan` cannot trace a step."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def number_of_tensors(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors hold this storage.
-
-    torch.multiprocessing.reductions.StorageWeakRef tells only whether any does. Tried with torch 2.13. Without it: a
-    trace could not tell what a module keeps from what it hands on.
-    """
+    """Return how many tensors hold this storage. torch.multiprocessing.reductions.StorageWeakRef tells only whether
+    any does. Without it: a trace could not tell what a module keeps from what it hands on."""
     handle: Any = storage
     return torch._C._storage_Use_Count(handle._cdata)
 
 
 def run_backward(loss: torch.Tensor) -> None:
-    """loss.backward(), with modes of functions of torch in force: layers are recomputed in it.
-
-    torch.autograd.backward is such a function itself, and a mode is not in force within what it meets. Tried with
-    torch 2.13. Without it: `zerofit plan` cannot trace recomputed layers under ZeRO-3 or autocast.
-    """
+    """loss.backward(), with modes of functions of torch in force: layers are recomputed in it. torch.autograd.backward
+    is such a function itself, and a mode is not in force within what it meets. Without it: `zerofit plan` cannot trace
+    recomputed layers under ZeRO-3 or autocast."""
     engine: Any = import_module("torch.autograd.graph")
     engine._engine_run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -58,12 +48,9 @@ def run_backward(loss: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def computed_as_linear(layers: Iterable[torch.nn.Linear]) -> Iterator[None]:
-    """Within this context subclasses of torch.nn.Linear compute as it does.
-
-    torchao's layers in float8 cannot be told to, and FSDP2 holds on to the modules that it has sharded, so others
-    cannot take their places. Tried with torch 2.13 and torchao 0.18. Without it: one scale for all rows of a batch
-    makes the check of packed documents find a leak where there is none.
-    """
+    """Within this context subclasses of torch.nn.Linear compute as it does. torchao's layers in float8 cannot be told
+    to, and FSDP2 holds on to the modules that it has sharded, so others cannot take their places. Without it: one
+    scale for all rows of a batch makes the check of packed documents find a leak where there is none."""
     with contextlib.ExitStack() as stack:
         for layer in layers:
             stack.enter_context(replaced(layer, "forward", functools.partial(torch.nn.Linear.forward, layer)))
@@ -71,39 +58,30 @@ def computed_as_linear(layers: Iterable[torch.nn.Linear]) -> Iterator[None]:
 
 
 def leave_scaling_to_scaler(optimizer: torch.optim.Optimizer) -> None:
-    """Let torch's GradScaler itself divide the gradients of fp16 by the loss scale, and leave a step out.
-
-    A fused optimizer says that its step does both, and so does what is made from it. Tried with torch 2.13. Without
-    it: in fp16 the matrices of Muon would step by gradients that are too large by the loss scale.
-    """
+    """Let torch's GradScaler itself divide the gradients of fp16 by the loss scale, and leave a step out. A fused
+    optimizer says that its step does both, and so does what is made from it. Without it: in fp16 the matrices of Muon
+    would step by gradients that are too large by the loss scale."""
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
 
 def norms_of(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return the 2-norm of each tensor in this dtype, by one kernel for many of them.
-
-    torch.nn.utils.get_total_norm takes no dtype: of bf16 it rounds to bf16. Tried with torch 2.13. Without it: a
-    kernel for each gradient, or norms that are rounded.
-    """
+    """Return the 2-norm of each tensor in this dtype, by one kernel for many of them. torch.nn.utils.get_total_norm
+    takes no dtype: of bf16 it rounds to bf16. Without it: a kernel for each gradient, or norms that are rounded."""
     return list(torch._foreach_norm(tensors, 2, dtype))
 
 
 def argument_names(operator: Any) -> list[tuple[str, Any]]:
-    """Return (name, default value) of each argument of an operator, as `__torch_dispatch__` meets it.
-
-    Nothing public tells an operator's signature. Tried with torch 2.13. Without it: recomputation cannot tell
-    attention that draws random numbers from attention that does not.
-    """
+    """Return (name, default value) of each argument of an operator, as `__torch_dispatch__` meets it. Nothing public
+    tells an operator's signature. Without it: recomputation cannot tell attention that draws random numbers from
+    attention that does not."""
     return [(argument.name, argument.default_value) for argument in operator._schema.arguments]
 
 
 def flight_record() -> dict[str, Any]:
-    """Return what torch's flight recorder has of this rank: its collectives, in `entries`, and its groups.
-
-    torch's own watchdog writes it (TORCH_FR_DUMP_TEMP_FILE) for NCCL alone, and only when a collective has waited for
-    the timeout. gloo's record names no groups. Tried with torch 2.13. Without it: a run that hangs is ended, and not
-    told which collective waits for which rank.
-    """
+    """Return what torch's flight recorder has of this rank: its collectives, in `entries`, and its groups. torch's own
+    watchdog writes it (TORCH_FR_DUMP_TEMP_FILE) for NCCL alone, and only when a collective has waited for the timeout.
+    gloo's record names no groups. Without it: a run that hangs is ended, and not told which collective waits for which
+    rank."""
     c10d: Any = import_module("torch._C._distributed_c10d")
     of_nccl = distributed_c10d.is_initialized() and distributed_c10d.get_backend() == "nccl"
     dump = c10d._dump_nccl_trace if of_nccl else c10d._dump_fr_trace
@@ -118,11 +96,9 @@ def flight_record() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def group_timeout(timeout: timedelta) -> Iterator[None]:
-    """Within this context a process group that is made without a timeout has this one.
-
-    DeepSpeed's groups and those of a device mesh are made without, and NCCL's is 10 minutes then. Tried with torch
-    2.13. Without it: a rank that waits longer for another, as for data that it prepares, ends the run.
-    """
+    """Within this context a process group that is made without a timeout has this one. DeepSpeed's groups and those of
+    a device mesh are made without, and NCCL's is 10 minutes then. Without it: a rank that waits longer for another, as
+    for data that it prepares, ends the run."""
     with (
         replaced(distributed_c10d, "default_pg_timeout", timeout),
         replaced(distributed_c10d, "default_pg_nccl_timeout", timeout),
@@ -132,30 +108,24 @@ def group_timeout(timeout: timedelta) -> Iterator[None]:
 
 def compiled_graphs() -> tuple[int, dict[str, int]]:
     """Return how many graphs torch.compile has made in this process, and what it broke graphs off at, how often.
-
-    torch.compiler tells neither afterwards. Tried with torch 2.13. Without it: a run's last lines do not say whether
-    blocks were compiled again and again, and why a block has several graphs.
-    """
+    torch.compiler tells neither afterwards. Without it: a run's last lines do not say whether blocks were compiled
+    again and again, and why a block has several graphs."""
     counters = import_module("torch._dynamo.utils").counters
     return counters["stats"]["unique_graphs"], dict(counters["graph_break"])
 
 
 def compute_uncompiled_after_errors(is_on: bool) -> None:
     """Let code that torch.compile fails at run as it is, with torch's warning; off: the error ends the run.
-
-    torch.compiler has no setting for it. Tried with torch 2.13. Without it: a compiler that fails under
-    `--torch_compile auto`, which nobody has asked for, ends the run.
-    """
+    torch.compiler has no setting for it. Without it: a compiler that fails under `--torch_compile auto`, which nobody
+    has asked for, ends the run."""
     import_module("torch._dynamo").config.suppress_errors = is_on
 
 
 class Ring:
-    """Attention over rows of which each rank has two pieces, without dropout: ranks pass keys and values on.
-
-    torch's public `context_parallel` knows no kernel of the CPU, and replaces F.scaled_dot_product_attention for the
-    whole process; so the functions below it are called, with the kernels of a CPU and of a GPU. Tried with torch 2.13
-    (2.11 has the functions in another module). Without it: no sequence parallelism over more ranks than can share the
-    heads.
+    """Attention over rows of which each rank has two pieces, without dropout: ranks pass keys and values on. torch's
+    public `context_parallel` knows no kernel of the CPU, and replaces F.scaled_dot_product_attention for the whole
+    process; so the functions below it are called, with the kernels of a CPU and of a GPU. Without it: no sequence
+    parallelism over more ranks than can share the heads.
 
     Shapes: query (B, H, T / ranks, D), key and value alike (repeated where heads share one).
     """

@@ -1,4 +1,4 @@
-"""Private parts of torchrun's agent (torch.distributed.elastic)."""
+"""Private parts of torchrun's agent (torch.distributed.elastic). Tried with torch 2.13 and accelerate 1.15."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,11 +11,9 @@ from zerofit.compat import replaced
 
 class AskingAgent(LocalElasticAgent):
     """torchrun's agent, which asks whether it starts the processes again, and whether it waits for other agents.
-
     torchrun counts each machine's own restarts, lets an agent end others only by a timeout, and has no option for
-    another agent. Tried with torch 2.13 and accelerate 1.15. Without it: `zerofit launch` restarts whatever has
-    failed, and a machine that has finished waits for one that is gone.
-    """
+    another agent. Without it: `zerofit launch` restarts whatever has failed, and a machine that has finished waits for
+    one that is gone."""
 
     @classmethod
     def launching(cls) -> AbstractContextManager[None]:

@@ -157,12 +157,10 @@ def chunked_token_losses(
 
 
 class _Chunked(torch.autograd.Function):
-    """The loss and its gradients, chunk by chunk: logits, and sums over rows and chunks, are in fp32.
-
-    torch's linear_cross_entropy (2.13), under each of its policies, rounds to the half precision of its inputs: the
-    gradient of the weight after every chunk, each token's loss (a sum would keep two digits), and so the gradient of
-    the output, 1 over the number of tokens, which in bf16 scales all gradients by up to 1.004.
-    """
+    """The loss and its gradients, chunk by chunk: logits, and sums over rows and chunks, are in fp32. torch's
+    linear_cross_entropy (2.13), under each of its policies, rounds to the half precision of its inputs: the gradient
+    of the weight after every chunk, each token's loss (a sum would keep two digits), and so the gradient of the
+    output, 1 over the number of tokens, which in bf16 scales all gradients by up to 1.004."""
 
     @staticmethod
     def forward(  # noqa: PLR0917
@@ -280,12 +278,9 @@ class _ChunkedTokens(torch.autograd.Function):
 
 
 def _cast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias that are held in fp32, in the dtype of the hidden states; the weight in fp32 where products
-    are.
-
+    """Weight and bias that are held in fp32, in the dtype of the hidden states; the weight in fp32 where products are.
     Where products are in half precision the weight has rows of zeros behind its own, up to a multiple of 64: on an
-    H100 a vocabulary of 50,257 took longer than one of 128,256, although its rows were aligned in memory.
-    """
+    H100 a vocabulary of 50,257 took longer than one of 128,256, although its rows were aligned in memory."""
     dtype = weight.dtype
     if dtype == torch.float32:
         dtype = hidden.dtype
@@ -318,11 +313,9 @@ def loss_and_gradient(
     logits: Tensor, target: Tensor, gradient: Tensor, label_smoothing: float, z_loss: float
 ) -> Tensor:
     """The loss (N,), fp32, of each row of logits (N, V), fp32, against targets (N,), 0 where a row is ignored. The
-    gradient (N, V) of the logits is written into `gradient`.
-
-    Compiled it is two passes: logits are read by both, and the gradient is written once (10 bytes a logit in half
-    precision). As separate operations the same takes 22 to 28.
-    """
+    gradient (N, V) of the logits is written into `gradient`. Compiled it is two passes: logits are read by both, and
+    the gradient is written once (10 bytes a logit in half precision). As separate operations the same takes 22 to
+    28."""
     log_sums = logits.logsumexp(-1)
     is_kept, columns = target != IGNORE, torch.arange(logits.shape[1], device=logits.device)
     at_target = logits.gather(1, target.clamp(min=0)[:, None])[:, 0]

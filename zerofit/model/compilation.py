@@ -30,11 +30,9 @@ GRAPHS = 64  # of the code that blocks share; torch computes without its compile
 
 def fuse_gelu(model: Any) -> Any:
     """Compute a model's GELU in its tanh form ("gelu_new", of GPT-2 and its kin) in one kernel. Returns the model.
-
     transformers computes it in eight operations that keep five tensors of the widest layer for the backward pass.
     torch.nn.functional.gelu(approximate="tanh") is the same function (Hendrycks and Gimpel 2016), keeps its input
-    alone, and differs by rounding.
-    """
+    alone, and differs by rounding."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) is NewGELUActivation:

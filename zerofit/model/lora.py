@@ -234,10 +234,8 @@ def check_quantised_sharding(recipe: LoraOptions, strategy: "Strategy") -> None:
 
 
 def quantisation(recipe: LoraOptions, dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments of from_pretrained that quantise; none without load_in_4bit.
-
-    Source: Dettmers et al. 2023, QLoRA: NF4 with double quantisation, products in half precision.
-    """
+    """The arguments of from_pretrained that quantise; none without load_in_4bit. Source: Dettmers et al. 2023, QLoRA:
+    NF4 with double quantisation, products in half precision."""
     if recipe.quantised is None:
         return {}
     nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}

@@ -96,12 +96,9 @@ def hidden_matrices(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 def flops_per_token(model: "PreTrainedModel", sequence_length: int) -> float:
     """Floating-point operations of one trained token: forward 2, backward 4 for each weight of a matrix product (2 for
     a frozen one, which has no gradient of its own), and attention over the whole sequence (Chowdhery et al. 2022,
-    PaLM, appendix B: 6 N + 12 L H T).
-
-    Causal masking, document boundaries and recomputed activations are not subtracted or added, so that figures of
-    different settings compare. Embedding lookups are no matrix products; a tied embedding counts once, as the head. Of
-    a layer's experts those count that a token passes through.
-    """
+    PaLM, appendix B: 6 N + 12 L H T). Causal masking, document boundaries and recomputed activations are not
+    subtracted or added, so that figures of different settings compare. Embedding lookups are no matrix products; a
+    tied embedding counts once, as the head. Of a layer's experts those count that a token passes through."""
     config = model.config
     chosen = getattr(config, "num_experts_per_tok", None)
     weights = _matrix_flops(model, model.get_output_embeddings(), chosen)
@@ -110,11 +107,8 @@ def flops_per_token(model: "PreTrainedModel", sequence_length: int) -> float:
 
 def flops_per_pair_token(model: "PreTrainedModel", source_length: float, target_length: float) -> float:
     """Floating-point operations of one trained token of an encoder-decoder model: the mean over the tokens of a source
-    and its target.
-
-    Source tokens pass through the encoder and the decoder's keys and values of the source, target tokens through the
-    rest of the decoder and the head.
-    """
+    and its target. Source tokens pass through the encoder and the decoder's keys and values of the source, target
+    tokens through the rest of the decoder and the head."""
     config = model.config
     encoder, decoder = model.get_encoder(), model.get_decoder()
     layers = getattr(config, "encoder_layers", config.num_hidden_layers)
@@ -129,10 +123,8 @@ def flops_per_pair_token(model: "PreTrainedModel", source_length: float, target_
 
 
 def _matrix_flops(module: torch.nn.Module, head: torch.nn.Module | None = None, chosen: int | None = None) -> float:
-    """Operations per token in matrix products: with the weights of `head`, and all others but lookup tables.
-
-    `chosen` is the number of experts that a token passes through.
-    """
+    """Operations per token in matrix products: with the weights of `head`, and all others but lookup tables. `chosen`
+    is the number of experts that a token passes through."""
     lookup = {
         id(parameter)
         for part in module.modules()

@@ -39,11 +39,8 @@ def without_dropout(model: torch.nn.Module) -> None:
 
 
 class PreferenceFigures(NamedTuple):
-    """The figures of an update's pairs in metrics.jsonl.
-
-    A reward is beta times what the answer's log-probability has gained on the reference (ipo, simpo, orpo: its mean
-    over the tokens, and of the two last without a reference).
-    """
+    """The figures of an update's pairs in metrics.jsonl. A reward is beta times what the answer's log-probability has
+    gained on the reference (ipo, simpo, orpo: its mean over the tokens, and of the two last without a reference)."""
 
     preference_accuracy: float
     reward_margin: float

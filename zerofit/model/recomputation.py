@@ -75,12 +75,10 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 class Selected(DispatchMode):
     """A context of torch's that is asked about kept results only: those of products, of fused attention, and of what
-    changes one of these in place (a linear layer adds its bias so where its input is not contiguous).
-
-    torch's recomputation refuses a pass that has other operators than the forward pass, and ZeRO-3 fetches weights
-    otherwise each time. Attention that drops weights is computed again: what is not computed again draws no random
-    numbers, and those that follow would be others.
-    """
+    changes one of these in place (a linear layer adds its bias so where its input is not contiguous). torch's
+    recomputation refuses a pass that has other operators than the forward pass, and ZeRO-3 fetches weights otherwise
+    each time. Attention that drops weights is computed again: what is not computed again draws no random numbers, and
+    those that follow would be others."""
 
     def __init__(self, context: DispatchMode, keeps_attention: bool):
         super().__init__()

@@ -84,11 +84,9 @@ def get_tokenizer(
 
 
 def load_tokenizer(options: TokenizerOptions, config: "PretrainedConfig | None") -> "PreTrainedTokenizerBase":
-    """The tokenizer that is named, else the one of the pretrained weights.
-
-    A folder with bare vocabulary files (vocab.json and merges.txt, or tokenizer.model) does not name its tokenizer's
-    class; a config.json beside them does, or else the model's configuration.
-    """
+    """The tokenizer that is named, else the one of the pretrained weights. A folder with bare vocabulary files
+    (vocab.json and merges.txt, or tokenizer.model) does not name its tokenizer's class; a config.json beside them
+    does, or else the model's configuration."""
     import transformers
     from transformers import AutoConfig, AutoTokenizer
 

@@ -135,13 +135,10 @@ def resolve_config(
 
 
 def _spare_what_does_nothing(config: dict[str, Any], layout: ParallelLayout) -> None:
-    """Turn off what costs time and changes no result.
-
-    The engine refuses gradients that are not finite by their norm, before DeepSpeed steps, so that in bf16 DeepSpeed
-    need not look at each of them again; a key of the file wins. One data-parallel rank has no communication that could
-    overlap, and overlap_comm makes ZeRO-1 and ZeRO-2 wait for the device after each backward pass; offload overlaps
-    its copies.
-    """
+    """Turn off what costs time and changes no result. The engine refuses gradients that are not finite by their norm,
+    before DeepSpeed steps, so that in bf16 DeepSpeed need not look at each of them again; a key of the file wins. One
+    data-parallel rank has no communication that could overlap, and overlap_comm makes ZeRO-1 and ZeRO-2 wait for the
+    device after each backward pass; offload overlaps its copies."""
     config.setdefault("bf16", {}).setdefault("check_grad_overflow", False)
     zero = config["zero_optimization"]
     alone = layout.shard_size == 1 and zero["stage"] < 3
@@ -263,12 +260,10 @@ def _take_scheduler(resolver: OptionResolver) -> None:
 
 def fill_bucket_size(zero: dict[str, Any], model: torch.nn.Module) -> None:
     """Set `reduce_bucket_size` (elements) of ZeRO-1 and ZeRO-2 in place, where "auto" or nothing stands there.
-
     accelerate would make the square of the hidden size of "auto", so that each matrix is sent for itself; DeepSpeed
     makes two buffers of 5e8 elements of nothing. A sixteenth of the model makes some twenty messages of a backward
     pass, which still overlap with it; its two buffers take an eighth of what the gradients of the whole model would.
-    An adapter's gradients are few, and go in one.
-    """
+    An adapter's gradients are few, and go in one."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     fill_by_sizes(zero, sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes))
 

@@ -81,11 +81,8 @@ def faster_precisions(device: torch.device) -> list[str]:
 @functools.cache
 def bf16_slowdown() -> float | None:
     """Measure how much longer a matrix product and its backward pass take in bf16 than in fp32 on this CPU: how many
-    times as long, where that matters, else None. It takes some 50 ms.
-
-    Without AVX-512 or AMX oneDNN has no bf16 kernels, and torch's own take 20 times as long as fp32, mostly for the
-    weight's gradient.
-    """
+    times as long, where that matters, else None. It takes some 50 ms. Without AVX-512 or AMX oneDNN has no bf16
+    kernels, and torch's own take 20 times as long as fp32, mostly for the weight's gradient."""
 
     def seconds(dtype: torch.dtype) -> float:
         factors = [torch.ones(128, 384, dtype=dtype, requires_grad=True), torch.ones(384, 384, dtype=dtype)]
@@ -107,10 +104,8 @@ def bf16_slowdown() -> float | None:
 
 def use_threads_of_share() -> None:
     """Let this rank compute on its share of the host's cores: to each of several processes torchrun leaves one thread.
-
     DeepSpeed's CPU Adam is parallel through OpenMP, as torch is: it has torch's runtime where both have the same name
-    (libgomp.so.1), and else one that is loaded later and reads the environment then.
-    """
+    (libgomp.so.1), and else one that is loaded later and reads the environment then."""
     threads = max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)

@@ -40,12 +40,9 @@ def check_async_io() -> None:
 
 
 def own_folder(below: str) -> Path:
-    """A new folder of this process; those of processes that were killed are removed.
-
-    DeepSpeed names its files after parameters and ranks alone: two runs in one folder would read each other's state.
-    A process holds a lock beside its folder, which the system drops when it ends, however it ends. On a file system
-    without locks nothing is removed.
-    """
+    """A new folder of this process; those of processes that were killed are removed. DeepSpeed names its files after
+    parameters and ranks alone: two runs in one folder would read each other's state. A process holds a lock beside its
+    folder, which the system drops when it ends, however it ends. On a file system without locks nothing is removed."""
     base = Path(below).expanduser().resolve()
     base.mkdir(parents=True, exist_ok=True)
     for lock in base.glob(f"{PREFIX}*.lock"):

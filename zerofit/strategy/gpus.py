@@ -26,10 +26,8 @@ SMALLEST_AMD_BYTES = 6 * 2**30  # less has a processor's own graphics, which ROC
 
 def gpus_of_the_machine() -> dict[str, int]:
     """Count the GPUs of each maker that the operating system has, whether or not a library for them is installed.
-
     NVIDIA's driver lists its own under /dev and /proc (in WSL: /dev/dxg, with NVIDIA's library beside it). AMD's have
-    their memory in sysfs (Linux, amdgpu: mem_info_vram_total), and /dev/kfd where they compute.
-    """
+    their memory in sysfs (Linux, amdgpu: mem_info_vram_total), and /dev/kfd where they compute."""
     nvidia = max(
         sum(file.name.removeprefix("nvidia").isdigit() for file in ROOT.glob("dev/nvidia*")),
         len(list(ROOT.glob("proc/driver/nvidia/gpus/*"))),
@@ -59,12 +57,9 @@ def check_devices() -> None:
 
 def use_expandable_segments() -> None:
     """Before CUDA's first allocation: let torch's allocator grow its segments page by page, so that fewer bytes lie in
-    pieces too small to use.
-
-    Only with NVIDIA's driver on Linux, where it maps memory so (some virtual GPUs and WSL do not), and where the user
-    has set nothing of the allocator. Tensors that processes share through CUDA need the right to trace each other
-    then (pytorch/pytorch#165685); here no process shares any.
-    """
+    pieces too small to use. Only with NVIDIA's driver on Linux, where it maps memory so (some virtual GPUs and WSL do
+    not), and where the user has set nothing of the allocator. Tensors that processes share through CUDA need the right
+    to trace each other then (pytorch/pytorch#165685); here no process shares any."""
     if any(name in os.environ for name in ALLOCATOR) or sys.platform != "linux" or (ROOT / "dev/dxg").exists():
         return
     if "NVIDIA" in gpus_of_the_machine() and _maps_memory():

@@ -47,10 +47,8 @@ def number(text: str) -> int | None:
 
 
 def cgroups(of_process: str, root: str = "/sys/fs/cgroup") -> list[str]:
-    """The memory cgroup of a process and those around it, from /proc/PID/cgroup: versions 1 and 2.
-
-    In a container the path may be the host's, and name nothing here; then the root is the container's own group.
-    """
+    """The memory cgroup of a process and those around it, from /proc/PID/cgroup: versions 1 and 2. In a container the
+    path may be the host's, and name nothing here; then the root is the container's own group."""
     path = None
     for line in of_process.splitlines():
         _, controllers, name = line.split(":", 2)

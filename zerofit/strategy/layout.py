@@ -31,13 +31,11 @@ MASKS_ONLY = ("eager", "flex_attention")  # attention that cannot do without a m
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """world_size = pipeline x data x sequence x tensor, and the place of `rank` in it.
-
-    Ranks are numbered as DeepSpeed numbers them: tensor-parallel neighbours stand side by side, then come sequence,
-    data and pipeline. The processes that hold one copy of the model together are a *replica*. All of them read the
-    same samples, so whatever counts samples, sums a loss or draws a seed asks for `data_rank` and `data_size`, and
-    whatever counts processes (files of a checkpoint, who prints) for `rank` and `world_size`.
-    """
+    """world_size = pipeline x data x sequence x tensor, and the place of `rank` in it. Ranks are numbered as DeepSpeed
+    numbers them: tensor-parallel neighbours stand side by side, then come sequence, data and pipeline. The processes
+    that hold one copy of the model together are a *replica*. All of them read the same samples, so whatever counts
+    samples, sums a loss or draws a seed asks for `data_rank` and `data_size`, and whatever counts processes (files of
+    a checkpoint, who prints) for `rank` and `world_size`."""
 
     world_size: int = 1
     rank: int = 0
@@ -156,12 +154,10 @@ def initializing_deepspeed(layout: ParallelLayout) -> AbstractContextManager[Any
 
 def take_degrees(config: dict[str, Any], source: str) -> tuple[int, int, int]:
     """Return (tensor, pipeline, sequence): the ranks that share each layer, the layers, and each row.
-
     `tensor_parallel` is taken out: DeepSpeed would replace layers by its own (AutoTP), which know neither GPT-2 nor a
     tied vocabulary that is cut. What DeepSpeed reads beside the stages is filled in. `sequence_parallel_size` stays:
     DeepSpeed reads it where ZeRO-3 shards a new model. Raises UserError where one is no number of processes, or there
-    are settings beside it that have no effect or do harm.
-    """
+    are settings beside it that have no effect or do harm."""
     problems, degrees = [], {}
     for name, key, others in ((TENSOR, "autotp_size", {}), (PIPELINE, "stages", PIPELINE_KEYS)):
         section = config.get(name, {key: 1})

@@ -35,10 +35,8 @@ class GradientSchedule(TrainSchedule):
 
 
 class StageModule(PipelineModule):
-    """The layers of this rank's stage.
-
-    Each rank has the micro-batches of its replica, so nothing but hidden states goes from stage to stage.
-    """
+    """The layers of this rank's stage. Each rank has the micro-batches of its replica, so nothing but hidden states
+    goes from stage to stage."""
 
     def __init__(self, model: torch.nn.Module, layout: ParallelLayout):
         groups = model_groups(layout)

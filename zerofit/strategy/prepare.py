@@ -22,11 +22,9 @@ NEVER_FREED: list[Engine] = []
 
 
 class InferenceEngine(WithoutOptimizer, Engine):
-    """Engine that only evaluates and generates, under every strategy but FSDP2 and a pipeline.
-
-    ZeRO-1 and ZeRO-2 shard what training holds beside the weights, and DeepSpeed has no such stage without an
-    optimizer: each rank has the full model, as in training. ZeRO-3 shards the weights here as well.
-    """
+    """Engine that only evaluates and generates, under every strategy but FSDP2 and a pipeline. ZeRO-1 and ZeRO-2 shard
+    what training holds beside the weights, and DeepSpeed has no such stage without an optimizer: each rank has the
+    full model, as in training. ZeRO-3 shards the weights here as well."""
 
     def _prepare(self, model: Any, recipe: OptimizerOptions, optimizer: Any) -> Any:
         model.requires_grad_(False)

@@ -175,13 +175,10 @@ class Strategy:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype of matrix products, and of LoRA's frozen base.
-
-        One process and DDP: autocast of the Accelerator (processes.py); layers add to a sum in this dtype, too
-        (model/residual.py), unless the recipe says `residual_in_fp32`. FSDP2: the MixedPrecisionPolicy of
-        fsdp_engine.py; each rank's rows are in fp32. DeepSpeed: the model itself has this dtype, the optimizer has the
-        weights in fp32. Losses are in fp32.
-        """
+        """The dtype of matrix products, and of LoRA's frozen base. One process and DDP: autocast of the Accelerator
+        (processes.py); layers add to a sum in this dtype, too (model/residual.py), unless the recipe says
+        `residual_in_fp32`. FSDP2: the MixedPrecisionPolicy of fsdp_engine.py; each rank's rows are in fp32. DeepSpeed:
+        the model itself has this dtype, the optimizer has the weights in fp32. Losses are in fp32."""
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision, torch.float32)
 
     @property
@@ -223,11 +220,9 @@ class Strategy:
             deepspeed.zero.register_external_parameter(module, parameter)
 
     def sharded_init_reason(self, num_parameters: int) -> str | None:
-        """Why random weights are drawn shard by shard; None: they are drawn in full.
-
-        Under ZeRO-3, weights drawn shard by shard differ from those of every other strategy at the same seed. So where
-        each process of this machine can hold the full model for a moment, it is drawn in full, and then sharded.
-        """
+        """Why random weights are drawn shard by shard; None: they are drawn in full. Under ZeRO-3, weights drawn shard
+        by shard differ from those of every other strategy at the same seed. So where each process of this machine can
+        hold the full model for a moment, it is drawn in full, and then sharded."""
         if not self.shards_parameters or self.tensor > 1:
             return None
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

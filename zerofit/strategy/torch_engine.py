@@ -14,11 +14,9 @@ from zerofit.strategy.state import OptimizerState, ReplicatedState
 
 
 def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of all gradients together, a scalar; of gradients in half precision it is not rounded to that.
-
-    On a CPU the squares are added up in fp64: torch's fp32 norm adds them one after another there, and is too small by
-    5e-5 for a tensor of 0.8 M elements and by 0.4 % for one of 50 M.
-    """
+    """The 2-norm of all gradients together, a scalar; of gradients in half precision it is not rounded to that. On a
+    CPU the squares are added up in fp64: torch's fp32 norm adds them one after another there, and is too small by 5e-5
+    for a tensor of 0.8 M elements and by 0.4 % for one of 50 M."""
     wide = torch.float64 if gradients and gradients[0].device.type == "cpu" else torch.float32
     norms = norms_of(gradients, wide)
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
@@ -38,10 +36,8 @@ class TorchEngine(Engine):
         return model
 
     def _put_gradients_into_buckets(self, model: Any) -> None:
-        """Allocate gradients as views of DDP's buckets, by a backward pass that yields zeros.
-
-        Else those of the first micro-batches take extra memory until the all-reduce.
-        """
+        """Allocate gradients as views of DDP's buckets, by a backward pass that yields zeros. Else those of the first
+        micro-batches take extra memory until the all-reduce."""
         zeros: Any = sum(0.0 * parameter.sum() for parameter in self.parameters)
         model.reducer.prepare_for_backward([zeros])
         zeros.backward()

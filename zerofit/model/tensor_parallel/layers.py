@@ -104,11 +104,8 @@ def _scatter(share: torch.Tensor, tensor: TensorGroup) -> torch.Tensor:
 
 
 class TokenParts:
-    """The part of a micro-batch's tokens that this rank has.
-
-    Tokens are counted through all rows, (B, T, H) as (B x T, H), and filled up to a multiple of the ranks: a part is
-    contiguous, and has the shape (1, B x T / ranks, H).
-    """
+    """The part of a micro-batch's tokens that this rank has. Tokens are counted through all rows, (B, T, H) as (B x T,
+    H), and filled up to a multiple of the ranks: a part is contiguous, and has the shape (1, B x T / ranks, H)."""
 
     def __init__(self, tensor: TensorGroup):
         self.tensor = tensor
