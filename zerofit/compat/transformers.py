@@ -122,12 +122,8 @@ def recomputing_functions(
 def exchanging_tokens_with(counts: Callable[..., Any], rows: Callable[..., Any]) -> Iterator[None]:
     """Within this context transformers' AllToAllEP exchanges through these functions. One process has no group of
     several ranks; what an exchange is made of has no interface of its own. Without it: `zerofit plan` cannot trace
-    divided experts.
-
-    Args:
-        counts: stands for torch.distributed.all_to_all_single, (received, sent, group=).
-        rows: stands for the one with a gradient, (rows, received sizes, sent sizes, group) -> rows.
-    """
+    divided experts. `counts`: stands for torch.distributed.all_to_all_single, (received, sent, group=). `rows`: stands
+    for the one with a gradient, (rows, received sizes, sent sizes, group) -> rows."""
     library = import_module("transformers.distributed.expert_parallel")
     arrived = SimpleNamespace(apply=lambda received: received)
     with (

@@ -268,15 +268,9 @@ def find_base(
     named_with: str = "--base",
     trust_remote_code: bool = False,
 ) -> tuple[str, str, Any]:
-    """(the option that names the base, its name, its configuration).
-
-    Args:
-        base: the base's folder or hub name, of the option `base_option`; None: the one that the adapter names.
-        named_with: how a user names another one, for messages.
-
-    Raises:
-        UserError: the adapter names no base, or the base cannot be read.
-    """
+    """(the option that names the base, its name, its configuration). `base`: the base's folder or hub name, of the
+    option `base_option`; None: the one that the adapter names. `named_with`: how a user names another one, for
+    messages. Raises UserError where the adapter names no base, or the base cannot be read."""
     file = folder.path / "adapter_config.json"
     option, name = base_option, base
     if not base:

@@ -151,14 +151,8 @@ def inject_adapter(
     folder: AdapterFolder, model: torch.nn.Module, name: str, strategy: "Strategy", quantised: bool
 ) -> list[str]:
     """Inject an adapter's layers into a model of build_model, as training does, and load its weights. Returns notes.
-
-    Args:
-        name: the base's, for messages.
-        quantised: the base's weights are.
-
-    Raises:
-        UserError: the adapter is for another base.
-    """
+    `name`: the base's, for messages. `quantised`: the base's weights are. Raises UserError where the adapter is for
+    another base."""
     settings = adapter_settings(folder, _where(folder))
     saved = _saved_modules(folder, model, settings)
     return _inject(folder, model, name, strategy, settings, quantised=quantised, saved=saved)[1]

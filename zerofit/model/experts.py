@@ -54,12 +54,7 @@ class Routing:
         return lines
 
     def begin(self, targets: float, tokens: float = 1.0) -> None:
-        """Begin an update.
-
-        Args:
-            targets: trained tokens of the global batch.
-            tokens: its tokens without padding.
-        """
+        """Begin an update. `targets`: trained tokens of the global batch. `tokens`: its tokens without padding."""
         self._targets_per_token = targets / max(tokens, 1.0)
         self._auxiliary: torch.Tensor | float = 0.0  # summed over micro-batches, each times its tokens
         self._choices: torch.Tensor | int = 0  # (layers, E)

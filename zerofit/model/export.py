@@ -26,15 +26,9 @@ def export_model(
     model: Any, weights: Weights, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> dict[str, Exception]:
     """Write weights (safetensors) and, once they are on the disk, configuration, code and tokenizer. Returns what of
-    these could not be written: {file: why}. None of them costs the weights.
-
-    Args:
-        model: the unwrapped transformers model; only its configuration and its class are used.
-        weights: one after another; what is written is not kept.
-
-    Raises:
-        RuntimeError: a weight is empty or is missing.
-    """
+    these could not be written: {file: why}. None of them costs the weights. `model`: the unwrapped transformers model;
+    only its configuration and its class are used. `weights`: one after another; what is written is not kept. Raises
+    RuntimeError: a weight is empty or is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     written = copy.copy(model)  # the model may still be training, and depends on its configuration
     for name in ("config", "generation_config"):

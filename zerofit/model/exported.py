@@ -17,11 +17,8 @@ MERGED = "`zerofit merge` makes a model that it loads"
 
 def review_export(folder: Path, model_class: Any) -> list[str]:
     """Read an export back. Returns a line that says what was read, and one for each thing that others stumble over.
-    `model_class`: of the model that was trained, one of transformers.
-
-    Raises:
-        RuntimeError: weights are missing.
-    """
+    `model_class`: of the model that was trained, one of transformers. Raises RuntimeError where weights are
+    missing."""
     adapter = is_adapter(str(folder))
     stored = _stored(folder, "adapter_model" if adapter else "model")
     if not stored:

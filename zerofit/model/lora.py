@@ -61,16 +61,11 @@ class Adapter:
         tokenizer: "PreTrainedTokenizerBase",
         folder: Path,
     ) -> dict[str, Exception]:
-        """Write the adapter as peft does and, once it is on the disk, what describes it, the tokenizer and the
-        model's configuration. Returns what of these could not be written: {file: why}.
-
-        Args:
-            model: the model that the adapter is in; only its configuration and the names in it are used.
-            state: every trained weight by its name in the model, full, on the CPU.
-
-        Raises:
-            RuntimeError: a tensor is empty or missing; an incomplete adapter is never saved.
-        """
+        """Write the adapter as peft does and, once it is on the disk, what describes it, the tokenizer and the model's
+        configuration. Returns what of these could not be written: {file: why}. `model`: the model that the adapter is
+        in; only its configuration and the names in it are used. `state`: every trained weight by its name in the
+        model, full, on the CPU. Raises RuntimeError where a tensor is empty or missing; an incomplete adapter is never
+        saved."""
         tensors = self._tensors(model, state)
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -140,14 +135,8 @@ def inject_lora(
     model: "PreTrainedModel", recipe: LoraOptions, pattern: str | None = None, **settings: Any
 ) -> "LoraConfig":
     """Inject the recipe's LoRA layers into a model, which freezes all of its own weights. Returns peft's settings.
-
-    Args:
-        pattern: a regular expression of the targets' names, which wins; adapters of others have some.
-        settings: further ones of peft.
-
-    Raises:
-        UserError: peft can make no such layer.
-    """
+    `pattern`: a regular expression of the targets' names, which wins; adapters of others have some. `settings`:
+    further ones of peft. Raises UserError where peft can make no such layer."""
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = targets_of(model, recipe)

@@ -152,14 +152,9 @@ OVERFLOW = "A value above 65,504 is infinite in fp16: use --precision bf16, if t
 
 def check_finite(model: torch.nn.Module, origin: str, gather: Callable[[Any], list[Any]] = lambda own: [own]) -> None:
     """Check that no weight is NaN or infinite. All ranks call it together: under ZeRO-3 each checks its shard.
-
-    Args:
-        origin: how the user named the weights, e.g. "model_name_or_path = 'x'".
-        gather: (object of this rank) -> list of all ranks' objects; where ranks hold shards.
-
-    Raises:
-        UserError: on all ranks, with the names of the weights and the number of values that are not finite.
-    """
+    `origin`: how the user named the weights, e.g. "model_name_or_path = 'x'". `gather`: (object of this rank) -> list
+    of all ranks' objects; where ranks hold shards. Raises UserError on all ranks, with the names of the weights and
+    the number of values that are not finite."""
     counts: dict[str, int] = {}
     for counts_of_rank in gather(count_not_finite(model)):
         for name, (count, is_shard) in counts_of_rank.items():

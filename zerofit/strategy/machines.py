@@ -20,15 +20,9 @@ def everyones(value: Any) -> list[Any]:
 
 
 def check_same(facts: dict[str, Any], remedy: str) -> None:
-    """Check that all ranks have the same. All of them call it together.
-
-    Args:
-        facts: {what it is, in words: what this rank has}.
-        remedy: what to do where they differ.
-
-    Raises:
-        UserError: on all ranks, naming the first rank that differs from rank 0, and its machine.
-    """
+    """Check that all ranks have the same. All of them call it together. `facts`: {what it is, in words: what this rank
+    has}. `remedy`: what to do where they differ. Raises UserError on all ranks, naming the first rank that differs
+    from rank 0, and its machine."""
     ranks = everyones((platform.node(), facts))
     (first, expected), *others = ranks
     for rank, (machine, facts_there) in enumerate(others, 1):

@@ -65,12 +65,8 @@ class StageModule(PipelineModule):
         return self._tied
 
     def feed(self, batches: Iterable[Batch], at_the_end: AtTheEnd, phase: Callable[[str], None]) -> None:
-        """Lay the micro-batches ready that the next passes will read, one after another.
-
-        Args:
-            at_the_end: (the last stage's model, batch) -> what it finds.
-            phase: is told "forward" as each pass begins.
-        """
+        """Lay the micro-batches ready that the next passes will read, one after another. `at_the_end`: (the last
+        stage's model, batch) -> what it finds. `phase`: is told "forward" as each pass begins."""
         self._batches, self._at_the_end, self._phase = iter(batches), at_the_end, phase
 
     def forward(self, incoming: torch.Tensor) -> torch.Tensor:

@@ -179,12 +179,8 @@ class OptimizerState:
 
     @torch.no_grad()
     def load(self, read: Read, steps: int, read_whole: ReadWhole | None = None) -> None:
-        """Take everything from a checkpoint.
-
-        Args:
-            steps: updates that the optimizer has made (fp16's skipped ones not counted).
-            read_whole: of an optimizer that keeps other tensors than AdamW.
-        """
+        """Take everything from a checkpoint. `steps`: updates that the optimizer has made (fp16's skipped ones not
+        counted). `read_whole`: of an optimizer that keeps other tensors than AdamW."""
         self.initialize_moments()
         for shard in self._in_memory(self.held(), written=True):
             for kind in self.kinds_of(shard.name):

@@ -29,12 +29,8 @@ def read_share(
     stored: torch.dtype,
     dtype: torch.dtype,
 ) -> "PreTrainedModel":
-    """This rank's share of a stored model, in `dtype`.
-
-    Args:
-        keep: takes away what is not of this rank's share.
-        stored: the dtype to load it in.
-    """
+    """This rank's share of a stored model, in `dtype`. `keep`: takes away what is not of this rank's share. `stored`:
+    the dtype to load it in."""
     model = read(stored)
     keep(model)
     for parameter in model.parameters():
