@@ -21,9 +21,12 @@ import yaml
 from ranks import RankServer, rank_environments
 
 from zerofit.strategy.named import find_strategies
+from zerofit.strategy.strategy import Strategy
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
+# The strategy of one process.
+NOT_SHARDED = Strategy(SimpleNamespace(world_size=1, rank=0), None, precision="fp32", deepspeed=None, source="")
 
 TINY = {
     "gpt2": {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64,

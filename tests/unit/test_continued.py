@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from folders import VOCABULARY, save_adapter, save_base, save_blenderbot, small_tokenizer
-from helpers import Harmful, check_refusal, tiny_deberta
+from helpers import NOT_SHARDED, Harmful, check_refusal, tiny_deberta
 from safetensors.torch import load_file, save_file
-from test_lora import NOT_SHARDED as ALONE
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -82,13 +81,13 @@ def read(folder: Path, *flags: str, task: str = "clm"):
     return (
         recipe,
         adapter,
-        build_model(CLASSES[task], config, recipe, ALONE, recipe.seed, ignored_weights=adapter.full_weights),
+        build_model(CLASSES[task], config, recipe, NOT_SHARDED, recipe.seed, ignored_weights=adapter.full_weights),
     )
 
 
 def continued(folder: Path, *flags: str, task: str = "clm"):
     recipe, adapter, model = read(folder, *flags, task=task)
-    return model, continue_adapter(adapter, model, recipe, ALONE)
+    return model, continue_adapter(adapter, model, recipe, NOT_SHARDED)
 
 
 def trained(model) -> dict[str, torch.Tensor]:
@@ -273,8 +272,8 @@ def grown(base: Path, tokens: int, *flags: str, task: str = "clm"):
     recipe = parse_recipe(TASKS[task], words)
     config = load_configuration(recipe)
     note = check_vocabulary(config, tokenizer, recipe)
-    model = build_model(CLASSES[task], config, recipe, ALONE, recipe.seed)
-    return model, add_adapter(model, recipe, task, ALONE), note
+    model = build_model(CLASSES[task], config, recipe, NOT_SHARDED, recipe.seed)
+    return model, add_adapter(model, recipe, task, NOT_SHARDED), note
 
 
 @pytest.mark.parametrize("family", ["llama", "untied", "gpt2", "gpt_neox", "blenderbot", "deberta"])

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from helpers import NOT_SHARDED
 
 from zerofit.strategy.engine import Bounds
-from zerofit.strategy.strategy import Strategy
 from zerofit.strategy.torch_engine import TorchEngine, gradient_norm
 
 
@@ -20,9 +20,6 @@ def test_the_gradient_norm_is_exact_on_a_cpu():
     assert float(gradient_norm(gradients)) == pytest.approx(exact, rel=1e-9)
 
 
-STRATEGY = Strategy(SimpleNamespace(world_size=1, rank=0), batches=None, precision="fp32", deepspeed=None, source="")
-
-
 def deciding_engine(max_grad_norm: float) -> TorchEngine:
     """One process whose AdamW steps, or does not, as the device has found."""
     torch.manual_seed(0)
@@ -31,7 +28,7 @@ def deciding_engine(max_grad_norm: float) -> TorchEngine:
     inner = torch.optim.AdamW(engine.module.parameters(), lr=0.1, fused=True)
     engine.optimizer = SimpleNamespace(optimizer=inner, step=inner.step, zero_grad=inner.zero_grad)
     engine.accelerator = Accelerator(cpu=True)
-    engine.strategy = STRATEGY
+    engine.strategy = NOT_SHARDED
     engine.parameters = [*engine.module.parameters()]
     engine.ema_decay, engine.max_grad_norm = 0.0, max_grad_norm
     return engine

@@ -6,14 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import recipe_of, tiny_model
+from helpers import NOT_SHARDED, recipe_of, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, GPT2LMHeadModel
 
 from zerofit.model.export import export_model
 from zerofit.model.exported import review_export
 from zerofit.model.load import build_model
-from zerofit.strategy.strategy import Strategy
 
 
 @pytest.fixture
@@ -76,8 +75,6 @@ def test_what_of_an_adapter_other_programs_do_not_take(tmp_path, settings, more,
     assert not lines or said in lines[0]
 
 
-ALONE = SimpleNamespace(world_size=1, rank=0)  # a launch
-NOT_SHARDED = Strategy(launch=ALONE, batches=None, precision="fp32", deepspeed=None, source="")
 VALID = {"max_new_tokens": 20, "eos_token_id": 5}
 REFUSED = [  # (settings beside the valid ones, the names that are dropped)
     ({"pad_token_id": -1}, {"pad_token_id"}),

@@ -2,12 +2,11 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
-from helpers import TINY, check_refusal, refusal, small_sizes, tiny_model
+from helpers import NOT_SHARDED, TINY, check_refusal, refusal, small_sizes, tiny_model
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
@@ -41,8 +40,6 @@ FAMILIES = {  # task, class, what has an adapter, how many times
     "blenderbot": ("seq2seq", PAIRS, "q_proj k_proj v_proj out_proj", 4 * (2 + 2 * 2)),
     "t5": ("seq2seq", PAIRS, "q k v o", 4 * (2 + 2 * 2)),
 }
-ALONE = SimpleNamespace(world_size=1, rank=0)  # a launch
-NOT_SHARDED = Strategy(launch=ALONE, batches=None, precision="fp32", deepspeed=None, source="")
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,10 @@
 import json
 import shutil
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import check_refusal, refusal, tiny_model
+from helpers import NOT_SHARDED, check_refusal, refusal, tiny_model
 from safetensors.torch import load_file, save_file
 from sentencepiece import SentencePieceProcessor
 from tokenizers import ByteLevelBPETokenizer
@@ -34,7 +33,6 @@ from zerofit.model.parameters import (
 from zerofit.model.pretrained_io import read_model
 from zerofit.model.tokenizer import TokenizerOptions, check_vocabulary, load_tokenizer
 from zerofit.recipe import ClmRecipe
-from zerofit.strategy.strategy import Strategy
 from zerofit.training.configuration import check_layerdrop, check_model
 from zerofit.training.prepare import lacking_weights
 
@@ -266,9 +264,7 @@ def test_weights_that_are_no_numbers_are_named_as_they_are_loaded(tmp_path, dtyp
         model.transformer.h[1].ln_1.bias[0] = -torch.inf
     model.save_pretrained(tmp_path)
     recipe = ClmRecipe(model_name_or_path=str(tmp_path))
-    launch = SimpleNamespace(world_size=1, rank=0)
-    strategy = Strategy(launch, batches=None, precision="fp32", deepspeed=None, source="")
-    said = refusal(build_model, AutoModelForCausalLM, model.config, recipe, strategy, 0)
+    said = refusal(build_model, AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 0)
     assert "transformer.wte.weight (5 of 3,104 values), transformer.h.1.ln_1.bias (1 of 32 values)" in said
     said = refusal(read_model, AutoModelForCausalLM, "model", str(tmp_path), model.config, precision=None)
     assert "2 of its 28 weights hold NaN" in said
@@ -278,14 +274,12 @@ def test_weights_that_are_no_numbers_are_named_as_they_are_loaded(tmp_path, dtyp
 
 
 def stored_as(folder, rename, family: str = "llama"):
-    """(a model, the strategy and the recipe that read it); its weights are stored in `folder` under other names."""
+    """(a model, the recipe that reads it); its weights are stored in `folder` under other names."""
     model = tiny_model(family)
     model.save_pretrained(folder)
     named = load_file(folder / "model.safetensors")
     save_file({rename(name): tensor for name, tensor in named.items()}, folder / "model.safetensors", {"format": "pt"})
-    launch = SimpleNamespace(world_size=1, rank=0)
-    strategy = Strategy(launch, batches=None, precision="fp32", deepspeed=None, source="")
-    return model, strategy, ClmRecipe(model_name_or_path=str(folder))
+    return model, ClmRecipe(model_name_or_path=str(folder))
 
 
 @pytest.mark.parametrize(
@@ -293,10 +287,10 @@ def stored_as(folder, rename, family: str = "llama"):
 )
 def test_weights_that_a_checkpoint_lacks_are_told(tmp_path, family, part):
     """But for those of a head that is to be trained."""
-    model, strategy, recipe = stored_as(tmp_path / "damaged", str, family)
+    model, recipe = stored_as(tmp_path / "damaged", str, family)
     file = tmp_path / "damaged" / "model.safetensors"
     save_file({name: each for name, each in load_file(file).items() if part not in name}, file, {"format": "pt"})
-    built = build_model(AutoModelForCausalLM, model.config, recipe, strategy, 1)
+    built = build_model(AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 1)
     (note,) = lacking_weights(built, (), "damaged")
     assert "model_name_or_path = 'damaged' lacks" in note
     assert part in note
@@ -314,8 +308,8 @@ def test_weights_that_a_checkpoint_lacks_are_told(tmp_path, family, part):
     ],
 )
 def test_weights_of_a_wrapped_model_are_those_of_the_model(tmp_path, family, rename):
-    model, strategy, recipe = stored_as(tmp_path / "wrapped", rename, family)
-    built = build_model(AutoModelForCausalLM, model.config, recipe, strategy, 1)
+    model, recipe = stored_as(tmp_path / "wrapped", rename, family)
+    built = build_model(AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 1)
     assert built.initialized_weights == []
     read, missing = read_model(AutoModelForCausalLM, "model", str(tmp_path / "wrapped"), model.config, precision=None)
     assert missing == []
@@ -328,8 +322,8 @@ def test_weights_of_a_wrapped_model_are_those_of_the_model(tmp_path, family, ren
 
 
 def test_files_without_a_weight_of_the_model_are_refused(tmp_path):
-    model, strategy, recipe = stored_as(tmp_path, "state_dict.{}".format)
-    said = refusal(build_model, AutoModelForCausalLM, model.config, recipe, strategy, 0)
+    model, recipe = stored_as(tmp_path, "state_dict.{}".format)
+    said = refusal(build_model, AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 0)
     assert "none of the weights of a LlamaForCausalLM, such as model.embed_tokens.weight" in said
 
 

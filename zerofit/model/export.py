@@ -28,7 +28,7 @@ def export_model(
     """Write weights (safetensors) and, once they are on the disk, configuration, code and tokenizer. Returns what of
     these could not be written: {file: why}. None of them costs the weights. `model`: the unwrapped transformers model;
     only its configuration and its class are used. `weights`: one after another; what is written is not kept. Raises
-    RuntimeError: a weight is empty or is missing."""
+    RuntimeError where a weight is empty or is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     written = copy.copy(model)  # the model may still be training, and depends on its configuration
     for name in ("config", "generation_config"):
