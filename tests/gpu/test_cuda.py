@@ -10,10 +10,7 @@ from zerofit.data.collate import CausalCollator
 from zerofit.model.attention import choose_attention, takes_lengths
 from zerofit.model.loss import install_loss
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -247,8 +247,7 @@ def exported(byte_tokenizer, pairs_tokenizer, material, cache, tmp_path_factory)
 
 
 @pytest.mark.parametrize(
-    ("base", "strategy"),
-    [case if case == ("bert", "zero3") else pytest.param(*case, marks=LONG) for case in CASES],
+    ("base", "strategy"), [case if case == ("bert", "zero3") else pytest.param(*case, marks=LONG) for case in CASES]
 )
 def test_names_shapes_and_types_are_the_same_under_every_strategy(exported, base, strategy):
     expected, in_checkpoint = exported(base, "single")

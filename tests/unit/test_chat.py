@@ -1,24 +1,11 @@
 """Chat templates and the labels of conversations: what is trained on, token by token."""
 
 import pytest
-from chats import (
-    ANSWERS,
-    CHAT,
-    LONG_TALK,
-    TOKENIZERS,
-    encoded,
-    encoder_of,
-    trained_text,
-)
+from chats import ANSWERS, CHAT, LONG_TALK, TOKENIZERS, encoded, encoder_of, trained_text
 from helpers import refusal
 
 from zerofit.data.chat.instructions import Form
-from zerofit.model.chat import (
-    BadTemplate,
-    named_template,
-    question_ids,
-    render,
-)
+from zerofit.model.chat import BadTemplate, named_template, question_ids, render
 from zerofit.model.loss import IGNORE
 
 SAID = [{"role": "user", "content": "Add.\n\n1 2", "instruction": "Add.", "input": "1 2"},

@@ -10,20 +10,9 @@ import torch
 from folders import VOCABULARY, save_adapter, save_base, save_blenderbot, small_tokenizer
 from helpers import NOT_SHARDED, Harmful, check_refusal, tiny_deberta
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from zerofit.model.adapter_folder import (
-    check_resized,
-    find_base,
-    open_adapter,
-    to_train_on,
-    trained_on_configuration,
-)
+from zerofit.model.adapter_folder import check_resized, find_base, open_adapter, to_train_on, trained_on_configuration
 from zerofit.model.adapter_loading import continue_adapter, load_with_adapter
 from zerofit.model.configuration import load_configuration
 from zerofit.model.load import build_model

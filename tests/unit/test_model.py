@@ -20,16 +20,9 @@ from transformers import (
     M2M100Config,
 )
 
-from zerofit.model.configuration import (
-    known_architectures,
-    load_configuration,
-    override,
-    overrides_of,
-)
+from zerofit.model.configuration import known_architectures, load_configuration, override, overrides_of
 from zerofit.model.load import build_model
-from zerofit.model.parameters import (
-    count_parameters,
-)
+from zerofit.model.parameters import count_parameters
 from zerofit.model.pretrained_io import read_model
 from zerofit.model.tokenizer import TokenizerOptions, check_vocabulary, load_tokenizer
 from zerofit.recipe import ClmRecipe

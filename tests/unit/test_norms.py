@@ -5,11 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from helpers import small_sizes
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from zerofit.model import norms

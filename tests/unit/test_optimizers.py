@@ -11,13 +11,7 @@ from test_saving import Alone, save, saver_of
 from zerofit.checkpoint.resume import EarlierRuns, differences_from
 from zerofit.recipe.options import OPTIMIZERS
 from zerofit.record.run_folder import identity
-from zerofit.strategy.optimizers import (
-    KEPT,
-    ReplicatedOptimizerState,
-    check_kept,
-    make_optimizer,
-    state_bytes,
-)
+from zerofit.strategy.optimizers import KEPT, ReplicatedOptimizerState, check_kept, make_optimizer, state_bytes
 
 CPU = torch.device("cpu")
 SHAPES = ((128, 64), (40, 103), (3, 50, 60), (70,), (5000,), (7, 3))
