@@ -10,27 +10,11 @@ import psutil
 from datasets import Dataset, Features
 from transformers import PreTrainedTokenizerBase
 
+from zerofit.data import tables
 from zerofit.data.encodings import open_text
 from zerofit.data.options import DataOptions
 from zerofit.data.pack import NO_TEXT, Documents, PackedBlocks, SeparateDocuments, TextData
 from zerofit.data.sources import Source, read_source
-from zerofit.data.tables import (
-    IDS,
-    check_column,
-    check_name,
-    columns_present,
-    derived,
-    empty_split,
-    encode_table,
-    fingerprint,
-    first_records,
-    hold_out,
-    holds_lists,
-    identity,
-    keyed,
-    text_columns,
-    worded_columns,
-)
 from zerofit.model.tokenizer import END_OF_TEXT, padding_token
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import ClmRecipe
@@ -71,7 +55,7 @@ def take_texts(source: Source, recipe: ClmRecipe, options: DataOptions) -> dict[
     train = parts.pop("train", None)
     if not options.trains:
         return parts
-    return {"train": first_records(train, options.max_train_samples), **parts}
+    return {"train": tables.first_records(train, options.max_train_samples), **parts}
 
 
 def _contains(path: Path, encoding: str | None, mark: str) -> bool:
@@ -87,19 +71,21 @@ def _contains(path: Path, encoding: str | None, mark: str) -> bool:
 def text_column(dataset: Dataset, name: str | None) -> str:
     """The column of text. Raises UserError: there is none, several are possible, or lists or objects beside the only
     one hold more than it."""
-    check_column(dataset, "text_column", name, "text")
-    if name or "text" in text_columns(dataset):
+    tables.check_column(dataset, "text_column", name, "text")
+    if name or "text" in tables.text_columns(dataset):
         return name or "text"
-    texts = worded_columns(dataset)
+    texts = tables.worded_columns(dataset)
     if len(texts) != 1:
-        raise UserError(f"no column is called text; {columns_present(dataset)}. Name the one with --text_column")
-    check_name(texts[0], "text_column")
+        raise UserError(
+            f"no column is called text; {tables.columns_present(dataset)}. Name the one with --text_column"
+        )
+    tables.check_name(texts[0], "text_column")
     first = dataset[:FIRST_RECORDS]
-    others = [each for each, kind in dataset.features.items() if holds_lists(kind) or isinstance(kind, dict)]
+    others = [each for each, kind in dataset.features.items() if tables.holds_lists(kind) or isinstance(kind, dict)]
     if larger := [each for each in others if len(str(first[each])) > len(str(first[texts[0]]))]:
         raise UserError(
             f"the only column of text is {texts[0]}, and {larger[0]} holds more, in no form of chats or pairs that is "
-            f"known; {columns_present(dataset)}. Name the text with --text_column"
+            f"known; {tables.columns_present(dataset)}. Name the text with --text_column"
         )
     return texts[0]
 
@@ -109,7 +95,7 @@ def _only_text(dataset: Dataset, column: str) -> Dataset:
     table = table if column == "text" else table.rename_column(column, "text")
     if table.data.column("text").null_count:  # records without text
         table = table.filter(lambda text: text is not None, input_columns="text", desc="Removing empty records")
-    return derived(table, dataset, column, "with text")
+    return tables.derived(table, dataset, column, "with text")
 
 
 def _cut_at_mark(dataset: Dataset, mark: str) -> Dataset:
@@ -117,23 +103,23 @@ def _cut_at_mark(dataset: Dataset, mark: str) -> Dataset:
         pieces = (piece.strip("\n") for text in batch["text"] for piece in text.split(mark))
         return {"text": [piece for piece in pieces if piece.strip()]}
 
-    name = sha256(f"{identity(dataset)} cut at {mark}".encode()).hexdigest()[:32]
+    name = sha256(f"{tables.identity(dataset)} cut at {mark}".encode()).hexdigest()[:32]
     pieces = dataset.map(cut, batched=True, batch_size=16, new_fingerprint=name, desc="Cutting into documents")
-    return keyed(pieces, name)
+    return tables.keyed(pieces, name)
 
 
 def split_off(dataset: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
     """(training, held-out) parts: documents drawn at random with a fixed seed, or the ends of a few long documents."""
     if len(dataset) >= FEW_DOCUMENTS:
-        return hold_out(dataset, fraction)
+        return tables.hold_out(dataset, fraction)
     cuts = [_cut_near_the_end(text, fraction) for text in dataset["text"]]
     parts = [[text for text in part if text.strip()] for part in zip(*cuts)] if cuts else [[], []]
     if not any(parts):
         raise UserError(NO_TEXT)
     if not all(parts):
-        raise empty_split(fraction, len(dataset))
+        raise tables.empty_split(fraction, len(dataset))
     train, held_out = (
-        derived(Dataset.from_dict({"text": part}), dataset, fraction, name)
+        tables.derived(Dataset.from_dict({"text": part}), dataset, fraction, name)
         for part, name in zip(parts, ("train", "held out"))
     )
     return train, held_out
@@ -192,8 +178,8 @@ def tokenize_texts(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, append_
             ids = [row if len(row) and row[-1] == end else np.append(row, np.int32(end)) for row in ids]
         return {"input_ids": [row for row in ids if len(row)]}
 
-    columns = Features({"input_ids": IDS})
-    return encode_table(dataset, encode, columns, (fingerprint(tokenizer), append_eos), cache)
+    columns = Features({"input_ids": tables.IDS})
+    return tables.encode_table(dataset, encode, columns, (tables.fingerprint(tokenizer), append_eos), cache)
 
 
 def _groups(texts: list[str]) -> Iterator[list[str]]:

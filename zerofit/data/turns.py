@@ -28,6 +28,7 @@ VERDICTS = ("label", "kto_tag")  # columns that say whether an answer is good or
 TEXT_PARTS = (None, "text", "input_text", "output_text")  # types of parts whose text is read
 TRAINED = ("weight", "train", "training", "trainable", "trained", "loss", "loss_mask", "loss_weight", "calculate_loss")
 MASKED = ("mask", "masked", "is_masked")
+MASKS = (*TRAINED, *MASKED)  # keys of a turn that say whether it is trained on
 YES_OR_NO = {"true": True, "1": True, "1.0": True, "yes": True, "false": False, "0": False, "0.0": False, "no": False}
 ASSISTANT = ("assistant", "gpt", "bot", "model")  # if there are turns of these, only they are replies
 
@@ -104,7 +105,7 @@ def is_trained(more: dict[str, Any], where: str) -> bool:
     """Whether a turn may be trained on: no key of it, such as weight, train or mask, says otherwise. Raises BadRecord:
     a key has another value than yes or no."""
     answers = []
-    for key in (*TRAINED, *MASKED):
+    for key in MASKS:
         if key not in more:
             continue
         answer = YES_OR_NO.get(str(more[key]).strip().lower())

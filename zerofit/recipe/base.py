@@ -141,14 +141,14 @@ class Recipe(Findings):
         """The options that are set and do not go together with others, as their `needs` and `excludes` say."""
         found = []
         for field in dataclasses.fields(self):
-            if not (field.metadata["needs"] or field.metadata["excludes"]) or not self.is_changed(field.name):
+            needs, noted = (field.metadata[kind].split() for kind in ("needs", "noted"))
+            if not (needs or noted or field.metadata["excludes"]) or not self.is_changed(field.name):
                 continue
-            idle = bool(field.metadata["idle"])
-            for need in field.metadata["needs"].split():
+            for need in (*needs, *noted):
                 others, text = self._broken(need)
                 if text:
                     what = f"{field.name} = {shown(getattr(self, field.name))}" if need[0] == "!" else field.name
-                    found.append(Clash(field.name, others, f"{what} has no effect {text}", is_noted=idle))
+                    found.append(Clash(field.name, others, f"{what} has no effect {text}", is_noted=need in noted))
             for excluded in field.metadata["excludes"].split() if is_set(getattr(self, field.name)) else ():
                 others, text = self._broken(f"!{excluded}")
                 if text:

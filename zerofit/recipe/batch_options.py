@@ -86,8 +86,7 @@ class BatchOptions(Recipe, phase="train"):
         positive=True,
         common=True,
         zero=WITHOUT_TRAINING,
-        needs="!max_train_steps",
-        idle=True,
+        noted="!max_train_steps",
     )
     max_train_steps: int | None = option(
         None,

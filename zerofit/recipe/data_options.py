@@ -36,7 +36,7 @@ class SourceOptions(Recipe):
         excludes="train_file data_path",
     )
     dataset_config_name: str | None = option(
-        None, "Configuration of dataset_name.", follows="dataset_name", phase="data", needs="dataset_name", idle=True
+        None, "Configuration of dataset_name.", follows="dataset_name", phase="data", noted="dataset_name"
     )
     # RUF009 does not see that option() is dataclasses.field(): no list is shared between recipes.
     train_file: list[str] | None = option(  # noqa: RUF009

@@ -15,7 +15,7 @@ TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 DEFAULTS: dict[str, Any] = {
     "choices": (), "positive": False, "minimum": None, "below": None, "at_most": None, "form": None, "required": "",
     "aliases": (), "common": False, "zero": "", "why": "", "excludes": "", "follows": "", "phase": "always",
-    "identity": True, "shapes_input": False, "needs": "", "idle": False,
+    "identity": True, "shapes_input": False, "needs": "", "noted": "",
 }  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def option(default: Any, help: str, **metadata: Any) -> Any:
         shapes_input: it shapes what the model reads, and is stored with the model.
         needs: conditions without which it has no effect: `lora` (it is set), `save_strategy|save_steps` (one of them
             is), `optim=muon|adamw` (it has one of these values), `!streaming` (it is not set).
-        idle: an unmet need is noted, not refused.
+        noted: the same, which are noted and not refused.
     """
     assert metadata.keys() <= DEFAULTS.keys(), metadata
     factory = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}

@@ -35,15 +35,9 @@ class OptimizerOptions(Recipe, phase="train"):
     weight_decay: float = option(
         0.0, "Weight decay (decoupled), for matrices only (not for biases and norms).", minimum=0
     )
-    adam_beta1: float = option(
-        0.9, "AdamW's first decay rate.", minimum=0, below=1, needs="!optim=adafactor", idle=True
-    )
-    adam_beta2: float = option(
-        0.999, "AdamW's second decay rate.", minimum=0, below=1, needs="!optim=adafactor", idle=True
-    )
-    adam_epsilon: float = option(
-        1e-8, "AdamW's epsilon.", minimum=0, aliases=("adam_eps",), needs="!optim=adafactor", idle=True
-    )
+    adam_beta1: float = option(0.9, "AdamW's first decay rate.", minimum=0, below=1, noted="!optim=adafactor")
+    adam_beta2: float = option(0.999, "AdamW's second decay rate.", minimum=0, below=1, noted="!optim=adafactor")
+    adam_epsilon: float = option(1e-8, "AdamW's epsilon.", minimum=0, aliases=("adam_eps",), noted="!optim=adafactor")
     ema_decay: float = option(
         0.0,
         "Also keep a mean of the weights, which begins at the first ones: each update leaves X of it, and adds 1 - X "
@@ -62,8 +56,7 @@ class OptimizerOptions(Recipe, phase="train"):
         "Updates of linear warm-up.",
         minimum=0,
         aliases=("lr_warmup_iters",),
-        needs="!lr_scheduler_type=constant",
-        idle=True,
+        noted="!lr_scheduler_type=constant",
         excludes="warmup_ratio",
     )
     warmup_ratio: float | None = option(
@@ -73,32 +66,28 @@ class OptimizerOptions(Recipe, phase="train"):
         at_most=1,
         aliases=("lr_warmup_fraction",),
         common=True,
-        needs="!lr_scheduler_type=constant",
-        idle=True,
+        noted="!lr_scheduler_type=constant",
     )
     min_lr_ratio: float = option(
         0.0,
         "Smallest learning rate as a fraction of the peak (linear, cosine, wsd).",
         minimum=0,
         at_most=1,
-        needs="lr_scheduler_type=linear|cosine|wsd",
-        idle=True,
+        noted="lr_scheduler_type=linear|cosine|wsd",
     )
     lr_decay_steps: int | None = option(
         None,
         "Update at which the learning rate reaches its minimum, and stays there; by default the last one.",
         positive=True,
         aliases=("lr_decay_iters",),
-        needs="lr_scheduler_type=linear|cosine|wsd",
-        idle=True,
+        noted="lr_scheduler_type=linear|cosine|wsd",
     )
     wsd_decay_ratio: float = option(
         0.2,
         "Fraction of these updates, the last ones, in which the wsd schedule decays.",
         positive=True,
         at_most=1,
-        needs="lr_scheduler_type=wsd",
-        idle=True,
+        noted="lr_scheduler_type=wsd",
     )
     precision: str | None = option(
         None,
@@ -275,11 +264,10 @@ class TrackingOptions(Recipe, phase="train", identity=False):
         "all",
         "Tracker: one of accelerate's, all (those installed) or none.",
         choices=("all", *TRACKERS, "none"),
-        needs="with_tracking",
-        idle=True,
+        noted="with_tracking",
     )
     report_name: str | None = option(
-        None, "Project name at the tracker; by default zerofit and the task.", needs="with_tracking", idle=True
+        None, "Project name at the tracker; by default zerofit and the task.", noted="with_tracking"
     )
 
 

@@ -190,11 +190,11 @@ class PairOptions(Recipe, shapes_input=True):
 
 
 @dataclass
-class GenerationOptions(PairOptions, needs="predict_with_generate", idle=True):
+class GenerationOptions(PairOptions, noted="predict_with_generate"):
     """Evaluation by generation"""
 
     predict_with_generate: bool = option(
-        True, "Generate for the held-out sources and compute BLEU and ROUGE.", phase="data", needs=""
+        True, "Generate for the held-out sources and compute BLEU and ROUGE.", phase="data", noted=""
     )
     num_beams: int | None = option(
         None, "Number of beams; by default that of the model, else 1.", positive=True, common=True

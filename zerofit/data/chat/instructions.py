@@ -21,9 +21,8 @@ from zerofit.data.tables import holds_lists, match_columns, text_columns, text_o
 from zerofit.data.turns import (
     ASSISTANT,
     DIALOGUES,
-    MASKED,
+    MASKS,
     ROLE_OF_A_TURN,
-    TRAINED,
     blank,
     first_answer,
     is_trained,
@@ -103,7 +102,7 @@ class Form:
             turns = turns[:-1]
         check_order(turns, self.answered)
         if self.answered and all(turn.get("masked") for turn in turns if turn["role"] == "assistant"):
-            raise BadRecord(f"none of its answers is trained on ({', '.join((*TRAINED, *MASKED))})")
+            raise BadRecord(f"none of its answers is trained on ({', '.join(MASKS)})")
         system = record[self.system] if self.system and not blank(record[self.system]) else self.system_prompt
         if turns[0]["role"] == "system":
             if self.system and not blank(record[self.system]):
@@ -192,7 +191,7 @@ def turns_in(value: Any, role: str, column: str) -> list[Message]:
             raise BadRecord(f"turn {number} of its {column} has the role {name!r}. Known are {known}")
         where, is_answer = f"turn {number} of its {column} ({name})", ROLE_OF_NAME[name] == "assistant"
         calls = _calls(more, where) if is_answer else []
-        flags = {key: more.pop(key) for key in (*TRAINED, *MASKED) if key in more}
+        flags = {key: more.pop(key) for key in MASKS if key in more}
         if is_answer and not is_trained(flags, where):
             more["masked"] = True
         elif not is_answer and flags and is_trained(flags, where):

@@ -25,7 +25,7 @@ from zerofit.data.chat.instructions import (
 )
 from zerofit.data.records import BadRecord
 from zerofit.data.tables import columns_present
-from zerofit.data.turns import MASKED, TRAINED
+from zerofit.data.turns import MASKS
 from zerofit.model.chat import Conversation, Message
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import ClmRecipe
@@ -74,7 +74,7 @@ class PreferenceForm:
             answers = [turn for turn in turns if turn["role"] == "assistant"]
             kept = [turn for turn in answers if turn.get("trained", True)]
             if kept and all(turn.get("masked") for turn in kept):
-                raise BadRecord(f"nothing is compared: all answers are masked ({', '.join((*TRAINED, *MASKED))})")
+                raise BadRecord(f"nothing is compared: all answers are masked ({', '.join(MASKS)})")
             pair.append(Conversation(turns, given))
         return pair[0], pair[1]
 

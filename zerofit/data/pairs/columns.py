@@ -12,21 +12,12 @@ from typing import Any
 
 from datasets import Dataset
 
+from zerofit.data import tables
 from zerofit.data.records import BadRecord
-from zerofit.data.tables import (
-    check_column,
-    check_name,
-    columns_present,
-    holds_lists,
-    match_columns,
-    text_columns,
-    worded_columns,
-)
 from zerofit.data.turns import (
     ASSISTANT,
     DIALOGUES,
-    MASKED,
-    TRAINED,
+    MASKS,
     blank,
     first_answer,
     is_trained,
@@ -111,7 +102,7 @@ class Columns:
         more = more_of(record[self.dialogue])
         masked = [place for place in places if not is_trained(more[place], f"turn {place + 1} of its {self.dialogue}")]
         if masked and masked == places:
-            raise BadRecord(f"none of its replies is trained on ({', '.join((*TRAINED, *MASKED))})")
+            raise BadRecord(f"none of its replies is trained on ({', '.join(MASKS)})")
         places = [place for place in places if place not in masked]
         if not places:
             raise BadRecord(f"a reply with no history: turns in its {self.dialogue}: {len(turns)}")
@@ -136,15 +127,15 @@ def _text(value: Any, what: str) -> str:
 def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> Columns:
     """The columns that options name, else those of known names, else the only column(s) of text. Raises UserError: a
     column does not exist, or none is found; the message lists the columns."""
-    answered, texts = not recipe.predict_file, text_columns(table)
+    answered, texts = not recipe.predict_file, tables.text_columns(table)
     dialogue, source = recipe.dialogue_column, recipe.source_column
     target = recipe.target_column if answered else None
     if not (dialogue or source or recipe.target_column):
         source, target = _of_languages((recipe.source_lang, recipe.target_lang), answered, table)
     is_named = source is not None
-    check_column(table, "dialogue_column", dialogue, "list of turns")
-    check_column(table, "source_column", source, "text")
-    check_column(table, "target_column", target, "text")
+    tables.check_column(table, "dialogue_column", dialogue, "list of turns")
+    tables.check_column(table, "source_column", source, "text")
+    tables.check_column(table, "target_column", target, "text")
     verdict = None
     if answered and not is_named:
         verdict = refuse_preferences(table, "--source_column and --target_column")
@@ -152,11 +143,11 @@ def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> Columns:
         lists = (
             name
             for name in (*DIALOGUES, "content")
-            if name in table.column_names and holds_lists(table.features[name])
+            if name in table.column_names and tables.holds_lists(table.features[name])
         )
         dialogue = next(lists, None)
     if dialogue:
-        reply = target or (match_columns(REPLIES, texts) if answered else None)
+        reply = target or (tables.match_columns(REPLIES, texts) if answered else None)
         return Columns(dialogue, None, reply, verdict=verdict, answered=answered)
     context = None
     if source is None and target is None:
@@ -168,18 +159,18 @@ def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> Columns:
         else:
             # The question of an instruction is in another column than `input`; options can still name the columns.
             known = [pair for pair in known if pair[0] != "input" or "instruction" not in texts]
-            source, target = (*(match_columns(known, texts) or ()), None, None)[:2]
+            source, target = (*(tables.match_columns(known, texts) or ()), None, None)[:2]
     of_known = set(chain.from_iterable(SOURCES_AND_TARGETS))  # of which each may hold numbers
-    texts = [name for name in texts if name in of_known or name in worded_columns(table)]
+    texts = [name for name in texts if name in of_known or name in tables.worded_columns(table)]
     if (source is None or target is None) and answered and len(texts) == 2:
         for name in () if source or target else texts:
-            check_name(name, "source_column and --target_column")
+            tables.check_name(name, "source_column and --target_column")
         source = source or next(name for name in texts if name != target)
         target = target or next(name for name in texts if name != source)
     if source is None and not answered and len(texts) == 1:
         source = texts[0]
     if source is None or (answered and target is None):
-        raise UserError(f"no pairs: name --source_column and --target_column; {columns_present(table)}")
+        raise UserError(f"no pairs: name --source_column and --target_column; {tables.columns_present(table)}")
     return Columns(None, source, target, context, verdict, answered)
 
 
@@ -192,7 +183,9 @@ def _of_languages(
     """The columns of source_lang and target_lang, where texts stand in a column for each language (as those of wmt).
     Raises UserError: columns are named after languages, and it is unclear which belongs to which option."""
     given = [code for code in languages if code]
-    columns = [name for name in text_columns(table) if (LANGUAGE.fullmatch(name) and name != "id") or name in given]
+    columns = [
+        name for name in tables.text_columns(table) if (LANGUAGE.fullmatch(name) and name != "id") or name in given
+    ]
     if not given or len(columns) < 1 + answered:
         return None, None
     found = [column_of(code, columns) for code in languages]
