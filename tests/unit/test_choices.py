@@ -2,16 +2,14 @@
 
 import numpy as np
 import pytest
-import torch
 from helpers import read_data, refusal, write_records
-from transformers import AutoModelForMultipleChoice, BertConfig
 
 from zerofit.data.collate import ExampleCollator
 from zerofit.data.labelled.choices import find_choices
 from zerofit.data.labelled.examples import prepare_examples
 from zerofit.data.order import FILLER
 from zerofit.model.configuration import load_configuration
-from zerofit.model.loss import IGNORE, logits_of_examples, loss_of_examples
+from zerofit.model.loss import IGNORE
 from zerofit.model.tokenizer import padding_values
 from zerofit.recipe import ClsRecipe, parse_recipe
 from zerofit.training.classification import figures_of
@@ -103,17 +101,6 @@ def test_samples_and_their_loss(recipe_of, tmp_path):
     assert batch.labels.tolist() == [data.train.labels[small], 2, IGNORE]
     row = batch.inputs["input_ids"][1, 1][batch.inputs["attention_mask"][1, 1] == 1]
     assert data.tokenizer.decode(row) == "[CLS] Which is red?[SEP] much longer than the others are[SEP]"
-
-    torch.manual_seed(1)
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    model = AutoModelForMultipleChoice.from_config(BertConfig(**shape, vocab_size=len(data.tokenizer))).eval()
-    logits = logits_of_examples(model, batch)
-    assert logits[0, 2] < -1e30
-    assert logits.softmax(-1)[0, 2] == 0
-    alone = collate([(data.train[small], small)])
-    assert torch.allclose(logits[0, :2], logits_of_examples(model, alone)[0], atol=1e-5)
-    expected = -(logits[0].log_softmax(-1)[batch.labels[0]] + logits[1].log_softmax(-1)[2])
-    assert torch.allclose(loss_of_examples(logits, batch.labels), expected)
 
     longest = stretched(data.train[large], {"input_ids": 50})
     assert longest["sizes"].tolist() == [16, 16, 18]

@@ -146,14 +146,6 @@ def test_tools_answer_between_two_turns_of_the_assistant():
     ]  # fmt: skip
 
 
-def test_the_first_of_several_answers_is_trained_on():
-    form = Form("instruction", "question", "answers", "context")
-    for answers in ({"text": ["y", "z"], "answer_start": [0, 1]}, [{"text": "y", "answer_start": 0}], ["y", "z"]):
-        assert form.read({"question": "x", "context": "c", "answers": answers})[-1]["content"] == "y"
-    with pytest.raises(BadRecord, match="the answers is empty"):
-        form.read({"question": "x", "context": "c", "answers": {"text": [], "answer_start": []}})
-
-
 @pytest.mark.parametrize("record", [
     {"prompt": "x", "chosen": "y", "rejected": "z"}, {"chosen": TURNS, "rejected": TURNS},
     {"prompt": "x", "response_0": "y", "response_1": "z", "better_response_id": 0},

@@ -331,38 +331,6 @@ def test_clipping_in_a_plain_yaml(launched):
         read_strategy(recipe_of(OF_FILE, max_grad_norm=1.0))
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("GRADIENT_CLIPPING", "much", "gradient_clipping = 'much': expected a number"),
-        ("DEEPSPEED_ZERO_STAGE", "two", 'deepspeed_config.stage = "two"'),
-        ("DEEPSPEED_ZERO_STAGE", "7", "deepspeed_config.stage = 7"),
-        ("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "disk", "offload_optimizer.device"),
-    ],
-)
-def test_a_plain_yaml_with_other_values(launched, name, value, words):
-    launched({}, ACCELERATE_USE_DEEPSPEED="true", **{f"ACCELERATE_{name}": value})
-    check_refusal(["mine.yaml", words], read_strategy, recipe_of())
-
-
-def read_split_rows(launched, tmp_path, options: ClmRecipe, world_size: int):
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 3}, "sequence_parallel_size": 2}))
-    variables = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}
-    launched({}, WORLD_SIZE=str(world_size), **variables)
-    return read_strategy(options)
-
-
-def test_ranks_that_split_rows_count_as_one(launched, tmp_path):
-    options = recipe_of(global_batch_size=24, per_device_train_batch_size=4)
-    strategy = read_split_rows(launched, tmp_path, options, world_size=4)
-    assert (strategy.layout.data_size, strategy.batches.accumulation) == (2, 3)
-    assert strategy.deepspeed["train_batch_size"] == 24
-    assert "4 processes, sequence 2 x data 2" in strategy.describe
-    with pytest.raises(UserError, match=r"per_device_train_batch_size \* replicas \(of 2 processes\) = 4 \* 4 = 16"):
-        read_split_rows(launched, tmp_path, options, world_size=8)
-
-
 # ------------------------------------------------------------------------------------------------------------- batches
 
 

@@ -66,15 +66,6 @@ def test_it_comes_before_torch(tmp_path, task):
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["environment.json"]  # with the exit code
 
 
-@pytest.mark.parametrize("tool", [compare.main, verify.main])
-def test_tools_look_before_they_launch(tmp_path, tool):
-    recipe = ["--config_name", "gpt2", "--tokenizer_name", "./no", "--train_file", "no.txt"]
-    said = refusal(tool, ["--task", "clm", *recipe, "--output", str(tmp_path / "out")])
-    assert "'no.txt'" in said
-    assert "'./no'" in said
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("flags", [(), ("--evaluate_only",)])
 def test_of_a_runs_folder_the_model_is_taken(tmp_path, flags):
     (tmp_path / "run" / "model").mkdir(parents=True)

@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from helpers import ROOT, labelled_recipe, planned_bert, refusal
+from helpers import labelled_recipe, planned_bert, refusal
 
 from zerofit.data.collate import ExampleCollator
 from zerofit.data.file_formats import sentences
@@ -170,10 +170,3 @@ def test_a_plan_counts_logits_of_each_word():
     assert most - least == pytest.approx(3 * logits, rel=0.05)
     assert planned_bert("--train_file", "a.conll.gz")[0] == of_words
     assert "num_tags" in refusal(read_with_recipe, PlanOptions, ["--task", "clm", "--num_tags", "3"], "test")
-
-
-def test_the_task_of_a_plan_is_that_of_its_recipe():
-    tags = ["--config", str(ROOT / "recipes/cls/wnut17-small.yaml"), "--gpu", "h100-80gb", "--num_tags", "3"]
-    assert read_with_recipe(PlanOptions, tags, "test")[0].task == "cls"
-    packed = ["--config", str(ROOT / "recipes/clm/llama2-small-pretrain.yaml"), *tags[2:4], "--mean_length", "300"]
-    assert "packed rows are full" in refusal(read_with_recipe, PlanOptions, packed, "test")
