@@ -13,10 +13,10 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 498,  # 800
     "zerofit": 142,  # cli.py
-    "zerofit/recipe": 3_657,  # 2,700
+    "zerofit/recipe": 3_644,  # 2,700
     "zerofit/model": 5_921,  # 4,700
     "zerofit/compat": 599,  # 600
-    "zerofit/data": 7_106,  # 6,000
+    "zerofit/data": 7_085,  # 6,000
     "zerofit/strategy": 5_157,  # 4,800
     "zerofit/estimate": 4_942,  # 4,700
     "zerofit/record": 1_616,  # 4,300 with health and checkpoint
@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_574,  # 1,300
     "zerofit/tools": 10_954,  # 10,600
     "benchmarks": 1_798,  # 1,800
-    "tests": 26_802,  # 21,500
+    "tests": 26_718,  # 21,500
 }
 
 
