@@ -38,7 +38,7 @@ class Runs:
         if where == "cpu":
             return {"processes": processes}
         without_data = "1" if where == "without_data" else "0"
-        return {"processes": processes, **self.device(*sizes), "SIMGPU_WITHOUT_DATA": without_data}
+        return {"launcher": True, "processes": processes, **self.device(*sizes), "SIMGPU_WITHOUT_DATA": without_data}
 
     def within(self, output: Path, sizes: tuple[int, ...], strategy: str, *more, task: str = "clm", steps: int = 6):
         """A run with devices of these sizes, however it ends."""

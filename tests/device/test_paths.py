@@ -99,7 +99,7 @@ def test_the_largest_batch_within_a_limit_is_exact(device, recipe, tmp_path):
 
 def test_ranks_share_a_device_only_to_be_compared(device, recipes, tmp_path):
     arguments = [*recipes["clm"], "--per_device_train_batch_size", "2"]
-    done = launched(tmp_path / "run", *arguments, strategy="ddp", processes=2, **device(16 * GIB))
+    done = launched(tmp_path / "run", *arguments, strategy="ddp", processes=2, launcher=True, **device(16 * GIB))
     assert "num_processes: 2 on this machine, which has 1 device. Use --num_processes 1" in done.stderr
     assert "[rank0]: Traceback" not in done.stderr
 
