@@ -60,11 +60,6 @@ def test_it_is_the_mean_of_all_updates(run, llama, strategy):
 
 
 @pytest.mark.long
-def test_muon_s_weights_have_one_too(run, llama):
-    check_average(run("zero2", None, "--optim", "muon"), weights_in(llama))
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("begun", "legs"),
     [

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
-from helpers import launch, launched
+from helpers import launch
 from huggingface_hub import constants
 
 from zerofit.checkpoint.hub import HubRepository
@@ -106,15 +106,3 @@ def test_a_run_pushes_what_is_in_its_folder(hub, tmp_path, llama, material, stra
     assert hub.files == files
     assert {"README.md", "tokenizer_config.json"} <= set(files)
     assert hub.commits == ["trained"]
-
-
-@pytest.mark.long
-def test_a_run_without_the_right_ends_before_training(hub, tmp_path, llama, material):
-    hub.refuses = {"auth-check"}
-    done = launched(
-        tmp_path / "run", "--model_name_or_path", llama, "--train_file", material / "text" / "train.txt",
-        "--max_train_steps", 1, "--push_to_hub", "somebody/model", processes=2, strategy="ddp", launcher=True,
-    )  # fmt: skip
-    assert done.returncode == 1, "accelerate launch makes 1 of any code"
-    assert "error: push_to_hub" in done.stderr
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()

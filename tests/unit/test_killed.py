@@ -88,18 +88,9 @@ class Launches:
         recipe = ClmRecipe(max_train_steps=UPDATES, dataloader_num_workers=0, **{**self.options, **changes})
         engine, state = SavingEngine(), RunState()
         best = make_best_tracker(recipe, FIGURES, True, state.best)
-        run = {"strategy": "single", "num_processes": 1}
-        checkpoints = CheckpointManager(
-            self.folder,
-            engine,
-            recipe,
-            state,
-            Exporter(engine),
-            run=run,
-            data={},
-            metric=best.metric,
-            keeps_best=best.keeps,
-        )
+        parts = {"recipe": recipe, "engine": engine, "state": state, "best": best, "mirror": None}
+        run = SimpleNamespace(folder=self.folder, exporter=Exporter(engine), **parts)
+        checkpoints = CheckpointManager(run, {"strategy": "single", "num_processes": 1}, {})
         checkpoints._say = lambda *lines: self.said.extend(lines)
         checkpoints.resume(ResumePlan(self.folder, {}, sources=resume))
         checkpoints.drop_replaced()

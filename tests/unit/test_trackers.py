@@ -36,7 +36,9 @@ for tracker in sys.argv[2:]:
         recipe = ClmRecipe(with_tracking=True, report_to=tracker)
         state = SimpleNamespace(updates=updates, tracker_ids=ids[-1] if ids else {})
         accelerator = Accelerator(cpu=True, log_with=[tracker], project_dir=sys.argv[1])
-        start_trackers(accelerator, [tracker], recipe, RunFolder(sys.argv[1]), task="clm", state=state)
+        engine, config = SimpleNamespace(accelerator=accelerator), SimpleNamespace(trackers=[tracker])
+        start_trackers(SimpleNamespace(recipe=recipe, folder=RunFolder(sys.argv[1]), state=state, engine=engine,
+                                       config=config, task="clm"))
         for update in range(updates + 1, updates + 4):
             figures = {"loss": 4.0 / update, "eval_loss": float("nan"), "anomaly": 1, "skipped": True}
             accelerator.log(figures, step=update)
