@@ -49,9 +49,9 @@ from zerofit.recipe import ClmRecipe
 from zerofit.recipe.errors import exit_within
 from zerofit.recipe.paths import output_folder
 from zerofit.recipe.schedule import make_schedule
+from zerofit.record.environment import Timeline
 from zerofit.record.jsonl import JsonlFile
 from zerofit.record.terminal import table
-from zerofit.record.timeline import Timeline
 from zerofit.strategy.optimizers import make_optimizer
 from zerofit.training.causal import choose_loss_and_attention
 from zerofit.training.entry import Start

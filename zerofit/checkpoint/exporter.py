@@ -3,7 +3,7 @@
 import contextlib
 import copy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
@@ -11,36 +11,23 @@ from zerofit.model.adapter_folder import BASE_SAMPLE, differs
 from zerofit.model.export import Weights, export_model, write_beside, write_card
 from zerofit.model.exported import review_export
 from zerofit.model.folders import TRAINED_WITH
-from zerofit.model.lora import Adapter
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.parsing import read_record
-from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.model_card import model_card
-from zerofit.strategy.engine import Engine
 from zerofit.strategy.strategy import without_sharding
+
+if TYPE_CHECKING:
+    from zerofit.training.run import Run
 
 
 class ModelExporter:
-    """Writes model/ of a run and of its checkpoints.
+    """Writes model/ of a run and of its checkpoints: the whole model, or the adapter where the run has one."""
 
-    Args:
-        adapter: of the run; None: the whole model is trained and written.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        adapter: Adapter | None,
-        tokenizer: PreTrainedTokenizerBase,
-        task: str,
-        recipe: TaskRecipe,
-        *,
-        environment: dict[str, Any],
-    ):
-        self._engine, self._adapter, self._tokenizer = engine, adapter, tokenizer
-        self._task, self._recipe, self._environment = task, recipe, environment
+    def __init__(self, run: "Run") -> None:
+        self._engine, self._adapter, self._tokenizer = run.engine, run.adapter, run.data.tokenizer
+        self._task, self._recipe, self._environment = run.task, run.recipe, run.environment
         self._tokenizer_of_thread: PreTrainedTokenizerBase | None = None
-        tokenizer.init_kwargs[TRAINED_WITH] = recipe.inputs
+        self._tokenizer.init_kwargs[TRAINED_WITH] = run.recipe.inputs
 
     @property
     def writes_all(self) -> bool:

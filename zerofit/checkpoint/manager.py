@@ -5,22 +5,21 @@ import time
 import traceback
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerofit.checkpoint.directory import BEST, LEAVING, START, STATE, CheckpointDirectory, flaw
-from zerofit.checkpoint.exporter import ModelExporter
-from zerofit.checkpoint.mirror import Mirror
 from zerofit.checkpoint.resume import START_OVER, ResumePlan, check_data, refuse_to_clear
-from zerofit.checkpoint.run_state import BestEvaluation, RunState
+from zerofit.checkpoint.run_state import BestEvaluation
 from zerofit.checkpoint.writer import AsyncCheckpointWriter
 from zerofit.health.anomaly import Anomaly
 from zerofit.model.export import Weights
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import is_of_the_disk, remove
-from zerofit.recipe.options import TrainingRecipe
-from zerofit.record.run_folder import RunFolder, differing_options
+from zerofit.record.run_folder import differing_options
 from zerofit.record.terminal import say
-from zerofit.strategy.engine import Engine
+
+if TYPE_CHECKING:
+    from zerofit.training.run import Run
 
 MAX_REWINDS = 10
 
@@ -29,35 +28,21 @@ class CheckpointManager:
     """Saves and restores a run. All ranks call its methods together.
 
     Args:
-        state: of the run: saved, and restored in place.
-        run: what a checkpoint tells of the run: the options that make it, its strategy, its processes.
-        metric: the figure that tells which evaluation is the best, without `eval_`.
+        run: its state is saved, and restored in place.
+        about: what a checkpoint tells of the run: the options that make it, its strategy, its processes.
+        data: the fingerprint of the training set, which the run's place in the data refers to.
     """
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        engine: Engine,
-        recipe: TrainingRecipe,
-        state: RunState,
-        exporter: ModelExporter,
-        *,
-        run: dict[str, Any],
-        data: dict[str, Any],
-        metric: str,
-        keeps_best: bool,
-        mirror: Mirror | None = None,
-    ):
-        self.folder, self.recipe, self.state = folder, recipe, state
+    def __init__(self, run: "Run", about: dict[str, Any], data: dict[str, Any]) -> None:
+        self.folder, self.recipe, self.state = run.folder, run.recipe, run.state
+        self.mirror, self._best = run.mirror, run.best
         self.resumed_at = 0  # updates that were made before this launch
         self.resumed_from: Path | None = None  # the folder of the run that it resumes
-        self.directory = CheckpointDirectory(folder.path / "checkpoints", recipe.save_total_limit)
-        self.writer = AsyncCheckpointWriter(self.directory, engine, exporter.writes_all, recipe.save_async)
-        self._engine, self._exporter, self._run, self._data = engine, exporter, run, data
-        self._metric, self._keeps_best = metric, keeps_best
-        self.mirror = mirror
+        self.directory = CheckpointDirectory(run.folder.path / "checkpoints", run.recipe.save_total_limit)
+        self.writer = AsyncCheckpointWriter(self.directory, run.engine, run.exporter.writes_all, run.recipe.save_async)
+        self._engine, self._exporter, self._about, self._data = run.engine, run.exporter, about, data
         self._starts_over = False  # this run is in the folder, and has left no state
-        self._interval_s = 0.0 if recipe.save_strategy == "no" else 60 * recipe.save_minutes
+        self._interval_s = 0.0 if run.recipe.save_strategy == "no" else 60 * run.recipe.save_minutes
         self._saved_at = time.time()
         self._saved_update: int | None = None  # the update whose state was saved last
         self.missing: list[str] = []  # what could not be written to model/ of the latest checkpoint
@@ -119,14 +104,14 @@ class CheckpointManager:
         """Check that the best checkpoint so far is in the folder; if it is missing, or was the best by another figure,
         best-metric tracking restarts."""
         best, is_here = self.state.best, True
-        if best.metric not in ("", self._metric):
+        if best.metric not in ("", self._best.metric):
             self._say(
-                f"note      metric_for_best_model was {best.metric}, and is {self._metric} now: the next evaluation "
-                "is the best, and early_stopping_patience counts from there"
+                f"note      metric_for_best_model was {best.metric}, and is {self._best.metric} now: the next "
+                "evaluation is the best, and early_stopping_patience counts from there"
             )
             vars(best).update(vars(BestEvaluation()))
         if self._engine.is_main:
-            is_here = best.update is None or not self._keeps_best or self._bring_best(best.update)
+            is_here = best.update is None or not self._best.keeps or self._bring_best(best.update)
         if not self._engine.from_main(is_here):
             self._say(
                 f"note      the best checkpoint so far, of update {best.update}, is gone: the next evaluation is the "
@@ -232,7 +217,7 @@ class CheckpointManager:
 
         for lines in (self.folder.metrics, self.folder.samples, self.folder.anomalies):
             lines.sync()  # what leads up to a checkpoint is on the disk when the checkpoint is
-        saved = asdict(self.state) | {"run": self._run, "data": self._data}
+        saved = asdict(self.state) | {"run": self._about, "data": self._data}
         self.writer.save(
             self.state.updates,
             why or BEST,

@@ -14,6 +14,8 @@ import threading
 import time
 from pathlib import Path
 
+from fsspec.implementations.dirfs import DirFileSystem
+
 from zerofit.checkpoint.directory import AT_LEAST, STATE, CheckpointDirectory, flaw
 from zerofit.recipe.addresses import open_address
 from zerofit.recipe.errors import UserError, first_line
@@ -47,45 +49,39 @@ class MirrorStore:
 
     def __init__(self, address: str):
         self.address = address
-        self._files, self._root = open_address("mirror", address)
+        files, root = open_address("mirror", address)
+        self.files = DirFileSystem(root, files)
 
     def put(self, source: Path | bytes, name: str) -> None:
         """Write a file. Raises OSError where it has not arrived whole."""
-        place = f"{self._root}/{name}"
         if isinstance(source, bytes):
-            self._files.pipe_file(place, source)
+            self.files.pipe_file(name, source)
         else:
-            self._files.put_file(str(source), place)
+            self.files.put_file(str(source), name)
         size = len(source) if isinstance(source, bytes) else source.stat().st_size
-        self._files.invalidate_cache()
-        if (there := self._files.size(place)) != size:
+        self.files.invalidate_cache()
+        if (there := self.files.size(name)) != size:
             raise OSError(f"{name} has {size:,} bytes, and {there:,} have arrived")
 
     def read(self, name: str) -> bytes | None:
         """The content of a file; None where there is none."""
         with contextlib.suppress(FileNotFoundError):
-            content: bytes = self._files.cat_file(f"{self._root}/{name}")
+            content: bytes = self.files.cat_file(name)
             return content
         return None
 
-    def get(self, name: str, path: Path) -> None:
-        """Download a file; its folder is made."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._files.get_file(f"{self._root}/{name}", str(path))
-
     def remove(self, name: str) -> None:
         """Remove a folder; of a checkpoint the manifest first, so that what a kill leaves is no checkpoint."""
-        place = f"{self._root}/{name}"
-        for path in (f"{place}/{MANIFEST}", place):
-            self._files.invalidate_cache()
-            if self._files.exists(path):
-                self._files.rm(path, recursive=True)
+        for path in (f"{name}/{MANIFEST}", name):
+            self.files.invalidate_cache()
+            if self.files.exists(path):
+                self.files.rm(path, recursive=True)
 
     def checkpoints(self) -> dict[str, bytes | None]:
         """{name: manifest} of the checkpoints, the newest first; None: it is only half there."""
-        self._files.invalidate_cache()
+        self.files.invalidate_cache()
         try:
-            places = self._files.ls(f"{self._root}/{CHECKPOINTS}", detail=False)
+            places = self.files.ls(CHECKPOINTS, detail=False)
         except FileNotFoundError:
             return {}
         names = sorted(filter(UPDATE.fullmatch, (Path(place).name for place in places)), reverse=True)
@@ -322,8 +318,9 @@ def _bring(store: MirrorStore, directory: CheckpointDirectory, name: str, manife
     partial = temporary_path(directory.path / name)
     try:
         for file in (MANIFEST, *files_of(manifest)):
+            (partial / file).parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
-                store.get(f"{CHECKPOINTS}/{name}/{file}", partial / file)
+                store.files.get_file(f"{CHECKPOINTS}/{name}/{file}", str(partial / file))
         if (problem := flaw(partial)) is None:
             directory.take_in(partial, name)
         return problem

@@ -33,29 +33,22 @@ class ResumePlan:
     """From where a run resumes.
 
     Args:
-        identity: the options that make the run the run that it is.
         sources: what is tried, one after another: auto (the newest checkpoint of the folder), or a checkpoint.
     """
 
     folder: RunFolder
-    identity: dict[str, Any]
+    identity: dict[str, Any]  # the options that make the run the run that it is
     sources: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class EarlierRuns:
-    """The runs from which this one may resume, as they were recorded.
+    """The runs from which this one may resume, as they were recorded."""
 
-    Args:
-        own: the options of the run that is in the output folder; None: there is none.
-        checkpoint: the folder that `resume` names.
-        named: the options of the run that wrote it.
-    """
-
-    own: dict[str, Any] | None = None
-    checkpoint: Path | None = None
-    named: dict[str, Any] | None = None
+    own: dict[str, Any] | None = None  # the options of the run that is in the output folder; None: there is none
+    checkpoint: Path | None = None  # the folder that `resume` names
+    named: dict[str, Any] | None = None  # the options of the run that wrote it
 
     @classmethod
     def read(cls, recipe: TrainingRecipe, folder: RunFolder) -> "EarlierRuns":

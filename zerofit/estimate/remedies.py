@@ -38,27 +38,17 @@ class StateBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class StateSetup:
-    """The quantities that a rank's model states follow from (Rajbhandari et al. 2020, ZeRO, table 1).
+    """The quantities that a rank's model states follow from (Rajbhandari et al. 2020, ZeRO, table 1)."""
 
-    Args:
-        trained, frozen: elements on a rank before ZeRO or FSDP shard them.
-        trained_width, frozen_width: bytes of each.
-        kept: bytes that the optimizer keeps beside fp32 copies of the weights, before they are sharded.
-        has_master: the optimizer has fp32 copies of the weights: DeepSpeed's.
-        stage: of ZeRO; 3 of FSDP2.
-        ranks: the states are sharded over.
-        offloads: 1: the optimizer's state to the host; 2: weights too.
-    """
-
-    trained: int
+    trained: int  # elements on a rank before ZeRO or FSDP shard them
     frozen: int
-    trained_width: int
+    trained_width: int  # bytes of each
     frozen_width: float
-    kept: int
-    has_master: bool
-    stage: int
-    ranks: int
-    offloads: int
+    kept: int  # bytes that the optimizer keeps beside fp32 copies of the weights, before they are sharded
+    has_master: bool  # the optimizer has fp32 copies of the weights: DeepSpeed's
+    stage: int  # of ZeRO; 3 of FSDP2
+    ranks: int  # the states are sharded over
+    offloads: int  # 1: the optimizer's state to the host; 2: weights too
 
     def held(self, on_host: bool | None = None) -> StateBytes:
         """The states in host memory, or on the device; None: all of them."""
@@ -110,28 +100,24 @@ class Shortage:
     """A rank's memory when it ran out, in bytes.
 
     Args:
-        on_host: the host's memory ran out, not the device's; None: the model is computed on the host.
-        held: model states that are there now.
         rest: what else is held (activations, logits, workspace; on a CPU the program, too), and was asked for last.
-        logits: where they are materialized in full, and could be computed in chunks; else 0.
         free, total: of the memory that ran out; None: not known.
-        host_free: bytes of host memory; None: not known.
     """
 
     recipe: TaskRecipe
     strategy: Strategy
     setup: StateSetup
     phase: str
-    on_host: bool | None
-    held: StateBytes
+    on_host: bool | None  # the host's memory ran out, not the device's; None: the model is computed on the host
+    held: StateBytes  # model states that are there now
     row_tokens: int = 0
     rest: int = 0
     layers: int = 0
-    logits: int = 0
+    logits: int = 0  # where they are materialized in full, and could be computed in chunks; else 0
     local_processes: int = 1
     free: int | None = None
     total: int | None = None
-    host_free: int | None = None
+    host_free: int | None = None  # bytes of host memory; None: not known
 
     def expected(self, setup: StateSetup | None = None) -> StateBytes:
         """The model states on this memory, once they are all there."""

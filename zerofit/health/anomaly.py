@@ -40,14 +40,12 @@ class AnomalyDetector:
     """Accepts or refuses one update after another; the same on every rank, since the figures are.
 
     Args:
-        threshold: of the robust z-score of spikes; 0: only NaN and infinity are anomalies.
-        scaled: the loss is scaled (fp16), and an infinite gradient is the scaler's business.
         history: logarithms of the accepted updates' figures, oldest first.
     """
 
-    threshold: float
+    threshold: float  # of the robust z-score of spikes; 0: only NaN and infinity are anomalies
     clipped: bool
-    scaled: bool
+    scaled: bool  # the loss is scaled (fp16), and an infinite gradient is the scaler's business
     history: dict[str, list[float]] = field(default_factory=dict)
     overflows: int = 0
 

@@ -3,7 +3,6 @@
 import re
 import sys
 import traceback
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from zerofit.health.out_of_memory import explain
@@ -39,11 +38,9 @@ OF_TORCH = (
 )
 
 
-def explain_failure(
-    error: Exception, at: tuple[str, int | None], run: "Run", waits_for: Callable[[], list[str]]
-) -> int | None:
+def explain_failure(error: Exception, run: "Run") -> int | None:
     """Tell of memory that ran out, and of a process that is gone. Returns the exit code; None: nothing is known."""
-    phase, update = at
+    phase, update = run.watchdog.at
     if is_out_of_memory(error):
         frames = traceback.extract_tb(error.__traceback__)
         if phase == "forward" and any("cross_entropy" in frame.name for frame in frames):
@@ -54,7 +51,8 @@ def explain_failure(
         where = f"phase {phase} of update {update}" if update else f"phase {phase}"
         said = re.sub(r"^\[\S+\.cc:\d+\] ", "", first_line(error).split(". ")[0])  # a line of gloo's source
         cause = f"another process is gone ({said})"
-        said = "\n  waiting  ".join([f"rank {run.strategy.layout.rank} leaves in {where}: {cause}", *waits_for()])
+        said = f"rank {run.strategy.layout.rank} leaves in {where}: {cause}"
+        said = "\n  waiting  ".join([said, *run.watchdog.waits_for()])
         print(printable(f"\n{said}"), file=sys.stderr, flush=True)
         return EXIT_FAILED  # whoever died first has the cause
     return None

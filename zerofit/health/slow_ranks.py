@@ -21,24 +21,15 @@ IN_A_ROW = 3  # intervals, until something is said
 
 
 class RankSeconds(NamedTuple):
-    """A rank's seconds in an update.
+    """A rank's seconds in an update."""
 
-    Args:
-        total: from its first forward pass until all had met for the decision about the update.
-        data: in which nothing was computed, since the next micro-batches were not there.
-        forward, backward: on a CPU without the time of waiting for others, on a device with it.
-        waiting: for others, on a CPU; of a device it is not known, and 0.
-        own: of forward and backward, or the part of them in which nobody is waited for; 0: there is none.
-        positions: tokens and padding of its micro-batches: the work.
-    """
-
-    total: float = 0.0
-    data: float = 0.0
-    forward: float = 0.0
-    backward: float = 0.0
-    waiting: float = 0.0
-    own: float = 0.0
-    positions: float = 0.0
+    total: float = 0.0  # from its first forward pass until all had met for the decision about the update
+    data: float = 0.0  # in which nothing was computed, since the next micro-batches were not there
+    forward: float = 0.0  # on a CPU without the time of waiting for others, on a device with it
+    backward: float = 0.0  # likewise
+    waiting: float = 0.0  # for others, on a CPU; of a device it is not known, and 0
+    own: float = 0.0  # of forward and backward, or the part of them in which nobody is waited for; 0: there is none
+    positions: float = 0.0  # tokens and padding of its micro-batches: the work
 
 
 class RankClock:

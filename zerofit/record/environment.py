@@ -6,14 +6,17 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from packaging.requirements import Requirement
 
 from zerofit import __version__
 from zerofit.strategy.host_memory import cpu_model
+from zerofit.strategy.launch import find_launcher
 
 if TYPE_CHECKING:
     import torch
@@ -41,9 +44,26 @@ SETTINGS = (
 )  # fmt: skip
 
 
+class Timeline:
+    """Named phases that follow each other; each ends where the next begins."""
+
+    def __init__(self) -> None:
+        self.started = psutil.Process().create_time()
+        self.seconds: dict[str, float] = {}
+        launcher = find_launcher()
+        if launcher is not None:
+            self.seconds["launcher"] = round(self.started - launcher.started, 2)
+        self._last = self.started
+
+    def mark(self, phase: str) -> None:
+        """Record the end of a start-up phase, and how long it took."""
+        now = time.time()
+        self.seconds[phase] = round(self.seconds.get(phase, 0.0) + now - self._last, 2)
+        self._last = now
+
+
 def describe_environment(command: list[str], device: "torch.device") -> dict[str, Any]:
     """Versions, commit, hardware and command of this run."""
-    import psutil
     import torch
 
     from zerofit.strategy.devices import device_names

@@ -70,15 +70,10 @@ class Rates(NamedTuple):
 
 @dataclass
 class ThroughputMeter:
-    """Samples/s, tokens/s and FLOP/s over all ranks. Padding is no throughput.
+    """Samples/s, tokens/s and FLOP/s over all ranks. Padding is no throughput."""
 
-    Args:
-        flops_per_token: of the model at this run's sequence length.
-        peak: FLOP/s that all devices together could reach, None if not known.
-    """
-
-    flops_per_token: float
-    peak: float | None
+    flops_per_token: float  # of the model at this run's sequence length
+    peak: float | None  # FLOP/s that all devices together could reach, None if not known
     rates: list[float] = field(default_factory=list)
     evaluations: list[EvaluationTime] = field(default_factory=list)
 

@@ -1,38 +1,22 @@
 """The record of a run while it trains: metrics.jsonl, samples.jsonl, the trackers and the terminal."""
 
 import contextlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zerofit.record.metrics import UpdateMetrics
-from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import Bar, rounded
-from zerofit.record.timeline import Timeline
 
 if TYPE_CHECKING:
     from zerofit.health.anomaly import Anomaly
-    from zerofit.strategy.engine import Engine
+    from zerofit.training.run import Run
 
 
 class RunRecorder:
-    """The record of one run. All ranks call its methods together; only the main process writes.
+    """The record of one run. All ranks call its methods together; only the main process writes."""
 
-    Args:
-        preview_sample: sample index -> how the sample begins, for anomalies.jsonl.
-    """
-
-    def __init__(
-        self,
-        folder: RunFolder,
-        engine: "Engine",
-        environment: dict[str, Any],
-        timeline: Timeline,
-        bar: Bar,
-        *,
-        preview_sample: Callable[[int], str],
-    ):
-        self.folder, self.environment = folder, environment
-        self._engine, self._timeline, self._bar, self._preview_sample = engine, timeline, bar, preview_sample
+    def __init__(self, run: "Run", bar: Bar) -> None:
+        self.folder, self.environment = run.folder, run.environment
+        self._engine, self._timeline, self._bar, self._data = run.engine, run.timeline, bar, run.data
         self._is_first = True
 
     def begin(self, updates: int) -> None:
@@ -59,7 +43,8 @@ class RunRecorder:
 
     def write_anomaly(self, anomaly: "Anomaly", action: str) -> None:
         """A line of anomalies.jsonl: an update that was refused, and what is done about it."""
-        line = anomaly.report(self._engine, action, self._preview_sample)
+        samples, tokenizer = self._data.train, self._data.tokenizer
+        line = anomaly.report(self._engine, action, lambda index: tokenizer.decode(samples[index]["input_ids"]))
         if line is not None:
             self.folder.anomalies.add(line)
 

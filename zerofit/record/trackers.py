@@ -1,19 +1,17 @@
 """The trackers of accelerate: a run begins there, and goes on after a resume. Only the main process speaks to them."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from requests.utils import get_netrc_auth
 
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.options import TrackingOptions
-from zerofit.record.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from zerofit.checkpoint.run_state import RunState
+    from zerofit.training.run import Run
 
 # {tracker: (what reads the id of its run, the options that continue a run)}
 RESUMED: dict[str, tuple[Callable[[Any], str], Callable[[str], dict[str, Any]]]] = {
@@ -40,18 +38,11 @@ def wanted_trackers(recipe: TrackingOptions) -> list[str]:
     return [recipe.report_to]
 
 
-def start_trackers(
-    accelerator: Accelerator,
-    trackers: Sequence[str],
-    recipe: TrackingOptions,
-    folder: RunFolder,
-    *,
-    task: str,
-    state: "RunState",
-) -> list[str]:
-    """Open the trackers, and continue the runs there. Returns a sentence for the log where wandb goes offline. Raises
-    UserError: a tracker does not start."""
-    project, name, notes = recipe.report_name or f"zerofit-{task}", folder.path.name, []
+def start_trackers(run: "Run") -> list[str]:
+    """Open the trackers, and continue the runs there. Returns notes. Raises UserError: one does not start."""
+    recipe, folder, state, trackers = run.recipe, run.folder, run.state, run.config.trackers
+    accelerator = run.engine.accelerator
+    project, name, notes = recipe.report_name or f"zerofit-{run.task}", folder.path.name, []
     if trackers and accelerator.is_main_process:
         folder.written.add([f"{project}/", *(IN_THE_FOLDER[each] for each in trackers if each in IN_THE_FOLDER)])
     login = os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY") or get_netrc_auth(WANDB)

@@ -11,18 +11,12 @@ LOWER_IS_BETTER = ("loss", "perplexity", "mse", "mae", "wer", "cer", "ter")  # b
 
 @dataclass(frozen=True)
 class BestMetricTracker:
-    """Keeps the best evaluation.
+    """Keeps the best evaluation."""
 
-    Args:
-        metric: the figure's name without `eval_`.
-        patience: evaluations in a row without a better one, after which training stops; None: never.
-        loads: model/ is to hold them, not the last.
-    """
-
-    metric: str
-    patience: int | None = None
+    metric: str  # the figure's name without `eval_`
+    patience: int | None = None  # evaluations in a row without a better one, after which training stops; None: never
     keeps: bool = False
-    loads: bool = False
+    loads: bool = False  # model/ is to hold them, not the last
     best: BestEvaluation = field(default_factory=BestEvaluation)
 
     def record_evaluation(self, update: int, figures: dict[str, float]) -> bool:

@@ -37,8 +37,6 @@ class RunConfiguration:
     Args:
         options_given_for: the number of data-parallel processes with which the recipe's own accumulation makes the
             global batch.
-        adapter: that is trained on; the recipe names its base.
-        compiled_before: torch_compile of the run that this one resumes; None: it resumes none.
     """
 
     task: str
@@ -49,8 +47,8 @@ class RunConfiguration:
     trackers: tuple[str, ...]
     options_given_for: int
     notes: tuple[str, ...]
-    adapter: AdapterFolder | None = None
-    compiled_before: bool | str | None = None
+    adapter: AdapterFolder | None = None  # that is trained on; the recipe names its base
+    compiled_before: bool | str | None = None  # torch_compile of the run that this one resumes; None: it resumes none
 
 
 def resolve(task: str, recipe: TaskRecipe) -> RunConfiguration:

@@ -20,9 +20,8 @@ from zerofit.recipe.errors import EXIT, EXIT_FAILED, OUR_LAUNCHER, exit_within, 
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.paths import check_paths, output_folder
 from zerofit.recipe.tasks import TaskRecipe
-from zerofit.record.environment import untried_versions
+from zerofit.record.environment import Timeline, untried_versions
 from zerofit.record.terminal import outlive_the_terminal, say
-from zerofit.record.timeline import Timeline
 from zerofit.strategy.builds import check_compiled_code
 
 

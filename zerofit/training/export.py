@@ -33,8 +33,11 @@ if TYPE_CHECKING:
     from zerofit.training.run import Run
 
 
-def export(run: "Run", remarks: Callable[[], list[str]]) -> None:
-    """See Run.export."""
+def export(run: "Run", remarks: Callable[[], list[str]] = list) -> None:
+    """Write model/, which `from_pretrained` loads, draw the curve, and say what came of the run (`remarks`: lines
+    below the held-out figures, on the main process); of one that stopped early, where it is."""
+    if run.measurement:
+        return
     recipe, state, best, checkpoints = run.recipe, run.state, run.best, run.checkpoints
     if run.stopped:
         run.watchdog.phase("leave", patience=math.inf)
@@ -162,6 +165,9 @@ def _tabulate(folder: RunFolder, recipe: TaskRecipe) -> list[str]:
 
 def finish(run: "Run") -> int:
     """Say where everything lies, leave the process group, wait for mirror and hub. Returns the exit code."""
+    if run.measurement:
+        run.engine.close()
+        return 0
     checkpoints = run.checkpoints
     code = run.stop.reason.exit_code(checkpoints.saved_latest)
     if run.missing:
@@ -203,9 +209,14 @@ def answer(
     evaluate: Callable[[], dict[str, float]],
     predict: Callable[[], list[str]],
     num_held_out: int,
-    remarks: Callable[[], list[str]],
+    remarks: Callable[[], list[str]] = list,
 ) -> int:
-    """See Run.answer."""
+    """Evaluate the stored model, or predict for predict_file, and exit. Returns the exit code. Raises UserError:
+    nothing is held out.
+
+    Args:
+        predict: () -> the files that the main process has written.
+    """
     engine, recipe, folder, stored = run.engine, run.recipe, run.folder, run.stored
     if not recipe.predict_file and not num_held_out:
         raise UserError("evaluate_only: nothing is held out. Name a validation_file")

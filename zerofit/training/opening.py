@@ -19,7 +19,7 @@ from zerofit.record.trackers import start_trackers
 from zerofit.strategy.machines import check_same
 from zerofit.training.best_metric import make_best_tracker
 from zerofit.training.prepare import check_output_folder
-from zerofit.training.profiling import make_profiler
+from zerofit.training.profiling import Profiler
 
 if TYPE_CHECKING:
     from zerofit.training.run import Run
@@ -34,11 +34,9 @@ def open_record(run: "Run") -> None:
     command = run.strategy.launch.command
     run.environment = describe_environment(command, engine.device) if run.is_main else {}
     run.environment |= {"torch_compile": run.compilation} if run.is_main and run.compilation else {}
-    run.exporter = ModelExporter(
-        engine, run.adapter, run.data.tokenizer, run.task, recipe, environment=run.environment
-    )
+    run.exporter = ModelExporter(run)
     _resume(run)
-    notes = start_trackers(engine.accelerator, run.config.trackers, recipe, run.folder, task=run.task, state=state)
+    notes = start_trackers(run)
     run.say(*(f"note      {note}" for note in notes))
     run.shutdown.install()
     run.checkpoints.start()
@@ -50,20 +48,14 @@ def open_record(run: "Run") -> None:
         flops = flops_per_token(engine.whole, getattr(run.data, "row_length", samples.stats.mean_length))
     peak = peak_flops(engine.device, run.strategy.precision)
     run.throughput = ThroughputMeter(flops, peak and peak * engine.layout.world_size)
-    bar = Bar(run.num_updates, recipe.logging_steps, engine.is_main)
-
-    def preview(index: int) -> str:
-        return str(run.data.tokenizer.decode(run.data.train[index]["input_ids"]))
-
-    run.recorder = RunRecorder(run.folder, engine, run.environment, run.timeline, bar, preview_sample=preview)
+    run.recorder = RunRecorder(run, Bar(run.num_updates, recipe.logging_steps, engine.is_main))
     run.slow_ranks = SlowRanks(
         engine.layout,
         recipe.logging_steps,
         lambda rank: run.ranks.place_of(rank, engine.device.type),
         run.clock.measures,
     )
-    note = run.recorder.note
-    run.profiler = make_profiler(engine, recipe, run.folder, note) if recipe.profile else None
+    run.profiler = Profiler(run) if recipe.profile and engine.is_main else None
     engine.phase = run.within
 
 
@@ -80,18 +72,7 @@ def _resume(run: "Run") -> None:
         "strategy": run.strategy.name,
         "torch_compile": recipe.torch_compile,
     }
-    run.checkpoints = CheckpointManager(
-        run.folder,
-        engine,
-        recipe,
-        run.state,
-        run.exporter,
-        run=about,
-        data=data,
-        metric=run.best.metric,
-        keeps_best=run.best.keeps,
-        mirror=run.mirror,
-    )
+    run.checkpoints = CheckpointManager(run, about, data)
     run.checkpoints.resume(config.resume)
     if engine.is_main:
         run.checkpoints.drop_replaced()

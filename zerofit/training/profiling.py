@@ -4,26 +4,31 @@ Nothing here is imported without that option, and the updates outside of N to M 
 """
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import profile
 
 from zerofit.recipe.files import atomic_file
-from zerofit.recipe.options import TrainingRecipe
-from zerofit.record.run_folder import RunFolder
-from zerofit.strategy.engine import Engine
+
+if TYPE_CHECKING:
+    from zerofit.training.run import Run
 
 COSTLIEST = 10  # operators in the log
 SNAPSHOT_EVENTS = 100_000  # allocations and releases that torch remembers
 
 
 class Profiler:
-    """Records updates of this rank. A run that stops among them, or resumes there, has the part that it made."""
+    """Records updates of this rank. A run that stops among them, or resumes there, has the part that it made. Raises
+    UserError: a file is in the way that no run has written."""
 
-    def __init__(self, updates: range, files: list[Path], *, device: str, note: Callable[[str], None]) -> None:
-        self.updates, self.files, self.device, self.note = updates, files, device, note
+    def __init__(self, run: "Run") -> None:
+        self.updates, self.note, self.device = run.recipe.profiled_updates, run.recorder.note, run.device.type
+        names = ["profile_rank0.json.gz", *(["memory_rank0.pickle"] if self.device == "cuda" else [])]
+        for name in names:
+            run.folder.claim(name)
+        self.files = [run.folder.path / name for name in names]
         self._running: profile | None = None
 
     def begin(self, update: int) -> None:
@@ -52,19 +57,6 @@ class Profiler:
         self.note(f"profile   updates {self.updates[0]} to {update}: {', '.join(file.name for file in self.files)}")
         kind = "cpu" if self.device == "cpu" else "device"
         self.note(profiler.key_averages().table(f"self_{kind}_time_total", COSTLIEST, max_name_column_width=40))
-
-
-def make_profiler(
-    engine: Engine, recipe: TrainingRecipe, folder: RunFolder, note: Callable[[str], None]
-) -> Profiler | None:
-    """The profiler of rank 0; None for other ranks. Raises UserError: a file is in the way that no run has written."""
-    if not engine.layout.is_main:
-        return None
-    names = ["profile_rank0.json.gz", *(["memory_rank0.pickle"] if engine.device.type == "cuda" else [])]
-    for name in names:
-        folder.claim(name)
-    files = [folder.path / name for name in names]
-    return Profiler(recipe.profiled_updates, files, device=engine.device.type, note=note)
 
 
 def _keep(file: Path, place: Path) -> None:

@@ -45,8 +45,8 @@ from zerofit.strategy.engine import Bounds, Engine, Outcome
 from zerofit.strategy.optimizers import check_kept
 from zerofit.strategy.prepare import prepare_engine
 from zerofit.strategy.strategy import Strategy
+from zerofit.training import export as ending
 from zerofit.training.configuration import RunConfiguration, check_model, resolve
-from zerofit.training.export import answer, export, finish
 from zerofit.training.measurement import VARIABLE, Measurement
 from zerofit.training.opening import open_record
 from zerofit.training.prepare import LONG, prepare_activations, start_processes
@@ -495,10 +495,7 @@ class Run:
         self.engine.model.train()
         self.memory.reset()
         self._totals = None
-        batches = micro_batches(
-            self.data, self.collate, self.engine, self.length, recipe=recipe, updates=state.updates, warmup=self.warmup
-        )
-        return UpdateStream(batches, self.length, state.updates)
+        return UpdateStream(micro_batches(self), self.length, state.updates)
 
     def _gives_up(self, anomaly: Anomaly) -> bool:
         """Record an update that was refused. Returns whether the run goes back to a checkpoint, or stops."""
@@ -538,37 +535,12 @@ class Run:
 
     def explain(self, error: Exception) -> int | None:
         """Explain an out-of-memory error or a dead process. Returns the exit code; None: another error."""
-        watchdog = self.watchdog
-        if self.measurement and (code := self.measurement.explain(error, watchdog.at[0])) is not None:
+        if self.measurement and (code := self.measurement.explain(error, self.watchdog.at[0])) is not None:
             return code
-        return explain_failure(error, watchdog.at, self, watchdog.waits_for)
+        return explain_failure(error, self)
 
     # ------------------------------------------------------------------------------------------------------ afterwards
 
-    def export(self, remarks: Callable[[], list[str]] = list) -> None:
-        """Write model/, which `from_pretrained` loads, draw the curve, and say what came of the run (`remarks`: lines
-        below the held-out figures, on the main process); of one that stopped early, where it is."""
-        if not self.measurement:
-            export(self, remarks)
-
-    def finish(self) -> int:
-        """Say where everything lies, and leave the process group. Returns the exit code."""
-        if self.measurement:
-            self.engine.close()
-            return 0
-        return finish(self)
-
-    def answer(
-        self,
-        evaluate: Callable[[], dict[str, float]],
-        predict: Callable[[], list[str]],
-        num_held_out: int,
-        remarks: Callable[[], list[str]] = list,
-    ) -> int:
-        """Evaluate the stored model, or predict for predict_file, and exit. Returns the exit code. Raises UserError:
-        nothing is held out.
-
-        Args:
-            predict: () -> the files that the main process has written.
-        """
-        return answer(self, evaluate, predict, num_held_out, remarks)
+    export = ending.export
+    finish = ending.finish
+    answer = ending.answer

@@ -30,20 +30,13 @@ NAMED_WITH = "adapter_config.json"
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A trained model or adapter that is evaluated, or answers the records of a file.
-
-    Args:
-        recipe: it names the model that is loaded: of a run its model/, of an adapter its base.
-        asked_for: what --model_name_or_path says.
-        base: what is loaded: of an adapter its base.
-        adapter: None: the model is whole.
-    """
+    """A trained model or adapter that is evaluated, or answers the records of a file."""
 
     task: str
-    recipe: TaskRecipe
-    asked_for: str
-    base: str
-    adapter: AdapterFolder | None
+    recipe: TaskRecipe  # it names the model that is loaded: of a run its model/, of an adapter its base
+    asked_for: str  # what --model_name_or_path says
+    base: str  # what is loaded: of an adapter its base
+    adapter: AdapterFolder | None  # None: the model is whole
     notes: list[str] = field(default_factory=list)
 
     @classmethod

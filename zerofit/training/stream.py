@@ -1,23 +1,24 @@
 """The length of a run, and its training data as the loop takes it: this rank's micro-batches, update after update."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from zerofit.data.collate import Batch
 from zerofit.data.order import LengthGroups, MicroBatches, SampleOrder, Shortened, loader, samples_of_run
 from zerofit.data.token_updates import TokenMicroBatches, TokenUpdates
-from zerofit.recipe.batch_options import Warmup
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import counted
 from zerofit.record.terminal import rounded
 from zerofit.strategy.batches import BatchSizes
 from zerofit.strategy.devices import pins_memory
-from zerofit.strategy.engine import Engine
+
+if TYPE_CHECKING:
+    from zerofit.training.run import Run
 
 
 @dataclass(frozen=True)
@@ -98,16 +99,13 @@ class Update:
     """One step of the optimizer: this rank's micro-batches of one global batch.
 
     Args:
-        number: counted from 1.
-        micro_batches: empty where the update is passed over, after a rewind.
-        totals: counts of the whole global batch.
         scale: what loss sums are multiplied with before the backward pass: replicas / targets. Gradients are those of
             the mean over the global batch's targets then, since engines average them over the replicas.
     """
 
-    number: int
-    micro_batches: list[Batch]
-    totals: Totals = NO_COUNTS
+    number: int  # counted from 1
+    micro_batches: list[Batch]  # empty where the update is passed over, after a rewind
+    totals: Totals = NO_COUNTS  # counts of the whole global batch
     scale: float = 1.0
 
     @property
@@ -154,28 +152,16 @@ class UpdateStream:
         return self._prefetched
 
 
-def micro_batches(
-    data: Any,
-    collate: Callable[[list[Any]], Batch],
-    engine: Engine,
-    length: RunLength,
-    *,
-    recipe: TrainingRecipe,
-    updates: int = 0,
-    warmup: Warmup | None = None,
-) -> Iterator[Batch]:
-    """This rank's micro-batches after so many updates; the ranks of one replica get the same.
-
-    Args:
-        data: what a task has prepared: `train`, the samples, and `order`, their own order or None.
-        warmup: the length of rows that grow in the first updates; None: samples are read in full.
-    """
+def micro_batches(run: "Run") -> Iterator[Batch]:
+    """This rank's micro-batches after the updates that are done; the ranks of one replica get the same."""
+    length, data, recipe, engine, warmup = run.length, run.data, run.recipe, run.engine, run.warmup
+    updates = run.state.updates
     sizes, samples, layout = length.batches, data.train, engine.layout
     workers, pin = recipe.dataloader_num_workers or 0, pins_memory(engine.device)
     if length.by_tokens is not None:
         shape, span = (sizes.accumulation, sizes.replicas, sizes.micro_batch), (updates, length.num_updates)
         tokens = TokenMicroBatches(length.by_tokens, shape, span, length.total_samples, layout.data_rank)
-        return iter(loader(samples, tokens, collate, workers, pin))
+        return iter(loader(samples, tokens, run.collate, workers, pin))
     grouping, groups = getattr(recipe, "length_grouping", "none"), None
     if grouping == "window" and samples.lengths is not None:
         groups = LengthGroups(samples.lengths, sizes.global_batch)
@@ -190,11 +176,10 @@ def micro_batches(
         sort_key=samples.sort_key if grouping != "none" else None,
         warmup=[sizes.accumulation_of(update) for update in range(updates + 1, sizes.warmup_updates + 1)],
     )
-    sampler = micro if warmup is None else Shortened(micro, _lengths(warmup, sizes, updates))
-    return iter(loader(samples, sampler, collate, workers, pin))
-
-
-def _lengths(warmup: Warmup, sizes: BatchSizes, updates: int) -> Iterator[int]:
-    """The length of each micro-batch's samples, without end."""
-    for update in itertools.count(updates + 1):
-        yield from itertools.repeat(warmup(update), sizes.accumulation_of(update))
+    if warmup is None:
+        return iter(loader(samples, micro, run.collate, workers, pin))
+    lengths = (  # of each micro-batch's samples, without end
+        itertools.repeat(warmup(update), sizes.accumulation_of(update)) for update in itertools.count(updates + 1)
+    )
+    shortened = Shortened(micro, itertools.chain.from_iterable(lengths))
+    return iter(loader(samples, shortened, run.collate, workers, pin))

@@ -1,11 +1,9 @@
 """Lines for the log: the model and the data before a run, its outcome, or why it stopped early."""
 
 import statistics
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerofit.compat.torch import compiled_graphs
-from zerofit.health.anomaly import Anomaly
 from zerofit.model.lora import Adapter
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import counted
@@ -67,7 +65,15 @@ def why_stopped(run: "Run") -> list[str]:
     stop = run.stop
     by = f"stopped     by {stop.reason.text} after update {run.state.updates:,} of {run.num_updates:,}"
     if stop.anomaly is not None:
-        return _after_anomaly(by, stop.anomaly, run.folder.anomalies.path, run.recipe.on_anomaly)
+        remedy = "The same command will hit it again. To skip these samples add --on_anomaly skip (or rewind)"
+        if run.recipe.on_anomaly != "stop":
+            remedy = f"--on_anomaly {run.recipe.on_anomaly} is no remedy any more: there were too many. Mend the data"
+        return [
+            f"{by}: update {stop.anomaly.update}: {stop.anomaly.reason}",
+            f"            its samples are in {run.folder.anomalies.path}; the weights are as they were before it",
+            f"            {remedy}",
+            "            Should the loss have gone wrong before it: start over with a lower --learning_rate",
+        ]
     newest = next(run.checkpoints.directory.resumable(), None)
     remedy = f"resumes from {newest}" if newest else "starts over"
     if not run.checkpoints.saved_latest:
@@ -87,35 +93,12 @@ def incomplete(run: "Run") -> list[str]:
     return [*lines, f"            {weights}; {remedy}. First mend the cause"]
 
 
-def _after_anomaly(by: str, anomaly: Anomaly, file: Path, on_anomaly: str) -> list[str]:
-    lines = [
-        f"{by}: update {anomaly.update}: {anomaly.reason}",
-        f"            its samples are in {file}; the weights are as they were before it",
-    ]
-    if on_anomaly == "stop":
-        return [
-            *lines,
-            "            The same command will hit it again. To skip these samples add --on_anomaly skip (or rewind)",
-            "            Should the loss have gone wrong before it: start over with a lower "
-            "--learning_rate in another --output_dir",
-        ]
-    return [
-        *lines,
-        f"            --on_anomaly {on_anomaly} is no remedy any more: there were too many. "
-        "Start over with a lower --learning_rate in another --output_dir, or mend the data",
-    ]
-
-
 def compiled() -> str:
-    """A line on how often torch.compile compiled in this process, and what broke a graph into several."""
-    number, breaks = compiled_graphs()
+    """A line on how often torch.compile compiled in this process."""
+    number, _ = compiled_graphs()
     if not number:
         return "compiled    nothing: torch's compiler has failed (above). --torch_compile false leaves it out"
-    line = f"compiled    {counted(number, 'graph')}: parts of the model, and some again for other shapes"
-    if breaks:
-        times, reason = counted(sum(breaks.values()), "time"), " ".join(next(iter(breaks)).split())[:80]
-        line += f"\n            more than one a kind of block: graphs are broken off {times}, first by: {reason}"
-    return line
+    return f"compiled    {counted(number, 'graph')}: parts of the model, and some again for other shapes"
 
 
 def summary(run: "Run", remarks: list[str]) -> list[str]:
