@@ -6,7 +6,7 @@
     python benchmarks/published_times.py --only internevo --parts
 
 A row is predicted as `zerofit plan` predicts it: MPT, BLOOM and Megatron's models as transformers' GPT-2 of the same
-shape, the others as Llama, both with transformers' kernels. Memory is not limited, so that nothing is refused. Rows
+shape, the others as Llama, both with transformers' kernels, norm and loss included. Memory is not limited, so that nothing is refused. Rows
 marked `set_aside` were drawn by a seed (a fifth) before constants were fitted, and `--aside` shows these alone.
 """
 
@@ -17,6 +17,7 @@ import statistics
 import sys
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from zerofit.cli import main as zerofit  # noqa: F401 - reads the environment before torch is loaded
@@ -34,6 +35,7 @@ from zerofit.tools.tool_recipe import read_with_recipe
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ROOT / "docs" / "measurements" / "plan-times.csv"
 AUTOCAST = "nanogpt"  # over weights in fp32, so that the residual stream is in fp32; the others compute with bf16 ones
+FUSED = ("nanotron", "internevo")  # whose RMSNorm is one kernel (flash-attn's in Triton, apex's), as ours is
 LORA_TARGETS = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
 
 
@@ -72,7 +74,8 @@ def predict(row: MeasuredRow) -> tuple[str, float, dict[str, float]]:
     try:
         options, _ = read_with_recipe(PlanOptions, words_of(row), prog="zerofit plan")
         gpu = find_gpu(row.gpu)
-        budget, model = make_budget(options, gpu, True), read_planned_model(options, "clm", True)
+        budget = make_budget(options, gpu, True)
+        model = replace(read_planned_model(options, "clm", True), own_kernels=row.id.startswith(FUSED))
         pair, degrees = read_pair(row.strategy), Degrees(row.tensor, row.pipeline)
         degrees = pair.degrees if degrees == Degrees() else degrees
         recipe = Planner(options, model, budget).resolved_recipe()

@@ -84,6 +84,7 @@ def test_the_rows_were_predicted_by_this_tree():
         row.length, "--precision", row.precision, "--gpu", row.gpu, "--num_gpus", row.gpus, "--strategies",
         row.strategy, "--gradient_accumulation_steps", row.accumulation,
     )  # fmt: skip
+    planner.model.own_kernels = False  # another program's
     (outcome,) = planner.layouts(row.strategy, lambda resolved: "")
     rel = 1e-3 if torch.__version__ >= "2.13" else 1e-2  # torch 2.11 has other operations in a pass
     assert planner.speed(outcome.resolved, row.micro_batch).time.seconds == pytest.approx(row.predicted, rel=rel)

@@ -37,7 +37,7 @@ class PlannedModel:
     Args:
         recipe: the training recipe.
         full: the model with its adapter, on "meta".
-        cpu_kernels: see TraceSettings.
+        cpu_kernels, own_kernels: see TraceSettings.
         teacher: of transformers, on "meta": what each process holds beside the student; None without one.
     """
 
@@ -48,6 +48,7 @@ class PlannedModel:
     rows: Rows
     on_gpu: bool
     cpu_kernels: bool = False
+    own_kernels: bool = True
     teacher: Any = None
 
     def __post_init__(self) -> None:
@@ -188,6 +189,7 @@ class PlannedModel:
             autocast=autocast,
             on_gpu=self.on_gpu,
             cpu_kernels=self.cpu_kernels,
+            own_kernels=self.own_kernels,
             loss=self.rows.loss_kind,
             evaluated=evaluated,
             tensor=layout.tensor,

@@ -51,6 +51,8 @@ class TraceSettings:
         autocast: the dtype of autocast, where weights stay in fp32 (DDP, one process); None: computed in `dtype`.
         dtype: of the weights.
         on_gpu: blocks of a GPU's allocator, and the casts of its autocast.
+        own_kernels: RMSNorm and the loss of a chunk of logits are one kernel each on a GPU; False: as transformers
+            computes them, for runs of other programs.
         cpu_kernels: the kernels of a CPU, although the device is another one: a simulated accelerator.
         tensor: ranks that share each layer; the traced one has the largest share.
         sequence: ranks that split each row.
@@ -70,6 +72,7 @@ class TraceSettings:
     loss: str = "chunked"
     evaluated: bool = False
     cpu_kernels: bool = False
+    own_kernels: bool = True
     tensor: int = 1
     sequence: int = 1
     keeps_inputs: bool = False
@@ -242,7 +245,8 @@ class Tracer:
         multiplies = replaced(chunked_loss, "has_half_matmul", lambda device: self.settings.gpu_kernels)
         can_add = traces_half_sums()  # asked here: its own operations are not the program's
         adds = replaced(chunked_loss, "adds_half_products", lambda device: can_add)
-        compiled = (lambda device: loss_of_chunk) if self.settings.gpu_kernels else chunked_loss.compiled_chunk
+        fuses = self.settings.gpu_kernels and self.settings.own_kernels
+        compiled = (lambda device: loss_of_chunk) if fuses else chunked_loss.compiled_chunk
         entered: list[AbstractContextManager[Any]] = [
             chunks,
             multiplies,
@@ -254,7 +258,7 @@ class Tracer:
             multiplying_without_groups(),
             linear,
         ]
-        if self.settings.gpu_kernels:
+        if fuses:
             entered += [replaced(norms, "rms_norm", fused_norm), replaced(norms, "DEVICES", {"cpu"})]
         with contextlib.ExitStack() as stack:
             for each in (*entered, self.mode, casts):
