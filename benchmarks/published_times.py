@@ -6,8 +6,8 @@
     python benchmarks/published_times.py --only internevo --parts
 
 A row is predicted as `zerofit plan` predicts it: MPT, BLOOM and Megatron's models as transformers' GPT-2 of the same
-shape, the others as Llama, both with transformers' kernels, norm and loss included. Memory is not limited, so that nothing is refused. Rows
-marked `set_aside` were drawn by a seed (a fifth) before constants were fitted, and `--aside` shows these alone.
+shape, the others as Llama, both with transformers' kernels, norm and loss included. Memory is not limited. Rows marked
+`set_aside` were drawn by a seed (a fifth) before constants were fitted, and `--aside` shows these alone.
 """
 
 import argparse
