@@ -121,3 +121,12 @@ def test_experts_are_divided_and_not_gathered(capfd):
     assert ep["components"]["weights"] == fsdp2["components"]["weights"]
     assert ep["peak_allocated_bytes"] < fsdp2["peak_allocated_bytes"]
     assert ep["tokens_per_s"] > 0
+
+
+def test_plan_advises_what_is_faster_of_fsdp2_and_zero3(capsys):
+    flags = "--task clm --config_name gpt2 --train_tokenizer_vocab_size 300 --block_size 64 --precision bf16 "
+    flags += "--gpu a100-80gb --num_gpus 16 --batch_sizes 4 --strategies zero3,fsdp2"
+    assert main(["plan", *flags.split()]) == 0
+    said = capsys.readouterr().out
+    assert "fsdp2 shards as much as zero3, and is predicted to make" in said
+    assert "fsdp_reshard_after_forward: false in the YAML of fsdp2 fits, too" in said

@@ -335,13 +335,33 @@ def loss_and_gradient(
 @functools.cache
 def compiled_chunk(device: torch.device) -> Callable[..., Tensor] | None:
     """`loss_and_gradient` for a device, compiled; None where chunks are computed by separate operations: on others
-    than CUDA, and where torch's compiler does not work."""
+    than CUDA, and where torch's compiler does not work. Where it fails at this very function, that runs as it is."""
     if device.type != "cuda" or not has_half_matmul(device):
         return None
     if fault := failing_compiler(device):
         warnings.warn(f"the loss is not compiled, and takes longer: {fault}", stacklevel=2)
         return None
-    return torch.compile(loss_and_gradient)
+    return or_as_it_is(torch.compile(loss_and_gradient), loss_and_gradient)
+
+
+def or_as_it_is(compiled: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiled function; from the first failure of its compiler on, with a warning, the function itself."""
+    chosen = [compiled]
+
+    def call(*arguments: Any) -> Any:
+        if chosen[0] is function:
+            return function(*arguments)
+        try:
+            return compiled(*arguments)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of many kinds
+            first = str(error).strip().partition("\n")[0][:60]
+            warnings.warn(f"the loss is not compiled: {type(error).__name__}: {first}", stacklevel=2)
+            chosen[0] = function
+            return function(*arguments)
+
+    return call
 
 
 class Scores(NamedTuple):

@@ -2,18 +2,21 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from zerofit.estimate.fully_sharded import FullyShards
 from zerofit.estimate.measured_rows import comparable, kind_of, model_of
 from zerofit.record.terminal import rounded, size, table, wrapped
+from zerofit.strategy.fsdp import RESHARDS
 from zerofit.strategy.gpu_table import CPU
 from zerofit.tools.plan.joint_search import words_of
 from zerofit.tools.plan.planner import Planner
 from zerofit.tools.plan.prediction import LayoutOutcome, Prediction
 from zerofit.training.auto_compile import choose
 
+WORTH = 1.01  # times the speed: what is advised gains more
 _FILE = re.compile(r"^\S+\.(json|yaml): ")  # of a pair, which the label names
 
 
@@ -61,6 +64,7 @@ class PlanReport:
                 if len(group) > 1
             ] + [""]
             lines += self._parts(shown[0][0])
+            lines += self._advice()
         lines += self._misfit_lines()
         refused = refusals(self.outcomes)
         lines += ["not possible:", *(f"  {line}" for line in refused), ""] if refused else []
@@ -143,6 +147,27 @@ class PlanReport:
             f"{what}{taken.value} under {best.label} ({taken.why}): {seconds} s/update in {size(found.peak.needed)}; "
             f"the table is without, {rounded(before_s)} s"
         ]
+
+    def _advice(self) -> list[str]:
+        """Advise what is predicted to be faster on several GPUs than what was asked for: fsdp2 in place of zero3, and
+        weights that stay in full between the passes."""
+        found = {one.strategy: (one.best, one.resolved) for one in self.outcomes if one.best and one.best.timed}
+        if "fsdp2" not in found or self.lengths is not None or not self.planner.model.on_gpu:
+            return []
+        (best, resolved), (zero3, _) = found["fsdp2"], found.get("zero3", (None, None))
+        lines, fast = [], best.tokens_per_s
+        if zero3 is not None and fast > WORTH * zero3.tokens_per_s:
+            gain = fast / zero3.tokens_per_s - 1
+            lines.append(f"  fsdp2 shards as much as zero3, and is predicted to make {gain:.0%} more tokens/s")
+        if isinstance(resolved.sharding, FullyShards) and resolved.sharding.reshards is True:
+            keeping = replace(resolved, sharding=replace(resolved.sharding, reshards=False))
+            kept = self.planner.predict(keeping, best.micro_batch)
+            if kept.fits and kept.speed and kept.tokens_per_s > WORTH * fast:
+                lines.append(
+                    f"  {RESHARDS}: false in the YAML of fsdp2 fits, too: {rounded(kept.speed.time.seconds)} s/update "
+                    f"in {size(kept.peak.needed)}"
+                )
+        return [*lines, ""]
 
     def trust(self, best: Prediction) -> list[str]:
         """How far published seconds were from predictions of this kind."""
