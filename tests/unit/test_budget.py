@@ -14,19 +14,19 @@ LIMITS = {  # what there is; the goal of each is behind it
     "train": 498,  # 800
     "zerofit": 142,  # cli.py
     "zerofit/recipe": 3_644,  # 2,700
-    "zerofit/model": 5_921,  # 4,700
+    "zerofit/model": 5_941,  # 4,700
     "zerofit/compat": 599,  # 600
     "zerofit/data": 7_085,  # 6,000
-    "zerofit/strategy": 5_157,  # 4,800
+    "zerofit/strategy": 5_170,  # 4,800
     "zerofit/estimate": 4_934,  # 4,700
     "zerofit/record": 1_582,  # 4,300 with health and checkpoint
     "zerofit/health": 1_393,
     "zerofit/checkpoint": 1_828,
-    "zerofit/training": 3_295,  # 2,000
+    "zerofit/training": 3_296,  # 2,000
     "zerofit/launch": 1_574,  # 1,300
-    "zerofit/tools": 10_954,  # 10,600
+    "zerofit/tools": 10_979,  # 10,600
     "benchmarks": 1_801,  # 1,800
-    "tests": 26_695,  # 21,500
+    "tests": 26_723,  # 21,500
 }
 
 
