@@ -313,7 +313,7 @@ def measure(configuration: Configuration, output: Path) -> dict[str, int]:
         flags = ("--per_device_train_batch_size", str(size))
         trial = LaunchedRun(configuration.task, pair, recipe, folder / str(size) / "run", flags)
         request = {"steps": 1, "memory_limit": None}
-        result = run_trial(trial, processes, uuid.uuid4().hex, request, environment, PATIENCE_S)
+        result = run_trial(trial, processes, uuid.uuid4().hex, request, environment, patience_s=PATIENCE_S)
         if result["outcome"] != "fits":
             raise RuntimeError(f"{configuration.name}: see {folder / str(size)}")
         peaks[str(size)] = peak_of(result, "allocated")
