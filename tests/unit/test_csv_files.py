@@ -127,6 +127,11 @@ def test_a_file_of_a_header_alone(tmp_path, cache):
     assert "(本文, 評価) and no record" in refusal(read, write(tmp_path / "a.csv", rows=[]), cache)
 
 
+def test_a_quote_that_is_not_closed(tmp_path, cache):
+    (tmp_path / "a.csv").write_text('text,label\n"x,2\n' + "y,3\n" * 9)
+    assert "not closed" in refusal(read, str(tmp_path / "a.csv"), cache)
+
+
 def test_a_first_line_that_is_a_record_is_not_taken_for_names(tmp_path, cache):
     path = write(tmp_path / "a.csv", header=None)
     assert "is the first line a record?" in columns_present(read(path, cache))

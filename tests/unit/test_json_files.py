@@ -154,3 +154,10 @@ def test_where_a_list_of_records_is_no_json(tmp_path, cache):
     (tmp_path / "a.json").write_text('[{"text": "a"},\n {"text": "b"},\n]')
     assert "not valid JSON: " in (said := refusal(read, cache, tmp_path / "a.json"))
     assert "line 3" in said
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_key_that_stands_twice_is_refused(tmp_path, cache, name):
+    rows = ['{"text": "a"}', '{"text": "b", "text": "c"}']
+    (tmp_path / name).write_text("\n".join(rows) if name.endswith("l") else f"[{', '.join(rows)}]")
+    assert "stands twice" in refusal(read, cache, tmp_path / name)

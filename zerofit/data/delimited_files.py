@@ -97,7 +97,9 @@ def _broken(path: Path, encoding: str | None, options: Options) -> list[int]:
         while True:
             try:
                 next(rows)
-            except csv.Error:
+            except csv.Error as error:
+                if "end of data" in str(error):
+                    raise UserError(f"{path}: a quote that is opened is not closed. Correct the file") from None
                 places.append(rows.line_num)
             except StopIteration:
                 return places

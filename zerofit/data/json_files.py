@@ -51,7 +51,7 @@ def read_json(paths: list[Path], data: DataOptions, place: Path) -> list[str]:
                 continue
             for key, value in record.items():
                 kinds[key] = widened(kinds.get(key), value)
-    if not total:
+    if not kinds and not bad:
         raise UserError(f"{paths[0]} holds no record")
     if bad and not data.skip_bad_records:
         raise UserError(f"{bad[0]}: {HALF_PAIR}. Correct it, or skip such records with --skip_bad_records")
@@ -93,11 +93,18 @@ def json_records(path: Path, data: DataOptions) -> Iterator[tuple[dict[str, Any]
 
 def _parsed(text: str) -> Any:
     """A value of JSON; NaN, as Python writes pandas' missing values, is none."""
-    return parse_json(text, parse_constant=_constant)
+    return parse_json(text, parse_constant=_constant, object_pairs_hook=_each_key_once)
 
 
 def _constant(name: str) -> float | None:
     return None if name == "NaN" else float(name)
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise json.JSONDecodeError(f"a key of {', '.join(found)} stands twice", "", 0)
+    return found
 
 
 def _is_object(line: str) -> bool:
@@ -135,7 +142,7 @@ def _records_of(text: str, line: int, path: Path, field: str | None) -> Iterable
 
 
 def _one_after_another(text: str, line: int, path: Path) -> Iterator[Any]:
-    decoder, place = json.JSONDecoder(parse_constant=_constant), 0
+    decoder, place = json.JSONDecoder(parse_constant=_constant, object_pairs_hook=_each_key_once), 0
     while found := NOT_BLANK.search(text, place):
         try:
             record, place = decoder.raw_decode(text, found.start())
