@@ -164,5 +164,5 @@ def test_which_failures_are_worth_a_restart(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"update": 7, "loss": 1.0}\n{"eval_loss": 1.0}\n{"upd')
     assert not restarts.record_failure({-9})
     assert "twice after update 7" in restarts.record_failure({1})
-    restarts.stop()
+    restarts.is_stopped = True
     assert restarts.record_failure({85})

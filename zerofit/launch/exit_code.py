@@ -8,7 +8,6 @@ import fcntl
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.help import wants_help
@@ -42,7 +41,7 @@ class ExitCode:
     def forget(self) -> None:
         """Remove the code of the launch before; on the main process, while no other run is at work there."""
         with contextlib.suppress(OSError):
-            environment = self.read()
+            environment = self.folder.environment()
             if self.is_main and "exit_code" in environment and not self._is_at_work():
                 environment.pop("exit_code")
                 environment.pop("exit_reason", None)
@@ -54,7 +53,7 @@ class ExitCode:
     def write(self, code: int, reason: str | None = None) -> None:
         """Write how this launch ends, unless a rank has done so."""
         with contextlib.suppress(OSError):
-            environment = self.read()
+            environment = self.folder.environment()
             folder = self.folder.path
             is_ours = "zerofit_commit" in environment or not folder.exists() or not set(os.listdir(folder)) - {".lock"}
             if "exit_code" in environment or not is_ours or (self.is_main and self._is_at_work()):
@@ -63,10 +62,6 @@ class ExitCode:
             self.folder.write_environment(
                 {**environment, "exit_code": code, **({"exit_reason": reason} if reason else {})}
             )
-
-    def read(self) -> dict[str, Any]:
-        """environment.json; empty where there is none."""
-        return self.folder.environment()
 
     def _is_at_work(self) -> bool:
         """Return whether another process holds the folder's lock."""

@@ -28,11 +28,9 @@ class Restarts:
     """Decides after each failure."""
 
     def __init__(self, folder: Path | None, failed_after: int | None = None):
-        self.folder, self.is_stopped = folder, False
+        self.folder = folder
+        self.is_stopped = False  # somebody has asked the launch to end
         self.failed_after = failed_after
-
-    def stop(self) -> None:
-        self.is_stopped = True
 
     def record_failure(self, codes: set[int]) -> str:
         """Take a failure into account. Returns why the processes are not started again; empty where they are.

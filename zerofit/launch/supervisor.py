@@ -69,7 +69,7 @@ class Supervisor:
         ranks = psutil.Process().children()
         if not ranks:
             raise SystemExit(self._leave(number))
-        self._restarts.stop()
+        self._restarts.is_stopped = True
         for rank in ranks:
             with contextlib.suppress(psutil.Error):
                 rank.send_signal(number)
@@ -87,7 +87,7 @@ class Supervisor:
         """The exit code that the ranks of machine 0 have left; None on other machines."""
         if self._exit_code is None or not self._exit_code.is_main:
             return None
-        return self._exit_code.read().get("exit_code")
+        return self._exit_code.folder.environment().get("exit_code")
 
     def _write(self, code: int, reason: str) -> None:
         if self._exit_code is not None and self._exit_code.is_main:

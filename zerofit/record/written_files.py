@@ -40,10 +40,6 @@ class WrittenFiles:
         self.path = path
 
     @property
-    def exists(self) -> bool:
-        return bool(self._read())
-
-    @property
     def begun_at(self) -> int:
         """The update after which the run in the folder began: above 0 where it resumed a run of another folder."""
         begun_at = self._read().get("begun_at")

@@ -4,8 +4,6 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 from zerofit.compat.torch import compiled_graphs
-from zerofit.model.lora import Adapter
-from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import counted
 from zerofit.record.metrics import EvaluationTime
 from zerofit.record.terminal import decimals, duration, rounded, screen_width, table
@@ -16,30 +14,23 @@ if TYPE_CHECKING:
     from zerofit.training.run import Run
 
 
-def about_the_model(
-    recipe: TrainingRecipe, num_parameters: int, num_trained: int, adapter: Adapter | None
-) -> list[str]:
-    """Lines for the log."""
-    origin = recipe.model_name_or_path or f"{recipe.config_name or recipe.model_type} from scratch"
-    trained = "all" if num_trained == num_parameters else f"{num_trained:,} ({num_trained / num_parameters:.2%})"
-    lines = [f"model     {origin}: {num_parameters:,} parameters, {trained} trained"]
-    if adapter is not None:
-        lines.append(f"adapter   {adapter.note}")
-    if adapter is not None and not recipe.model_name_or_path:
-        lines.append(
-            "warning   the frozen weights are random (no model_name_or_path), and the adapter's folder will not have "
-            "them: good for measuring only"
-        )
-    return lines
-
-
 def about_the_run(run: "Run", data: Any) -> list[str]:
     """Lines for the log before the first update: the model, the strategy, the data, and what was noted."""
     recipe, strategy, schedule, length = run.recipe, run.strategy, run.schedule, list[str]()
     if run.stored is not None:
         model, layout = run.stored.describe(run.parameters), strategy.describe_layout
     else:
-        model, layout = about_the_model(recipe, run.parameters, run.trainable, run.adapter), strategy.describe
+        origin = recipe.model_name_or_path or f"{recipe.config_name or recipe.model_type} from scratch"
+        share = f"{run.trainable:,} ({run.trainable / run.parameters:.2%})"
+        trained = "all" if run.trainable == run.parameters else share
+        model, layout = [f"model     {origin}: {run.parameters:,} parameters, {trained} trained"], strategy.describe
+        if run.adapter is not None:
+            model.append(f"adapter   {run.adapter.note}")
+        if run.adapter is not None and not recipe.model_name_or_path:
+            model.append(
+                "warning   the frozen weights are random (no model_name_or_path), and the adapter's folder will not "
+                "have them: good for measuring only"
+            )
         if isinstance(run.engine.torch_optimizer, Muon):
             model += [f"optimizer {run.engine.torch_optimizer.describe()}"]
         warmup = f", {schedule.num_warmup} warm-up" if schedule and schedule.num_warmup else ""

@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
 def code_of_job(launched: int, record: ExitCode, environment: Mapping[str, str]) -> int:
     """srun ends with the highest code of all tasks. Where it has killed some, because another ended, that is theirs:
     then the run's own record holds, if it is of this start of the job."""
-    recorded = record.read().get("exit_code")
+    recorded = record.folder.environment().get("exit_code")
     if launched <= KILLED or recorded is None:
         return launched
     written = (record.folder.path / "environment.json").stat().st_mtime
