@@ -1,10 +1,9 @@
 """The global order: which samples update k sees, whatever the number of processes, the strategy or the accumulation.
 
 A run is one endless sequence of samples: epoch after epoch, each a permutation drawn from (seed, epoch). Update k
-takes positions k * G to (k + 1) * G of it, where G is the global batch size (which may grow in the first updates:
-then each update begins where the one before has ended); a batch may span two epochs, so that no
-sample is dropped or repeated between them. The position in the data is therefore one number, the consumed samples, and
-seeking to it costs nothing. The last update of a run is filled up with places that do not count.
+takes the next G of them, the global batch size, which may grow in the first updates; a batch may span two epochs. The
+position in the data is therefore one number, the consumed samples. The last update of a run is filled up with places
+that do not count.
 
 If samples differ in length, LengthGroups rearranges the permutation so that the samples of one update are of similar
 length, and each micro-batch has those nearest in length. Both depend on (seed, epoch, G) alone.
@@ -123,11 +122,10 @@ class FixedOrder:
 class MicroBatches(torch.utils.data.Sampler[list[int]]):
     """This rank's micro-batches: `accumulation` for each update, each a list of sample indices (or FILLER).
 
-    Where updates grow, `warmup` has the accumulations of the first ones, and those after them have `accumulation`.
-
-    Of a global batch, rank r's m-th micro-batch is row m, column r of its places laid out as
-    (accumulation, world size, micro-batch). With a `sort_key` (of all samples) the places are first sorted, the
-    largest first: the micro-batches that the ranks process at the same time then have similar lengths.
+    Where updates grow, `warmup` has the accumulations of the first ones. Of a global batch, rank r's m-th micro-batch
+    is row m, column r of its places laid out as (accumulation, world size, micro-batch). With a `sort_key` (of all
+    samples) the places are first sorted, the largest first: the micro-batches that the ranks process at the same time
+    then have similar lengths.
     """
 
     def __init__(

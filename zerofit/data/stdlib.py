@@ -4,8 +4,7 @@
 `stdlib-functions` (source, target): from a function's parameters and body, in words, to the words of its name.
 
 About HELD_OUT_PERCENT of the top-level classes and functions are held out, with all they contain, chosen by a hash of
-their names. Held-out records with the same words as a training record are skipped. The records depend only on the
-library of this Python.
+their names. Held-out records with the same words as a training record are skipped.
 """
 
 import ast

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -37,15 +37,7 @@ Columns = dict[str, list[Any]]  # {name: values of some rows}
 Form = TypeVar("Form", str, tuple[str, ...])
 
 
-class Selectable(Protocol):
-    """A Dataset, or what has its length and its selection of rows."""
-
-    def __len__(self) -> int: ...
-
-    def select(self, places: Sequence[int] | np.ndarray) -> Self: ...
-
-
-Records = TypeVar("Records", bound=Selectable)
+Records = TypeVar("Records", bound=Any)  # a Dataset, or what has its length and its selection of rows
 
 
 def first_records(records: Records, limit: int | None) -> Records:

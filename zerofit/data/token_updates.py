@@ -3,12 +3,10 @@
 An epoch is a permutation drawn from (seed, epoch), cut into windows of some 16 updates. A window's samples are sorted
 by length and cut into updates of r x G rows: G is the global batch in rows of full length, and r as large as fits, so
 that r rows of the update's longest are no longer than a full row. The updates are put into random order. The rows that
-fill no update, at a random place among the sorted ones, wait for the next window; those left at the end of the epoch
-are its last update or two, which are smaller. So each sample is seen once an epoch, at any place alike.
+fill no update, at a random place among the sorted ones, wait for the next window or the end of the epoch.
 
 A micro-batch of m full rows becomes one of r x m rows, which takes no more memory: lengths count as GPUs pad them
-(round_up in collate.py), also on a CPU. So an update depends on the lengths, the seed and G alone, not on the device,
-the micro-batch, the accumulation or the processes, and the position in the data stays one number: consumed samples.
+(round_up in collate.py). So an update depends on the lengths, the seed and G alone.
 """
 
 from collections.abc import Iterator

@@ -2,15 +2,12 @@
 own.
 
 A pass reads the shards in an order drawn from (seed, pass), and cuts their records into windows of about the same
-number of bytes. A window's records become samples as those of any data set do, and its samples are permuted by
-(seed, pass, window). So the order is a function of the shards, the seed and the size of a window alone: neither
-processes nor batches matter, and the position is one number, as ever. Where a window holds all data, the order is
-that of a run without streaming.
+number of bytes; a window's samples are permuted by (seed, pass, window). So the order follows from the shards, the
+seed and the size of a window alone, and the position is one number. Where a window holds all data, the order is that
+of a run without streaming.
 
-The first process of a machine that needs a window reads it, and the others map its files. How many samples each
-window has, and where the next one begins, is known once it has been read: it is written to the run's folder, from
-which a resumed run finds its window without reading those before it. That file is a shortcut: without it they are
-read again.
+The first process of a machine that needs a window reads it, and the others map its files. Where each window begins is
+written to the run's folder, so that a resumed run need not read those before its own.
 """
 
 import json
