@@ -25,8 +25,8 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/training": 3_287,  # 2,000
     "zerofit/launch": 1_567,  # 1,300
     "zerofit/tools": 10_979,  # 10,600
-    "benchmarks": 1_801,  # 1,800
-    "tests": 26_735,  # 21,500
+    "benchmarks": 1_925,  # 1,800
+    "tests": 26_782,  # 21,500
 }
 
 
