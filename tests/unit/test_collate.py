@@ -7,12 +7,11 @@ from transformers import BloomConfig, LlamaConfig
 
 from zerofit.data.collate import (
     ExampleCollator,
-    PairCollator,
     multiple_for,
     round_up,
 )
 from zerofit.data.order import FILLER
-from zerofit.model.loss import IGNORE, loss_of_examples
+from zerofit.model.loss import loss_of_examples
 
 PAD, TYPE = 90, 7
 
@@ -20,14 +19,6 @@ PAD, TYPE = 90, 7
 def example(length: int, label) -> dict[str, np.ndarray]:
     ids = np.arange(1, length + 1)
     return {"input_ids": ids, "token_type_ids": ids % 2, "label": label}
-
-
-def pair(source: int, target: int) -> dict[str, np.ndarray]:
-    return {"input_ids": np.arange(1, source + 1), "labels": np.arange(11, target + 11)}
-
-
-def padded(values: np.ndarray, width: int, filler: int) -> list[int]:
-    return [*values.tolist(), *[filler] * (width - len(values))]
 
 
 def test_long_rows_share_widths_on_a_gpu_and_short_ones_are_not_padded_to_64():
@@ -71,21 +62,3 @@ def test_the_loss_of_filled_up_examples_is_the_loss_of_the_others(kind):
     loss.backward()
     assert loss.item() == 0.0
     assert nothing.grad.abs().max() == 0
-
-
-@pytest.mark.parametrize(
-    ("widths", "multiple", "expected"), [(None, 1, (5, 4)), (None, 8, (8, 8)), ((16, 6), 8, (16, 6))]
-)
-def test_pairs(widths, multiple, expected):
-    samples = [(pair(3, 4), 5), (pair(5, 1), 6), (pair(2, 3), FILLER)]
-    batch = PairCollator(PAD, widths, multiple)(samples)
-    assert batch.inputs.keys() == {"input_ids", "attention_mask", "labels"}
-    assert (batch.inputs["labels"][2] == IGNORE).all(), "what fills a batch is not trained on"
-    for row, (sample, _) in enumerate(samples[:2]):
-        length = len(sample["input_ids"])
-        assert batch.inputs["input_ids"][row].tolist() == padded(sample["input_ids"], expected[0], PAD)
-        assert batch.inputs["attention_mask"][row].tolist() == [1] * length + [0] * (expected[0] - length)
-        assert batch.inputs["labels"][row].tolist() == padded(sample["labels"], expected[1], IGNORE)
-    assert (batch.num_targets, batch.num_tokens, batch.num_positions) == (5, 8 + 5, 3 * sum(expected))
-    assert batch.indices == [5, 6, FILLER]
-    assert batch.labels is None  # the loss is the model's own

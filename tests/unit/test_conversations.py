@@ -225,15 +225,6 @@ def test_the_held_out_part_shares_no_conversation_with_the_training_part(tmp_pat
         assert source.split()[1] == target.split()[1]
 
 
-@pytest.mark.parametrize("content", [
-    [{"type": "text", "text": "How are "}, {"type": "input_text", "text": "you?", "image_url": None}],
-    ["How are ", "you?"], [{"type": "text", "text": {"value": "How are you?", "annotations": []}}],
-])  # fmt: skip
-def test_a_turn_in_parts_is_one_text(content):
-    record = {"d": [{"role": "user", "content": content}, {"role": "assistant", "content": "Fine."}]}
-    assert Columns("d", None, None).read(record) == [Pair(["How are you?"], "Fine.")]
-
-
 @pytest.mark.parametrize("key", [{"weight": 0}, {"train": False}, {"mask": True}])
 def test_replies_that_a_record_excludes_are_no_targets(key):
     turns = [("user", "Hi?"), ("assistant", "Hello."), ("user", "And?"), ("assistant", "Nothing.")]

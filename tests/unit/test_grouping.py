@@ -71,16 +71,3 @@ def test_an_updates_samples_are_of_similar_length():
     assert spread(grouped) < spread(drawn) / 4
     wide = order(window=64).indices(0, total).reshape(-1, G)
     assert spread(wide) < spread(grouped)  # the more there is to choose from, the more alike
-
-
-@pytest.mark.parametrize("groups", [None, LengthGroups(LENGTHS, G)])
-@pytest.mark.parametrize("layout", [(2, 2, 2), (1, 8, 1), (4, 1, 2)])
-def test_micro_batches_hold_neighbours_in_length_the_longest_first(layout, groups):
-    """The ranks' micro-batches of one moment are alike too: nobody waits long for the others."""
-    whole = SampleOrder(SAMPLES, 3, groups)
-    plain = global_batches(whole, 328, layout).reshape(-1, G)
-    batches = global_batches(whole, 328, layout, lengths=LENGTHS)
-    assert np.sort(batches.reshape(-1, G)).tolist() == np.sort(plain).tolist()
-    lengths = LENGTHS[batches.reshape(-1, G)]
-    assert (np.diff(lengths, axis=1) <= 0).all()
-    assert (LENGTHS[plain] != lengths).any()

@@ -89,19 +89,6 @@ def test_the_loss_and_its_gradients_are_those_of_the_formula(kind, loss, monkeyp
         )
 
 
-def test_what_fills_a_batch_up_counts_for_nothing():
-    model = tiny_model("llama")
-    install_loss(model, "chunked")
-    found = {}
-    for filler in (True, False):
-        loss = PreferenceLoss("dpo", 0.1)
-        found[filler] = loss(model, batch(filler)), loss.figures(loss.sums, 3)
-    assert batch(True).num_targets == 3
-    assert batch(True).num_tokens == batch(False).num_tokens
-    torch.testing.assert_close(found[True][0], found[False][0], rtol=1e-6, atol=0)
-    assert found[True][1] == pytest.approx(found[False][1], rel=1e-6)
-
-
 @pytest.mark.parametrize(
     ("moved", "accuracy"),
     [((0.0, 0.0, 0.0), 1 / 2), ((1.0, -1.0, 0.0), 1 / 2), ((1.0, 0.0, 0.0), 2 / 3), ((-1.0, 0.0, 0.0), 1 / 3)],

@@ -40,13 +40,6 @@ def test_wsd_rises_stays_and_falls_to_the_smallest_rate():
     assert all(later < earlier for earlier, later in itertools.pairwise(values[80:]))
 
 
-@pytest.mark.parametrize("shape", ["linear", "cosine"])
-def test_the_smallest_rate_is_approached_and_never_undercut(shape):
-    values = curve(Schedule(shape, 1.0, 1000, 0, min_ratio=0.1))
-    assert min(values) >= 0.1
-    assert values[-1] == pytest.approx(0.1, abs=1e-3)
-
-
 @pytest.mark.parametrize("shape", ["linear", "cosine", "wsd"])
 def test_the_decay_may_end_before_the_run(shape):
     """As Megatron's --lr-decay-iters: the curve of a shorter run, then its smallest rate."""
