@@ -167,7 +167,7 @@ class PlannedModel:
 
     @property
     def keeps_layers(self) -> bool:
-        """Whether ZeRO-3 keeps layers between their forward and their backward pass: not where a loss in chunks is
+        """True if ZeRO-3 keeps layers between their forward and their backward pass: not where a loss in chunks is
         checked by forward passes before training (zero3_weights.py)."""
         return self.task == "cls" or self.rows.loss_kind == "full"
 

@@ -38,7 +38,7 @@ class PlannedStrategy:
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether ZeRO-3 shards the weights."""
+        """True if ZeRO-3 shards the weights."""
         return self.zero is not None and int(self.zero.stage) == 3
 
     @property

@@ -126,5 +126,5 @@ class Speeds:
         return moved / self.rates[MEMORY, half].at(moved) if moved else 0.0
 
     def computes(self, half: bool) -> bool:
-        """Whether the rate of matrix products in this precision is known."""
+        """Return whether the rate of matrix products in this precision is known."""
         return (MATRIX, half) in self.rates

@@ -1,4 +1,4 @@
-"""What stands in a traced pass for what one process on a CPU does not have: other ranks, their experts, a GPU's casts,
+"""Stand-ins in a traced pass for what one process on a CPU does not have: other ranks, their experts, a GPU's casts,
 the host's memory.
 
 Layers are cut by model/tensor_parallel, rows by strategy/sequence.py, experts by strategy/expert_parallel.py, as in a

@@ -93,7 +93,7 @@ class Candidate:
 
     @property
     def contents(self) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """What the strategy's YAML and JSON say."""
+        """The contents of the strategy's YAML and JSON."""
         pair = read_pair(str(self.config))
         return pair.content, pair.config
 

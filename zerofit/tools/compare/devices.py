@@ -48,7 +48,7 @@ class TrialMachine(Machine):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What distinguishes it from other machines."""
+        """The values that distinguish this machine from others."""
         return {
             "devices": [[device.name, device.total] for device in self.devices],
             "cpu": self.environment["hardware"].get("cpu"),

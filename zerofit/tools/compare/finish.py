@@ -133,7 +133,7 @@ def _time(seconds: float) -> str:
 
 
 def agreement(runs: list[Finished]) -> str:
-    """Whether the figures of the runs are comparable, and by how much they differ."""
+    """Return whether the figures of the runs are comparable, and by how much they differ."""
     runs = [run for run in runs if not run.problem]
     if len(runs) < 2:
         return ""

@@ -116,7 +116,7 @@ class ComparisonReport:
         }
 
     def _parts(self) -> list[Part]:
-        """What stands in report.md and report.html, in its order."""
+        """Return the parts of report.md and report.html, in order."""
         simulated = ", simulated" if self.comparison.machine.simulated else ""
         name = name_of_recipe(self.options.source("config"), self.options.task)
         parts: list[Part] = [f"# Batch sizes{simulated}: {name}", conclusion(self.rows)]

@@ -65,7 +65,7 @@ class StrategyRow:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What its trials have in common: numbers of samples, parameters and so on."""
+        """The values that all its trials have in common: numbers of samples, parameters and so on."""
         return next((line["about"] for line in self.trials if "about" in line), {})
 
     @property
@@ -125,7 +125,7 @@ def rates(line: dict[str, Any]) -> tuple[float, float]:
 
 
 def spread(line: dict[str, Any]) -> str:
-    """How far the timed updates lie apart: their range, of the median."""
+    """The range of the timed updates' seconds, as a fraction of their median."""
     low, high = rates(line)
     return f"{(high - low) / line['samples_per_s']:.0%}"
 
@@ -136,7 +136,7 @@ def load_text(line: dict[str, Any]) -> str:
 
 
 def _is_disturbed(line: dict[str, Any]) -> bool:
-    """Whether other programs were at work too while these updates were timed."""
+    """Return whether other programs were at work too while these updates were timed."""
     return max(line.get("load") or [0.0]) > BUSY * max(line.get("cores") or 1, len(line["ranks"]))
 
 

@@ -1,4 +1,5 @@
-"""Which batch size is tried next, and when the largest is known. Pure functions: nothing is launched or measured.
+"""The search for the largest batch size: which one is tried next, and when the largest is known. Pure functions:
+nothing is launched or measured.
 
 Each size is one launch. The search begins where `zerofit plan` predicts the limit, then follows the line through the
 peaks that were measured, until some size fits and the next one does not.

@@ -123,7 +123,7 @@ class Bench:
         return size, size / self.seconds(lambda: work(one, other))
 
     def operation(self) -> float:
-        """What starting an operation takes, with its place in the graph of gradients."""
+        """Seconds that it takes to start an operation, its node in the graph of gradients included."""
         one = torch.ones(1, device=self.device, requires_grad=True)
 
         def chain() -> None:

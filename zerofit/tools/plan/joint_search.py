@@ -54,7 +54,8 @@ class Combination:
 
 
 def variants(recipe: PlanOptions) -> Iterator[Options]:
-    """What is tried: recomputation, its inputs on the host, the loss, and the optimizer where none is named."""
+    """Yield the options that are tried: recomputation, its inputs on the host, the loss, and the optimizer where none
+    is named."""
     recomputed = [False, "selective", True]
     others = [name for name in OPTIMIZERS if name != "muon"]  # which is no matter of memory
     optimizers = [recipe.optim] if recipe.source("optim") else others
@@ -137,14 +138,15 @@ def _saving(recipe: PlanOptions, on_gpu: bool) -> Iterator[Options]:
 
 
 def _may_fit(planner: Planner, outcome: LayoutOutcome) -> bool:
-    """Whether there is room for the model states, which no batch makes smaller: then passes are worth a trace."""
+    """Return whether there is room for the model states, which no batch makes smaller: then passes are worth a
+    trace."""
     resolved, device = outcome.resolved, planner.budget.device
     several = [resolved.states(planner.model, False, stage) for stage in planner.model.stages(resolved.layout)]
     return all(each.weights + each.gradients + each.optimizer + each.buffers <= device for each in several)
 
 
 class Remedies:
-    """What makes a layout fit that does not: options of the recipe, each predicted as a plan of its own.
+    """Changes that make a layout fit that does not: options of the recipe, each predicted as a plan of its own.
 
     Args:
         finder: of a planner and what was found: the function that adds the predictions of a layout.
@@ -209,6 +211,6 @@ def _bounds(group: list[Combination]) -> list[float]:
 
 
 def _is_possible(one: Combination, check: Check) -> bool:
-    """Whether the strategy, resolved with all options, is what it was without them."""
+    """Return whether the strategy, resolved with all options, is what it was without them."""
     again = one.planner.layouts(one.outcome.strategy, check)
     return any(outcome.degrees == one.outcome.degrees and not outcome.refused for outcome in again)

@@ -73,7 +73,8 @@ def _one(number: int) -> Any:
 
 
 def _can_differentiate() -> bool:
-    """Whether autograd works in this copy: some builds of torch refuse it after the first process has used it."""
+    """Return whether autograd works in this copy: some builds of torch refuse it after the first process has used
+    it."""
     try:
         torch.ones((), requires_grad=True).backward()
     except RuntimeError:
@@ -82,5 +83,6 @@ def _can_differentiate() -> bool:
 
 
 def _can_fork() -> bool:
-    """Whether a copy of this process can go on: not with a lock that another thread holds, nor with a CUDA context."""
+    """Return whether a copy of this process can go on: not with a lock that another thread holds, nor with a CUDA
+    context."""
     return sys.platform == "linux" and threading.active_count() == 1 and not torch.cuda.is_initialized()

@@ -134,7 +134,7 @@ def prepare(options: PlanOptions) -> Prepared:
 
 
 def _halves(outcomes: list[LayoutOutcome]) -> set[bool]:
-    """Whether strategies compute in half precision."""
+    """Return whether strategies compute in half precision."""
     return {one.resolved.precision != "fp32" for one in outcomes if not one.refused}
 
 
@@ -168,7 +168,7 @@ def _search(prepared: "Prepared", options: PlanOptions, recipe: type[TaskRecipe]
 
 
 def make_budget(options: PlanOptions, gpu: Gpu | None, on_gpu: bool) -> Budget:
-    """What there is, from the options.
+    """Return the memory and the devices that the options name.
 
     Raises:
         UserError: a process takes more before there is a model; a CPU's memory is not known.
@@ -193,7 +193,7 @@ def make_budget(options: PlanOptions, gpu: Gpu | None, on_gpu: bool) -> Budget:
 
 
 def only_calibrates(argv: list[str]) -> bool:
-    """Whether nothing is to be planned: neither a recipe nor a task is named."""
+    """Return whether nothing is to be planned: neither a recipe nor a task is named."""
     given = {word.partition("=")[0] for word in argv}
     return "--calibrate" in given and not given & {"--config", "--task"} and not wants_help(argv)
 

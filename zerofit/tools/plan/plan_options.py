@@ -118,7 +118,7 @@ class PlanOptions(BatchSizesOptions, DevicesOptions, SpeedOptions, StrategiesOpt
     json: str | None = option(None, "Write the predictions to this file; - for standard output.")
 
     def settle(self) -> None:
-        """What a machine states holds where no option says otherwise."""
+        """Fill options that are not set from the machine."""
         super().settle()
         for name, value in MACHINES.get(self.machine or "", {}).items():
             if not self.source(name):

@@ -1,4 +1,4 @@
-"""What `zerofit plan` prints: the ranked table, what does not fit, and what is not possible."""
+"""The output of `zerofit plan`: the ranked table, what does not fit, and what is not possible."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -108,7 +108,7 @@ class PlanReport:
         return cells | dict(zip(columns, times))
 
     def _parts(self, best: Prediction) -> list[str]:
-        """What the first row consists of; --json has that of all."""
+        """Return lines with the parts of the first row's memory and time; --json has those of all rows."""
         parts = _listed(best.peak.parts, size)
         lines = [f"  memory of {best.label}: {size(best.peak.needed)} at its peak ({best.peak.phase}): {parts}"]
         if best.peak.device > best.peak.needed:
@@ -128,8 +128,8 @@ class PlanReport:
         return [*lines, ""]
 
     def _compiled(self, best: Prediction, before_s: float) -> list[str]:
-        """What --torch_compile auto takes for the first row, and why; its speed with that, since the table is
-        without."""
+        """Return lines on what --torch_compile auto chooses for the first row, and why; its speed with that, since the
+        table is without."""
         recipe, model, budget = self.planner.recipe, self.planner.model, self.planner.budget
         if recipe.torch_compile != "auto" or not model.on_gpu or self.lengths is not None:
             return []
@@ -170,7 +170,7 @@ class PlanReport:
         return [*lines, ""]
 
     def trust(self, best: Prediction) -> list[str]:
-        """How far published seconds were from predictions of this kind."""
+        """Return a line on how far published seconds were from predictions of this kind."""
         recipe, layout, model = self.planner.recipe, best.layout, self.planner.model
         if not recipe.gpu or recipe.gpu == CPU or best.speed is None:
             return []

@@ -211,7 +211,8 @@ class Planner:
 
 
 def _unused(states: States, training: list[TracedStep], in_flight: int) -> Unused:
-    """Of the allocator, on the stream that computes and on that which gathers weights."""
+    """Return the bytes that the allocator holds unused, on the stream that computes and on the one that gathers
+    weights."""
     forward = [size for step in training if step.phase != "backward" for size in step.blocks]
     blocks, gradients = list[int](), list[int]()
     for step in training:

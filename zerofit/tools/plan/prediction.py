@@ -1,4 +1,4 @@
-"""What there is, and what was predicted for a strategy."""
+"""The memory that there is, and the predictions of a strategy."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -12,7 +12,7 @@ from zerofit.tools.plan.layouts import Degrees, labelled
 
 @dataclass(frozen=True)
 class Budget:
-    """What a device and a machine have.
+    """The memory of a device and of a machine.
 
     Attributes:
         device: bytes of one device; on a CPU, of one process.
@@ -61,7 +61,7 @@ class Prediction:
 
     @property
     def device_bytes(self) -> int:
-        """What training takes of a device at least."""
+        """The bytes of a device that training takes at least."""
         return self.peak.needed
 
     @property
@@ -80,7 +80,7 @@ class Prediction:
 
     @property
     def size(self) -> tuple[int, int]:
-        """What is searched: among predictions of one strategy, lengths or micro-batches differ."""
+        """The size that is searched: among predictions of one strategy, lengths or micro-batches differ."""
         return self.length, self.micro_batch
 
     @property
@@ -119,7 +119,7 @@ class Prediction:
 
 @dataclass
 class LayoutOutcome:
-    """What was found of one strategy in one layout.
+    """The predictions of one strategy in one layout.
 
     Attributes:
         found: the strategy; None: it is refused.
