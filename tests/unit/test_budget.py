@@ -24,7 +24,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/checkpoint": 1_828,
     "zerofit/training": 3_287,  # 2,000
     "zerofit/launch": 1_567,  # 1,300
-    "zerofit/tools": 10_979,  # 10,600
+    "zerofit/tools": 10_985,  # 10,600
     "benchmarks": 1_925,  # 1,800
     "tests": 26_713,  # 21,500
 }
