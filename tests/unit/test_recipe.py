@@ -9,7 +9,7 @@ from helpers import ROOT, check_refusal, refusal
 from zerofit.recipe import ClmRecipe, UserError, parse_recipe
 from zerofit.recipe import parse as parsing
 from zerofit.recipe.fields import kinds_of
-from zerofit.recipe.parse import read_recipe
+from zerofit.recipe.parse import flag_value, read_recipe
 from zerofit.recipe.tasks import TASKS as RECIPES
 
 TASKS = tuple(RECIPES.values())
@@ -285,3 +285,8 @@ def test_a_flag_that_is_null_takes_back_what_the_file_states(tmp_path):
     recipe, _ = read_recipe(ClmRecipe, ["--config", str(file), "--save_steps", "null", "--max_hours", "null"])
     assert (recipe.save_steps, recipe.source("save_steps"), recipe.block_size, recipe.seed) == (None, None, 64, 3)
     assert recipe.draft().flags_given() == ["--config", str(file), "--save_steps", "null"], "of a printed command, too"
+
+
+def test_of_a_flag_that_stands_twice_the_last_holds_everywhere():
+    assert parse("--seed", "1", "--seed", "2").seed == 2
+    assert flag_value(["--task", "clm", "--task=dpo", "--seed", "3"], "task") == "dpo"

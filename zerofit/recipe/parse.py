@@ -137,11 +137,12 @@ def option_named(word: str) -> str | None:
 
 
 def flag_value(words: list[str], name: str) -> str | None:
-    """The text behind `--name` in a command line that is not checked yet; None: it is not there."""
+    """The text behind the last `--name` in a command line that is not checked yet; None: it is not there."""
+    found = None
     for word, following in zip(words, [*words[1:], ""]):
         if option_named(word) == name:
-            return word.partition("=")[2] if "=" in word else following
-    return None
+            found = word.partition("=")[2] if "=" in word else following
+    return found
 
 
 def take_words(options: type[Recipe], argv: list[str]) -> tuple[list[list[str]], list[str]]:
