@@ -198,6 +198,8 @@ def report_classes(folder: RunFolder, labels: Labels, held_out: list[HeldOut]) -
     folder (confusion.png), but for entities. Nothing of numbers and choices, whose labels are no classes."""
     if labels.names is None or labels.choices:
         return []
+    from sklearn.metrics import confusion_matrix  # takes seconds
+
     lines = []
     for part in held_out:
         rows, what = folder.predictions(part.suffix, ("label", "prediction")), "examples"
@@ -215,7 +217,8 @@ def report_classes(folder: RunFolder, labels: Labels, held_out: list[HeldOut]) -
             continue
         if labels.of_words:
             rows, what = [word for row in rows for word in _words(row)], "words"
-        matrix = confusion(rows, labels.names)
+        truth, predicted = ([row[key] for row in rows] for key in ("label", "prediction"))
+        matrix = confusion_matrix(truth, predicted, labels=list(labels.names))
         lines += [
             f"classes     of {len(rows):,} held-out {what}{part.suffix.replace('_', ' ')}",
             _recognized(labels.names, ("class", what), np.diag(matrix), matrix.sum(axis=1), matrix.sum(axis=0)),
@@ -233,15 +236,6 @@ def _words(row: dict[str, Any]) -> list[dict[str, str]]:
         for tag, predicted in zip(row["label"], row["prediction"])
         if predicted is not None
     ]
-
-
-def confusion(rows: list[dict[str, Any]], names: tuple[str, ...]) -> np.ndarray:
-    """(classes, classes) how many examples of each class, by row, were predicted as each, by column."""
-    numbers = {name: number for number, name in enumerate(names)}
-    matrix = np.zeros((len(names), len(names)), dtype=np.int64)
-    for row in rows:
-        matrix[numbers[row["label"]], numbers[row["prediction"]]] += 1
-    return matrix
 
 
 def per_kind(rows: list[dict[str, Any]]) -> str:
