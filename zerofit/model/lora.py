@@ -141,15 +141,10 @@ def inject_lora(
 
     targets = targets_of(model, recipe)
     modules, of_experts = split_targets(model, targets)
-    bias: Any = recipe.lora_bias  # one of the three that peft has
+    own = ("lora_alpha", "lora_dropout", "use_dora", "use_rslora")
+    settings |= {name: getattr(recipe, name) for name in own} | {"r": recipe.lora_r, "bias": recipe.lora_bias}
     ends = tuple(f".{target}" for target in targets)  # a Conv1D stores its weight transposed
     config = LoraConfig(
-        r=recipe.lora_r,
-        lora_alpha=recipe.lora_alpha,
-        lora_dropout=recipe.lora_dropout,
-        bias=bias,
-        use_dora=recipe.use_dora,
-        use_rslora=recipe.use_rslora,
         target_modules=pattern or (ALL_LINEAR if targets == (ALL_LINEAR,) else modules),
         target_parameters=of_experts or None,
         fan_in_fan_out=any(isinstance(each, Conv1D) and name.endswith(ends) for name, each in model.named_modules()),

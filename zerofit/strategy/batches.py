@@ -72,30 +72,24 @@ def resolve_batches(
     multiple of what one pass over all processes takes, or contradicts the accumulation."""
     if total_stays:
         _fit_micro_batch(recipe, replicas, replica_size)
-    micro, accumulation, total = (
-        recipe.per_device_train_batch_size,
-        recipe.gradient_accumulation_steps,
-        recipe.global_batch_size,
-    )
-    samples_per_micro_step = micro * replicas
+    micro, accumulation = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps
+    total, samples_per_micro_step = recipe.global_batch_size, micro * replicas
     what = "processes" if replica_size == 1 else f"replicas (of {replica_size} processes)"
-    if total is None:
-        return _with_warmup(recipe, BatchSizes(micro, accumulation or 1, replicas, row_tokens=recipe.row_tokens), what)
-    if total % samples_per_micro_step:
+    if total is not None and total % samples_per_micro_step:
         raise UserError(
             f"global_batch_size = {total} ({recipe.source('global_batch_size')}) is not a multiple of "
             f"per_device_train_batch_size * {what} = {micro} * {replicas} = {samples_per_micro_step}: "
             f"make it a multiple of {samples_per_micro_step}, or change one of the two"
         )
-    if accumulation not in (None, total // samples_per_micro_step):
+    if total is not None and accumulation not in (None, total // samples_per_micro_step):
         raise UserError(
             f"gradient_accumulation_steps = {accumulation} ({recipe.source('gradient_accumulation_steps')}) and "
             f"global_batch_size = {total} ({recipe.source('global_batch_size')}) disagree: with "
             f"per_device_train_batch_size = {micro} and {replicas} {what} the accumulation is "
             f"{total // samples_per_micro_step}. Set one of the two"
         )
-    sizes = BatchSizes(micro, total // samples_per_micro_step, replicas, row_tokens=recipe.row_tokens)
-    return _with_warmup(recipe, sizes, what)
+    steps = (accumulation or 1) if total is None else total // samples_per_micro_step
+    return _with_warmup(recipe, BatchSizes(micro, steps, replicas, row_tokens=recipe.row_tokens), what)
 
 
 def _fit_micro_batch(recipe: BatchOptions, replicas: int, replica_size: int) -> None:
@@ -127,18 +121,14 @@ def _with_warmup(recipe: BatchOptions, sizes: BatchSizes, what: str) -> BatchSiz
     assert warmup is not None  # the recipe's own check has read it
     first, updates = warmup
     stated = f"global_batch_warmup = {recipe.global_batch_warmup} ({recipe.source('global_batch_warmup')})"
-    possible = [
-        size
-        for size in range(sizes.samples_per_micro_step, sizes.global_batch, sizes.samples_per_micro_step)
-        if sizes.global_batch % size == 0
-    ]
+    total, one_pass = sizes.global_batch, sizes.samples_per_micro_step
+    possible = [size for size in range(one_pass, total, one_pass) if total % size == 0]
     if first not in possible:
         remedy = (
             f"Begin with {', '.join(map(str, possible))}" if possible else "Leave it out: an update takes one pass"
         )
         raise UserError(
-            f"{stated}: updates cannot begin with {first} samples and grow in steps of {first} to "
-            f"{sizes.global_batch}, of passes of per_device_train_batch_size * {what} = "
-            f"{sizes.samples_per_micro_step}. {remedy}"
+            f"{stated}: updates cannot begin with {first} samples and grow in steps of {first} to {total}, of passes "
+            f"of per_device_train_batch_size * {what} = {one_pass}. {remedy}"
         )
-    return replace(sizes, warmup=Warmup(first, sizes.global_batch, updates))
+    return replace(sizes, warmup=Warmup(first, total, updates))

@@ -132,33 +132,24 @@ class FullyShardedEngine(TorchEngine):
     def _step_unless(self, refused: torch.Tensor, scale: torch.Tensor | None) -> None:
         """Torch's fused AdamW over this rank's rows: its step takes no verdict, a plain tensor, beside DTensors."""
         for group in self.optimizer.param_groups:
-            self._step_group(group, refused, scale)
-
-    def _step_group(self, group: dict[str, Any], refused: torch.Tensor, scale: torch.Tensor | None) -> None:
-        parameters = [each for each in group["params"] if each.grad is not None]
-        states = [self.optimizer.state[each] for each in parameters]
-        for parameter, state in zip(parameters, states):
-            if not state:
-                state["step"] = torch.zeros((), device=self.device)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        adamw(
-            [each.detach().to_local() for each in parameters],
-            [each.grad.to_local() for each in parameters],
-            [state["exp_avg"].to_local() for state in states],
-            [state["exp_avg_sq"].to_local() for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            grad_scale=scale,
-            found_inf=refused,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+            parameters = [each for each in group["params"] if each.grad is not None]
+            states = [self.optimizer.state[each] for each in parameters]
+            for parameter, state in zip(parameters, states):
+                if not state:
+                    state["step"] = torch.zeros((), device=self.device)
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            settings: dict[str, Any] = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+            settings |= zip(("beta1", "beta2"), group["betas"])
+            settings |= {"fused": True, "grad_scale": scale, "found_inf": refused, "amsgrad": False, "maximize": False}
+            adamw(
+                [each.detach().to_local() for each in parameters],
+                [each.grad.to_local() for each in parameters],
+                [state["exp_avg"].to_local() for state in states],
+                [state["exp_avg_sq"].to_local() for state in states],
+                [],
+                [state["step"] for state in states],
+                **settings,
+            )
 
     @torch.no_grad()
     def trained(self) -> list[torch.Tensor]:

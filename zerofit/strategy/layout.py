@@ -71,7 +71,7 @@ class ParallelLayout:
     @property
     def data_rank(self) -> int:
         """The number of this rank's replica."""
-        return self._data_rank_of(self.rank)
+        return self.rank // (self.tensor * self.sequence) % self.data_size
 
     @property
     def tensor_rank(self) -> int:
@@ -107,9 +107,8 @@ class ParallelLayout:
     def loss_ranks(self) -> list[int]:
         """One rank of each replica, in the order of the replicas: the first of its last stage, which has the loss.
         What is counted or summed over the run is counted there, and so once."""
-        last = [rank for rank in range(self.world_size) if self.stage_of(rank) == self.pipeline - 1]
-        firsts = [rank for rank in last if rank % (self.tensor * self.sequence) == 0]
-        return sorted(firsts, key=self._data_rank_of)
+        first = self.world_size // self.pipeline * (self.pipeline - 1)
+        return [*range(first, self.world_size, self.tensor * self.sequence)]
 
     @property
     def dropout_seed_key(self) -> tuple[int, ...]:
@@ -117,9 +116,6 @@ class ParallelLayout:
         each part of a row, and each share of a layer, which has heads and tokens of its own."""
         shared = ((self.stage, self.pipeline), (self.sequence_rank, self.sequence), (self.tensor_rank, self.tensor))
         return (self.data_rank, *(place for place, size in shared if size > 1))
-
-    def _data_rank_of(self, rank: int) -> int:
-        return rank // (self.tensor * self.sequence) % self.data_size
 
     def stage_of(self, rank: int) -> int:
         """The number of a rank's pipeline stage."""

@@ -154,14 +154,6 @@ class PipelineEngine(DeepSpeedEngine):
     def _take_step(self) -> None:
         run_schedule(self.engine, None)
 
-    def from_last_stage(self, found: torch.Tensor | None) -> torch.Tensor:
-        """Send what the last stage of this replica has to all of its stages, and return it there."""
-        grid = self.engine.grid
-        held: list[Any] = [None if found is None else found.cpu()]
-        last = grid.stage_to_global(self.layout.pipeline - 1)
-        torch.distributed.broadcast_object_list(held, last, grid.get_pipe_parallel_group(), self.device)
-        return held[0].to(self.device)
-
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         # In the order of the whole model; each goes to the main process by itself.
         own = {name: each for name, each in self.module.named_parameters() if not each.ds_pipe_replicated}
@@ -220,7 +212,9 @@ class PipelinedModel:
             output = model(**batch.inputs)
             return output if torch.is_tensor(output) else output.logits
 
-        several = self._engine.evaluate([Batch(inputs, 0, 0, 0, [])], found)
-        own = several[0] if several else None
-        output = self._engine.from_last_stage(own)
+        engine, grid = self._engine, self._engine.engine.grid
+        held: list[Any] = [each.cpu() for each in engine.evaluate([Batch(inputs, 0, 0, 0, [])], found)] or [None]
+        last = grid.stage_to_global(engine.layout.pipeline - 1)
+        torch.distributed.broadcast_object_list(held, last, grid.get_pipe_parallel_group(), engine.device)
+        output = held[0].to(engine.device)
         return output if output.dim() == 0 else SimpleNamespace(logits=output)

@@ -145,10 +145,13 @@ class SplitRows:
         positions = F.pad(inputs["position_ids"], (0, fill))  # each filler is a document of its own
         for name in FILLERS.keys() & inputs.keys():
             row = F.pad(inputs[name], (0, fill), value=FILLERS[name])
-            part = ring_shard(row, self.rank, self.size) if self.in_a_ring else row.chunk(self.size, dim=1)[self.rank]
-            inputs[name] = part.contiguous()
-        if fill and "cu_seq_lens_q" in inputs:
-            inputs |= _with_filler(inputs, width + fill, fill)
+            pieces = row.chunk(2 * self.size if self.in_a_ring else self.size, dim=1)
+            own = [pieces[self.rank], pieces[-1 - self.rank]] if self.in_a_ring else [pieces[self.rank]]
+            inputs[name] = torch.cat(own, dim=1)
+        if fill and "cu_seq_lens_q" in inputs:  # one document more: what fills the row up
+            ends = torch.cat([inputs["cu_seq_lens_q"], inputs["cu_seq_lens_q"].new_tensor([width + fill])])
+            inputs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends)
+            inputs |= dict.fromkeys(("max_length_q", "max_length_k"), max(inputs["max_length_q"], fill))
         inputs["attention_mask"] = self._mask(mask, positions, packed, fill)
         return inputs
 
@@ -167,7 +170,10 @@ class SplitRows:
         """All ranks' parts (B, T / ranks, ...) as (B, T, ...), without a gradient."""
         parts = [torch.empty_like(part) for _ in range(self.size)]
         torch.distributed.all_gather(parts, part.detach().contiguous(), group=self.group)
-        return joined_rows(parts) if self.in_a_ring else torch.cat(parts, dim=1)
+        if self.in_a_ring:  # of each the piece from the beginning, and that from the end
+            first, last = zip(*(each.chunk(2, dim=1) for each in parts), strict=True)
+            parts = [*first, *reversed(last)]
+        return torch.cat(parts, dim=1)
 
     def attend(
         self,
@@ -224,25 +230,6 @@ class SplitRows:
 def _attend_split(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     rows: Any = module.split_rows
     return rows.attend(module, *args, **kwargs)
-
-
-def _with_filler(inputs: dict[str, Any], width: int, fill: int) -> dict[str, Any]:
-    """The lengths of documents for flash attention, with one more: what fills the row up."""
-    ends = inputs["cu_seq_lens_q"]
-    ends, longest = torch.cat([ends, ends.new_tensor([width])]), max(inputs["max_length_q"], fill)
-    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-
-
-def ring_shard(row: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """A rank's two pieces (B, T / size, ...) of rows (B, T, ...)."""
-    pieces = row.chunk(2 * size, dim=1)
-    return torch.cat([pieces[rank], pieces[-1 - rank]], dim=1)
-
-
-def joined_rows(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Rows (B, T, ...) of all ranks' pieces."""
-    first, last = zip(*(part.chunk(2, dim=1) for part in parts), strict=True)
-    return torch.cat([*first, *reversed(last)], dim=1)
 
 
 class RingAttention(torch.autograd.Function):
