@@ -98,14 +98,19 @@ def is_tied(model: "PreTrainedModel") -> bool:
     return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-def without_weights(model: Model, dtype: torch.dtype | None = None) -> Model:
-    """A copy that has the names, shapes and dtypes of all weights, and no memory. `dtype`: of all weights; None: each
-    has its own."""
-    empty = {
+def empty_parameters(model: nn.Module, dtype: torch.dtype | None = None) -> dict[int, nn.Parameter]:
+    """{id of each parameter: one like it, without memory}."""
+    return {
         id(p): nn.Parameter(torch.empty(true_shape(p), dtype=dtype or p.dtype, device="meta"), p.requires_grad)
         for p in model.parameters()
     }
-    kept: dict[int, object] = {**empty}  # and what recomputes layers: it may hold streams, which cannot be copied
+
+
+def without_weights(model: Model, dtype: torch.dtype | None = None) -> Model:
+    """A copy that has the names, shapes and dtypes of all weights, and no memory. `dtype`: of all weights; None: each
+    has its own."""
+    kept: dict[int, object] = {**empty_parameters(model, dtype)}
+    # What recomputes layers may hold streams, which cannot be copied.
     kept |= {id(function): function for function in recomputing_functions(model)}
     whole = copy.deepcopy(model, kept)
     whole.config = model.config

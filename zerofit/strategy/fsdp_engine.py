@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.adamw import adamw
 
 from zerofit.model.compilation import blocks_of, ends_of
-from zerofit.model.parameters import replace_parameters, true_shape
-from zerofit.model.stages import without_weights
+from zerofit.model.parameters import replace_parameters
+from zerofit.model.stages import empty_parameters, without_weights
 from zerofit.model.tensor_parallel.cut import rows_of
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.engine import storages
@@ -61,15 +61,7 @@ class FullyShardedEngine(TorchEngine):
         policy = MixedPrecisionPolicy(half, reduced, cast_forward_inputs=False)
         mesh = self._mesh()
         rows = {name: self._rows(parameter) for name, parameter in model.named_parameters()}
-        replace_parameters(
-            model,
-            {
-                id(each): torch.nn.Parameter(
-                    torch.empty(true_shape(each), dtype=each.dtype, device="meta"), each.requires_grad
-                )
-                for each in model.parameters()
-            },
-        )
+        replace_parameters(model, empty_parameters(model))
         blocks, divided = blocks_of(model), {each for module in experts for each in module.parameters()}
         self.blocks, (embedding, last) = len(blocks), ends_of(model)
         common: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "ignored_params": divided}
@@ -87,13 +79,11 @@ class FullyShardedEngine(TorchEngine):
             for block, following in itertools.pairwise(blocks):
                 cast(FSDPModule, block).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
                 cast(FSDPModule, following).set_modules_to_backward_prefetch([cast(FSDPModule, block)])
-        replace_parameters(
-            model,
-            {
-                id(each): torch.nn.Parameter(self._as_shard(rows[name], each, mesh), each.requires_grad)
-                for name, each in model.named_parameters()
-            },
-        )
+        own = {
+            id(each): torch.nn.Parameter(self._as_shard(rows[name], each, mesh), each.requires_grad)
+            for name, each in model.named_parameters()
+        }
+        replace_parameters(model, own)
         # Else the first block that is called becomes a root: `generate` calls an encoder before the model.
         cast(Any, fully_shard).state(model)._lazy_init()
 
