@@ -97,12 +97,8 @@ def serve() -> None:
 
 
 def fork_ranks(request: dict, prepare: Callable[[int], None] = lambda rank: None) -> list[int]:
-    """Fork ranks and wait for their end: their exit codes.
-
-    Args:
-        request: as RankServer.run writes it.
-        prepare: called in each rank before the program.
-    """
+    """Fork ranks and wait for their end: their exit codes. `request`: as RankServer.run writes it. `prepare`: called
+    in each rank before the program."""
     running, parent = {}, os.getppid()
     for rank, environment in enumerate(request["ranks"]):
         if not (pid := os.fork()):

@@ -26,11 +26,9 @@ STAGES = {"zero2_plugin.yaml": 2, "zero2.yaml": 2, "zero3_offload.yaml": 3}
 
 @pytest.fixture
 def read(tmp_path, monkeypatch):
-    """read(YAML, recipe, of=JSON) -> the strategy, as `accelerate launch --config_file YAML` makes it.
-
-    Nothing is changed in the files but the folder of the JSON, and where asked for the precision: `said` in the YAML,
-    and "auto" in the JSON.
-    """
+    """read(YAML, recipe, of=JSON) -> the strategy, as `accelerate launch --config_file YAML` makes it. Nothing is
+    changed in the files but the folder of the JSON, and where asked for the precision: `said` in the YAML, and "auto"
+    in the JSON."""
 
     def read(name: str, recipe: ClmRecipe, of: str | None = None, said: str | None = None) -> Strategy:
         of = of or PAIRS[name]
