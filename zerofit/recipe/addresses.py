@@ -11,7 +11,6 @@ from filelock import FileLock
 from fsspec import AbstractFileSystem, get_filesystem_class
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
-from fsspec.implementations.memory import MemoryFileSystem
 
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import Problems, UserError, first_line
@@ -37,8 +36,6 @@ def open_address(option: str, address: str) -> tuple[AbstractFileSystem, str]:
         raise UserError(f"{option} = {address!r}: {first_line(error)}. Use s3://, gcs://, az:// or file://") from None
     if is_local and not place.startswith(("/", "~")):
         raise UserError(f"{option} = {address!r}: expected an absolute path, as file:///{place}")
-    if issubclass(system, MemoryFileSystem):
-        raise UserError(f"{option} = {address!r} is in the memory of one process. Use s3://, gcs://, az:// or file://")
     return files, path.rstrip("/")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from datasets import ClassLabel, Dataset, Value
 from transformers import PretrainedConfig
 
+from zerofit.data import tables
 from zerofit.data.labelled.choices import Choices, find_choices, labels_of_choices
 from zerofit.data.labelled.label_report import label_report
 from zerofit.data.labelled.labels import Labels, find_labels, in_model_order, refuse_flags, trained_labels
@@ -18,16 +19,6 @@ from zerofit.data.mixture import MixedSamples, mixed, options_of_sources
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.records import BadRecord, read_parts
 from zerofit.data.sources import HELD_OUT, Source, read_source
-from zerofit.data.tables import (
-    check_column,
-    check_name,
-    columns_present,
-    holds_lists,
-    match_columns,
-    one_process_at_a_time,
-    text_columns,
-    worded_columns,
-)
 from zerofit.data.turns import blank
 from zerofit.model.configuration import has_head
 from zerofit.recipe.errors import UserError
@@ -149,7 +140,7 @@ def prepare_examples(recipe: ClsRecipe, config: PretrainedConfig) -> ExampleData
         if not recipe.lora and not any("For" in name for name in config.architectures or ("For",)):
             raise UserError("predict_file: the model has no head for labels. Name a classifier that was trained")
         return _prepare_unlabelled(recipe, options, config, task, length)
-    with one_process_at_a_time(options.cache):
+    with tables.one_process_at_a_time(options.cache):
         sources = [_find(recipe, own, task) for own in options_of_sources(options, recipe).values()]
         readers = _readers(recipe, sources, task, config)
         read = [
@@ -186,7 +177,7 @@ def _find(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None) -> Rec
         return Records(options, source, (words,), label, of_words=True, class_names=names)
     texts, label = _columns(recipe, source.first, task)
     feature = source.first.features[label]
-    if of_sets := holds_lists(feature):
+    if of_sets := tables.holds_lists(feature):
         feature = feature.feature
         refuse_flags(source.first[label][:], source.where("train"))
     class_names = task.labels if task else _names(feature)
@@ -243,8 +234,8 @@ def _mixed(recipe: ClsRecipe, sources: dict[str, ExampleData]) -> ExampleData:
     for suffix in dict.fromkeys(part.suffix for data in sources.values() for part in data.held_out):
         parts = {name: part for name, data in sources.items() for part in data.held_out if part.suffix == suffix}
         own = {name: part.samples for name, part in parts.items()}
-        tables = [table for part in parts.values() for table in part.tables]
-        held_out.append(HeldOut(MixedSamples(list(own.values())), tables, suffix, own))
+        records = [table for part in parts.values() for table in part.tables]
+        held_out.append(HeldOut(MixedSamples(list(own.values())), records, suffix, own))
     return mixed(sources, recipe, held_out=held_out)
 
 
@@ -254,7 +245,7 @@ def _prepare_unlabelled(
     """All records of predict_file, with labels that are not used; the classes are those of the model."""
     if has_head(config, "MultipleChoice"):
         raise UserError("predict_file: a model of multiple choice needs labels. Use --evaluate_only")
-    with one_process_at_a_time(options.cache):
+    with tables.one_process_at_a_time(options.cache):
         source = read_source(options, unit_of=lambda files: "line")
         table = source.first
         recipe = recipe.columns_in(table.column_names)
@@ -262,7 +253,7 @@ def _prepare_unlabelled(
         labels, _ = trained_labels(config, names, [], task is not None and names is None)
         if has_head(config, "TokenClassification"):
             if (words := find_words(recipe.text_columns, table)) is None:
-                raise UserError(f"text_columns: no column of lists of words is found; {columns_present(table)}")
+                raise UserError(f"text_columns: no column of lists of words is found; {tables.columns_present(table)}")
             texts: tuple[str, ...] = (words,)
             columns: TaggedWords | LabelledColumns = TaggedWords(words, None, replace(labels, of_words=True))
         else:
@@ -297,26 +288,26 @@ def _columns(
     present = set(table.column_names)
     texts, label = tuple(recipe.text_columns or ()), recipe.label_column
     for name in texts:
-        check_column(table, "text_columns", name)
-    check_column(table, "label_column", label if labelled else None)
+        tables.check_column(table, "text_columns", name)
+    tables.check_column(table, "label_column", label if labelled else None)
     problems = []
     if not texts:
         known: list[tuple[str, ...]] = [pair for pair in TEXTS if len(pair) == 2]
         if task:
             known = [task.texts, task.released]
-        known += [] if task else [(name,) for name in worded_columns(table) if (name,) in TEXTS]
+        known += [] if task else [(name,) for name in tables.worded_columns(table) if (name,) in TEXTS]
         known += [] if task else [names for names in TEXTS if len(names) == 1]  # texts of digits
-        texts = match_columns(filter(None, known), present - {label}) or ()
-        words = [name for name in worded_columns(table) if name not in (*LABELS, label)]
+        texts = tables.match_columns(filter(None, known), present - {label}) or ()
+        words = [name for name in tables.worded_columns(table) if name not in (*LABELS, label)]
         if not texts and not task and len(words) == 1:
-            check_name(words[0], "text_columns")
+            tables.check_name(words[0], "text_columns")
             texts = (words[0],)
         if not texts:
             missing = f"no column of text is found{f' ({chr(32).join(task.texts)})' if task else ''}"
             problems.append(f"{missing}. Name it (or two, of a pair) with --text_columns")
     label = label if labelled else None
     if labelled and not label:
-        label = match_columns(("label", task.label_column) if task else LABELS, present)
+        label = tables.match_columns(("label", task.label_column) if task else LABELS, present)
         if label is None:
             problems.append("no column of labels is found. Name it with --label_column")
     if label in texts:
@@ -325,19 +316,19 @@ def _columns(
         bad = [name for name in names if not _holds_values(table.features[name], option == "label_column")]
         problems += [f"{option}: {name!r} holds lists or records, not one value each" for name in bad]
     if problems:
-        raise UserError([f"{problem}; {columns_present(table)}" for problem in problems])
+        raise UserError([f"{problem}; {tables.columns_present(table)}" for problem in problems])
     return texts, label or ""
 
 
 def _holds_values(feature: Any, or_lists: bool) -> bool:
     """Whether a column has one value each; or lists of values."""
-    item = getattr(feature, "feature", None) if or_lists and holds_lists(feature) else feature
+    item = getattr(feature, "feature", None) if or_lists and tables.holds_lists(feature) else feature
     return isinstance(item, (Value, ClassLabel))
 
 
 def _as_text(table: Dataset, texts: tuple[str, ...]) -> Dataset:
     """The table with the text columns as text."""
     for name in texts:
-        if name in table.column_names and name not in text_columns(table):
+        if name in table.column_names and name not in tables.text_columns(table):
             table = table.cast_column(name, Value("string"))
     return table
