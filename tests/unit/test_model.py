@@ -27,7 +27,7 @@ from zerofit.model.pretrained_io import read_model
 from zerofit.model.tokenizer import TokenizerOptions, check_vocabulary, load_tokenizer
 from zerofit.recipe import ClmRecipe
 from zerofit.training.configuration import check_layerdrop, check_model
-from zerofit.training.prepare import lacking_weights
+from zerofit.training.prepare import notes_on_weights
 
 PUBLISHED = {  # parameters, from the papers or the hub's model pages
     "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
@@ -284,11 +284,22 @@ def test_weights_that_a_checkpoint_lacks_are_told(tmp_path, family, part):
     file = tmp_path / "damaged" / "model.safetensors"
     save_file({name: each for name, each in load_file(file).items() if part not in name}, file, {"format": "pt"})
     built = build_model(AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 1)
-    (note,) = lacking_weights(built, (), "damaged")
+    (note,) = notes_on_weights(built, (), "damaged")
     assert "model_name_or_path = 'damaged' lacks" in note
     assert part in note
     built.initialized_weights = ["score.weight", "bert.pooler.dense.bias", "a.b"]
-    assert lacking_weights(built, ["a.b"], "damaged") == []
+    assert notes_on_weights(built, ["a.b"], "damaged") == []
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_weights_that_the_model_does_not_have_are_told(tmp_path, family):
+    model, recipe = stored_as(tmp_path / "wider", str, family)
+    file = tmp_path / "wider" / "model.safetensors"
+    save_file(load_file(file) | {f"adapter.{n}.weight": torch.ones(2) for n in range(4)}, file, {"format": "pt"})
+    built = build_model(AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 1)
+    (note,) = notes_on_weights(built, (), "wider")
+    named = "adapter.0.weight, adapter.1.weight, adapter.2.weight, ..."
+    assert note == f"model_name_or_path = 'wider' has 4 weights, which this model does not use: {named}"
 
 
 @pytest.mark.parametrize(

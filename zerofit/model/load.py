@@ -125,6 +125,7 @@ def _build(
                 seed,
                 drawn_dtype if drawn_dtype != dtype else None,
             )
+            model.unused_weights = sorted(info["unexpected_keys"])  # under ZeRO-3 with those of `_ignoring`
             check_finite(model, f"model_name_or_path = {name!r}", strategy.gather)
             return fuse_gelu(model)
         with strategy.building_from_scratch(size):

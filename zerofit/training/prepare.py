@@ -76,22 +76,25 @@ def build_model(auto_class: Any, config: PretrainedConfig, run: "Run", ignored_w
         num_parameters=run.parameters,
     )
     if run.stored is None:
-        run.notes += lacking_weights(model, ignored_weights, recipe.model_name_or_path)
+        run.notes += notes_on_weights(model, ignored_weights, recipe.model_name_or_path)
     fuse_norms(model)
     if not recipe.residual_in_fp32:
         round_embeddings(model)
     return model
 
 
-def lacking_weights(model: Any, ignored: Sequence[str], name: str | None) -> list[str]:
-    """A note on weights that a checkpoint should have and has not, and which are random: all that are missing but for
-    those of a head that is to be trained, and those that are ignored."""
+def notes_on_weights(model: Any, ignored: Sequence[str], name: str | None) -> list[str]:
+    """Notes on weights that a checkpoint should have and has not, and which are random (but for those of a head to be
+    trained, and those that are ignored); and on weights of it that the model does not have."""
     missing = [each for each in getattr(model, "initialized_weights", ()) if each not in ignored]
     missing = [each for each in missing if not HEAD.search(each)]
-    if not missing:
-        return []
-    named = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-    return [f"model_name_or_path = {name!r} lacks {counted(len(missing), 'weight')}, now random: {named}"]
+    unused = [each for each in getattr(model, "unused_weights", ()) if each.removeprefix("ignored.") not in ignored]
+    notes = []
+    for found, verb, what in ((missing, "lacks", "now random"), (unused, "has", "which this model does not use")):
+        if found:
+            named = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+            notes.append(f"model_name_or_path = {name!r} {verb} {counted(len(found), 'weight')}, {what}: {named}")
+    return notes
 
 
 def add_lora(model: Any, run: "Run") -> None:
@@ -114,7 +117,7 @@ def start_processes(run: "Run") -> tuple[Accelerator, list[str]]:
     # Rows are packed full or come with their mask; transformers cannot know, and asks for one at every run.
     of_loading = logging.getLogger("transformers.modeling_utils")
     of_loading.addFilter(lambda line: "attention_mask" not in line.getMessage())
-    if run.recipe.trains:  # `lacking_weights` tells what matters of it
+    if run.recipe.trains:  # `notes_on_weights` tells what matters of it
         of_loading.addFilter(lambda line: "LOAD REPORT" not in line.getMessage() or "MISMATCH" in line.getMessage())
     watchdog = run.watchdog
     watchdog.phase("rendezvous", patience=math.inf)
