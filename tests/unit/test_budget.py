@@ -14,7 +14,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "train": 498,  # 800
     "zerofit": 142,  # cli.py
     "zerofit/recipe": 3_642,  # 2,700
-    "zerofit/model": 5_935,  # 4,700
+    "zerofit/model": 5_936,  # 4,700
     "zerofit/compat": 599,  # 600
     "zerofit/data": 7_069,  # 6,000
     "zerofit/strategy": 5_118,  # 4,800
@@ -22,11 +22,11 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/record": 1_578,  # 4,300 with health and checkpoint
     "zerofit/health": 1_393,
     "zerofit/checkpoint": 1_828,
-    "zerofit/training": 3_281,  # 2,000
+    "zerofit/training": 3_284,  # 2,000
     "zerofit/launch": 1_567,  # 1,300
     "zerofit/tools": 10_985,  # 10,600
     "benchmarks": 1_925,  # 1,800
-    "tests": 26_712,  # 21,500
+    "tests": 26_723,  # 21,500
 }
 
 
