@@ -38,7 +38,7 @@ def main(start: Start) -> int:
     # Text, chats or a tokenized corpus -> documents -> token ids -> blocks of block_size.
     config = run.model_config(AutoModelForCausalLM)
     data = prepare_causal_data(recipe, config, run.strategy.batches.consumed)
-    run.note(*fit_vocabulary(config, data.tokenizer, recipe))
+    run.log_at_start(*fit_vocabulary(config, data.tokenizer, recipe))
     run.start(data)  # the number of updates is known; the ranks' process group starts
 
     # The model: the same weights under every strategy.
@@ -55,13 +55,13 @@ def main(start: Start) -> int:
     optimizer = make_optimizer(model, recipe, run.device, run.strategy)
     schedule = make_schedule(recipe, run.num_updates)  # update -> learning rate
     engine = run.prepare(model, optimizer, schedule)
-    run.note(*try_kernels(engine, recipe, collate))
+    run.log_at_start(*try_kernels(engine, recipe, collate))
 
     def evaluate() -> dict[str, float]:
         batches = held_out_batches(engine, data.parts, collate, recipe.per_device_eval_batch_size)
         return held_out_loss(engine, batches, model_loss)
 
-    run.announce(data)
+    run.log_start(data)
     if not recipe.trains:
         return run.answer(evaluate, lambda: continue_prompts(engine, data, recipe, run.folder), data.num_held_out)
 
@@ -79,7 +79,7 @@ def main(start: Start) -> int:
             run.save(update)
 
     run.export()  # model/: what from_pretrained loads
-    run.say(*sample_text(run, data))
+    run.log_lines(*sample_text(run, data))
     return run.finish()
 
 

@@ -50,10 +50,10 @@ def main(start: Start) -> int:
     config = run.model_config(AutoModelForSequenceClassification)
     data = prepare_examples(recipe, config)
     weights = class_weights(recipe, data)
-    run.note(describe_weights(weights, data.labels.names) if weights else None)
-    run.note(check_vocabulary(config, data.tokenizer, recipe))
+    run.log_at_start(describe_weights(weights, data.labels.names) if weights else None)
+    run.log_at_start(check_vocabulary(config, data.tokenizer, recipe))
     auto_class, new_weights, notes = choose_head(config, data.labels, recipe)  # of sequences, of words, or of choices
-    run.note(*notes)
+    run.log_at_start(*notes)
     set_padding_token(config, data.tokenizer)
     run.start(data)  # the number of updates is known; the ranks' process group starts
 
@@ -90,7 +90,7 @@ def main(start: Start) -> int:
     def remarks() -> list[str]:
         return report_classes(run.folder, data.labels, data.held_out)
 
-    run.announce(data)
+    run.log_start(data)
     if not recipe.trains:
         return run.answer(evaluate, predict, data.num_held_out, remarks)
 

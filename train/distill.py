@@ -37,7 +37,7 @@ def main(start: Start) -> int:
     # Text, chats or a tokenized corpus -> documents -> token ids -> blocks of block_size.
     config = run.model_config(AutoModelForCausalLM)
     data = prepare_causal_data(recipe, config, run.strategy.batches.consumed)
-    run.note(*fit_vocabulary(config, data.tokenizer, recipe))
+    run.log_at_start(*fit_vocabulary(config, data.tokenizer, recipe))
     run.start(data)  # the number of updates is known; the ranks' process group starts
 
     # The student: the same weights under every strategy.
@@ -54,7 +54,7 @@ def main(start: Start) -> int:
     optimizer = make_optimizer(model, recipe, run.device, run.strategy)
     schedule = make_schedule(recipe, run.num_updates)  # update -> learning rate
     engine = run.prepare(model, optimizer, schedule)
-    run.note(*try_kernels(engine, recipe, collate))
+    run.log_at_start(*try_kernels(engine, recipe, collate))
 
     # The teacher, beside the student on each rank, reads each micro-batch as well; the loss compares the two.
     loss_sum = load_teacher(run, model, data, collate) if recipe.trains else model_loss
@@ -63,7 +63,7 @@ def main(start: Start) -> int:
         batches = held_out_batches(engine, data.parts, collate, recipe.per_device_eval_batch_size)
         return held_out_loss(engine, batches, model_loss)
 
-    run.announce(data)
+    run.log_start(data)
     if not recipe.trains:
         return run.answer(evaluate, lambda: continue_prompts(engine, data, recipe, run.folder), data.num_held_out)
 
@@ -81,7 +81,7 @@ def main(start: Start) -> int:
             run.save(update)
 
     run.export()  # model/: what from_pretrained loads
-    run.say(*sample_text(run, data))
+    run.log_lines(*sample_text(run, data))
     return run.finish()
 
 

@@ -37,7 +37,7 @@ def main(start: Start) -> int:
     # Prompts with two answers -> token ids: a sample is a pair.
     config = run.model_config(AutoModelForCausalLM)
     data = prepare_causal_data(recipe, config)
-    run.note(*fit_vocabulary(config, data.tokenizer, recipe))
+    run.log_at_start(*fit_vocabulary(config, data.tokenizer, recipe))
     run.start(data)  # the number of updates is known; the ranks' process group starts
 
     # The model: the same weights under every strategy. With dropout, it would differ from its own reference.
@@ -51,7 +51,7 @@ def main(start: Start) -> int:
     schedule = make_schedule(recipe, run.num_updates)  # update -> learning rate
     engine = run.prepare(model, optimizer, schedule)
     pad, multiple = padding_token(data.tokenizer), multiple_for(run.device, config)
-    run.note(*try_kernels(engine, recipe, CausalCollator(pad, multiple=multiple)))
+    run.log_at_start(*try_kernels(engine, recipe, CausalCollator(pad, multiple=multiple)))
 
     # The loss compares log-probabilities of the two answers with those of the reference: the model as it is now.
     loss_sum = preference_loss(recipe)
@@ -63,7 +63,7 @@ def main(start: Start) -> int:
         batches = held_out_batches(engine, data.parts, collate, recipe.per_device_eval_batch_size)
         return held_out_pairs(engine, batches, loss_sum, data.num_held_out)
 
-    run.announce(data)
+    run.log_start(data)
     if not recipe.trains:
         return run.answer(evaluate, lambda: continue_prompts(engine, data, recipe, run.folder), data.num_held_out)
 
@@ -82,7 +82,7 @@ def main(start: Start) -> int:
             run.save(update)
 
     run.export()  # model/: what from_pretrained loads
-    run.say(*sample_text(run, data))
+    run.log_lines(*sample_text(run, data))
     return run.finish()
 
 

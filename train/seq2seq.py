@@ -49,7 +49,7 @@ def main(start: Start) -> int:
     data = read_sources(recipe, config) if recipe.predict_file else prepare_pairs(recipe, config)
     precision, warning = safe_precision(run.strategy, config)  # some models give NaN in fp16
     run.use_precision(precision)
-    run.note(check_vocabulary(config, data.tokenizer, recipe), warning)
+    run.log_at_start(check_vocabulary(config, data.tokenizer, recipe), warning)
     set_decoder_start_token(config, data.tokenizer)
     run.start(data)  # the number of updates is known; the ranks' process group starts
 
@@ -62,7 +62,7 @@ def main(start: Start) -> int:
     optimizer = make_optimizer(model, recipe, run.device, run.strategy)
     schedule = make_schedule(recipe, run.num_updates)  # update -> learning rate
     engine = run.prepare(model, optimizer, schedule)
-    run.note(None if recipe.predict_file else check_loss(engine, recipe))
+    run.log_at_start(None if recipe.predict_file else check_loss(engine, recipe))
 
     widths = data.widths if recipe.pad_to_max_length else None
     collate = PairCollator(padding_token(data.tokenizer), widths, multiple_for(run.device, config))
@@ -83,7 +83,7 @@ def main(start: Start) -> int:
     def remarks() -> list[str]:
         return remarks_on_texts(data, settings)
 
-    run.announce(data)
+    run.log_start(data)
     if not recipe.trains:
         return run.answer(evaluate, predict, data.num_held_out, remarks)
 
@@ -102,7 +102,7 @@ def main(start: Start) -> int:
             run.save(update)
 
     run.export(remarks)  # model/: what from_pretrained loads
-    run.say(*shown(run, recipe))
+    run.log_lines(*shown(run, recipe))
     return run.finish()
 
 

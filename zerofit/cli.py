@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 
 from zerofit.recipe.errors import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, nearest
-from zerofit.record.terminal import doing, say_aside
+from zerofit.record.terminal import doing, log_to_stderr
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # here a closed pipe can still be reported
     except UserError as error:
-        say_aside(error.report("nothing was done"))
+        log_to_stderr(error.report("nothing was done"))
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print(file=sys.stderr, flush=True)  # the shell's prompt begins a line

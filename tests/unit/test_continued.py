@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelF
 from zerofit.model.adapter_folder import check_resized, find_base, open_adapter, to_train_on, trained_on_configuration
 from zerofit.model.adapter_loading import continue_adapter, load_with_adapter
 from zerofit.model.configuration import load_configuration
-from zerofit.model.load import build_model
+from zerofit.model.load import load_model
 from zerofit.model.lora import add_adapter
 from zerofit.model.tokenizer import check_vocabulary
 from zerofit.recipe import parse_recipe
@@ -70,7 +70,7 @@ def read(folder: Path, *flags: str, task: str = "clm"):
     return (
         recipe,
         adapter,
-        build_model(CLASSES[task], config, recipe, NOT_SHARDED, recipe.seed, ignored_weights=adapter.full_weights),
+        load_model(CLASSES[task], config, recipe, NOT_SHARDED, recipe.seed, ignored_weights=adapter.full_weights),
     )
 
 
@@ -261,7 +261,7 @@ def grown(base: Path, tokens: int, *flags: str, task: str = "clm"):
     recipe = parse_recipe(TASKS[task], words)
     config = load_configuration(recipe)
     note = check_vocabulary(config, tokenizer, recipe)
-    model = build_model(CLASSES[task], config, recipe, NOT_SHARDED, recipe.seed)
+    model = load_model(CLASSES[task], config, recipe, NOT_SHARDED, recipe.seed)
     return model, add_adapter(model, recipe, task, NOT_SHARDED), note
 
 

@@ -10,7 +10,7 @@ import torch
 from helpers import forked, refusal, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zerofit.model.load import build_model
+from zerofit.model.load import load_model
 from zerofit.model.lora import add_adapter
 from zerofit.recipe import ClmRecipe
 from zerofit.strategy import launch as launch_module
@@ -27,7 +27,7 @@ def read(under_torchrun):
 
 def test_what_it_is(read):
     strategy = read(OWN)
-    assert (strategy.fully_shards, strategy.stage, strategy.reshards) == (True, 3, True)
+    assert (strategy.fully_shards, strategy.zero_stage, strategy.reshards) == (True, 3, True)
     assert strategy.name == "fsdp2"
     keeping = read({**OWN, "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": False}})
     assert not keeping.reshards
@@ -81,7 +81,7 @@ def adapted(base: str, world_size: int, rank: int = 0) -> dict:
     launch = launch_module.Launch(world_size, rank, deepspeed=False, precision=None, json_path=None, config_file=None)
     settings = {"fsdp_version": "2"} if world_size > 1 else None
     strategy = Strategy(launch, BatchSizes(2, 1, world_size), "fp32", None, "a test", fsdp=settings)
-    model = build_model(AutoModelForCausalLM, AutoConfig.from_pretrained(base), recipe, strategy, 0)
+    model = load_model(AutoModelForCausalLM, AutoConfig.from_pretrained(base), recipe, strategy, 0)
     sample = add_adapter(model, recipe, "clm", strategy).base_sample
     parameters = dict(model.named_parameters())
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()

@@ -8,7 +8,7 @@ import yaml
 from zerofit.recipe import ClmRecipe
 from zerofit.recipe.errors import UserError
 from zerofit.record.model_card import model_card
-from zerofit.record.terminal import Bar, say, table
+from zerofit.record.terminal import Bar, log_lines, table
 from zerofit.tools.compare.report import html_page
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31mname\r\x08\u202egnp.exe\x7f"
@@ -16,10 +16,10 @@ RAW = set("\x1b\x07\x9b\r\x08\u202e\x7f")
 
 
 def test_what_is_printed(capsys):
-    say("data", HOSTILE)
-    say(table([("name", "rows"), (HOSTILE, f"1\n{HOSTILE}")]))
-    Bar(10, 1, main=True).note(HOSTILE)
-    say(UserError([f"column {HOSTILE}", "another"]).report(), UserError(HOSTILE).report())
+    log_lines("data", HOSTILE)
+    log_lines(table([("name", "rows"), (HOSTILE, f"1\n{HOSTILE}")]))
+    Bar(10, 1, main=True).log_line(HOSTILE)
+    log_lines(UserError([f"column {HOSTILE}", "another"]).report(), UserError(HOSTILE).report())
     shown = "".join(capsys.readouterr())
     assert shown.count("name") > 5
     assert not RAW & set(shown)

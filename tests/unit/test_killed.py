@@ -108,7 +108,7 @@ class Launches:
 
         engine.before = before
         recorder = MagicMock()
-        recorder.note = lambda *lines: self.said.extend(lines)
+        recorder.log_lines = lambda *lines: self.said.extend(lines)
         length = run_length(recipe, 4, BatchSizes(1, 1, 1))  # an epoch has four updates
         run = bare_run(recipe, engine, length, state=state, best=best, checkpoints=checkpoints, recorder=recorder)
         data = SimpleNamespace(train=SimpleNamespace(sort_key=None, lengths=None), order=None, num_held_out=1)

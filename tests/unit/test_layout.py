@@ -10,7 +10,7 @@ def test_places_are_deepspeeds():
     topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
     for rank in range(8):
         layout, place = ParallelLayout(8, rank, tensor=2, pipeline=2), topology.get_coord(rank)
-        assert (layout.data_rank, layout.stage) == (place.data, place.pipe)
+        assert (layout.data_rank, layout.pipeline_stage) == (place.data, place.pipe)
 
 
 def test_each_rank_draws_numbers_of_its_own():

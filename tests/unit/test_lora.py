@@ -15,7 +15,7 @@ from zerofit.model.adapter_folder import open_adapter
 from zerofit.model.adapter_loading import inject_adapter
 from zerofit.model.compilation import fuse_gelu
 from zerofit.model.export import write_card
-from zerofit.model.load import build_model
+from zerofit.model.load import load_model
 from zerofit.model.lora import add_adapter, check_quantisation
 from zerofit.model.parameters import count_parameters
 from zerofit.recipe import ClmRecipe, ClsRecipe, parse_recipe
@@ -64,7 +64,7 @@ def adapted(base: str, family: str, *flags: str, strategy: Strategy = NOT_SHARDE
     task, auto_class = FAMILIES[family][:2]
     data = ["--train_file", "a.jsonl", "--lora", "--model_name_or_path", base]
     recipe = parse_recipe(TASKS[task], [*data, *flags])
-    model = build_model(auto_class, AutoConfig.from_pretrained(base), recipe, strategy, recipe.seed)
+    model = load_model(auto_class, AutoConfig.from_pretrained(base), recipe, strategy, recipe.seed)
     return model, add_adapter(model, recipe, task, strategy)
 
 
@@ -157,7 +157,7 @@ def test_random_weights_beside_the_head_are_saved_too(bases, tmp_path):
     CLASSES.from_pretrained(bases["deberta-v2"]).deberta.save_pretrained(body)
     config = AutoConfig.from_pretrained(bases["deberta-v2"])
     recipe = ClsRecipe(model_name_or_path=str(body), lora=True)
-    model = build_model(CLASSES, config, recipe, NOT_SHARDED, 1)
+    model = load_model(CLASSES, config, recipe, NOT_SHARDED, 1)
     adapter = add_adapter(model, recipe, "cls", NOT_SHARDED)
     assert adapter.saved == ["classifier", "pooler.dense"]
     adapter.save(model, moved(model), MagicMock(), tmp_path / "adapter")

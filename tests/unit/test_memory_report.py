@@ -48,7 +48,7 @@ def strategy_of(stage=None, precision="fp32", ranks=4, offload=(), batches=(8, 2
     return SimpleNamespace(
         name="ddp" if stage is None else f"zero{stage}", precision=precision, batches=BatchSizes(*batches, ranks),
         deepspeed={"zero_optimization": zero} if isinstance(stage, int) else None,
-        stage={None: 0, "fsdp2": 3}.get(stage, stage), launch=SimpleNamespace(rank=1, world_size=ranks),
+        zero_stage={None: 0, "fsdp2": 3}.get(stage, stage), launch=SimpleNamespace(rank=1, world_size=ranks),
         layout=ParallelLayout(ranks, tensor=tensor, pipeline=pipeline, sequence=sequence),
     )  # fmt: skip
 

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from zerofit.model.configuration import known_architectures, load_configuration, override, overrides_of
-from zerofit.model.load import build_model
+from zerofit.model.load import load_model
 from zerofit.model.parameters import count_parameters
 from zerofit.model.pretrained_io import read_model
 from zerofit.model.tokenizer import TokenizerOptions, check_vocabulary, load_tokenizer
@@ -257,7 +257,7 @@ def test_weights_that_are_no_numbers_are_named_as_they_are_loaded(tmp_path, dtyp
         model.transformer.h[1].ln_1.bias[0] = -torch.inf
     model.save_pretrained(tmp_path)
     recipe = ClmRecipe(model_name_or_path=str(tmp_path))
-    said = refusal(build_model, AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 0)
+    said = refusal(load_model, AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 0)
     assert "transformer.wte.weight (5 of 3,104 values), transformer.h.1.ln_1.bias (1 of 32 values)" in said
     said = refusal(read_model, AutoModelForCausalLM, "model", str(tmp_path), model.config, precision=None)
     assert "2 of its 28 weights hold NaN" in said
@@ -283,7 +283,7 @@ def test_weights_that_a_checkpoint_lacks_are_told(tmp_path, family, part):
     model, recipe = stored_as(tmp_path / "damaged", str, family)
     file = tmp_path / "damaged" / "model.safetensors"
     save_file({name: each for name, each in load_file(file).items() if part not in name}, file, {"format": "pt"})
-    built = build_model(AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 1)
+    built = load_model(AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 1)
     (note,) = notes_on_weights(built, (), "damaged")
     assert "model_name_or_path = 'damaged' lacks" in note
     assert part in note
@@ -296,7 +296,7 @@ def test_weights_that_the_model_does_not_have_are_told(tmp_path, family):
     model, recipe = stored_as(tmp_path / "wider", str, family)
     file = tmp_path / "wider" / "model.safetensors"
     save_file(load_file(file) | {f"adapter.{n}.weight": torch.ones(2) for n in range(4)}, file, {"format": "pt"})
-    built = build_model(AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 1)
+    built = load_model(AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 1)
     (note,) = notes_on_weights(built, (), "wider")
     named = "adapter.0.weight, adapter.1.weight, adapter.2.weight, ..."
     assert note == f"model_name_or_path = 'wider' has 4 weights, which this model does not use: {named}"
@@ -313,7 +313,7 @@ def test_weights_that_the_model_does_not_have_are_told(tmp_path, family):
 )
 def test_weights_of_a_wrapped_model_are_those_of_the_model(tmp_path, family, rename):
     model, recipe = stored_as(tmp_path / "wrapped", rename, family)
-    built = build_model(AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 1)
+    built = load_model(AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 1)
     assert built.initialized_weights == []
     read, missing = read_model(AutoModelForCausalLM, "model", str(tmp_path / "wrapped"), model.config, precision=None)
     assert missing == []
@@ -327,7 +327,7 @@ def test_weights_of_a_wrapped_model_are_those_of_the_model(tmp_path, family, ren
 
 def test_files_without_a_weight_of_the_model_are_refused(tmp_path):
     model, recipe = stored_as(tmp_path, "state_dict.{}".format)
-    said = refusal(build_model, AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 0)
+    said = refusal(load_model, AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 0)
     assert "none of the weights of a LlamaForCausalLM, such as model.embed_tokens.weight" in said
 
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from zerofit.data.mixture import named
-from zerofit.record.terminal import columns_of, decimals, on_screen, say, say_aside, table
+from zerofit.record.terminal import columns_of, decimals, log_lines, log_to_stderr, on_screen, table
 
 TEXT = "the adapter is loaded by peft, and outputs/a-run-with-a-name/model is what vLLM's --lora-modules takes"
 
@@ -44,7 +44,7 @@ class Screen(io.StringIO):
 @pytest.mark.parametrize("columns", [60, 80])
 def test_say_wraps_on_a_screen_alone(monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
-    for name, speak in (("stdout", say), ("stderr", say_aside)):
+    for name, speak in (("stdout", log_lines), ("stderr", log_to_stderr)):
         for stream, wraps in ((Screen(), True), (io.StringIO(), False)):
             monkeypatch.setattr(sys, name, stream)
             speak(f"note      {TEXT}")

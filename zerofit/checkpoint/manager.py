@@ -16,7 +16,7 @@ from zerofit.model.export import Weights
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import is_of_the_disk, remove
 from zerofit.record.run_folder import differing_options
-from zerofit.record.terminal import say
+from zerofit.record.terminal import log_lines
 
 if TYPE_CHECKING:
     from zerofit.training.run import Run
@@ -247,7 +247,7 @@ class CheckpointManager:
         self._say(*self.messages())
 
     def _say(self, *lines: str) -> None:
-        say(*lines, main=self._engine.is_main)
+        log_lines(*lines, main=self._engine.is_main)
 
     def _about_checkpoints(self) -> list[str]:
         """Lines on when checkpoints are written, and a warning where there is no room for one."""

@@ -23,7 +23,7 @@ from zerofit.recipe.files import atomic_file, remove, temporary_path
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import counted, object_of, parse_json
 from zerofit.record.run_folder import RunFolder, evident_differences
-from zerofit.record.terminal import say
+from zerofit.record.terminal import log_lines
 from zerofit.record.written_files import CHECKPOINTS, MANIFEST, MODEL, RECORD, UPDATE, files_below
 
 RETRY_S = 30.0  # between two attempts while the store fails
@@ -263,7 +263,9 @@ def open_mirror(recipe: TrainingRecipe, folder: RunFolder) -> tuple[Mirror, list
             if time.monotonic() > until:
                 raise ConnectionError(f"mirror: {failed}, and may have checkpoints of this run") from None
             if not is_reported:
-                say(f"warning   {failed}, and may have checkpoints of this run: tried for {OUTAGE_S / 60:.0f} minutes")
+                log_lines(
+                    f"warning   {failed}, and may have checkpoints of this run: tried for {OUTAGE_S / 60:.0f} minutes"
+                )
             is_reported = True
             time.sleep(RETRY_AT_START_S)
 

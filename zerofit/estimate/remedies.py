@@ -89,7 +89,7 @@ def state_setup(strategy: Strategy, recipe: TaskRecipe, parameters: int, engine:
         frozen_width=NF4_BYTES if recipe.quantised else width,
         kept=(kept + (AVERAGE_BYTES * trained if recipe.ema_decay else 0)) // split,
         has_master=with_deepspeed,
-        stage=strategy.stage,
+        stage=strategy.zero_stage,
         ranks=layout.shard_size,
         offloads=sum(section.get("device", "none") != "none" for section in sections),
     )

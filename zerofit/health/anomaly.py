@@ -54,7 +54,8 @@ class AnomalyDetector:
         self.history, self.overflows = history, 0
 
     def bounds(self, targets: float) -> Bounds:
-        """What the next update may be at most: known before its backward pass, so that a device can decide."""
+        """Return the limits of the next update's loss and norm: known before its backward pass, so that a device can
+        decide."""
         return Bounds(
             loss_sum=self._bound("loss") * targets,
             grad_norm=math.inf if self.clipped else self._bound("grad_norm"),

@@ -55,7 +55,7 @@ class RankClock:
 
     @property
     def measures(self) -> str:
-        """What `own` is measured over, in words."""
+        """The part of an update over which `own` is measured, in words."""
         return "forward and backward" if self.device.type == "cpu" else "forward"
 
     def phase(self, name: str) -> None:

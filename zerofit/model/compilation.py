@@ -1,4 +1,4 @@
-"""How a model's blocks are computed: torch.compile of the model, or of each block by itself; and GELU as one kernel.
+"""Compile a model's blocks: torch.compile of the model, or of each block by itself; and GELU as one kernel.
 
 Blocks of one class share their code, and torch looks for a graph by code: the first block is compiled, the others run
 its graph, so the time of compiling does not grow with depth. A graph is made for passes with and without gradients,

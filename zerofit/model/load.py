@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from zerofit.strategy.strategy import Strategy
 
 
-def build_model(
+def load_model(
     auto_class: Any,
     config: "PretrainedConfig",
     recipe: TrainingRecipe,
@@ -73,7 +73,7 @@ def _keep_share(strategy: "Strategy", dtype: torch.dtype, model: "PreTrainedMode
     if strategy.fully_shards:
         keep_rows(model, strategy.layout.shard_rank, strategy.layout.shard_size)
     if strategy.pipeline > 1:
-        keep_stage(model, strategy.layout.stage, strategy.pipeline, dtype)
+        keep_stage(model, strategy.layout.pipeline_stage, strategy.pipeline, dtype)
     if strategy.tensor > 1:
         split_model(model, strategy.tensor_group())
 

@@ -1,4 +1,4 @@
-"""Which activations the backward pass computes again: of each layer, or all but those that take long to compute.
+"""Recomputation of activations in the backward pass: of each layer, or all but those that take long to compute.
 
 transformers runs its layers through torch.utils.checkpoint (modeling_layers.py, GradientCheckpointingLayer), which
 draws random numbers again as they were drawn, so the gradients are the same to the last bit. Not those of T5 and mT5:

@@ -62,12 +62,12 @@ class RunRecorder:
 
     def show_held_out(self, update: int, figures: dict[str, float]) -> None:
         named = (f"{name.removeprefix('eval_')} {rounded(value, 4)}" for name, value in figures.items())
-        self.note(f"update {update}: held-out " + ", ".join(named))
+        self.log_lines(f"update {update}: held-out " + ", ".join(named))
 
-    def note(self, *texts: str) -> None:
+    def log_lines(self, *texts: str) -> None:
         """Print lines above the status line."""
         for text in texts:
-            self._bar.note(text)
+            self._bar.log_line(text)
 
     def close(self) -> None:
         self._bar.close()

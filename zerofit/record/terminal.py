@@ -60,14 +60,14 @@ def outlive_the_terminal() -> None:
         )
 
 
-def say(*lines: str, main: bool = True) -> None:
+def log_lines(*lines: str, main: bool = True) -> None:
     """Print to stdout at once, on the main process; nothing where there are no lines. At a terminal lines are wrapped
     to its width."""
     if main and lines:
         print(*(on_screen(printable(line), screen_width()) for line in lines), sep="\n", flush=True)
 
 
-def say_aside(text: str) -> None:
+def log_to_stderr(text: str) -> None:
     """Print to stderr: stdout has what a model writes, and nothing else."""
     print(on_screen(printable(text), screen_width(sys.stderr)), file=sys.stderr, flush=True)
 
@@ -264,9 +264,9 @@ class Bar(StatusLine):
         if self.renewed and (self.is_due() or not self.width or number == self.total):
             self.show(pieces)
         elif not self.renewed and shown and (number % self.every == 0 or number in (self.done + 1, self.total)):
-            say(fitted(pieces, screen_width()))
+            log_lines(fitted(pieces, screen_width()))
 
-    def note(self, text: str) -> None:
+    def log_line(self, text: str) -> None:
         """A line of its own, in the place of the status line if there is one, which comes again."""
         self.clear()
-        say(text, main=self.main)
+        log_lines(text, main=self.main)

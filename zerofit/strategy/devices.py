@@ -13,7 +13,7 @@ SLOW_BF16 = 2.0  # times fp32
 
 @functools.cache
 def pins_memory(device: torch.device) -> bool:
-    """Whether there is page-locked host memory, from which this device copies by itself."""
+    """Return whether there is page-locked host memory, from which this device copies by itself."""
     if device.type in ("cpu", "mps"):  # of MPS, DataLoader says that it cannot (torch 2.13)
         return False
     try:
@@ -24,7 +24,8 @@ def pins_memory(device: torch.device) -> bool:
 
 @functools.cache
 def has_fused_adamw(device: torch.device) -> bool:
-    """Whether torch's fused AdamW runs on this device; torch's own list has devices that may lack the kernel."""
+    """Return whether torch's fused AdamW runs on this device; torch's own list has devices that may lack the
+    kernel."""
     weight = torch.zeros(1, device=device, requires_grad=True)
     weight.grad = torch.zeros_like(weight)
     try:
@@ -62,7 +63,7 @@ def device_names(device: torch.device) -> list[str]:
 
 
 def has_bf16(device: torch.device) -> bool | None:
-    """Whether the device computes in bf16 and does not only emulate it; None where torch does not say."""
+    """Return whether the device computes in bf16 and does not only emulate it; None where torch does not say."""
     ask = getattr(torch.get_device_module(device), "is_bf16_supported", None)
     if ask is None:
         return None

@@ -23,7 +23,7 @@ _LOCKS: list[int] = []  # file descriptors, open as long as this process lives
 
 
 def keeps_optimizer_on_disk(zero: dict[str, Any]) -> bool:
-    """Whether a resolved zero_optimization section puts the optimizer's state on a disk."""
+    """Return whether a resolved zero_optimization section puts the optimizer's state on a disk."""
     return (zero.get("offload_optimizer") or {}).get("device") == "nvme"
 
 

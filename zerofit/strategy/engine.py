@@ -47,7 +47,7 @@ class Bounds:
     report: Sequence[float] = ()
 
     def accept(self, loss_sum: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
-        """Whether the optimizer steps: a boolean scalar on the device of its arguments, without a sync."""
+        """Return whether the optimizer steps: a boolean scalar on the device of its arguments, without a sync."""
         fits = grad_norm.isfinite() & (loss_sum <= self.loss_sum) & (grad_norm <= self.grad_norm)
         overflows = ~grad_norm.isfinite() & self.may_overflow
         return loss_sum.isfinite() & (fits | overflows)
@@ -75,12 +75,12 @@ class Outcome:
 
     @property
     def skipped(self) -> bool:
-        """Whether the update was skipped, after a rewind."""
+        """True if the update was skipped, after a rewind."""
         return not self.losses
 
     @property
     def refused(self) -> bool:
-        """Whether loss or norm was out of bounds: weights, moments and step counts are as they were."""
+        """True if loss or norm was out of bounds: weights, moments and step counts are as they were."""
         return self._found[0]
 
     @property

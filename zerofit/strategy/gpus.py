@@ -67,12 +67,12 @@ def use_expandable_segments() -> None:
 
 
 def has_expandable_segments() -> bool:
-    """Whether the allocator of CUDA's memory grows its segments."""
+    """Return whether the allocator of CUDA's memory grows its segments."""
     return any(EXPANDABLE in os.environ.get(name, "") for name in ALLOCATOR)
 
 
 def _maps_memory() -> bool:
-    """Whether the driver maps a GPU's memory page by page, asked of CUDA's driver interface."""
+    """Return whether the driver maps a GPU's memory page by page, asked of CUDA's driver interface."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:

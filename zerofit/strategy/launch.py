@@ -42,7 +42,7 @@ class Launch:
 
     @property
     def source(self) -> str:
-        """How messages name the accelerate configuration."""
+        """The name of the accelerate configuration in messages."""
         return self.config_file or "accelerate launch"
 
 
@@ -147,7 +147,8 @@ def _launcher() -> tuple[list[str], str | None, bool]:
 
 
 def is_accelerate_launch(words: list[str]) -> bool:
-    """Whether a command is `accelerate launch`, `accelerate-launch` or `python -m accelerate.commands.launch`."""
+    """Return whether a command is `accelerate launch`, `accelerate-launch` or `python -m
+    accelerate.commands.launch`."""
     names = ("accelerate-launch", "accelerate.commands.launch", "accelerate/commands/launch.py")
     first = words[:3]  # Python, -m and the program at most
     return any(word.endswith(names) for word in first) or (

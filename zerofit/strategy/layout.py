@@ -79,7 +79,7 @@ class ParallelLayout:
         return self.rank % self.tensor
 
     @property
-    def stage(self) -> int:
+    def pipeline_stage(self) -> int:
         """The number of this rank's pipeline stage."""
         return self.stage_of(self.rank)
 
@@ -100,7 +100,7 @@ class ParallelLayout:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank speaks for the run."""
+        """True if this rank speaks for the run."""
         return self.rank == 0
 
     @property
@@ -114,7 +114,11 @@ class ParallelLayout:
     def dropout_seed_key(self) -> tuple[int, ...]:
         """Tells this rank's random numbers (dropout) from those of others: another key for each replica, each stage,
         each part of a row, and each share of a layer, which has heads and tokens of its own."""
-        shared = ((self.stage, self.pipeline), (self.sequence_rank, self.sequence), (self.tensor_rank, self.tensor))
+        shared = (
+            (self.pipeline_stage, self.pipeline),
+            (self.sequence_rank, self.sequence),
+            (self.tensor_rank, self.tensor),
+        )
         return (self.data_rank, *(place for place, size in shared if size > 1))
 
     def stage_of(self, rank: int) -> int:

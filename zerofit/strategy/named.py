@@ -69,7 +69,7 @@ def take_named(recipe: Recipe) -> StrategyFlag | None:
 
 
 def is_json(strategy: str) -> bool:
-    """Whether a strategy is named by a DeepSpeed JSON alone."""
+    """Return whether a strategy is named by a DeepSpeed JSON alone."""
     return strategy.endswith(".json")
 
 

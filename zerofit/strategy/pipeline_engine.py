@@ -43,7 +43,7 @@ class StageModule(PipelineModule):
         with with_groups(groups), contextlib.redirect_stdout(io.StringIO()):  # it prints the partition
             super().__init__(layers=[model] * layout.pipeline, topology=groups.topology(), partition_method="uniform")
             self._share_tied_weight(model, layout)
-        self._is_first, self._is_last = layout.stage == 0, layout.stage == layout.pipeline - 1
+        self._is_first, self._is_last = layout.pipeline_stage == 0, layout.pipeline_stage == layout.pipeline - 1
         self._batches: Iterator[Batch] = iter(())
         self._parts = getattr(model, "token_parts", None)  # under tensor parallelism
 
@@ -58,7 +58,9 @@ class StageModule(PipelineModule):
             group = torch.distributed.new_group(ends)
             if layout.rank in ends:
                 weight = model.get_input_embeddings().weight
-                weight.ds_pipe_replicated = layout.stage > 0  # DeepSpeed's mark: its norm counts the weight once
+                weight.ds_pipe_replicated = (
+                    layout.pipeline_stage > 0
+                )  # DeepSpeed's mark: its norm counts the weight once
                 self._tied = [(weight, group)]
 
     def get_tied_weights_and_groups(self) -> Any:

@@ -23,7 +23,7 @@ COLLECTIVE_TIMEOUT = timedelta(hours=24)
 FASTER = {"bf16": "--precision bf16", "tf32": "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 (factors rounded to TF32)"}
 
 
-def start_processes(
+def make_accelerator(
     strategy: Strategy, timeout: timedelta = COLLECTIVE_TIMEOUT, **kwargs: Any
 ) -> tuple[Accelerator, list[str]]:
     """Start the process group and build the Accelerator.
@@ -90,8 +90,8 @@ def start_processes(
 
 
 def _share_devices(num_devices: int) -> bool:
-    """Whether processes of this machine share devices: NCCL refuses two on one GPU, gloo does not. Raises UserError
-    where nobody has allowed it."""
+    """Return whether processes of this machine share devices: NCCL refuses two on one GPU, gloo does not. Raises
+    UserError where nobody has allowed it."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if processes <= num_devices:
         return False

@@ -35,7 +35,8 @@ BY_LENGTH = ("dynamic", "longrope")  # scalings of rotary positions; a part of a
 
 
 def shares_heads(config: Any, degree: int) -> bool:
-    """Whether `degree` ranks can share the heads of a model; otherwise keys and values are passed on in a ring."""
+    """Return whether `degree` ranks can share the heads of a model; otherwise keys and values are passed on in a
+    ring."""
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)

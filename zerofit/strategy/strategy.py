@@ -55,21 +55,21 @@ class Strategy:
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether each rank holds a shard of the weights only (ZeRO-3)."""
+        """True if each rank holds a shard of the weights only (ZeRO-3)."""
         return self.deepspeed is not None and self.deepspeed["zero_optimization"].get("stage") == 3
 
     @property
     def can_compile(self) -> bool:
-        """Whether it goes together with torch.compile of each layer: reading a recipe refuses the others."""
+        """True if it goes together with torch.compile of each layer: reading a recipe refuses the others."""
         return not self.shards_parameters and self.layout.sequence == 1
 
     @property
     def fully_shards(self) -> bool:
-        """Whether torch shards the weights (FSDP2)."""
+        """True if torch shards the weights (FSDP2)."""
         return self.fsdp is not None
 
     @property
-    def stage(self) -> int:
+    def zero_stage(self) -> int:
         """The stage of ZeRO that says how much is sharded: 0 to 3."""
         zero = self.deepspeed["zero_optimization"] if self.deepspeed is not None else {}
         return 3 if self.fully_shards else zero.get("stage", 0)
@@ -98,7 +98,7 @@ class Strategy:
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether the optimizer step runs on the CPU."""
+        """True if the optimizer step runs on the CPU."""
         zero = self.deepspeed["zero_optimization"] if self.deepspeed is not None else {}
         return (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
 
@@ -171,7 +171,7 @@ class Strategy:
 
     @property
     def autocasts(self) -> bool:
-        """Whether weights in fp32 are cast product by product: in half precision, of one process and of DDP."""
+        """True if weights in fp32 are cast product by product: in half precision, of one process and of DDP."""
         return self.precision != "fp32" and self.deepspeed is None and not self.fully_shards
 
     @property
@@ -192,7 +192,7 @@ class Strategy:
 
     @property
     def lacks_bf16(self) -> bool:
-        """Whether there is a device, and it does not compute in bf16."""
+        """True if there is a device, and it does not compute in bf16."""
 
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return device is not None and has_bf16(device) is False

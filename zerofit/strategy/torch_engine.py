@@ -63,7 +63,7 @@ class TorchEngine(Engine):
 
     @property
     def decides_on_device(self) -> bool:
-        """Whether the optimizer's step itself leaves out a refused update: torch's fused AdamW does."""
+        """True if the optimizer's step itself leaves out a refused update: torch's fused AdamW does."""
         optimizer = self.torch_optimizer
         fused = type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"]
         has_fp64 = self.device.type not in ("mps", "hpu")

@@ -18,7 +18,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.fields import option
 from zerofit.recipe.options import Recipe
 from zerofit.recipe.parse import parse_recipe
-from zerofit.record.terminal import say
+from zerofit.record.terminal import log_lines
 from zerofit.tools.tool_recipe import PRECISIONS
 
 HINTS = {
@@ -74,9 +74,9 @@ def main(argv: list[str] | None = None) -> int:
         dequantize=options.dequantize,
         trust_remote_code=options.trust_remote_code,
     )
-    say(*notes, f"merged model  {output}")
+    log_lines(*notes, f"merged model  {output}")
     if gguf:
-        say(to_gguf(converter, output, gguf))
+        log_lines(to_gguf(converter, output, gguf))
     return 0
 
 

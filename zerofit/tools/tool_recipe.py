@@ -14,7 +14,7 @@ from zerofit.recipe.help import wants_help
 from zerofit.recipe.parse import flag_value, parse_recipe
 from zerofit.recipe.places import recipe_file
 from zerofit.recipe.tasks import TASKS, TaskRecipe, task_of_recipe
-from zerofit.record.terminal import say_aside
+from zerofit.record.terminal import log_to_stderr
 
 if TYPE_CHECKING:
     Joined = TaskRecipe  # which `join_with_recipe` adds to the options of a tool
@@ -120,7 +120,7 @@ def read_with_recipe(tool: type[T], argv: list[str] | None, prog: str) -> tuple[
     if not options.trains:
         raise UserError(f"{prog} trains: remove evaluate_only and predict_file")
     for note in options.left_out:
-        say_aside(f"note      {note}")
+        log_to_stderr(f"note      {note}")
     return options, cls
 
 

@@ -28,7 +28,7 @@ def choose_loss_and_attention(model: Any, run: Run) -> None:
     recipe: Any = run.recipe  # a ClmRecipe
     install_chosen_loss(model, recipe)
     if recipe.is_packed:
-        run.note(choose_attention(model, recipe.attn_implementation, run.strategy.precision))
+        run.log_at_start(choose_attention(model, recipe.attn_implementation, run.strategy.precision))
 
 
 def try_kernels(engine: Engine, recipe: ClmRecipe, collate: Any) -> list[str | None]:

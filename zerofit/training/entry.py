@@ -1,5 +1,5 @@
-"""How a script begins and ends: its options, its exit code on record, a look at the disk before anything heavy is
-imported, the watchdog. Nothing here imports torch.
+"""The beginning and the end of a script: its options, its exit code on record, a look at the disk before anything
+heavy is imported, the watchdog. Nothing here imports torch.
 """
 
 import logging
@@ -21,7 +21,7 @@ from zerofit.recipe.help import wants_help
 from zerofit.recipe.paths import check_paths, output_folder
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.environment import Timeline, untried_versions
-from zerofit.record.terminal import outlive_the_terminal, say
+from zerofit.record.terminal import log_lines, outlive_the_terminal
 from zerofit.strategy.builds import check_compiled_code
 
 
@@ -86,7 +86,9 @@ def read_start(task: str, kind: type[TaskRecipe], argv: Sequence[str], ranks: Ra
     fetch_inputs(recipe)
     folder = output_folder(task, recipe)
     check_paths(recipe, folder)
-    say(*(f"warning   {line}" for line in untried_versions()), main=ranks.rank == 0)  # before an import fails of it
+    log_lines(
+        *(f"warning   {line}" for line in untried_versions()), main=ranks.rank == 0
+    )  # before an import fails of it
     if recipe.resume == "never" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         recipe.adopt("resume", "auto", "a restart of torchrun's agent")
     check_compiled_code()

@@ -53,7 +53,7 @@ def export(run: "Run", remarks: Callable[[], list[str]] = list) -> None:
         if not checkpoints.saved_latest:
             checkpoints.save(LEAVING, False, {})
             checkpoints.wait()
-        run.say(*checkpoints.messages())
+        run.log_lines(*checkpoints.messages())
     if recipe.ema_decay:
         with run.engine.state.averaged():
             _export_weights(run, {}, EMA)
@@ -64,7 +64,7 @@ def export(run: "Run", remarks: Callable[[], list[str]] = list) -> None:
     figures = state.best.figures if loads_best else state.held_out
     updates = state.best.update if loads_best else state.updates
     run.environment["held_out"] = {"update": updates, **figures} if figures else {}
-    run.say(
+    run.log_lines(
         "",
         *summary(run, said),
         *([compiled()] if recipe.compiles else []),
@@ -187,12 +187,12 @@ def finish(run: "Run") -> int:
         lines = incomplete(run)
         print_last("\n".join(["", *lines]), file=sys.stdout)
     elif not run.stopped:
-        run.say(f"run folder  {run.folder.path}  (loss.png, metrics.jsonl, model/)")
+        run.log_lines(f"run folder  {run.folder.path}  (loss.png, metrics.jsonl, model/)")
     run.engine.close()
     if run.mirror is not None:
-        run.say(*run.mirror.finish())
+        run.log_lines(*run.mirror.finish())
     if run.hub is not None and not run.stopped and not run.missing:
-        run.say(*run.hub.finish(run.folder.model))
+        run.log_lines(*run.hub.finish(run.folder.model))
     return code
 
 
@@ -245,10 +245,12 @@ def answer(
         record = {**environment, "seconds": seconds, "exit_code": code}
         failed |= write_beside({"environment.json": lambda: folder.write_environment(record)})
         done = [f"answered    in {duration(seconds)}"] if clock is None else about_evaluations([clock])
-        run.say(*(f"held out    {name.removeprefix('eval_')} {decimals(value)}" for name, value in figures.items()))
+        run.log_lines(
+            *(f"held out    {name.removeprefix('eval_')} {decimals(value)}" for name, value in figures.items())
+        )
         if figures and not folder.failed:
-            run.say(*remarks())
-        run.say(*done, f"run folder  {folder.path}  ({', '.join(files)})")
+            run.log_lines(*remarks())
+        run.log_lines(*done, f"run folder  {folder.path}  ({', '.join(files)})")
         if failed:
             code = EXIT_NEEDS_A_PERSON
             named = "; ".join(f"{name} ({first_line(error)})" for name, error in failed.items())

@@ -18,7 +18,7 @@ from zerofit.model.chat import question_ids
 from zerofit.model.tokenizer import padding_token
 from zerofit.recipe.tasks import ClmRecipe, Seq2SeqRecipe
 from zerofit.record.run_folder import RunFolder
-from zerofit.record.terminal import say
+from zerofit.record.terminal import log_lines
 from zerofit.strategy.engine import Engine
 from zerofit.training.evaluation import compute, eval_batches, gather_by_index
 
@@ -121,7 +121,7 @@ def predict_texts(
         return []
     texts = [text.strip() if prompts.is_chat else text for text, _ in written]
     option = "val_max_target_length" if in_pairs else "max_new_tokens"
-    say(*cut_texts(sum(is_cut for _, is_cut in written), len(written), option, settings))
+    log_lines(*cut_texts(sum(is_cut for _, is_cut in written), len(written), option, settings))
     folder.write_predictions({**record, "prediction": text} for record, text in zip(prompts.records, texts))
     return ["predictions.jsonl"]
 

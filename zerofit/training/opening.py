@@ -37,7 +37,7 @@ def open_record(run: "Run") -> None:
     run.exporter = ModelExporter(run)
     _resume(run)
     notes = start_trackers(run)
-    run.say(*(f"note      {note}" for note in notes))
+    run.log_lines(*(f"note      {note}" for note in notes))
     run.shutdown.install()
     run.checkpoints.start()
     run.memory, run.clock = MemoryMeter(engine.device), RankClock.of(engine)

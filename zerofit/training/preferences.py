@@ -69,7 +69,7 @@ def measure_reference(
         done = _measure(engine, pairs, collate, recipe.per_device_eval_batch_size, file, run=run)
         if done:
             seconds = duration(time.perf_counter() - began)
-            run.say(f"reference {done:,} pairs in {seconds}; kept in {file}")
+            run.log_lines(f"reference {done:,} pairs in {seconds}; kept in {file}")
 
 
 def _measure(engine: Engine, pairs: PreferencePairs, collate: Any, batch_size: int, file: Path, *, run: "Run") -> int:
@@ -80,7 +80,7 @@ def _measure(engine: Engine, pairs: PreferencePairs, collate: Any, batch_size: i
     start = int(missing[0]) if len(missing) else len(pairs)
     todo = len(pairs) - start
     if todo:
-        run.say(f"reference of {todo:,} pairs: what the model before training makes of them")
+        run.log_lines(f"reference of {todo:,} pairs: what the model before training makes of them")
     together = batch_size * engine.layout.data_size
     step = -(-STORED_EVERY // together) * together
     for begin in range(start, len(pairs), step):

@@ -66,7 +66,7 @@ def build_model(auto_class: Any, config: PretrainedConfig, run: "Run", ignored_w
         ignored_weights = [*ignored_weights, *continued.full_weights]
     # Known before, since loading may take all memory.
     run.parameters = load.size_of_model(auto_class, config, strategy, recipe.trust_remote_code)
-    model = load.build_model(
+    model = load.load_model(
         auto_class,
         config,
         recipe,
@@ -109,7 +109,7 @@ def add_lora(model: Any, run: "Run") -> None:
         run.adapter = add_adapter(model, run.recipe, run.task, run.strategy)
 
 
-def start_processes(run: "Run") -> tuple[Accelerator, list[str]]:
+def open_process_group(run: "Run") -> tuple[Accelerator, list[str]]:
     """The Accelerator, its process group running, and notes for the log. Raises UserError: machines have other options
     or other data."""
     if not (run.is_main and sys.stderr.isatty()):
@@ -130,7 +130,7 @@ def start_processes(run: "Run") -> tuple[Accelerator, list[str]]:
     run.starting.enter_context(group_timeout(timeout))
     # It serves until the process group has taken it over. An earlier run in this process may have left a group.
     store = None if distributed.is_initialized() else store_of_one_process()  # noqa: F841
-    accelerator, notes = processes.start_processes(
+    accelerator, notes = processes.make_accelerator(
         run.strategy,
         timeout,
         log_with=list(run.config.trackers) or None,
@@ -138,7 +138,7 @@ def start_processes(run: "Run") -> tuple[Accelerator, list[str]]:
     )
     if run.strategy.deepspeed is not None:
         remedy = "a build is at work, or was killed. If nothing is being compiled, delete that file"
-        run.say(*(f"warning: {lock} is there: {remedy}" for lock in lock_files()))
+        run.log_lines(*(f"warning: {lock} is there: {remedy}" for lock in lock_files()))
     if distributed.is_initialized():
         size, backend = distributed.get_world_size(), distributed.get_backend()
         watchdog.record_collectives(run.folder.path, size, backend, run.ranks.machines)

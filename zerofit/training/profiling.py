@@ -24,7 +24,11 @@ class Profiler:
     UserError: a file is in the way that no run has written."""
 
     def __init__(self, run: "Run") -> None:
-        self.updates, self.note, self.device = run.recipe.profiled_updates, run.recorder.note, run.device.type
+        self.updates, self.log_lines, self.device = (
+            run.recipe.profiled_updates,
+            run.recorder.log_lines,
+            run.device.type,
+        )
         names = ["profile_rank0.json.gz", *(["memory_rank0.pickle"] if self.device == "cuda" else [])]
         for name in names:
             run.folder.claim(name)
@@ -54,9 +58,11 @@ class Profiler:
                 torch.cuda.memory._dump_snapshot(str(file))
                 torch.cuda.memory._record_memory_history(enabled=None)
                 _keep(file, snapshot)
-        self.note(f"profile   updates {self.updates[0]} to {update}: {', '.join(file.name for file in self.files)}")
+        self.log_lines(
+            f"profile   updates {self.updates[0]} to {update}: {', '.join(file.name for file in self.files)}"
+        )
         kind = "cpu" if self.device == "cpu" else "device"
-        self.note(profiler.key_averages().table(f"self_{kind}_time_total", COSTLIEST, max_name_column_width=40))
+        self.log_lines(profiler.key_averages().table(f"self_{kind}_time_total", COSTLIEST, max_name_column_width=40))
 
 
 def _keep(file: Path, place: Path) -> None:

@@ -39,7 +39,7 @@ from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.meters import without_mfu
 from zerofit.record.metrics import EvaluationTime, UpdateMetrics
 from zerofit.record.run_folder import RunFolder
-from zerofit.record.terminal import say
+from zerofit.record.terminal import log_lines
 from zerofit.strategy.devices import synchronise
 from zerofit.strategy.engine import Bounds, Engine, Outcome
 from zerofit.strategy.optimizers import check_kept
@@ -49,7 +49,7 @@ from zerofit.training import export as ending
 from zerofit.training.configuration import RunConfiguration, check_model, resolve
 from zerofit.training.measurement import VARIABLE, Measurement
 from zerofit.training.opening import open_record
-from zerofit.training.prepare import LONG, prepare_activations, start_processes
+from zerofit.training.prepare import LONG, open_process_group, prepare_activations
 from zerofit.training.stream import Totals, Update, UpdateStream, counts_of, dropout_seed, micro_batches, run_length
 from zerofit.training.summary import about_the_run
 
@@ -131,7 +131,7 @@ class Run:
             folder = RunFolder(start.output_folder)
             opened = start.ranks.first_on_rank_0("mirror", lambda: open_mirror(start.recipe, folder))
             mirror, notes = opened or (None, [])
-            say(*notes)
+            log_lines(*notes)
         run = cls(resolve(task, start.recipe if stored is None else stored.recipe), start, stored, mirror)
         if run.is_main:
             run.folder.lock()
@@ -178,7 +178,7 @@ class Run:
                 stated = recipe.source("block_size_warmup")
                 assert isinstance(data, TextData), "an option of causal tasks"
                 self.warmup = length_warmup(warmup, stated, data.block_size, data.is_chat)
-        self.accelerator, notes = start_processes(self)
+        self.accelerator, notes = open_process_group(self)
         self.notes += notes
         if self.measurement:
             self.measurement.limit_memory(self.accelerator)
@@ -201,12 +201,12 @@ class Run:
         """True if training stopped before its end (or was only measured), and nothing is exported."""
         return self.stop.reason is not StopReason.NONE or self.measurement is not None
 
-    def say(self, *lines: str) -> None:
+    def log_lines(self, *lines: str) -> None:
         """Print lines, on the main process."""
-        say(*lines, main=self.is_main)
+        log_lines(*lines, main=self.is_main)
 
-    def note(self, *lines: str | None) -> None:
-        """Keep lines for `announce`; None is left out."""
+    def log_at_start(self, *lines: str | None) -> None:
+        """Keep lines for `log_start`; None is left out."""
         self.lines += [line for line in lines if line]
 
     def prepare(self, model: Any, optimizer: Any, schedule: Schedule | None) -> Engine:
@@ -237,18 +237,18 @@ class Run:
         self.engine, self.schedule = prepare_engine(strategy, self.accelerator, model, recipe, optimizer), schedule
         self.starting.close()
         if schedule is not None and schedule.warning:
-            self.say(f"warning: {schedule.warning}")
+            self.log_lines(f"warning: {schedule.warning}")
         self.engine.alive = self.watchdog.alive
         self.counters = [counter for counter in [getattr(model, "routing", None)] if counter is not None]
         if self.counters:
-            self.note(*self.counters[0].describe(strategy.autocasts and not recipe.lora))
+            self.log_at_start(*self.counters[0].describe(strategy.autocasts and not recipe.lora))
         set_seed(recipe.seed, device_specific=True)  # dropout: the same in every run, another on every rank
         self.timeline.mark("preparing the model")
         return self.engine
 
-    def announce(self, data: TaskData) -> None:
-        """Say what is about to happen: the model, the strategy, the data, and what was noted."""
-        self.say(*about_the_run(self, data))
+    def log_start(self, data: TaskData) -> None:
+        """Log what is about to happen: the model, the strategy, the data, and what was noted."""
+        self.log_lines(*about_the_run(self, data))
 
     # -------------------------------------------------------------------------------------------------------- the loop
 
@@ -289,7 +289,9 @@ class Run:
         while state.updates < self.num_updates:
             if self.best.is_exhausted:
                 worse = counted(state.best.worse_in_a_row, "evaluation")
-                self.recorder.note(f"update {state.updates}: {worse} without a better {self.best.metric}: the end")
+                self.recorder.log_lines(
+                    f"update {state.updates}: {worse} without a better {self.best.metric}: the end"
+                )
                 break
             number = state.updates + 1
             batches = stream.next()
@@ -321,7 +323,7 @@ class Run:
             if self._checkpoint_failed:
                 self.checkpoints.wait()
             reason = StopReason.NONE if self.length.is_last(number) else self._stop_reason
-            self.recorder.note(*self.checkpoints.messages(), *self.slow_ranks.messages())
+            self.recorder.log_lines(*self.checkpoints.messages(), *self.slow_ranks.messages())
             if reason:
                 self.stop = Stop(reason)
                 break
@@ -502,7 +504,7 @@ class Run:
         """Record an update that was refused. Returns whether the run goes back to a checkpoint, or stops."""
         action = self.recipe.on_anomaly
         self.recorder.write_anomaly(anomaly, action)
-        self.recorder.note(f"anomaly   update {anomaly.update}: {anomaly.reason}. {ACTIONS[action]}")
+        self.recorder.log_lines(f"anomaly   update {anomaly.update}: {anomaly.reason}. {ACTIONS[action]}")
         if self.checkpoints.rewind(anomaly):
             return True
         if action != "skip" or self.state.anomalies_in_a_row >= MAX_IN_A_ROW:

@@ -49,8 +49,8 @@ class RunLength:
         return update == self.num_updates
 
     def is_due(self, strategy: str | None, steps: int | None, update: int) -> bool:
-        """Whether what happens at the end of each epoch (`strategy` is epoch), or every `steps` updates, happens
-        after this one."""
+        """Return whether what happens at the end of each epoch (`strategy` is epoch), or every `steps` updates,
+        happens after this one."""
         if strategy == "epoch":
             return self.consumed(update) // self.num_samples > self.consumed(update - 1) // self.num_samples
         return update % steps == 0 if steps else False

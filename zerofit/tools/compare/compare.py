@@ -20,7 +20,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import parse_bytes
 from zerofit.recipe.paths import check_paths, name_of_recipe
 from zerofit.record.run_folder import RunFolder, check_folder_of
-from zerofit.record.terminal import say
+from zerofit.record.terminal import log_lines
 from zerofit.tools.compare.candidates import CompareOptions, check_overrides, make_recipe, read_candidates
 from zerofit.tools.compare.comparison import Comparison
 from zerofit.tools.compare.devices import (
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     folder.lock()
     (output / RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")
     (output / JOURNAL).touch()
-    say(
+    log_lines(
         f"recipe    {options.source('config') or 'from flags'}",
         f"compared  {', '.join(candidate.name for candidate in candidates)}",
         f"machine   {machine.describe()}",
@@ -84,14 +84,16 @@ def main(argv: list[str] | None = None) -> int:
             comparison.run()
             report = ComparisonReport(comparison, f"zerofit compare {shlex.join(argv)}", notes)
             report.write(output)
-            say("", report.for_terminal())
+            log_lines("", report.for_terminal())
             if to_finish:
                 (output / RECIPE_TO_FINISH).write_text(to_finish.to_yaml(), encoding="utf-8")
                 report.finished = finish(comparison, output / RECIPE_TO_FINISH)
                 report.write(output)
-                say("", report.for_terminal())
+                log_lines("", report.for_terminal())
         except KeyboardInterrupt:
-            say("", f"interrupted. The results so far are in {output / JOURNAL}: the same command resumes from there")
+            log_lines(
+                "", f"interrupted. The results so far are in {output / JOURNAL}: the same command resumes from there"
+            )
             raise
-    say("", f"report    {output / 'report.html'}, report.md, results.csv")
+    log_lines("", f"report    {output / 'report.html'}, report.md, results.csv")
     return 1 if comparison.problems or any(run.problem for run in report.finished) else 0

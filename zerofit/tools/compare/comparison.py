@@ -9,7 +9,7 @@ from zerofit.estimate.peak import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES
 from zerofit.launch.runs import LaunchedRun
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.places import digest_of_code
-from zerofit.record.terminal import duration, rounded, say
+from zerofit.record.terminal import duration, log_lines, rounded
 from zerofit.tools.compare.candidates import Candidate, CompareOptions, one_batch
 from zerofit.tools.compare.devices import TrialMachine, launch_environment, timed_precision
 from zerofit.tools.compare.results import StrategyRow, common_size, outcome_text, with_rates_of
@@ -78,7 +78,7 @@ class Comparison:
             UserError: no candidate gives a result: a mistake in the recipe.
         """
         if self.journal.end_interrupted_launches():
-            say("resumes where it was interrupted")
+            log_lines("resumes where it was interrupted")
         for candidate in self.candidates:
             self._predict(candidate)
             self._search(candidate)
@@ -119,7 +119,7 @@ class Comparison:
         try:
             peaks = predict_peaks(candidate, self.options, self.recipe, self.machine, self.room, sizes=self.sizes)
         except Exception as error:  # what cannot be predicted is searched
-            say(f"{candidate.name}: not predicted: {first_line(error)}")
+            log_lines(f"{candidate.name}: not predicted: {first_line(error)}")
         else:
             self.journal.add("prediction", key=self.keys[candidate.name], peaks=peaks)
 
@@ -173,7 +173,7 @@ class Comparison:
         if result["outcome"] in ("refused", "failed"):
             at = f"failed at batch size {size}. " if result["outcome"] == "failed" else ""
             self.problems[candidate.name] = f"{at}{result['text']}"
-            say(f"{candidate.name}: {self.problems[candidate.name]}")
+            log_lines(f"{candidate.name}: {self.problems[candidate.name]}")
             return
         self.journal.add("size", key=self.keys[candidate.name], size=size, **result)
         said = outcome_text(result)
@@ -181,7 +181,7 @@ class Comparison:
             limit = f" of {self.limit / 2**20:,.0f}" if self.limit else ""
             rate = "" if self.machine.simulated else f", {rounded(result['samples_per_s'])} samples/s"
             said = f"fits: {peak_of(result) / 2**20:,.0f}{limit} MiB{rate}"
-        say(f"  {candidate.name}  {size:>5}  {said}")
+        log_lines(f"  {candidate.name}  {size:>5}  {said}")
 
     def _time_updates(self, timer: TrialMachine) -> None:
         """Time updates on the real machine, at the largest batch that all hold and at each candidate's own."""
@@ -195,10 +195,12 @@ class Comparison:
                 result = self._launch(candidate, size, key, timer, self.options.steps, flags=flags)
                 if result["outcome"] != "fits":
                     said = result.get("text") or outcome_text(result)
-                    say(f"{candidate.name}: not timed at {size}. {said}")
+                    log_lines(f"{candidate.name}: not timed at {size}. {said}")
                     continue
                 self.journal.add("size", key=key, size=size, **result)
-                say(f"  {candidate.name}  {size:>5}  {rounded(result['samples_per_s'])} samples/s, in {precision}")
+                log_lines(
+                    f"  {candidate.name}  {size:>5}  {rounded(result['samples_per_s'])} samples/s, in {precision}"
+                )
 
     def _timed_key(self, candidate: Candidate, timer: TrialMachine) -> str:
         return key_of(of=self.keys[candidate.name], steps=self.options.steps, machine=timer.identity)
@@ -241,7 +243,7 @@ class Comparison:
             result = f"holds nothing, not even {fails['size']}"
         if fails and fails.get("phase") == "evaluate":
             result += " because of the evaluation: a smaller per_device_eval_batch_size may help"
-        say(f"{row.name}: {result} ({row.launches} launches, {duration(row.seconds)})")
+        log_lines(f"{row.name}: {result} ({row.launches} launches, {duration(row.seconds)})")
 
 
 def predict_peaks(

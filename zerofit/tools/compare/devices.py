@@ -25,7 +25,7 @@ from zerofit.model.folders import is_adapter
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import parse_bytes
 from zerofit.record.environment import describe_environment
-from zerofit.record.terminal import say, size
+from zerofit.record.terminal import log_lines, size
 from zerofit.strategy.gpu_table import GPUS
 from zerofit.strategy.launch import SHARES_DEVICES
 from zerofit.tools.machine import Device, Machine, inspect_machine
@@ -163,7 +163,7 @@ def simulated_machine(device: str, num_processes: int) -> TrialMachine:
             f"simulate = {device}: {lacks}. Install g++ and Python's headers (apt install g++ python3-dev)"
         )
     if not build.target().is_file():
-        say("the simulated device is being compiled, once for this version of torch: about a minute")
+        log_lines("the simulated device is being compiled, once for this version of torch: about a minute")
     return inspect_trial_machine(
         {
             **build.environment(build.build()),

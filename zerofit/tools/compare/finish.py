@@ -14,7 +14,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.run_folder import RunFolder
-from zerofit.record.terminal import decimals, duration, rounded, say, size
+from zerofit.record.terminal import decimals, duration, log_lines, rounded, size
 from zerofit.tools.compare.candidates import SET_BY_EACH_RUN, Candidate, CompareOptions
 from zerofit.tools.compare.comparison import Comparison
 from zerofit.tools.compare.devices import launch_environment
@@ -179,12 +179,12 @@ def _finish(comparison: Comparison, recipe: Path, candidate: Candidate, best: in
     )
     folder = comparison.output / RUNS / f"{candidate.folder_name}-{size}-{key[:8]}"
     if RunFolder(folder).is_finished:
-        say(f"{candidate.name}: trained at {size} per process before ({folder})")
+        log_lines(f"{candidate.name}: trained at {size} per process before ({folder})")
         return Finished.read(candidate.name, size, folder)
     flags = (*candidate.flags, "--per_device_train_batch_size", str(size))
     command = LaunchedRun(options.task, candidate.config, recipe, folder, flags).command(options.num_processes)
     log = folder.with_name(f"{folder.name}.log")
-    say(f"{candidate.name}: trains at {size} per process; its output is {log}")
+    log_lines(f"{candidate.name}: trains at {size} per process; its output is {log}")
     about = comparison.journal.begin(key=key, candidate=candidate.name, size=size)
     environment = launch_environment(machine, options.num_processes)
     with RunningLaunch(command, folder, log, mark=about["mark"], environment=environment) as launch:
@@ -192,5 +192,5 @@ def _finish(comparison: Comparison, recipe: Path, candidate: Candidate, best: in
         problem = mistake(launch) or failure(launch, "ended") or "" if launch.exit_code else ""
         comparison.journal.end(about, "failed" if problem else "done", launch.seconds)
     finished = Finished.read(candidate.name, size, folder, problem)
-    say(f"{candidate.name}: {problem or f'trained in {duration(finished.training_s)}'}")
+    log_lines(f"{candidate.name}: {problem or f'trained in {duration(finished.training_s)}'}")
     return finished

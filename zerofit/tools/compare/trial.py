@@ -17,7 +17,7 @@ from typing import Any
 from zerofit.health.out_of_memory_errors import memory_in
 from zerofit.launch.runs import LaunchedRun, RunningLaunch, failure, mistake
 from zerofit.record.jsonl import LineReader, add_line
-from zerofit.record.terminal import duration, say
+from zerofit.record.terminal import duration, log_lines
 from zerofit.training.measurement import ANSWERS, VARIABLE
 
 PROGRESS_S = 60.0  # without an answer, after which a line says that the launch is still at work
@@ -124,7 +124,7 @@ def _follow(launch: RunningLaunch, answers: LineReader, patience_s: float) -> di
             return outcome_of(launch)
         if launch.seconds - shown_at > PROGRESS_S:
             shown_at = launch.seconds
-            say(f"  {'its updates' if begun else 'starts'}, for {duration(launch.seconds - answered_at)} now")
+            log_lines(f"  {'its updates' if begun else 'starts'}, for {duration(launch.seconds - answered_at)} now")
         if launch.seconds - answered_at > patience_s:
             if begun:
                 return {"outcome": "timed_out", "patience_s": patience_s}

@@ -17,7 +17,7 @@ from zerofit.recipe.errors import EXIT_USER_ERROR, UserError
 from zerofit.recipe.fields import option
 from zerofit.recipe.options import Recipe
 from zerofit.recipe.parse import parse_recipe
-from zerofit.record.terminal import say
+from zerofit.record.terminal import log_lines
 
 USAGE = """usage: zerofit convert meta-to-hf --input FOLDER --output FOLDER [--option value]
        zerofit convert megatron-args [--option value] -- WORDS
@@ -62,5 +62,5 @@ def main(argv: list[str] | None = None) -> int:
     silence_libraries()
     from zerofit.tools.convert.meta.conversion import from_meta
 
-    say(*from_meta(options.input, output, options.tokenizer), f"converted model  {output}")
+    log_lines(*from_meta(options.input, output, options.tokenizer), f"converted model  {output}")
     return 0

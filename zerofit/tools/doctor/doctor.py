@@ -18,7 +18,7 @@ from zerofit.recipe.options import StrategyOptions, TrainingRecipe
 from zerofit.recipe.parse import parse_recipe, read_recipe
 from zerofit.recipe.tasks import TASKS
 from zerofit.record.environment import untried_versions
-from zerofit.record.terminal import say
+from zerofit.record.terminal import log_lines
 from zerofit.tools.doctor.report import ERROR, WARNING, DoctorOptions, DoctorReport
 from zerofit.tools.tool_recipe import join_with_recipe
 
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     offline = patch.dict(os.environ, shell | {"HF_HUB_OFFLINE": "1"}, clear=True)
     with offline, contextlib.redirect_stdout(io.StringIO()):  # libraries talk
         report = make_report(*read, shell)
-    say(report.text())
+    log_lines(report.text())
     return report.exit_code
 
 

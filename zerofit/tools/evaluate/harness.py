@@ -13,7 +13,7 @@ from lm_eval.tasks import TaskManager
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import atomic_file
 from zerofit.record.run_folder import RunFolder, check_folder_of
-from zerofit.record.terminal import say, screen_width, table
+from zerofit.record.terminal import log_lines, screen_width, table
 from zerofit.tools.generate.generation_model import find_model, load
 
 RESULTS = "results.json"
@@ -53,7 +53,7 @@ def evaluate(options: Any, folder: Path) -> int:
     if found is None:  # of every rank but the first
         return 0
     _write(options.results, options, found)
-    say(table(rows(found, _own_figures(folder)), screen_width()), f"results   {options.results}")
+    log_lines(table(rows(found, _own_figures(folder)), screen_width()), f"results   {options.results}")
     return 0
 
 

@@ -18,7 +18,7 @@ from zerofit.model.configuration import has_model
 from zerofit.model.folders import is_adapter, model_folder
 from zerofit.model.pretrained_io import read_config, read_model, read_tokenizer
 from zerofit.recipe.errors import UserError
-from zerofit.record.terminal import say_aside
+from zerofit.record.terminal import log_to_stderr
 from zerofit.strategy.devices import accelerator
 
 NOT_WRITERS = (
@@ -77,7 +77,7 @@ def load(source: ModelSource, options: Any) -> PreTrainedModel:
             trust_remote_code=trust,
         )
         for note in adapted.notes:
-            say_aside(note)
+            log_to_stderr(note)
         model = adapted.model.get_base_model()
         if (source.adapter.path / "generation_config.json").is_file():  # its settings for generation
             model.generation_config = GenerationConfig.from_pretrained(source.adapter.path)
@@ -91,7 +91,7 @@ def load(source: ModelSource, options: Any) -> PreTrainedModel:
     if getattr(model, "hf_quantizer", None) is None:  # quantised weights are on their device already
         model.to(device)
     adapter = f" with the adapter {source.adapter.path}" if source.adapter else ""
-    say_aside(f"model {source.name}{adapter} in {str(model.dtype).removeprefix('torch.')} on {model.device}")
+    log_to_stderr(f"model {source.name}{adapter} in {str(model.dtype).removeprefix('torch.')} on {model.device}")
     return model
 
 

@@ -16,7 +16,7 @@ from zerofit.model.pretrained_io import silence_libraries
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import read_text
 from zerofit.recipe.parsing import has_half_pair, parse_json
-from zerofit.record.terminal import say_aside
+from zerofit.record.terminal import log_to_stderr
 from zerofit.tools.generate.generate_options import GenerateOptions
 from zerofit.tools.generate.generation_model import find_model, load
 from zerofit.tools.generate.text_writer import Writer, complete
@@ -34,11 +34,11 @@ def respond(options: GenerateOptions) -> int:
     if options.chat or any(prompt.messages for prompt in prompts):
         renderer.check_conversations()
     if renderer.uses_template and not options.chat:
-        say_aside("note: prompts are rendered with the tokenizer's chat template; --raw takes them as they are")
+        log_to_stderr("note: prompts are rendered with the tokenizer's chat template; --raw takes them as they are")
     if renderer.uses_template:
         chats = [Conversation(prompt.messages, prompt.given) for prompt in prompts]
         for note in unread_note([], (key for chat in chats for key in unread_keys(source.tokenizer, chat))):
-            say_aside(f"note: {note.removeprefix('note').strip()}")
+            log_to_stderr(f"note: {note.removeprefix('note').strip()}")
     output = _open(options.output)
     writer = Writer(load(source, options), source.tokenizer, options, renderer.end_of_turn())
     writer.answers = renderer.has_encoder or renderer.uses_template
@@ -118,7 +118,7 @@ def lines_of_stdin() -> Iterator[str]:
         return
     with suppress(ImportError):  # not on every system
         import readline  # noqa: F401  from now on input() has line editing and a history
-    say_aside("an empty line ends, /reset forgets what was said")
+    log_to_stderr("an empty line ends, /reset forgets what was said")
     with suppress(EOFError):
         while True:
             yield input("> ").strip()
@@ -132,17 +132,17 @@ def converse(writer: Writer, renderer: Renderer, lines: Iterator[str]) -> None:
             return
         if line == "/reset":
             history = []
-            say_aside("note: what was said is forgotten")
+            log_to_stderr("note: what was said is forgotten")
             continue
         messages = [*history, {"role": "user", "content": line}]
         ids, kept = latest(messages, writer, renderer)
         if ids is None:
-            say_aside(f"note: {writer.too_long(len(renderer.ids_of(messages[-1:])))}; it is ignored")
+            log_to_stderr(f"note: {writer.too_long(len(renderer.ids_of(messages[-1:])))}; it is ignored")
             continue
         if len(kept) < len(messages):
-            say_aside(f"note: exchanges that do not fit any more: the oldest {(len(messages) - len(kept)) // 2}")
+            log_to_stderr(f"note: exchanges that do not fit any more: the oldest {(len(messages) - len(kept)) // 2}")
         elif renderer.left_out:
-            say_aside(f"note: {renderer.left_out} tokens of what was said do not fit any more")
+            log_to_stderr(f"note: {renderer.left_out} tokens of what was said do not fit any more")
         reply = writer.write(ids, number)
         history = [*kept, {"role": "assistant", "content": reply.strip()}]
 

@@ -13,7 +13,7 @@ from zerofit.model.configuration import usable_positions
 from zerofit.model.languages import first_target_tokens
 from zerofit.model.tokenizer import padding_token
 from zerofit.recipe.errors import UserError, printable
-from zerofit.record.terminal import say_aside
+from zerofit.record.terminal import log_to_stderr
 from zerofit.tools.generate.generate_options import GenerateOptions
 
 EMPTY = "[empty]"  # shown to a person in place of an empty answer
@@ -57,7 +57,7 @@ class Writer:
                 self.max_new_tokens = defaults.max_new_tokens
             if (defaults.num_beams or 1) > 1 and options.num_beams is None and not samples:
                 self.settings["num_beams"] = defaults.num_beams
-                say_aside(f"note: {defaults.num_beams} beams, the model's default; --num_beams 1 is faster")
+                log_to_stderr(f"note: {defaults.num_beams} beams, the model's default; --num_beams 1 is faster")
         self.answers = self.has_encoder  # whether what it writes has an end; other texts go on
         self.forced = int(defaults.forced_eos_token_id is not None)  # a last token that comes in any case
         self.seed: int | None = None  # nothing is sampled
@@ -65,7 +65,7 @@ class Writer:
             self.seed = torch.seed() % 2**31 if options.seed is None else options.seed
             usual = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}  # transformers' defaults, where the model has none
             used = {name: options.sampling.get(name) or getattr(defaults, name) or usual[name] for name in usual}
-            say_aside(
+            log_to_stderr(
                 f"note: drawn with {', '.join(f'{name} {value:g}' for name, value in used.items())}, seed {self.seed}"
             )
 
@@ -126,9 +126,9 @@ class Writer:
             )[0].tolist()
         new = written[1:] if self.has_encoder else written[len(ids) :]
         if limit < self.max_new_tokens and len(new) >= limit and new[-1] not in self.ends:
-            say_aside(f"note: the model's {self.positions:,} positions are used up")
+            log_to_stderr(f"note: the model's {self.positions:,} positions are used up")
         elif self.answers and len(new) >= limit and not {*self.ends}.intersection(new[: limit - self.forced]):
-            say_aside(f"note: the text is cut at max_new_tokens = {limit}")
+            log_to_stderr(f"note: the text is cut at max_new_tokens = {limit}")
         text = self.tokenizer.batch_decode([new], skip_special_tokens=True)[0]
         empty = not text.strip() and sys.stdout.isatty()
         if empty or not streams:
@@ -147,9 +147,11 @@ def complete(writer: Writer, renderer: Renderer, prompts: list[Prompt], output: 
         for number, (prompt, ids) in enumerate(zip(prompts, rows)):
             if len(prompts) > 1:
                 shown = prompt.text if prompt.text is not None else prompt.messages[-1]["content"]
-                say_aside(f"[{number + 1}/{len(prompts)}] {shown}")
+                log_to_stderr(f"[{number + 1}/{len(prompts)}] {shown}")
             if cut[number]:
-                say_aside(f"note: {cut[number]} tokens of it do not fit into a source of {len(ids)}, and are dropped")
+                log_to_stderr(
+                    f"note: {cut[number]} tokens of it do not fit into a source of {len(ids)}, and are dropped"
+                )
             text = writer.write(ids, number)
             if output:
                 output.write(json.dumps({**prompt.record, "generated": text}, ensure_ascii=False) + "\n")

@@ -29,7 +29,7 @@ from zerofit.launch.runs import LAUNCHER, RunningLaunch, launcher_options
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.places import configs
-from zerofit.record.terminal import rounded, say
+from zerofit.record.terminal import log_lines, rounded
 from zerofit.strategy.devices import accelerator, device_name, synchronise, use_threads_of_share
 from zerofit.strategy.gpu_table import SLICE, gpu_of
 from zerofit.strategy.gpus import num_devices
@@ -216,8 +216,8 @@ def calibrate(processes: int) -> Calibration:
     calibration = Calibration(VERSION, device, processes, measured=measured, **found)
     path = calibration.write()
     best = max(rate for _, rate in calibration.rates[f"{MATRIX} single"])
-    say(f"measured  {device}: {rounded(best / 1e9)} GFLOP/s in fp32, each of {counted(processes, 'process')}")
-    say(f"kept in   {path} ({time.monotonic() - began:.0f} s)")
+    log_lines(f"measured  {device}: {rounded(best / 1e9)} GFLOP/s in fp32, each of {counted(processes, 'process')}")
+    log_lines(f"kept in   {path} ({time.monotonic() - began:.0f} s)")
     return calibration
 
 

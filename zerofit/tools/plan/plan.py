@@ -29,7 +29,7 @@ from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.parsing import parse_bytes
 from zerofit.recipe.places import configs
 from zerofit.recipe.tasks import TaskRecipe
-from zerofit.record.terminal import doing, rounded, say, screen_width, size, table, wrapped
+from zerofit.record.terminal import doing, log_lines, rounded, screen_width, size, table, wrapped
 from zerofit.strategy.devices import bf16_slowdown
 from zerofit.strategy.gpu_table import CPU, Gpu, find_gpu
 from zerofit.strategy.gpus import num_devices
@@ -99,9 +99,9 @@ def main(argv: list[str] | None = None) -> int:
     if not model.on_gpu and True in _halves(outcomes) and (times := bf16_slowdown()):
         said["note"] = f"bf16 products take {times:.0f} times as long as fp32 on this CPU. Faster: --precision fp32"
     width = screen_width()
-    say(*(wrapped(f"{name:<10}{text}", width, 10) for name, text in said.items()), "")
-    say(report.for_terminal(options.top, width, options.tokens))
-    say(*(f"written   {script}" for script in scripts))
+    log_lines(*(wrapped(f"{name:<10}{text}", width, 10) for name, text in said.items()), "")
+    log_lines(report.for_terminal(options.top, width, options.tokens))
+    log_lines(*(f"written   {script}" for script in scripts))
     return 0
 
 
@@ -150,7 +150,7 @@ def _search(prepared: "Prepared", options: PlanOptions, recipe: type[TaskRecipe]
     if _writes_json([{**one.to_dict(), "options": combination.options} for combination, one in found], options.json):
         return 0
     report = PlanReport([], planner)
-    say(f"model     {report.describe_model()}", f"speed     {known}", "", "the fastest that fit, predicted:", "")
+    log_lines(f"model     {report.describe_model()}", f"speed     {known}", "", "the fastest that fit, predicted:", "")
     head = ("strategy", "batch", "memory", "s/update", "tokens/s", "with")
     rows = [
         (
@@ -163,7 +163,7 @@ def _search(prepared: "Prepared", options: PlanOptions, recipe: type[TaskRecipe]
         )
         for combination, one in found
     ]
-    say(table([head, *rows], screen_width()), "", *report.trust(prediction), f"written   {script}")
+    log_lines(table([head, *rows], screen_width()), "", *report.trust(prediction), f"written   {script}")
     return 0
 
 

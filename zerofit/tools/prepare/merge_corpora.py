@@ -9,7 +9,7 @@ import numpy as np
 from zerofit import __version__
 from zerofit.data.megatron.corpus import open_corpus
 from zerofit.recipe.errors import UserError
-from zerofit.record.terminal import say
+from zerofit.record.terminal import log_lines
 from zerofit.tools.prepare.corpus_writer import CorpusWriter, check_free
 
 
@@ -46,7 +46,7 @@ def join(options: Any) -> int:
         writer.finish(card)
         writer.publish()
     note = "" if card else ", without a card (.json), as none of them has one"
-    say(f"{prefix}: {writer.documents:,} documents, {writer.tokens:,} tokens of {len(corpora)} corpora{note}")
+    log_lines(f"{prefix}: {writer.documents:,} documents, {writer.tokens:,} tokens of {len(corpora)} corpora{note}")
     return 0
 
 

@@ -17,7 +17,7 @@ from zerofit.recipe.errors import EXIT_USER_ERROR, leave
 from zerofit.recipe.fields import option
 from zerofit.recipe.megatron_flags import PREPARE_HINTS
 from zerofit.recipe.parse import parse_recipe
-from zerofit.record.terminal import say
+from zerofit.record.terminal import log_lines
 from zerofit.strategy.host_memory import usable_cores
 
 
@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         with ending_in_order():
-            say(*prepare(options))
+            log_lines(*prepare(options))
     except SystemExit as end:  # after a signal: the interpreter would wait for the threads of the pool
         leave(int(end.code or 0))
     return 0

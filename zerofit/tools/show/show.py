@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from zerofit.recipe.fields import option
 from zerofit.recipe.options import Recipe
 from zerofit.recipe.parse import parse_recipe, take_words
-from zerofit.record.terminal import decimals, duration, rounded, say, screen_width, shortened, size, table
+from zerofit.record.terminal import decimals, duration, log_lines, rounded, screen_width, shortened, size, table
 from zerofit.tools.show.watched_run import RUNNING, SILENT, WatchedRun, runs_in
 
 POLL_S = 2.0
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         found, width, now = runs_in(places), screen_width(), time.time()
         is_watched = options.watch and width is not None
         sys.stdout.write("\x1b[H\x1b[J" if is_watched else "")  # from the top of an empty screen
-        say(table_of_runs(found, width, now))
+        log_lines(table_of_runs(found, width, now))
         if not is_watched or not any(run.state(now).startswith((RUNNING, SILENT)) for run in found.values()):
             return 0
         time.sleep(POLL_S)

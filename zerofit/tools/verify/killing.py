@@ -72,7 +72,7 @@ def run_and_kill(
     processes: Iterable[int],
     limit_s: float,
     *,
-    say: Callable[[str], None],
+    log_lines: Callable[[str], None],
 ) -> Killed:
     """Launch a trial once for each moment and kill it there, then let it run to its end; stop if it fails.
 
@@ -99,13 +99,13 @@ def run_and_kill(
         about = f"{counted(num_processes, 'process')}{', resumed' if resumed else ''}"
         if how != "until":
             killed.failure = failure(launch, how)
-            say(f"{about}: {'failed' if killed.failure else 'ended'}")
+            log_lines(f"{about}: {'failed' if killed.failure else 'ended'}")
             return killed
         killed.kills += 1
         not_resumed += 1
         where = f"after update {launch.newest_update}" if launch.newest_update else "before its first update"
         saving = ", while saving" if launch.is_saving else ""
-        say(f"{about}: killed {where}{saving}, {launch.seconds:.1f} s")
+        log_lines(f"{about}: killed {where}{saving}, {launch.seconds:.1f} s")
         if TRACEBACK.encode() in log.read_bytes()[:size]:
             killed.failure = f"printed a traceback before it was killed. Its output is {log}"
             return killed

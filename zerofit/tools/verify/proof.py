@@ -16,7 +16,7 @@ from zerofit.recipe import UserError
 from zerofit.recipe.parsing import counted
 from zerofit.record.jsonl import JsonlFile
 from zerofit.record.run_folder import RunFolder
-from zerofit.record.terminal import duration, say, table
+from zerofit.record.terminal import duration, log_lines, table
 from zerofit.tools.verify.killing import Killed, run_and_kill, spread_moments
 from zerofit.tools.verify.record_comparison import FIGURES, Difference, Ledger, compare_metrics, compare_samples
 from zerofit.tools.verify.shorten import VerifyOptions
@@ -107,11 +107,11 @@ class Proof:
             failed, refused, seconds = failure(launch, how), mistake(launch), launch.seconds
         if failed:
             failed = f"{failed}\n  to run it alone: {shlex.join(command)}"
-            say(f"{about}: failed")
+            log_lines(f"{about}: failed")
             if folder == REFERENCE and refused:
                 raise UserError(f"{about}: {refused}")
             return Outcome(strategy, [num_processes], failed)
-        say(f"{about}: {counted(self.options.updates, 'update')}, {seconds:.0f} s")
+        log_lines(f"{about}: {counted(self.options.updates, 'update')}, {seconds:.0f} s")
         return self._compared(Outcome(strategy, [num_processes]), trial.output, self.output / REFERENCE)
 
     def _disturbed(self, strategy: str) -> Outcome:
@@ -126,7 +126,7 @@ class Proof:
             spread_moments(options.kills, options.updates, update_s, start_s, random),
             (options.resumed_processes if index % 3 == 2 else options.num_processes for index in count()),
             60 * options.launch_minutes,
-            say=lambda text: say(f"{strategy}, {text}"),
+            log_lines=lambda text: log_lines(f"{strategy}, {text}"),
         )
         outcome = Outcome(strategy, killed.processes, killed.failure, killed=killed)
         return outcome if killed.failure else self._compared(outcome, trial.output, self.output / folder)

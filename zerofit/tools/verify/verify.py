@@ -14,7 +14,7 @@ from pathlib import Path
 from zerofit.launch.runs import ending_in_order
 from zerofit.recipe.paths import check_paths, name_of_recipe
 from zerofit.record.run_folder import check_folder_of
-from zerofit.record.terminal import say, screen_width
+from zerofit.record.terminal import log_lines, screen_width
 from zerofit.strategy.named import find_strategies
 from zerofit.tools.tool_recipe import read_with_recipe
 from zerofit.tools.verify.proof import ONE_PROCESS, Proof
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     check_folder_of(output, RECIPE, "proof")
     check_paths(options, output, "output")
     short = shorten(options, cls)
-    say(
+    log_lines(
         f"recipe    {options.source('config') or 'of flags'}",
         *(f"changed   {change}" for change in short.notes),
         f"compared  to {options.largest_difference:g}, in {precision_of(options)}",
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     with ending_in_order():
         proof.run()
     (output / REPORT).write_text(proof.report() + "\n", encoding="utf-8")
-    say("", proof.report(screen_width()))
+    log_lines("", proof.report(screen_width()))
     if proof.is_well and not options.keep:
         proof.clear()
     return 0 if proof.is_well else 1
