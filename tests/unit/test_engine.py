@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from helpers import NOT_SHARDED
 
-from zerofit.strategy.engine import Bounds
+from zerofit.strategy.engine import Bounds, Engine
 from zerofit.strategy.torch_engine import TorchEngine, gradient_norm
 
 
@@ -85,3 +85,13 @@ def test_the_device_steps_as_the_host_does(max_grad_norm):
         assert (outcome.loss_sum, outcome.grad_norm) == pytest.approx((float(losses[0]), float(norm)), rel=1e-6)
         for one, other in zip(held(ours), held(theirs), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=3e-8)
+
+
+def test_the_rate_is_told_where_a_group_stands_still():
+    """`lr_scale` of 0, with which a script freezes a group, in the first group too."""
+    layer = torch.nn.Linear(2, 2)
+    groups = [{"params": [layer.weight], "lr_scale": 0.0}, {"params": [layer.bias], "lr_scale": 0.5}]
+    engine = SimpleNamespace(torch_optimizer=torch.optim.SGD(groups, lr=1.0))
+    Engine.set_learning_rate(engine, 0.2)
+    assert [group["lr"] for group in engine.torch_optimizer.param_groups] == [0.0, 0.1]
+    assert Engine.learning_rate.fget(engine) == 0.2

@@ -5,7 +5,10 @@ import sys
 
 import pytest
 import torch
+from helpers import TINY
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from zerofit.model.parameters import flops_per_token
 from zerofit.record.meters import ThroughputMeter, peak_flops
 from zerofit.strategy.gpu_table import peak_of
 
@@ -52,3 +55,12 @@ def test_peak_memory_is_that_since_the_reset():
     assert with_block >= before + 480
     assert after == pytest.approx(with_block, abs=16)
     assert anew < before + 32
+
+
+@pytest.mark.parametrize("head_dim", [8, 32])
+def test_attention_is_counted_by_the_width_of_its_heads(head_dim):
+    """12 L (heads x head_dim) T of each token (Chowdhery et al. 2022, appendix B); hidden_size is another width."""
+    config = LlamaConfig(**TINY["llama"], vocab_size=50, head_dim=head_dim)
+    model = LlamaForCausalLM(config)
+    longer, shorter = (flops_per_token(model, length) for length in (32, 16))
+    assert longer - shorter == 12 * config.num_hidden_layers * config.num_attention_heads * head_dim * 16

@@ -38,14 +38,21 @@ class StagePlan:
     added: tuple[str, ...] = ()  # those of them whose output is added to the hidden states
 
 
+def _width_of_heads(config: "PretrainedConfig") -> int:
+    """The channels of all heads together: `head_dim` of a configuration need not divide hidden_size (Qwen3, Gemma)."""
+    head, heads = getattr(config, "head_dim", None), getattr(config, "num_attention_heads", None)
+    is_compressed = hasattr(config, "qk_rope_head_dim")  # DeepSeek's, whose head_dim is that of the positions alone
+    return config.hidden_size if not head or not heads or is_compressed else head * heads
+
+
 @dataclass(frozen=True)
 class Family:
     """A model family, or those members of one that have the same properties."""
 
     model_types: tuple[str, ...] = ()  # the `model_type` of the configurations in transformers
-    # the layers that get a LoRA adapter where the recipe names none: those of attention, as peft's own table has them,
-    # and key and output with query and value; of Llama and its kin all linear layers of a block, which Dettmers et al.
-    # 2023 (QLoRA) found to reach full training
+    # the layers that get a LoRA adapter where the recipe names none: those of peft's table for the family, and the key
+    # where that has query and value alone, and the output where it is a layer of that name; of Llama and its kin all
+    # linear layers of a block, which Dettmers et al. 2023 (QLoRA) found to reach full training
     lora_targets: tuple[str, ...] = (ALL_LINEAR,)
     # options of the tokenizer's class where the folder has vocabulary files only
     bare_tokenizer_options: Mapping[str, Any] = field(default_factory=dict)
@@ -58,7 +65,7 @@ class Family:
         config, "max_position_embeddings", None
     )
     # (configuration) -> the number of channels in all attention heads together
-    attention_width: Callable[["PretrainedConfig"], int] = lambda config: config.hidden_size
+    attention_width: Callable[["PretrainedConfig"], int] = _width_of_heads
     splits_rows: bool = False  # sequence parallelism is proven with the family
     # its layers have experts and routers, whose auxiliary loss and load are counted (model/experts.py)
     has_experts: bool = False

@@ -102,7 +102,8 @@ def flops_per_token(model: "PreTrainedModel", sequence_length: int) -> float:
     config = model.config
     chosen = getattr(config, "num_experts_per_tok", None)
     weights = _matrix_flops(model, model.get_output_embeddings(), chosen)
-    return weights + 12.0 * config.num_hidden_layers * config.hidden_size * sequence_length
+    width = family_of(config).attention_width(config)
+    return weights + 12.0 * config.num_hidden_layers * width * sequence_length
 
 
 def flops_per_pair_token(model: "PreTrainedModel", source_length: float, target_length: float) -> float:

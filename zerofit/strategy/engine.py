@@ -232,9 +232,8 @@ class Engine:
     def learning_rate(self) -> float:
         """The rate that the optimizer holds now, of the head where layers have their own."""
         assert self.torch_optimizer is not None
-        group = self.torch_optimizer.param_groups[0]
-        rate: float = group["lr"] / group.get("lr_scale", 1.0)
-        return rate
+        groups = [(group["lr"], group.get("lr_scale", 1.0)) for group in self.torch_optimizer.param_groups]
+        return next((rate / scale for rate, scale in groups if scale), 0.0)  # a scale of 0: that group stands still
 
     def _state(self) -> OptimizerState | None:
         """The optimizer's state, in the form in which checkpoints have it."""

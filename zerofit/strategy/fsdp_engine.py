@@ -119,8 +119,9 @@ class FullyShardedEngine(TorchEngine):
         return contextlib.nullcontext()
 
     @torch.no_grad()  # with it DTensor.to_local starts an autograd function each time
-    def _step_unless(self, refused: torch.Tensor, scale: torch.Tensor | None) -> None:
-        """Torch's fused AdamW over this rank's rows: its step takes no verdict, a plain tensor, beside DTensors."""
+    def _step_unless(self, refused: torch.Tensor, divisor: torch.Tensor | None) -> None:
+        """Step torch's fused AdamW on this rank's rows. `optimizer.step` cannot be used: it does not take the plain
+        tensors `found_inf` and `grad_scale` together with parameters that are DTensors."""
         for group in self.optimizer.param_groups:
             parameters = [each for each in group["params"] if each.grad is not None]
             states = [self.optimizer.state[each] for each in parameters]
@@ -130,7 +131,13 @@ class FullyShardedEngine(TorchEngine):
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
             settings: dict[str, Any] = {name: group[name] for name in ("lr", "weight_decay", "eps")}
             settings |= zip(("beta1", "beta2"), group["betas"])
-            settings |= {"fused": True, "grad_scale": scale, "found_inf": refused, "amsgrad": False, "maximize": False}
+            settings |= {
+                "fused": True,
+                "grad_scale": divisor,
+                "found_inf": refused,
+                "amsgrad": False,
+                "maximize": False,
+            }
             adamw(
                 [each.detach().to_local() for each in parameters],
                 [each.grad.to_local() for each in parameters],

@@ -59,7 +59,7 @@ def make_accelerator(
             check_async_io()
         kwargs["gradient_accumulation_steps"] = strategy.batches.accumulation
     # Gradients lie in DDP's buckets and not beside them; buffers (positions, masks) are the same on all ranks.
-    # No static_graph: with no_sync it fails (pytorch/pytorch#187732), and some models drop layers at random.
+    # No static_graph: with no_sync it fails (pytorch/pytorch#187732).
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)
     for name in ("FSDP", "PARALLELISM_CONFIG"):  # the engine shards, and transformers would load on one rank only
         os.environ.pop(f"ACCELERATE_USE_{name}", None)

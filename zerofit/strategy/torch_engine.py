@@ -56,8 +56,8 @@ class TorchEngine(Engine):
     def step(self, losses: list[torch.Tensor], bounds: Bounds) -> Outcome:
         if not losses or not self.decides_on_device:
             return super().step(losses, bounds)
-        outcome, refused, scale = self._decide(losses, bounds)
-        self._step_unless(refused, scale)
+        outcome, refused, divisor = self._decide(losses, bounds)
+        self._step_unless(refused, divisor)
         self._drop_gradients()
         return outcome
 
@@ -72,8 +72,9 @@ class TorchEngine(Engine):
     def _decide(self, losses: list[torch.Tensor], bounds: Bounds) -> tuple[Outcome, torch.Tensor, torch.Tensor | None]:
         """Decide about an update without a wait for the device: loss, norm and verdict are read while it steps.
 
-        Returns: what became of the update; 1.0 if it is refused, else 0.0, an fp32 scalar on the device; what
-            gradients are to be divided by so that they are clipped, likewise (None: they are not).
+        Returns: (the outcome, refused, divisor). refused: 1.0 or 0.0, an fp32 scalar on the device. divisor: norm /
+            max_grad_norm, at least 1, likewise; None without clipping. Nothing is clipped here: the optimizer's kernel
+            divides gradients by it as it steps (`_step_unless`).
         """
         norm = self._take_norm()
         report = torch.tensor(bounds.report, dtype=torch.float64).to(self.device, non_blocking=True)
@@ -81,7 +82,7 @@ class TorchEngine(Engine):
         rows = row[None] if self.layout.world_size == 1 else self.accelerator.gather(row[None])
         norm = rows[0, 1]  # rank 0's, so that all decide alike
         refused = (~bounds.accept(rows[:, 0].sum(), norm)).float()
-        scale = ((norm + 1e-6) / self.max_grad_norm).clamp(min=1.0).float() if self.max_grad_norm > 0 else None
+        divisor = ((norm + 1e-6) / self.max_grad_norm).clamp(min=1.0).float() if self.max_grad_norm > 0 else None
         found = torch.cat([refused.double()[None], rows.flatten()]).to("cpu", non_blocking=True)
         copied = torch.Event(self.device.type) if self.device.type != "cpu" else None
         if copied is not None:
@@ -92,11 +93,11 @@ class TorchEngine(Engine):
                 copied.synchronize()
             return bool(found[0]), found[1:].view(rows.shape).tolist()
 
-        return Outcome(losses, read, self.layout.loss_ranks), refused, scale
+        return Outcome(losses, read, self.layout.loss_ranks), refused, divisor
 
-    def _step_unless(self, refused: torch.Tensor, scale: torch.Tensor | None) -> None:
+    def _step_unless(self, refused: torch.Tensor, divisor: torch.Tensor | None) -> None:
         optimizer: Any = self.torch_optimizer
-        optimizer.found_inf, optimizer.grad_scale = refused, scale  # what torch.amp.GradScaler gives an optimizer
+        optimizer.found_inf, optimizer.grad_scale = refused, divisor  # what torch.amp.GradScaler gives an optimizer
         optimizer.step()
         del optimizer.found_inf, optimizer.grad_scale
 
