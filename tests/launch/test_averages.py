@@ -52,9 +52,8 @@ def check_average(output: Path, average: dict[str, torch.Tensor]) -> None:
         assert (tensor - last[name]).abs().max() > 1e-3, "it is not the last weights"
 
 
-@pytest.mark.parametrize(
-    "strategy", [pytest.param(each, marks=[pytest.mark.long] * (each != "single")) for each in LAYOUTS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", LAYOUTS)
 def test_it_is_the_mean_of_all_updates(run, llama, strategy):
     check_average(run(strategy), weights_in(llama))
 

@@ -92,17 +92,17 @@ def ranks(output: Path) -> list[psutil.Process]:
 def test_a_comparison_is_made_once(recipe, tmp_path):
     """The limit is one at which the larger size does not fit; the same command again launches nothing."""
     output = tmp_path / "comparison"
-    flags = ("--strategies", "zero1", "--num_processes", "1", "--batch_sizes", "2,4096", "--memory_limit", "300MiB")
+    flags = ("--strategies", "ddp", "--num_processes", "1", "--batch_sizes", "2,1024", "--memory_limit", "300MiB")
     code, said = run(recipe, output, *flags)
     assert code == 0, said
-    assert "zero1: holds 2, and 4096 does not" in said
+    assert "ddp: holds 2, and 1024 does not" in said
     for file in ("report.html", "report.md", "results.csv"):
         assert (output / file).is_file()
     launches = journal(output, "launch")
     code, said = run(recipe, output, *flags)
     assert code == 0
     assert journal(output, "launch") == launches, "nothing is repeated"
-    assert "zero1 holds the largest batch, 2 per process" in said
+    assert "ddp holds the largest batch, 2 per process" in said
 
 
 @pytest.mark.long

@@ -1,6 +1,6 @@
 """Every launcher starts every script alike: python, torchrun, accelerate launch, zerofit launch and deepspeed.
 
-A launch is compared with the same recipe in one process. A few run every time, all with `-m "long or not long"`.
+A launch is compared with the same recipe in one process.
 """
 
 import json
@@ -39,7 +39,6 @@ EVERY = ("--max_train_steps", "2", "--global_batch_size", "4", "--per_device_tra
          "--learning_rate", "1e-3", "--save_strategy", "no", "--precision", "fp32")  # fmt: skip
 # {launcher: the exit code of a refused option; torchrun and accelerate launch have 1 for each code of a script}
 LAUNCHERS = {"python": 2, "torchrun": 1, "accelerate": 1, "zerofit": 2, "deepspeed": 2}
-CORE = {("deepspeed", "clm", "zero2")}  # which no other test starts
 TABLE = [(launcher, task, strategy) for launcher in LAUNCHERS for task in TASKS
          for strategy in (("single",) if launcher == "python" else ("ddp", "zero2"))]  # fmt: skip
 
@@ -105,10 +104,8 @@ def alone(options, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(
-    ("launcher", "task", "strategy"),
-    [pytest.param(*case, marks=() if case in CORE else pytest.mark.long) for case in TABLE],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("launcher", "task", "strategy"), TABLE)
 def test_every_launcher_starts_every_script_alike(launcher, task, strategy, options, alone, tmp_path):
     done = typed(tmp_path / task, launcher, task, strategy, *options[task])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -124,7 +121,7 @@ def test_every_launcher_starts_every_script_alike(launcher, task, strategy, opti
 
 @pytest.mark.parametrize(
     "launcher",
-    [pytest.param(name, marks=() if name in ("accelerate", "zerofit") else pytest.mark.long) for name in LAUNCHERS],
+    [pytest.param(name, marks=() if name in ("deepspeed", "zerofit") else pytest.mark.long) for name in LAUNCHERS],
 )
 def test_an_option_is_refused_alike(launcher, options, tmp_path):
     """Nothing is imported for it. The record has the code 2 also where the launcher ends with another."""

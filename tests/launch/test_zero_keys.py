@@ -180,8 +180,9 @@ def test_a_run_goes_on_under_it_and_after_it(alone, cache, tmp_path, key, stage,
     check_key(alone, cache, tmp_path, key, stage, each)
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(1, marks=pytest.mark.long)])
-@pytest.mark.parametrize("key", ["round_robin_gradients", pytest.param("parameter_alignment", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [2, 1])
+@pytest.mark.parametrize("key", ["round_robin_gradients", "parameter_alignment"])
 def test_muon_finds_its_matrices_in_another_order(alone, cache, tmp_path, key, stage):
     check_key(alone, cache, tmp_path, f"zero_optimization.{key}", stage, Tried(True, flags=("--optim", "muon")))
 

@@ -303,7 +303,8 @@ def test_another_run_and_one_that_starts_over_are_refused(lost, tmp_path):
 
 
 def test_an_outage_at_the_start(lost, faults, monkeypatch):
-    faults.every = 40
+    faults.calls[:] = [("", "")] * 999
+    faults.every = 1000  # the first call fails, and no other one
     assert lost.restored()[0] == [3, 2]
     faults.every, faults.dead_after = None, 0
     found, (note,) = lost.restored()
