@@ -88,5 +88,6 @@ def chatml_tokenizer(tokenizer, template: str, eos: str):
     """A copy with ChatML's tokens, a template of its own, and this token at the end of texts."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.eos_token, tokenizer.chat_template = eos, template
+    tokenizer.add_special_tokens({"eos_token": eos})  # a token of its own, also where it was none
+    tokenizer.chat_template = template
     return tokenizer

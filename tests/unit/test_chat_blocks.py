@@ -127,7 +127,8 @@ def test_answers_beyond_the_block_are_counted(tokenizer_of, tmp_path, prepare):
     assert [row["labels"].tolist() for row in all_of(data.train)] == [row["labels"][:100].tolist() for row in kept]
     warnings = [note for note in data.notes if "WARNING" in note]
     assert len(warnings) == 2
-    assert all("20%: 2 of 10 training samples" in note and "512 positions" in note for note in warnings)
+    remedies = ("512 positions", "block_size = 4")  # published tokenizers make fewer tokens of these texts
+    assert all("20%: 2 of 10" in note and any(each in note for each in remedies) for note in warnings), warnings
     stats, tokens = data.train.stats, sum(len(row["input_ids"]) for row in whole)
     assert (stats.documents, stats.samples, stats.tokens) == (10, 8, tokens)
     assert stats.truncated == tokens - sum(min(len(row["input_ids"]), 100) for row in kept)
