@@ -10,6 +10,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+# What is replaced for longer than a call is put back when a run has ended (`run_once` of zerofit/training/entry.py).
+UNTIL_THE_RUN_ENDS = contextlib.ExitStack()
+
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, other: Any) -> Iterator[None]:

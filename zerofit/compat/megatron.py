@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from zerofit.compat import replaced
+from zerofit.compat import UNTIL_THE_RUN_ENDS, replaced
 
 
 def load_without_pickles(modules: Iterable[Any], numpy: Any) -> None:
-    """Let these modules of megatron-core's datasets have another numpy, for as long as the process lives. They load an
-    index, now or later, with allow_pickle=True, and no argument forbids it. Without it: a file beside a corpus could
-    run code in whoever trains on it."""
+    """Let these modules of megatron-core's datasets have another numpy, until the run ends. They load an index, now or
+    later, with allow_pickle=True, and no argument forbids it. Without it: a file beside a corpus could run code in
+    whoever trains on it."""
     for module in modules:
-        module.numpy = numpy
+        UNTIL_THE_RUN_ENDS.enter_context(replaced(module, "numpy", numpy))
 
 
 def as_first_rank() -> AbstractContextManager[None]:

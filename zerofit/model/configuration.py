@@ -15,6 +15,7 @@ from urllib.request import getproxies
 
 from huggingface_hub.errors import StrictDataclassError
 
+from zerofit.compat import UNTIL_THE_RUN_ENDS
 from zerofit.compat.huggingface_hub import work_offline
 from zerofit.compat.transformers import attention_of
 from zerofit.model.families import family_of
@@ -206,6 +207,7 @@ def work_offline_without_network() -> None:
         except OSError:
             continue
     work_offline()
+    UNTIL_THE_RUN_ENDS.callback(work_offline_without_network.cache_clear)
 
 
 def similar_architecture(name: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zerofit.compat import UNTIL_THE_RUN_ENDS
 from zerofit.health.shutdown import StartingRank, end_with_parent, listen, listening_within
 from zerofit.health.watchdog import Watchdog
 from zerofit.launch.exit_code import ExitCode, find_folder
@@ -124,6 +125,7 @@ def run_once(task: str, kind: type[TaskRecipe], argv: Sequence[str], main: Calla
 
 def _forget_run() -> None:
     """Let the libraries that are imported forget the run that has ended."""
+    UNTIL_THE_RUN_ENDS.close()
     if "accelerate.state" in sys.modules:
         from zerofit.compat.accelerate import forget_state
 

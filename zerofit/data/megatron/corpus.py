@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from zerofit.compat import UNTIL_THE_RUN_ENDS
 from zerofit.compat.megatron import load_without_pickles
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.parsing import parse_json
@@ -62,6 +63,7 @@ def megatron() -> SimpleNamespace:
         except ImportError as error:
             raise UserError(f"pip install '.[megatron]' for megatron-core ({first_line(error)})") from None
     load_without_pickles((blended_dataset, gpt_dataset), _NumpyWithoutPickles())
+    UNTIL_THE_RUN_ENDS.callback(megatron.cache_clear)
     return SimpleNamespace(
         builder=blended_megatron_dataset_builder,
         config=blended_megatron_dataset_config,
