@@ -160,4 +160,4 @@ def test_where_a_list_of_records_is_no_json(tmp_path, cache):
 def test_a_key_that_stands_twice_is_refused(tmp_path, cache, name):
     rows = ['{"text": "a"}', '{"text": "b", "text": "c"}']
     (tmp_path / name).write_text("\n".join(rows) if name.endswith("l") else f"[{', '.join(rows)}]")
-    assert "stands twice" in refusal(read, cache, tmp_path / name)
+    assert "is there twice" in refusal(read, cache, tmp_path / name)

@@ -59,7 +59,7 @@ def _records(
     """The records of a file. Adds notes on lines that are read in another way than they are meant, each kind counted,
     and leaves out those that repeat the header, as `cat a.csv b.csv` makes them; in a table of one column such a line
     may be a text."""
-    short, again, count = list[int](), list[int](), 0
+    short, again, count, columns = list[int](), list[int](), 0, _named(names)
     with _lines(path, encoding) as lines:
         rows = csv.reader(lines, **options)
         for number, fields in enumerate(filter(None, rows), int(is_headless)):
@@ -73,7 +73,7 @@ def _records(
                 again.append(rows.line_num)
             elif number:
                 short += [rows.line_num] if len(fields) < len(names) else []
-                yield dict(zip_longest(_named(names), fields, fillvalue=""))
+                yield dict(zip_longest(columns, fields, fillvalue=""))
     if not count:
         raise UserError(f"{path} has a header ({', '.join(names)}) and no record")
     found = {
@@ -143,8 +143,8 @@ def _options(path: Path, data: DataOptions, is_headless: bool, notes: list[str])
 
 
 def _has_blanks_before_quotes(head: list[str], delimiter: str) -> bool:
-    """Whether fields are written as in `a, "b"`, where the quotes enclose the field: no program writes a text so that
-    begins with a blank and a quote, and none goes on behind the quote that ends it."""
+    """Return whether fields are written as in `a, "b"`, where the quotes enclose the field: no program writes a text
+    so that begins with a blank and a quote, and none goes on behind the quote that ends it."""
     if not re.search(rf'{re.escape(delimiter)} +"(?!")', "".join(head)):
         return False
     begun = [field.strip() for row in csv.reader(head, delimiter=delimiter) for field in row if re.match(' +"', field)]
@@ -152,8 +152,8 @@ def _has_blanks_before_quotes(head: list[str], delimiter: str) -> bool:
 
 
 def has_quoted_fields(path: Path, encoding: str | None, delimiter: str, is_headless: bool) -> bool | None:
-    """Whether the fields of a .tsv file are quoted as pandas and Excel quote them; False: they are texts with quotes
-    in them, as GLUE's. None: there is no quote.
+    """Return whether the fields of a .tsv file are quoted as pandas and Excel quote them; False: they are texts with
+    quotes in them, as GLUE's. None: there is no quote.
 
     All quotes must pair up: a field that begins with one ends with one, has those inside doubled, and no other field
     has any. There must also be a reason for them: a doubled quote, a line break, or what separates fields; a quoted

@@ -113,7 +113,7 @@ def as_utf8(file: IO[bytes], encoding: str, path: Path) -> Iterator[bytes]:
 
 
 def _is_utf8(text: str, encoding: str) -> bool:
-    """Whether the bytes of this text were certainly UTF-8."""
+    """Return whether the bytes of this text were certainly UTF-8."""
     try:
         data = text.encode(encoding)
         meant = data.decode("utf-8")

@@ -26,8 +26,10 @@ FORMATS = {
     ".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".tokens": "text", ".py": "text", ".tex": "text",
 }  # fmt: skip
 OPTIONS = {  # that some formats have
-    "encoding": ("json", "csv", "tsv", "text", "conll"), "delimiter": ("csv", "tsv"), "field": ("json",),
-}  # fmt: skip
+    "encoding": ("json", "csv", "tsv", "text", "conll"),
+    "delimiter": ("csv", "tsv"),
+    "field": ("json",),
+}
 COMMENT = re.compile(r"#\s*(id\s|(newdoc|newpar)\b|[\w.:]+\s*=)")  # of CoNLL-U, MultiCoNER; "# O" is a word
 DOCUMENT = "-DOCSTART-"  # the first word of a line between documents of a .conll file
 BLANKS = " \t\r"  # no others: a tweet has U+00A0 and U+2028 as words

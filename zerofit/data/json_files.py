@@ -19,7 +19,7 @@ from zerofit.data.lengths import report_data_loss
 from zerofit.data.options import DataOptions
 from zerofit.data.tables import text_of, write_table
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.parsing import has_half_pair, parse_json
+from zerofit.recipe.parsing import each_key_once, has_half_pair, parse_json
 
 NOT_BLANK = re.compile(r"\S")
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -93,18 +93,11 @@ def json_records(path: Path, data: DataOptions) -> Iterator[tuple[dict[str, Any]
 
 def _parsed(text: str) -> Any:
     """A value of JSON; NaN, as Python writes pandas' missing values, is none."""
-    return parse_json(text, parse_constant=_constant, object_pairs_hook=_each_key_once)
+    return parse_json(text, parse_constant=_constant, object_pairs_hook=each_key_once)
 
 
 def _constant(name: str) -> float | None:
     return None if name == "NaN" else float(name)
-
-
-def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise json.JSONDecodeError(f"a key of {', '.join(found)} stands twice", "", 0)
-    return found
 
 
 def _is_object(line: str) -> bool:
@@ -142,7 +135,7 @@ def _records_of(text: str, line: int, path: Path, field: str | None) -> Iterable
 
 
 def _one_after_another(text: str, line: int, path: Path) -> Iterator[Any]:
-    decoder, place = json.JSONDecoder(parse_constant=_constant, object_pairs_hook=_each_key_once), 0
+    decoder, place = json.JSONDecoder(parse_constant=_constant, object_pairs_hook=each_key_once), 0
     while found := NOT_BLANK.search(text, place):
         try:
             record, place = decoder.raw_decode(text, found.start())
@@ -191,7 +184,7 @@ def _records_of_table(held: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _are_rows(keys: dict[str, Any]) -> bool:
-    """Whether keys are numbers of rows."""
+    """Return whether keys are numbers of rows."""
     return all(key.isdecimal() for key in keys)
 
 

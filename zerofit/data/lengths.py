@@ -33,8 +33,9 @@ def choose_length(option: str, length: int, source: str | None, config: "Pretrai
 
 
 def length_warmup(text: str, source: str | None, block_size: int, is_chat: bool) -> Warmup:
-    """How the length of samples grows, in tokens. Raises UserError: block_size is not reached in steps of the first
-    length; answers would be cut off. `text`: START@UPDATES, of block_size_warmup. `source`: what set the option."""
+    """Return the warm-up of the length of samples, in tokens. Raises UserError: block_size is not reached in steps of
+    the first length; answers would be cut off. `text`: START@UPDATES, of block_size_warmup. `source`: what set the
+    option."""
     found = read_warmup(text)
     assert found is not None  # the recipe's own check has read it
     first, updates = found

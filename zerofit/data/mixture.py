@@ -25,7 +25,7 @@ Samples = TypeVar("Samples", bound=SampleSet)
 
 
 class ChosenSources:
-    """Which source each place has, place after place. `weights`: they add up to 1."""
+    """The source of each sample of a mixture, in the order of training. `weights`: they add up to 1."""
 
     def __init__(self, weights: Sequence[float]):
         self.weights = np.asarray(weights, dtype=np.float64)
@@ -43,7 +43,8 @@ class ChosenSources:
         return self._blocks[number], self._counts[number]
 
     def _choose(self, start: int, counts: np.ndarray) -> np.ndarray:
-        """Of the sources that may come (they lack 1 / (2 k - 2) of a sample or more), the one that must come first."""
+        """Choose the next source among those that may come (they lack 1 / (2 k - 2) of a sample or more), the one that
+        must come first."""
         weights, owed = self.weights.tolist(), (self.weights * start - counts).tolist()
         chosen, least, sources = np.empty(PLACES, dtype=np.int16), self._least, range(len(self.weights))
         for place in range(PLACES):
@@ -117,7 +118,7 @@ class MixedSamples(Generic[Samples]):
 
 
 def options_of_sources(options: DataOptions, recipe: TaskRecipe) -> dict[str, DataOptions]:
-    """What to read of each source, by the source's name: it is prepared as if it were the only one.
+    """Return the data options of each source, by the source's name: it is prepared as if it were the only one.
 
     Without weights there is one source, whose name is empty. A validation_file goes to the first source; nothing is
     held out of the others then.

@@ -1,4 +1,4 @@
-"""What a recipe says about the data to read, as values: a mixture has such options for each of its sources."""
+"""The data to read, as a recipe describes it: a mixture has such options for each of its sources."""
 
 from dataclasses import dataclass
 from itertools import chain

@@ -42,7 +42,7 @@ class DatasetStats:
 
     @property
     def pair_lengths(self) -> tuple[float, float]:
-        """Of pairs: mean number of tokens of a source and of a target, without padding."""
+        """The mean number of tokens of a source and of a target, without padding."""
         assert self.trained is not None, "targets are trained on"
         source = (self.tokens - self.truncated - self.trained) / self.samples
         return source, self.trained / self.samples
@@ -321,7 +321,7 @@ class TextData(TaskData):
 
     @property
     def longest(self) -> dict[str, int]:
-        """How many tokens a training sample may have, by column."""
+        """The maximum number of tokens of a training sample, by column."""
         return {"input_ids": self.block_size}
 
     def describe(self) -> list[str | list[tuple[str, ...]]]:

@@ -32,7 +32,7 @@ class RecordReader(Protocol):
     def columns(self) -> list[str]: ...
 
     def read(self, record: dict[str, Any]) -> Any:
-        """What the record holds. Raises BadRecord."""
+        """Return the contents of a record. Raises BadRecord."""
 
     def texts(self, content: Any) -> Iterable[str]:
         """The texts in what `read` has returned, to train a tokenizer."""
@@ -56,7 +56,7 @@ class Part:
         return replace(self, table=table, numbers=self.numbers[places], records=self.records.select(places))
 
     def contents(self) -> Iterator[Any]:
-        """What each record holds."""
+        """Return the contents of each record."""
         for batch in self.table.iter(200):
             yield from map(self.reader.read, records_of(batch))
 

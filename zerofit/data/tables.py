@@ -97,7 +97,7 @@ def text_of(value: Any) -> str:
 
 
 def holds_lists(feature: Any) -> bool:
-    """Whether a column of this feature holds lists."""
+    """Return whether a column of this feature holds lists."""
     return isinstance(feature, list) or hasattr(feature, "feature")
 
 
@@ -243,8 +243,10 @@ def write_table(
     schema, records = (shown or stored).arrow_schema, iter(records)
     with atomic_file(place, "wb") as file, pa.ipc.new_stream(file, schema) as stream:
         while rows := list(islice(records, WRITTEN_AT_ONCE)):
-            columns = {field.name: pa.array((row.get(field.name) for row in rows), field.type)
-                       for field in stored.arrow_schema}  # fmt: skip
+            columns = {
+                field.name: pa.array((row.get(field.name) for row in rows), field.type)
+                for field in stored.arrow_schema
+            }
             stream.write_table(pa.table(columns).cast(schema))
 
 

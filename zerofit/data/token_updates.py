@@ -33,7 +33,7 @@ class _Epoch:
 
 
 class TokenUpdates:
-    """Which samples each update has. `widths`: (samples, 1) tokens of each row; (samples, 2) of source and target,
+    """The samples of each update. `widths`: (samples, 1) tokens of each row; (samples, 2) of source and target,
     which are padded by themselves. `row_tokens`: of a full row; no row has more. `full_rows`: G, of an update."""
 
     def __init__(self, widths: np.ndarray, row_tokens: int, full_rows: int, seed: int):
@@ -155,8 +155,8 @@ class TokenMicroBatches(torch.utils.data.Sampler[list[int]]):
 def updates_by_tokens(
     samples: SampleSet | None, row_tokens: int | None, full_rows: int | None, seed: int
 ) -> TokenUpdates | None:
-    """What tokens_per_batch makes of the training samples; None without it. Raises UserError: all rows have the same
-    length. `row_tokens`: of a full row. `full_rows`: of an update."""
+    """Return the updates that tokens_per_batch makes of the training samples; None without that option. Raises
+    UserError: all rows have the same length. `row_tokens`: of a full row. `full_rows`: of an update."""
     if samples is None or row_tokens is None or full_rows is None:
         return None
     if samples.lengths is None:

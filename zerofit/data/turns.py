@@ -43,7 +43,7 @@ def refuse_preferences(table: Dataset, remedy: str) -> str | None:
 
 
 def _holds_booleans(table: Dataset, name: str) -> bool:
-    """Whether a column holds true and false; in a .csv file they are texts."""
+    """Return whether a column holds true and false; in a .csv file they are texts."""
     if name in text_columns(table):
         return {str(value).lower() for value in table[name][:LOOKED_AT]} <= {"true", "false"}
     return table.features[name] == Value("bool")
@@ -87,8 +87,8 @@ def _listed(items: Any) -> list[Any]:
 
 
 def more_of(items: Any) -> list[dict[str, Any]]:
-    """What each turn has beside its role and its text, such as tool_calls. In a table every turn and every call has
-    the keys of all: keys without a value are removed."""
+    """Return the other values of each turn beside its role and its text, such as tool_calls. In a table every turn and
+    every call has the keys of all: keys without a value are removed."""
     turns = [item if isinstance(item, dict) else {} for item in _listed(items)]
     known = [{_key_of(turn, ROLE_OF_A_TURN), _key_of(turn, TEXT_OF_A_TURN)} for turn in turns]
     return [
@@ -102,8 +102,8 @@ def _key_of(turn: dict[str, Any], names: tuple[str, ...]) -> str | None:
 
 
 def is_trained(more: dict[str, Any], where: str) -> bool:
-    """Whether a turn may be trained on: no key of it, such as weight, train or mask, says otherwise. Raises BadRecord:
-    a key has another value than yes or no."""
+    """Return whether a turn may be trained on: no key of it, such as weight, train or mask, says otherwise. Raises
+    BadRecord: a key has another value than yes or no."""
     answers = []
     for key in MASKS:
         if key not in more:
@@ -147,7 +147,7 @@ def _plain(content: Any) -> Any:
 
 
 def _not_text(part: dict[str, Any] | str) -> str | None:
-    """What a part is, if it is no text."""
+    """Return the type of a part of a message, if it is not text."""
     if isinstance(part, str):
         return None
     named = [key for key, value in part.items() if value is not None]
@@ -166,5 +166,5 @@ def _of_part(part: dict[str, Any] | str) -> str | None:
 
 
 def blank(text: Any) -> bool:
-    """Whether there is no text, or only white space."""
+    """Return whether there is no text, or only white space."""
     return not isinstance(text, str) or not text.strip()

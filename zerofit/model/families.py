@@ -155,10 +155,20 @@ ROBERTA = replace(  # Liu et al. 2019
 )
 POSITIONS_OF_ROBERTA = replace(
     ROBERTA,
-    model_types=("longformer", "mpnet", "data2vec-text", "ibert", "lilt", "luke", "markuplm", "roberta-prelayernorm",
-                 "xlm-roberta-xl", "xmod"),
+    model_types=(
+        "longformer",
+        "mpnet",
+        "data2vec-text",
+        "ibert",
+        "lilt",
+        "luke",
+        "markuplm",
+        "roberta-prelayernorm",
+        "xlm-roberta-xl",
+        "xmod",
+    ),
     lora_targets=(ALL_LINEAR,),
-)  # fmt: skip
+)
 DEBERTA = Family(  # He et al. 2021
     model_types=("deberta",),
     lora_targets=("in_proj",),  # query, key and value in one layer

@@ -33,8 +33,14 @@ if TYPE_CHECKING:
 
 START = "decoder_start_token_id"
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's only special token
-PAIR_TOKENS = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
-               "bos_token": "[CLS]", "eos_token": "[SEP]"}  # fmt: skip
+PAIR_TOKENS = {
+    "pad_token": "[PAD]",
+    "unk_token": "[UNK]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "bos_token": "[CLS]",
+    "eos_token": "[SEP]",
+}
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class Clash(NamedTuple):
 
 
 class Findings:
-    """What is known of a recipe's options. It is no dataclass: none of this is an option itself."""
+    """The values, sources and notes of a recipe's options. It is no dataclass: none of this is an option itself."""
 
     unset: frozenset[str] = frozenset()  # options of the recipe's file that a flag has set to null
     left_out: Sequence[str] = ()  # notes on values of the recipe's or strategy's file without effect beside a flag

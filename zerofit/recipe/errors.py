@@ -103,9 +103,9 @@ def print_last(text: str, after_signal: bool = False, file: TextIO | None = None
 
 @dataclass
 class Exit:
-    """How this process ends: what is called before it does, and its exit code. `explain`: prints what is known of an
-    error other than UserError, and returns the exit code, or None. `tell`: tells other machines of the message and the
-    exit code."""
+    """The end of this process: the functions that are called before it, and its exit code. `explain`: prints what is
+    known of an error other than UserError, and returns the exit code, or None. `tell`: tells other machines of the
+    message and the exit code."""
 
     explain: Callable[[Exception], int | None] = lambda error: None
     cleanup: Callable[[], None] = lambda: None  # what `leave` calls before it ends the process

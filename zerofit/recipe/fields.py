@@ -13,10 +13,25 @@ TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 # What is said of an option that does not say otherwise; for the meaning see `option`.
 DEFAULTS: dict[str, Any] = {
-    "choices": (), "positive": False, "minimum": None, "below": None, "at_most": None, "form": None, "required": "",
-    "aliases": (), "common": False, "zero": "", "why": "", "excludes": "", "follows": "", "phase": "always",
-    "identity": True, "shapes_input": False, "needs": "", "noted": "",
-}  # fmt: skip
+    "choices": (),
+    "positive": False,
+    "minimum": None,
+    "below": None,
+    "at_most": None,
+    "form": None,
+    "required": "",
+    "aliases": (),
+    "common": False,
+    "zero": "",
+    "why": "",
+    "excludes": "",
+    "follows": "",
+    "phase": "always",
+    "identity": True,
+    "shapes_input": False,
+    "needs": "",
+    "noted": "",
+}
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
@@ -75,13 +90,13 @@ class FlagOrValue:
 
 
 class Recomputation(FlagOrValue):
-    """What a user may write for gradient_checkpointing."""
+    """The values that a user may write for gradient_checkpointing."""
 
     VALUES = {"full": True, "selective": "selective", True: True, False: False}
 
 
 class Compilation(FlagOrValue):
-    """What a user may write for torch_compile."""
+    """The values that a user may write for torch_compile."""
 
     VALUES = {"auto": "auto", "blocks": "blocks", "model": "model", True: "blocks", False: False}
 

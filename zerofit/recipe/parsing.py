@@ -64,6 +64,16 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
         raise json.JSONDecodeError(TOO_DEEP, "", 0) from None
 
 
+def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a JSON object of its keys and values (`object_pairs_hook`). Raises json.JSONDecodeError: a key is there
+    twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise json.JSONDecodeError(f"{max(names, key=names.count)} is there twice, keep one of the two", "", 0)
+    return found
+
+
 def has_half_pair(value: Any) -> bool:
     """Return whether a text in a value of JSON has half of a surrogate pair, which cannot be encoded."""
     try:

@@ -238,7 +238,7 @@ class ClmRecipe(
 
     @property
     def is_packed(self) -> bool:
-        """Whether documents are kept apart by positions that restart, which transformers' attention must respect."""
+        """True if documents are kept apart by positions that restart, which transformers' attention must respect."""
         if self.predict_file or self.preference_loss:
             return False
         if self.data_path:

@@ -12,7 +12,7 @@ from typing import Any
 
 from zerofit.recipe.errors import Problems, UserError, nearest
 from zerofit.recipe.files import read_text
-from zerofit.recipe.parsing import parse_json
+from zerofit.recipe.parsing import each_key_once, parse_json
 from zerofit.strategy.launch import Launch, tell_deepspeed_of_a_cpu
 
 # Top-level keys of DeepSpeed 0.19's configuration (deepspeed.ai/docs/config-json); DeepSpeed ignores any other.
@@ -96,7 +96,7 @@ def read_config(launch: Launch, collected: Problems | None = None) -> tuple[dict
     if not path.is_file():
         raise UserError(f"{launch.source}: deepspeed_config_file = {launch.json_path!r}: there is no such file")
     try:
-        config = parse_json(read_text(path), object_pairs_hook=_each_key_once)
+        config = parse_json(read_text(path), object_pairs_hook=each_key_once)
     except ValueError as error:  # the message names the line
         raise UserError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(config, dict):
@@ -159,15 +159,6 @@ def read_quoted(config: dict[str, Any], prefix: str = "") -> list[str]:
                 config[key] = int(config[key])
             notes.append(f'{prefix}{key} = "{value}" is a string, read as {json.dumps(config[key])}')
     return notes
-
-
-def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of the file. Raises ValueError: a key is there twice, which DeepSpeed refuses, too."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{max(names, key=names.count)} is there twice, keep one of the two")
-    return found
 
 
 def _from_yaml_alone() -> dict[str, Any]:

@@ -30,10 +30,22 @@ VARIABLES = {
     "deepspeed_moe_layer_cls_names": "DEEPSPEED_MOE_LAYER_CLS_NAMES",
 }
 # Other keys of deepspeed_config that accelerate 1.15 reads; it ignores any other without a word.
-READ_TOO = ("deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
-            "deepspeed_multinode_launcher", "offload_optimizer_nvme_path", "offload_param_nvme_path")  # fmt: skip
-IN_THE_JSON = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "zero3_save_16bit_model",
-               "offload_optimizer_device", "offload_param_device")  # fmt: skip
+READ_TOO = (
+    "deepspeed_hostfile",
+    "deepspeed_exclusion_filter",
+    "deepspeed_inclusion_filter",
+    "deepspeed_multinode_launcher",
+    "offload_optimizer_nvme_path",
+    "offload_param_nvme_path",
+)
+IN_THE_JSON = (
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "zero_stage",
+    "zero3_save_16bit_model",
+    "offload_optimizer_device",
+    "offload_param_device",
+)
 SUPPORTED = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 FP8_BACKEND = "AO"

@@ -58,9 +58,8 @@ class StageModule(PipelineModule):
             group = torch.distributed.new_group(ends)
             if layout.rank in ends:
                 weight = model.get_input_embeddings().weight
-                weight.ds_pipe_replicated = (
-                    layout.pipeline_stage > 0
-                )  # DeepSpeed's mark: its norm counts the weight once
+                # DeepSpeed's mark: its norm counts the weight once
+                weight.ds_pipe_replicated = layout.pipeline_stage > 0
                 self._tied = [(weight, group)]
 
     def get_tied_weights_and_groups(self) -> Any:

@@ -165,9 +165,15 @@ def _check_average(strategy: Strategy, recipe: TrainingRecipe) -> None:
 
 
 CHECKS = (  # (strategy, recipe): what does not go together
-    check_optimizer, check_muon, check_fsdp, check_degrees, _check_compiled, _check_float8, _check_rounding,
+    check_optimizer,
+    check_muon,
+    check_fsdp,
+    check_degrees,
+    _check_compiled,
+    _check_float8,
+    _check_rounding,
     _check_average,
-)  # fmt: skip
+)
 
 
 def _of_launcher(launch: Launch) -> PrecisionSetting:

@@ -256,8 +256,10 @@ class OptimizerState:
     def averaged(self) -> Iterator[None]:
         """Within this context the model has the mean in the place of its weights. All ranks enter it together."""
         self._swap_ema()
-        yield
-        self._swap_ema()
+        try:
+            yield
+        finally:
+            self._swap_ema()
 
     @torch.no_grad()
     def _swap_ema(self) -> None:

@@ -6,7 +6,7 @@ from zerofit.checkpoint.run_state import BestEvaluation
 from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.options import EvaluationOptions
 
-LOWER_IS_BETTER = ("loss", "perplexity", "mse", "mae", "wer", "cer", "ter")  # beginnings of figures' names
+LOWER_IS_BETTER = ("loss", "perplexity", "mse", "mae", "wer", "cer", "ter")  # the first word of figures' names
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class BestMetricTracker:
         """Take an evaluation's figures into account. Returns whether it is the best so far; a NaN never is."""
         value, best = figures[f"eval_{self.metric}"], self.best
         best.metric = self.metric
-        sign = -1 if self.metric.startswith(LOWER_IS_BETTER) else 1
+        sign = -1 if self.metric.partition("_")[0] in LOWER_IS_BETTER else 1
         better = value == value if best.update is None else sign * (value - best.value) > 0
         if better:
             best.update, best.value, best.figures, best.worse_in_a_row = update, value, figures, 0

@@ -87,9 +87,8 @@ def read_start(task: str, kind: type[TaskRecipe], argv: Sequence[str], ranks: Ra
     fetch_inputs(recipe)
     folder = output_folder(task, recipe)
     check_paths(recipe, folder)
-    log_lines(
-        *(f"warning   {line}" for line in untried_versions()), main=ranks.rank == 0
-    )  # before an import fails of it
+    # Before an import fails of it:
+    log_lines(*(f"warning   {line}" for line in untried_versions()), main=ranks.rank == 0)
     if recipe.resume == "never" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         recipe.adopt("resume", "auto", "a restart of torchrun's agent")
     check_compiled_code()

@@ -24,11 +24,8 @@ class Profiler:
     UserError: a file is in the way that no run has written."""
 
     def __init__(self, run: "Run") -> None:
-        self.updates, self.log_lines, self.device = (
-            run.recipe.profiled_updates,
-            run.recorder.log_lines,
-            run.device.type,
-        )
+        self.updates = run.recipe.profiled_updates
+        self.log_lines, self.device = run.recorder.log_lines, run.device.type
         names = ["profile_rank0.json.gz", *(["memory_rank0.pickle"] if self.device == "cuda" else [])]
         for name in names:
             run.folder.claim(name)

@@ -157,8 +157,8 @@ def _text(value: Any, what: str) -> str:
 
 
 def given_in(record: dict[str, Any], columns: tuple[str, ...]) -> dict[str, Any]:
-    """What a record gives to the template beside its messages: tools, documents, and arguments of its own. Raises
-    BadRecord: it is not of the form that templates take."""
+    """Return the values that a record gives to the template beside its messages: tools, documents, and arguments of
+    its own. Raises BadRecord: it is not of the form that templates take."""
     given: dict[str, Any] = {}
     for name in columns:
         value = without_nothing(_unpacked(record[name], f"its {name} are", "{["))
@@ -296,14 +296,14 @@ def _form_of(kind: str, recipe: ClmRecipe, table: Dataset, answered: bool) -> Fo
 
 
 def holds_turns(table: Dataset, name: str) -> bool:
-    """Whether a column holds turns, and not one text: as a list, an object, or the text of a list."""
+    """Return whether a column holds turns, and not one text: as a list, an object, or the text of a list."""
     kind = table.features[name]
     texts = table[name][:FIRST_RECORDS] if name in text_columns(table) else []
     return holds_lists(kind) or isinstance(kind, dict) or any(text and TURNS.match(text) for text in texts)
 
 
 def _has_roles(conversations: list[Any]) -> bool:
-    """Whether turns have a known role."""
+    """Return whether turns have a known role."""
     try:
         if any(isinstance(items, str) and TURNS.match(items) for items in conversations):
             return True

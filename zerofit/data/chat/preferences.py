@@ -37,7 +37,7 @@ Pair = tuple[Conversation, Conversation]
 
 @dataclass(frozen=True)
 class PreferenceForm:
-    """How the pairs of a table are read."""
+    """The columns from which the pairs of a table are read."""
 
     prompt: Form | None  # how its prompts are read; None: both answers are whole conversations
     system_prompt: str | None  # for conversations without one

@@ -319,7 +319,7 @@ def best_fit(lengths: np.ndarray, size: int) -> list[list[int]]:
 def truncation_notes(
     allow_data_loss: bool, config: PretrainedConfig, table: Dataset, part: str, block_size: int
 ) -> list[str]:
-    """What there is to say about answers beyond block_size. Raises UserError if none is left, or too few."""
+    """Return log lines about answers that are longer than block_size. Raises UserError if none is left, or too few."""
     columns = table.select_columns(["truncated", "trained", "is_cut"]).with_format("numpy")[:]
     skipped, cut = int((columns["trained"] == 0).sum()), int(columns["is_cut"].sum())
     if skipped == len(table):

@@ -193,8 +193,8 @@ def _names(feature: Any) -> tuple[str, ...] | None:
 def _readers(
     recipe: ClsRecipe, sources: list[Records], task: GlueTask | None, config: PretrainedConfig
 ) -> list[Reader]:
-    """How each source is read, with the labels that are in all of them. Raises UserError: there are no labels, or only
-    one; the model was trained for others."""
+    """Return a reader for each source, with the labels that are in all of them. Raises UserError: there are no labels,
+    or only one; the model was trained for others."""
     kinds = {each.kind: each.source.where("train") for each in sources}
     if len(kinds) > 1:
         found = ", ".join(f"{kind} in {where}" for kind, where in kinds.items())
@@ -321,7 +321,7 @@ def _columns(
 
 
 def _holds_values(feature: Any, or_lists: bool) -> bool:
-    """Whether a column has one value each; or lists of values."""
+    """Return whether a column has one value each; or lists of values."""
     item = getattr(feature, "feature", None) if or_lists and tables.holds_lists(feature) else feature
     return isinstance(item, (Value, ClassLabel))
 

@@ -1,4 +1,4 @@
-"""What the log says of the labels: how many records have each, and which names may be mistakes."""
+"""Log lines about the labels: how many records have each, and which names may be mistakes."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial

@@ -43,21 +43,21 @@ class Labels:
 
     @property
     def head(self) -> str:
-        """What transformers calls the model: AutoModelFor..."""
+        """The name of transformers' class for the model, after AutoModelFor."""
         if self.choices:
             return "MultipleChoice"
         return "TokenClassification" if self.of_words else "SequenceClassification"
 
     @property
     def unit(self) -> str:
-        """What the loss is a mean over."""
+        """The name of one target ("example", "word"), for the plot."""
         if self.names is None:
             return "number"
         return "word" if self.of_words else "example"
 
     @property
     def entities(self) -> bool:
-        """Whether the tags mark entities of several words: B-PER, I-PER, O (IOB1, IOB2, IOBES and BILOU)."""
+        """True if the tags mark entities of several words: B-PER, I-PER, O (IOB1, IOB2, IOBES and BILOU)."""
         return self.of_words and all(name == "O" or re.fullmatch("[BIESLU]-.+", name) for name in self.names or ())
 
     @property
@@ -298,8 +298,8 @@ def name_of(value: Any) -> str:
 
 
 def is_missing(value: Any, column: str = "") -> bool:
-    """Whether there is no label: an empty text, or nan as a number, which is pandas' missing value. As a text nan is a
-    name."""
+    """Return whether there is no label: an empty text, or nan as a number, which is pandas' missing value. As a text
+    nan is a name."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return True
     return not str(value).strip() or (column == GOLD and value == "-")

@@ -49,7 +49,7 @@ class ExampleData(TaskData):
 
     @property
     def longest(self) -> dict[str, Any]:
-        """How many tokens a training sample may have, by column."""
+        """The maximum number of tokens of a training sample, by column."""
         return {"input_ids": self.max_length * (self.labels.num_outputs if self.labels.choices else 1)}
 
     @property

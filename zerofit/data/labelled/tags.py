@@ -59,7 +59,7 @@ def find_words(texts: list[str] | None, table: Dataset) -> str | None:
 
 
 def _items(table: Dataset, name: str) -> str | None:
-    """What the lists of a column hold; None if it has none."""
+    """Return the type of the elements of a column's lists; None if it has no lists."""
     return getattr(getattr(table.features.get(name), "feature", None), "dtype", None)
 
 

@@ -68,7 +68,7 @@ def check_named_once(corpora: list[Corpus]) -> None:
 
 
 def kind(split: str, resets: tuple[str, ...], block_size: int) -> str:
-    """How samples are made of documents, as a sentence for the log."""
+    """A sentence for the log: how samples are made of documents."""
     options = "".join(f", {name}" for name in resets)
     return f"Megatron's GPT samples of {block_size:,} + 1 tokens, split {split}{options}; samples of one pass:"
 

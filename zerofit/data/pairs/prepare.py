@@ -34,7 +34,7 @@ TABLE = Features(
 
 @dataclass(frozen=True)
 class SourceFormat:
-    """How a source is written for the encoder."""
+    """The format in which a source is written for the encoder."""
 
     prefix: str
     separator: str  # between two turns
@@ -63,7 +63,7 @@ class PairData(TaskData):
 
     @property
     def longest(self) -> dict[str, int]:
-        """How many tokens a training sample may have, by column."""
+        """The maximum number of tokens of a training sample, by column."""
         return dict(zip(("input_ids", "labels"), self.widths))
 
 
