@@ -13,16 +13,16 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 498,  # 800
     "zerofit": 142,  # cli.py
-    "zerofit/recipe": 3_642,  # 2,700
-    "zerofit/model": 5_946,  # 4,700
+    "zerofit/recipe": 3_667,  # 2,700
+    "zerofit/model": 5_962,  # 4,700
     "zerofit/compat": 604,  # 600
-    "zerofit/data": 7_071,  # 6,000
-    "zerofit/strategy": 5_134,  # 4,800
+    "zerofit/data": 7_070,  # 6,000
+    "zerofit/strategy": 5_144,  # 4,800
     "zerofit/estimate": 4_934,  # 4,700
     "zerofit/record": 1_578,  # 4,300 with health and checkpoint
     "zerofit/health": 1_396,
     "zerofit/checkpoint": 1_830,
-    "zerofit/training": 3_298,  # 2,000
+    "zerofit/training": 3_294,  # 2,000
     "zerofit/launch": 1_567,  # 1,300
     "zerofit/tools": 10_991,  # 10,600
     "benchmarks": 1_925,  # 1,800
