@@ -1,6 +1,5 @@
 """Parts of the engine that need no launch: the gradient norm, and an update that the device refuses."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -43,21 +42,6 @@ def backward(engine: TorchEngine, factor: float = 1.0) -> list[torch.Tensor]:
 def held(engine: TorchEngine) -> list[torch.Tensor]:
     state = engine.torch_optimizer.state
     return [each.clone() for p in engine.parameters for each in (p, *state[p].values())]
-
-
-@pytest.mark.parametrize(("factor", "bounds"), [
-    (float("nan"), Bounds()), (float("inf"), Bounds()), (1.0, Bounds(loss_sum=0.1)), (1.0, Bounds(grad_norm=0.1)),
-])  # fmt: skip
-def test_a_refused_update_leaves_every_bit(factor, bounds):
-    engine = deciding_engine(1.0)
-    assert not engine.step(backward(engine), Bounds()).refused
-    before = held(engine)
-    outcome = engine.step(backward(engine, factor), replace(bounds, report=(3.0,)))
-    assert outcome.refused
-    assert outcome.ranks == [[3.0]]
-    assert all(torch.equal(one, other) for one, other in zip(held(engine), before, strict=True))
-    assert not engine.step(backward(engine), Bounds()).refused
-    assert not all(torch.equal(one, other) for one, other in zip(held(engine), before))
 
 
 def test_a_refused_update_leaves_the_mean_of_the_weights():
