@@ -2,7 +2,7 @@
 
 import torch
 from test_resuming import recipe
-from test_saving import Alone, save, saver_of
+from test_saving import Alone
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerofit.model.parameters import hidden_matrices
@@ -66,20 +66,3 @@ def test_the_matrices_of_the_blocks_take_it():
     gpt2 = model_with("gpt2")
     assert len(hidden_matrices(gpt2)) == 2 * 4
     assert all(each.dim() == 2 for each in hidden_matrices(gpt2).values())
-
-
-def test_a_run_resumes_to_the_bit(tmp_path):
-    engine = Alternating()
-    engine.train(range(3))
-    saver = saver_of(engine, tmp_path, asynchronous=False)
-    save(saver, engine, 3)
-    assert not saver.wait()
-    after = engine.train(range(3, 6))
-    again = Alternating(seed=5)
-    folder, _ = saver.choose("auto")
-    saver_of(again, tmp_path).load(folder)
-    assert again.state.steps == 3
-    assert again.train(range(3, 6)) == after
-    assert after[-1] < after[0]
-    sizes = [parameter.numel() for parameter in engine.module.parameters()]
-    assert engine.state.bytes_of_all() == 4 * (2 * (sizes[0] + sizes[2]) + 3 * (sizes[1] + sizes[3]))
