@@ -140,26 +140,6 @@ def test_what_was_saved_is_what_there_was_when_the_save_began(tmp_path, asynchro
     assert saver.records[0]["bytes"] > 0
 
 
-def test_any_file_of_the_newest_may_come_to_harm(three, capfd):
-    """Every kind of damage is found: test_checkpoints.py."""
-    saver, losses = three
-    files = [path for path in saver.checkpoints.folder(6).rglob("*") if path.is_file()]
-    names = {path.relative_to(saver.checkpoints.folder(6)).as_posix() for path in files}
-    assert names == {"manifest.json", "model/model.safetensors", "state/progress.json", "state/rank_00000.json",
-                     "state/rank_00000.safetensors"}  # fmt: skip
-    for path in files:
-        data = path.read_bytes()
-        path.write_bytes(data[: len(data) // 2])
-        folder, (warning,) = saver.choose("auto")
-        assert folder == saver.checkpoints.folder(4)
-        assert path.relative_to(saver.checkpoints.folder(6)).as_posix() in warning
-        path.write_bytes(data)
-    other = Alone(seed=3)
-    saver_of(other, saver.checkpoints.path.parent).load(folder)
-    assert other.train(range(4, 8)) == losses
-    assert "Traceback" not in "".join(capfd.readouterr())
-
-
 @pytest.mark.parametrize("name", ["rank_00000.safetensors", "rank_00000.json", "progress.json"])
 def test_a_pickle_in_the_place_of_a_file_runs_nothing_even_with_a_manifest_to_match(three, name, tmp_path):
     (saver, _), trace = three, tmp_path / "executed"
