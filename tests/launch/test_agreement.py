@@ -73,7 +73,7 @@ LAYOUTS = {  # strategy, processes, micro-batch; the accumulation follows from t
     "3d": ("3d", 4, 2),
 }
 REFERENCE, *OTHERS = LAYOUTS
-SPLIT_ROWS = ("packed", "padded", "preferences", "tokens", "smoothed", "streamed", "resized")
+SPLIT_ROWS = ("packed", "padded", "preferences", "tokens", "smoothed", "averaged", "streamed", "resized")
 SPLIT_LAYERS = (*SPLIT_ROWS, "untied", "gpt2", "neox")
 SPLIT = {  # of model parallelism: processes of a replica, and the cases
     "sp": (2, (*SPLIT_ROWS, "muon")), "tp": (2, SPLIT_LAYERS), "pp": (2, SPLIT_LAYERS), "3d": (4, SPLIT_LAYERS),
@@ -144,6 +144,7 @@ CASES = {
     "muon": Case("clm", 22, (*PACKED, "--optim", "muon")),
     "adafactor": Case("clm", 22, (*PACKED, "--optim", "adafactor")),
     "smoothed": Case("clm", 22, (*PACKED, "--label_smoothing", "0.1", "--z_loss", "0.01")),
+    "averaged": Case("clm", 22, (*PACKED, "--ema_decay", "0.6"), learning_rate=2e-3),
     "teacher": Case("distill", 12, (  # which each process holds beside the student
         *PACKED, "--teacher", "{teacher}", "--distill_divergence", "forward",
     )),
@@ -478,9 +479,11 @@ def test_equal_bleu_and_rouge_are_no_equal_zeros(run):
     assert figures["eval_bleu"] > 0
 
 
-@pytest.mark.parametrize(("case", "layout"), table("packed"))
+@pytest.mark.parametrize(("case", "layout"), table("packed", "averaged"))
 def test_the_exported_weights_are_whole_and_the_same(run, case, layout):
-    check_same_weights(*(run(case, each)[1] / "model" for each in (layout, REFERENCE)))
+    """And so is the mean of the weights: that it is the mean, test_weight_mean.py."""
+    for folder in ("model", "model/ema") if case == "averaged" else ("model",):
+        check_same_weights(*(run(case, each)[1] / folder for each in (layout, REFERENCE)))
 
 
 @pytest.mark.parametrize(("case", "layout"), table("padded", layouts=LAYOUTS))
@@ -595,6 +598,8 @@ LONG_LEGS = (  # data, begun under; goes on after this update, strategy, process
     ("muon", "fsdp2", [(8, "single", 1), (16, "zero1", 2)]),
     ("adafactor", "ddp", [(8, "single", 1), (16, "ddp", 2)]),
     ("smoothed", "tp", [(8, "zero3", 2), (16, "single", 1)]),
+    ("averaged", "zero2", [(8, "zero3", 2), (16, "fsdp2", 2)]),
+    ("averaged", "tp", [(8, "pp", 2), (16, "zero2_offload", 2)]),
     ("teacher", "zero2", [(6, "ddp", 2)]),
     ("classes", "zero2", [(8, "zero3", 2), (16, "fsdp2", 2)]),
     ("tags", "zero2", [(8, "zero3", 2), (16, "fsdp2", 2)]),
@@ -638,6 +643,8 @@ def test_a_run_goes_on_under_another_strategy_with_other_processes(run, weights,
             ours, theirs = ([line[figure] for line in updates(each)] for each in (again, lines))
             assert ours == pytest.approx(theirs, rel=tolerance, abs=0)
         assert (output / "samples.jsonl").read_text() == ledger, "none repeated, none skipped"
+    if case == "averaged":
+        check_same_weights(output / "model" / "ema", whole / "model" / "ema")
     newest = {"tags": 22, "lora tags": 22, "mixed pairs": 22, "mixed labels": 17}.get(case, 16)  # the best is kept
     assert (output / "checkpoints" / "latest").resolve().name == f"update_{newest:08}"
 

@@ -1,4 +1,4 @@
-"""ema_decay: the mean of the weights, beside each optimizer's state. Strategies: tests/launch/test_averages.py."""
+"""ema_decay: the mean of the weights, beside each optimizer's state. Strategies: test_agreement.py."""
 
 import pytest
 import torch
