@@ -13,22 +13,12 @@ from zerofit.data.collate import (
 from zerofit.data.order import FILLER
 from zerofit.model.loss import loss_of_examples
 
-PAD, TYPE = 90, 7
+PAD = 90
 
 
 def example(length: int, label) -> dict[str, np.ndarray]:
     ids = np.arange(1, length + 1)
     return {"input_ids": ids, "token_type_ids": ids % 2, "label": label}
-
-
-def test_long_rows_share_widths_on_a_gpu_and_short_ones_are_not_padded_to_64():
-    lengths = np.arange(1, 2049)
-    widths = round_up(lengths, 64)
-    assert round_up(np.array([5, 120, 129, 257, 513, 2000]), 64).tolist() == [8, 120, 144, 288, 576, 2048]
-    assert [round_up(int(each), 64) for each in lengths[::97]] == widths[::97].tolist()
-    assert len(set(widths.tolist())) == 16 + 8 + 8 + 24  # of each of 2,048 lengths; by 8 there are 256
-    assert ((widths >= lengths) & (widths - lengths < np.maximum(8, lengths / 8 + 1))).all()
-    assert (round_up(lengths, 1) == lengths).all()
 
 
 @pytest.mark.parametrize(("positions", "multiple"), [(None, 64), (1024, 64), (1000, 8), (50, 2), (33, 1)])

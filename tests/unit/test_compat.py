@@ -8,15 +8,10 @@ import sys
 from importlib.metadata import version
 
 import pytest
-import torch
 from helpers import ROOT
-
-from zerofit import compat
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from private_parts import find_uses, sources
-
-MOST_PARTS, MOST_NAMES = 40, 70  # in zerofit/compat
 
 
 @pytest.fixture(scope="module")
@@ -25,15 +20,9 @@ def uses():
 
 
 def test_private_parts_stand_in_compat_alone(uses):
+    assert len(uses) > 30
     elsewhere = [use for use in uses if not use.is_in_compat and not use.is_of_device]
     assert not elsewhere, "a private part of another library: look for a public one, else move it into zerofit/compat"
-
-
-def test_compat_is_small(uses):
-    """At most 40 parts, each with its reason; some stand on several names."""
-    assert 20 <= len(PARTS) <= MOST_PARTS
-    assert 30 <= len([use for use in uses if use.is_in_compat]) <= MOST_NAMES
-    assert len([use for use in uses if use.is_of_device]) <= 9, "a backend of these libraries, for tests"
 
 
 @pytest.mark.parametrize(
@@ -128,13 +117,6 @@ def check_there(name: str) -> None:
         assert name.partition("|")[2] in inspect.getsource(module), name
     else:
         functools.reduce(getattr, name.partition(":")[2].split("."), module)
-
-
-def test_what_is_replaced_is_put_back():
-    before = torch.distributed.get_rank
-    with compat.replaced(torch.distributed, "get_rank", lambda: 3):
-        assert torch.distributed.get_rank() == 3
-    assert torch.distributed.get_rank is before
 
 
 RESULTS = {"Fragment", "Renamed"}  # what a part returns

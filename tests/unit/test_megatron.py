@@ -328,7 +328,6 @@ FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --train-iters 100 "
     "--lr 1e-3 --data-path A --vocab-file v.json --merge-file m.txt --hidden-dropout 0 "
 )
-PORTED = "--layernorm-type rmsnorm --activation-func-type swiglu --no-bias --position-embedding-type rotary "
 
 
 def with_json(tmp_path, **block) -> list[str]:

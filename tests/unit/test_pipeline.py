@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerofit.model.export import export_model
 from zerofit.model.loss import install_loss
-from zerofit.model.stages import check_stages, cut_layers, keep_stage, whole_model
+from zerofit.model.stages import check_stages, cut_layers, keep_stage
 from zerofit.recipe import ClmRecipe
 from zerofit.strategy.launch import Launch
 from zerofit.strategy.layout import check_degrees
@@ -75,27 +75,6 @@ def test_stages_one_after_another_find_what_the_full_model_finds(name, stages):
         assert found.keys() == dict(whole.named_parameters()).keys()
         for parameter, weight in whole.named_parameters():
             torch.testing.assert_close(found[parameter], weight.grad, rtol=1e-5, atol=1e-7, msg=parameter)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_stage_holds_its_own_weights_and_knows_the_others(name):
-    models, family = stages_of(name, 3, "chunked"), MODELS[name][0]
-    whole = tiny_model(family, **MODELS[name][1])
-    held = [{parameter for parameter, _ in model.named_parameters()} for model in models]
-    tied = set() if name in ("llama, untied", "mistral", "olmo2", "gpt_neox") else {_table(whole)}
-    assert held[0] & held[2] == tied
-    assert not held[1] & (held[0] | held[2])
-    assert held[0] | held[1] | held[2] == {parameter for parameter, _ in whole.named_parameters()}
-    for model in models:
-        known = dict(whole_model(model).named_parameters())
-        assert {each: p.shape for each, p in known.items()} == {each: p.shape for each, p in whole.named_parameters()}
-        assert all(parameter.is_meta for parameter in known.values())
-        assert not any(parameter.is_meta for parameter in (*model.parameters(), *model.buffers()))
-    assert whole_model(whole) is whole
-
-
-def _table(model) -> str:
-    return next(name for name, each in model.named_parameters() if each is model.get_input_embeddings().weight)
 
 
 @pytest.mark.parametrize(("family", "bytes_at_once"), [("gpt_neox", 20_000), ("llama", 1), ("gpt2", 10**9)])

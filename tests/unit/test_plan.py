@@ -15,17 +15,10 @@ from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings
 from zerofit.recipe.errors import UserError
 from zerofit.tools.plan import parallel
 
-MILLION = 10**6
 ON_GPUS = ["--gpu", "a100-40gb", "--num_gpus", "16"]
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 RECIPE = ["--task", "clm", "--config_name", "gpt2", "--block_size", "32", "--precision", "bf16",
           "--config_overrides", "n_layer=3,n_head=2,n_embd=32,n_positions=32,vocab_size=512"]  # fmt: skip
-
-
-def zero(stage: int, **settings):
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    return DeepSpeedZeroConfig(stage=stage, **settings)
 
 
 # ---------------------------------------------------------------------------------------------------------- the traces
