@@ -8,18 +8,22 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from loops import bare_run, train
 from test_saving import Alone
 
 from zerofit.checkpoint.manager import CheckpointManager
 from zerofit.checkpoint.resume import ResumePlan
 from zerofit.checkpoint.run_state import RunState
 from zerofit.data.collate import Batch
+from zerofit.health.anomaly import AnomalyDetector
+from zerofit.health.shutdown import StopReason
+from zerofit.health.slow_ranks import RankClock, SlowRanks
 from zerofit.recipe import ClmRecipe
+from zerofit.record.meters import Rates
 from zerofit.record.run_folder import RunFolder
 from zerofit.strategy.batches import BatchSizes
 from zerofit.strategy.engine import Outcome
 from zerofit.training.best_metric import make_best_tracker
+from zerofit.training.run import Run, Stop
 from zerofit.training.stream import run_length
 
 UPDATES = 12
@@ -109,15 +113,50 @@ class Launches:
         engine.before = before
         recorder = MagicMock()
         recorder.log_lines = lambda *lines: self.said.extend(lines)
-        length = run_length(recipe, 4, BatchSizes(1, 1, 1))  # an epoch has four updates
-        run = bare_run(recipe, engine, length, state=state, best=best, checkpoints=checkpoints, recorder=recorder)
-        data = SimpleNamespace(train=SimpleNamespace(sort_key=None, lengths=None), order=None, num_held_out=1)
         with contextlib.suppress(Killed):
-            train(run, data, None, evaluate=lambda: self.held_out[state.updates])
+            self._train(recipe, engine, state=state, best=best, checkpoints=checkpoints, recorder=recorder)
         self.folder.metrics.close()
         vars(self.folder)["_lock"] = None
         self.weights, self.loads = dict(engine.weights()), best.loads
         return state
+
+    def _train(self, recipe, engine, **parts) -> None:
+        """The loop of train/clm.py around a Run that opens no record, with these parts in place of its own."""
+        run, an_epoch = Run.__new__(Run), 4  # samples, and updates
+        vars(run).update(
+            recipe=recipe,
+            engine=engine,
+            length=run_length(recipe, an_epoch, BatchSizes(1, 1, 1)),
+            schedule=lambda update: 0.1,
+            stop=Stop(),
+            warmup=None,
+            counters=[],
+            detector=AnomalyDetector(0.0, False, False),
+            throughput=SimpleNamespace(of_update=lambda *_: Rates(1.0, 1.0, 1.0, None), evaluations=[]),
+            memory=SimpleNamespace(peak_bytes=lambda: 1, reset=lambda: None),
+            clock=RankClock(engine.device, alone=True),
+            slow_ranks=SlowRanks(engine.layout, 10, str, "forward"),
+            watchdog=SimpleNamespace(phase=lambda *_, **__: None),
+            shutdown=SimpleNamespace(reason=lambda: StopReason.NONE),
+            profiler=None,
+            measurement=None,
+            _kept_is_checked=True,
+            _stop_reason=StopReason.NONE,
+            _checkpoint_failed=False,
+            **parts,
+        )
+        data = SimpleNamespace(train=SimpleNamespace(sort_key=None, lengths=None), order=None, num_held_out=1)
+
+        def evaluate() -> dict[str, float]:
+            return self.held_out[run.state.updates]
+
+        for update in run.updates(data, None, evaluate_first=evaluate):
+            outcome = engine.step(engine.forward_backward(update.micro_batches, None, update.scale), run.bounds())
+            run.log(update, outcome)
+            if run.should_evaluate(update):
+                run.log_held_out(update, evaluate())
+            if run.should_save(update):
+                run.save(update)
 
     @property
     def best(self) -> str:
@@ -130,6 +169,7 @@ def no_data(monkeypatch):
     monkeypatch.setattr("zerofit.checkpoint.directory.sync", lambda path: None)  # the machine does not fail here
     batches = [Batch({}, 1, 1, 1, [0])]
     stream = SimpleNamespace(next=lambda: batches, prefetch=lambda: batches)
+    monkeypatch.setattr("zerofit.training.run.open_record", MagicMock())
     monkeypatch.setattr("zerofit.training.run.UpdateStream", lambda *_: stream)
     monkeypatch.setattr("zerofit.training.run.micro_batches", lambda *_, **__: None)
 
