@@ -2,34 +2,19 @@
 
 import pytest
 import torch
+from datasets import Dataset
 from helpers import TINY, tiny_model
 
 from zerofit.data.collate import CausalCollator
-from zerofit.data.pack import PackedBlocks
+from zerofit.data.pack import Documents, PackedBlocks
 
 A, OTHER, B = [5, 6, 7, 8, 9], [15, 16, 17, 18, 19], [25, 26, 27]
 SDPA_AND_EAGER = [(family, attention) for family in TINY for attention in ("sdpa", "eager")]
 
 
-class FakeDocuments:
-    """Documents held in a list."""
-
-    def __init__(self, texts: list[list[int]]):
-        import numpy as np
-
-        self.row = np.array([token for text in texts for token in text])
-        self.offsets = np.cumsum([0, *map(len, texts)])
-        self.num_tokens = len(self.row)
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def tokens(self, start: int, stop: int):
-        return self.row[start:stop].copy()
-
-
 def logits_of_b(model, first: list[int], batch_size: int, boundaries: bool) -> torch.Tensor:
-    blocks = PackedBlocks(FakeDocuments([first, B] * batch_size), 8, boundaries, filler=0)
+    documents = Documents(Dataset.from_dict({"input_ids": [first, B] * batch_size}))
+    blocks = PackedBlocks(documents, 8, boundaries, filler=0)
     batch = CausalCollator(pad_id=0)([(blocks[index], index) for index in range(batch_size)])
     inputs = {name: tensor for name, tensor in batch.inputs.items() if name != "labels"}
     with torch.no_grad():
