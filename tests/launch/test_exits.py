@@ -112,15 +112,10 @@ LAUNCHERS = {
     "zerofit launch": [BIN / "zerofit", "launch", "--num_processes", "2"],
 }  # fmt: skip
 ENDS = {"closed": os.close, "Ctrl-C": lambda terminal: os.write(terminal, b"\x03")}
-CENTRAL = [("accelerate, 1", "Ctrl-C")]  # the launcher dies of it, and the terminal with it
 
 
-CASES = list(itertools.product(LAUNCHERS, ENDS))
-
-
-@pytest.mark.parametrize(
-    ("launcher", "end"), [case if case in CENTRAL else pytest.param(*case, marks=pytest.mark.long) for case in CASES]
-)
+@pytest.mark.long  # what a run does at each of these signals: unit/test_exit_code.py
+@pytest.mark.parametrize(("launcher", "end"), itertools.product(LAUNCHERS, ENDS))
 def test_a_run_whose_terminal_is_closed_is_saved(options, tmp_path, launcher, end):
     """The launcher is the terminal's own program, as in `ssh -t HOST accelerate launch ...`."""
     run, terminal, its = tmp_path / "run", *pty.openpty()
