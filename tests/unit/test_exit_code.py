@@ -153,8 +153,7 @@ LEAVES = """
 ENDS = {"raise UserError('no such file')": 2, "return 86": 86, "return 0": 0, "raise ValueError('no')": 1}
 
 
-SIGNALLED = [(ends, 0, signal.SIGTERM) for ends in ENDS]
-SIGNALLED += [("return 86", 0, signal.SIGHUP), ("return 86", 0, signal.SIGINT), (next(iter(ENDS)), 1, signal.SIGTERM)]
+SIGNALLED = zip(ENDS, (0, 0, 0, 1), (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGTERM), strict=True)
 
 
 @pytest.mark.parametrize(("ends", "rank", "number"), SIGNALLED)
