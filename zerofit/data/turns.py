@@ -3,8 +3,7 @@
 Chats (data/chat), pairs (data/pairs) and multiple choice (data/labelled) read records with these functions.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from datasets import Dataset, Value
 
@@ -70,35 +69,24 @@ def first_answer(value: Any) -> Any:
     return value
 
 
-def roles_of(items: Any) -> list[str | None]:
-    """The role of each turn; None if it has none."""
-    return [
-        next((str(item[key]).lower() for key in ROLE_OF_A_TURN if item.get(key)), None)
-        if isinstance(item, dict)
-        else None
-        for item in _listed(items)
-    ]
+class Turn(NamedTuple):
+    """A turn of a conversation. `more`: its other values, such as tool_calls; in a table every turn and every call has
+    the keys of all, so keys without a value are left out."""
+
+    role: str | None
+    text: str | None
+    more: dict[str, Any]
 
 
-def _listed(items: Any) -> list[Any]:
-    if isinstance(items, dict):  # the format of a list of objects in some versions of the datasets library
-        return [dict(zip(items, values)) for values in zip(*items.values())]
-    return items
+def listed(items: Any) -> list[Any]:
+    """The turns as a list, also where the datasets library has made an object of lists of a list of objects."""
+    return [dict(zip(items, values)) for values in zip(*items.values())] if isinstance(items, dict) else items
 
 
-def more_of(items: Any) -> list[dict[str, Any]]:
-    """Return the other values of each turn beside its role and its text, such as tool_calls. In a table every turn and
-    every call has the keys of all: keys without a value are removed."""
-    turns = [item if isinstance(item, dict) else {} for item in _listed(items)]
-    known = [{_key_of(turn, ROLE_OF_A_TURN), _key_of(turn, TEXT_OF_A_TURN)} for turn in turns]
-    return [
-        without_nothing({key: value for key, value in turn.items() if key not in keys})
-        for turn, keys in zip(turns, known)
-    ]
-
-
-def _key_of(turn: dict[str, Any], names: tuple[str, ...]) -> str | None:
-    return next((name for name in names if turn.get(name) is not None), None)
+def role_of(turn: Any) -> str | None:
+    """The role of a turn in lower case; None if it has none."""
+    named = (turn.get(key) for key in ROLE_OF_A_TURN) if isinstance(turn, dict) else ()
+    return next((str(name).lower() for name in named if name), None)
 
 
 def is_trained(more: dict[str, Any], where: str) -> bool:
@@ -122,16 +110,22 @@ def without_nothing(value: Any) -> Any:
     return [without_nothing(item) for item in value] if isinstance(value, list) else value
 
 
-def turns_of(items: Any) -> Iterator[tuple[str | None, str | None]]:
-    """(role, text) of each turn: plain texts, or objects with a text and perhaps a role."""
-    for item, role in zip(_listed(items), roles_of(items)):
-        if isinstance(item, dict):
-            key = _key_of(item, TEXT_OF_A_TURN)
-            if key is None and not any(key in item for key in TEXT_OF_A_TURN):
-                raise BadRecord(f"a turn has {', '.join(item)}, and none of {', '.join(TEXT_OF_A_TURN)} for its text")
-            yield role, _plain(item.get(key))
-        else:
-            yield None, item
+def turns_of(items: Any) -> list[Turn]:
+    """Turns that are plain texts, or objects with a text and perhaps a role. Raises BadRecord: an object has no text,
+    or more than text."""
+    turns = []
+    for item in listed(items):
+        if not isinstance(item, dict):
+            turns.append(Turn(None, item, {}))
+            continue
+        role, text = (
+            next((key for key in keys if item.get(key) is not None), None) for keys in (ROLE_OF_A_TURN, TEXT_OF_A_TURN)
+        )
+        if text is None and not any(key in item for key in TEXT_OF_A_TURN):
+            raise BadRecord(f"a turn has {', '.join(item)}, and none of {', '.join(TEXT_OF_A_TURN)} for its text")
+        more = {key: value for key, value in item.items() if key not in (role, text)}
+        turns.append(Turn(role_of(item), _plain(item.get(text)), without_nothing(more)))
+    return turns
 
 
 def _plain(content: Any) -> Any:
@@ -140,20 +134,17 @@ def _plain(content: Any) -> Any:
     parts = [content] if isinstance(content, dict) else content
     if not isinstance(parts, list) or not parts or not all(isinstance(part, (dict, str)) for part in parts):
         return content
-    others = dict.fromkeys(filter(None, map(_not_text, parts)))
+    texts, others = list[str](), dict[str, None]()
+    for part in parts:
+        text, kind = _of_part(part), part.get("type") if isinstance(part, dict) else "text"
+        texts.append(text or "")
+        if kind not in TEXT_PARTS:
+            others[str(kind)] = None
+        elif kind is None and text is None and (named := [key for key, value in part.items() if value is not None]):
+            others[", ".join(named)] = None
     if others:
         raise BadRecord(f"a turn holds {' and '.join(others)}: only text is read ({' or '.join(TEXT_OF_A_PART)})")
-    return "".join(filter(None, map(_of_part, parts)))
-
-
-def _not_text(part: dict[str, Any] | str) -> str | None:
-    """Return the type of a part of a message, if it is not text."""
-    if isinstance(part, str):
-        return None
-    named = [key for key, value in part.items() if value is not None]
-    if part.get("type") not in TEXT_PARTS:
-        return str(part["type"])
-    return None if part.get("type") or _of_part(part) is not None else ", ".join(named)
+    return "".join(texts)
 
 
 def _of_part(part: dict[str, Any] | str) -> str | None:

@@ -26,11 +26,11 @@ from zerofit.data.turns import (
     blank,
     first_answer,
     is_trained,
-    more_of,
+    listed,
     question_answering_columns,
     refuse_preferences,
     refuse_rejected,
-    roles_of,
+    role_of,
     turns_of,
     without_nothing,
 )
@@ -183,7 +183,7 @@ def turns_in(value: Any, role: str, column: str) -> list[Message]:
     if not isinstance(value, (list, dict)):
         return [{"role": role, "content": _text(value, f"the {column}")}]
     messages = []
-    for number, ((name, text), more) in enumerate(zip(turns_of(value), more_of(value)), 1):
+    for number, (name, text, more) in enumerate(turns_of(value), 1):
         if name is None:
             raise BadRecord(f"turn {number} of its {column} has no role ({' or '.join(ROLE_OF_A_TURN)})")
         if name not in ROLE_OF_NAME:
@@ -308,6 +308,6 @@ def _has_roles(conversations: list[Any]) -> bool:
         if any(isinstance(items, str) and TURNS.match(items) for items in conversations):
             return True
         lists = [items for items in map(_unpacked, conversations) if isinstance(items, (list, dict))]
-        return any(role in ROLE_OF_NAME for items in lists for role in roles_of(items))
+        return any(role in ROLE_OF_NAME for items in lists for role in map(role_of, listed(items)))
     except BadRecord:
         return False

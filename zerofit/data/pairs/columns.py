@@ -21,7 +21,6 @@ from zerofit.data.turns import (
     blank,
     first_answer,
     is_trained,
-    more_of,
     question_answering_columns,
     refuse_preferences,
     refuse_rejected,
@@ -89,24 +88,23 @@ class Columns:
             refuse_rejected(record, self.verdict)
         if self.dialogue is None:
             return [Pair([self._source(record)], self._target(record))]
-        turns = list(turns_of(record[self.dialogue] or []))
-        while not self.answered and turns and turns[-1][0] in ASSISTANT:
+        turns = turns_of(record[self.dialogue] or [])
+        while not self.answered and turns and turns[-1].role in ASSISTANT:
             turns.pop()
-        texts = [_text(text, f"turn {number} of its {self.dialogue}") for number, (_, text) in enumerate(turns, 1)]
+        texts = [_text(turn.text, f"turn {number} of its {self.dialogue}") for number, turn in enumerate(turns, 1)]
         if not texts:
             raise BadRecord(f"a conversation without a turn: its {self.dialogue} is empty")
         if self.target is not None or not self.answered:
             return [Pair(texts, self._target(record))]
-        has_assistant = any(role in ASSISTANT for role, _ in turns)
-        places = [place for place in range(1, len(turns)) if not has_assistant or turns[place][0] in ASSISTANT]
-        more = more_of(record[self.dialogue])
-        masked = [place for place in places if not is_trained(more[place], f"turn {place + 1} of its {self.dialogue}")]
-        if masked and masked == places:
-            raise BadRecord(f"none of its replies is trained on ({', '.join(MASKS)})")
-        places = [place for place in places if place not in masked]
-        if not places:
+        has_assistant = any(turn.role in ASSISTANT for turn in turns)
+        replies = [place for place in range(1, len(turns)) if not has_assistant or turns[place].role in ASSISTANT]
+        if not replies:
             raise BadRecord(f"a reply with no history: turns in its {self.dialogue}: {len(turns)}")
-        return [Pair(texts[:place], texts[place]) for place in places]
+        where = f"of its {self.dialogue}"
+        trained = [place for place in replies if is_trained(turns[place].more, f"turn {place + 1} {where}")]
+        if not trained:
+            raise BadRecord(f"none of its replies is trained on ({', '.join(MASKS)})")
+        return [Pair(texts[:place], texts[place]) for place in trained]
 
     def _source(self, record: dict[str, Any]) -> str:
         source = _text(record[self.source or ""], f"the {self.source}")
