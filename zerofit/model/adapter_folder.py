@@ -57,7 +57,11 @@ class AdapterFolder:
 
     path: Path
     settings: dict[str, Any]  # the contents of adapter_config.json
-    shapes: dict[str, tuple[int, ...]]  # of its tensors, by their names in the base model
+    tensors: dict[str, "torch.Tensor"]  # by their names in the base; those of a safetensors file are mapped
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
     @property
     def has_tokenizer(self) -> bool:
@@ -70,15 +74,7 @@ class AdapterFolder:
     @property
     def full_weights(self) -> list[str]:
         """The base's own weights that the adapter's file has in full."""
-        return [name.replace(".base_layer.", ".") for name in self.shapes if "lora_" not in name]
-
-    def tensors(self) -> dict[str, "torch.Tensor"]:
-        """{name in the base: tensor}."""
-        from safetensors.torch import load_file
-
-        is_pickled = not (self.path / WEIGHTS).is_file()
-        read = _unpickled(self.path, str(self.path)) if is_pickled else load_file(self.path / WEIGHTS)
-        return _by_plain_name(read, str(self.path))
+        return [name.replace(".base_layer.", ".") for name in self.tensors if "lora_" not in name]
 
 
 def open_adapter(name: str, option: str = "adapter") -> AdapterFolder:
@@ -97,26 +93,23 @@ def open_adapter(name: str, option: str = "adapter") -> AdapterFolder:
     if task_type is not None and task_type not in TASK_TYPES:
         supported = ", ".join(TASK_TYPES)
         raise UserError(f"{option} = {name!r} was trained for the task {task_type}; supported are {supported}")
-    return AdapterFolder(path, settings, _shapes(path, f"{option} = {name!r}"))
+    return AdapterFolder(path, settings, _read_tensors(path, f"{option} = {name!r}"))
 
 
-def _shapes(path: Path, where: str) -> dict[str, tuple[int, ...]]:
-    """{name in the base: shape} of the adapter's tensors; of a safetensors file its header alone is read."""
-    if not (path / WEIGHTS).is_file():
-        shapes = {name: tuple(tensor.shape) for name, tensor in _unpickled(path, where).items()}
-    else:
-        from safetensors import SafetensorError, safe_open
+def _read_tensors(path: Path, where: str) -> dict[str, "torch.Tensor"]:
+    """{name in the base: tensor}."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
 
-        try:
-            with safe_open(path / WEIGHTS, framework="pt") as tensors:
-                shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{where}: {WEIGHTS} is broken: {first_line(error)}. Copy it again") from None
-    empty = [name for name, shape in shapes.items() if 0 in shape]
-    if not shapes or empty:
-        problem = f"{len(empty)} of its {len(shapes)} tensors are empty, such as {empty[0]}" if shapes else "no tensor"
+    try:
+        tensors = load_file(path / WEIGHTS) if (path / WEIGHTS).is_file() else _unpickled(path, where)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{where}: {WEIGHTS} is broken: {first_line(error)}. Copy it again") from None
+    empty = [name for name, tensor in tensors.items() if not tensor.numel()]
+    if not tensors or empty:
+        problem = f"{len(empty)} of its {len(tensors)} tensors are empty, such as {empty[0]}" if empty else "no tensor"
         raise UserError(f"{where}: its weights are an incomplete adapter: {problem}. Save it again")
-    return _by_plain_name(shapes, where)
+    return _by_plain_name(tensors, where)
 
 
 def _unpickled(path: Path, where: str) -> dict[str, "torch.Tensor"]:
@@ -135,10 +128,10 @@ def _unpickled(path: Path, where: str) -> dict[str, "torch.Tensor"]:
     return contents
 
 
-def _by_plain_name(read: dict[str, Any], where: str) -> dict[str, Any]:
-    """{name in the base: what `read` has for it}. Of embeddings that were resized peft writes the base's own as well
+def _by_plain_name(read: dict[str, "torch.Tensor"], where: str) -> dict[str, "torch.Tensor"]:
+    """{name in the base: tensor}. Of embeddings that were resized peft writes the base's own as well
     (original_module), and the trained ones twice."""
-    named: dict[str, Any] = {}
+    named: dict[str, torch.Tensor] = {}
     for name in sorted(read, key=lambda each: ".modules_to_save." in each):
         plain = _plain(name)
         if plain in named and ".modules_to_save." not in name:

@@ -113,7 +113,7 @@ def load_with_adapter(
     if is_quantised and quantised == "dequantize":
         model = _dequantize(model, option, name)
     settings = adapter_settings(folder, where)
-    for tied in trained_apart(folder.tensors(), model, settings):
+    for tied in trained_apart(folder.tensors, model, settings):
         for weight in tied[1:]:
             owner, _, attribute = weight.rpartition(".")
             own = torch.nn.Parameter(model.get_parameter(weight).detach().clone(), requires_grad=False)
@@ -186,8 +186,8 @@ def _saved_modules(folder: AdapterFolder, model: torch.nn.Module, settings: "Lor
     """Names of the modules that the adapter has in full: those that it names, and embeddings that were resized."""
     fully_trained = tuple(f".{module}" for module in settings.modules_to_save or ())  # the model's own modules
     names = [name for name, _ in model.named_modules() if fully_trained and f".{name}".endswith(fully_trained)]
-    owners = (weight.rpartition(".")[0] for weight in folder.shapes if "lora_" not in weight)
-    has_weight = (owner for owner in owners if f"{owner}.weight" in folder.shapes and ".base_layer" not in owner)
+    owners = (weight.rpartition(".")[0] for weight in folder.tensors if "lora_" not in weight)
+    has_weight = (owner for owner in owners if f"{owner}.weight" in folder.tensors and ".base_layer" not in owner)
     inside = {name for name, _ in model.named_modules(remove_duplicate=False)}
     return list(dict.fromkeys([*names, *(owner for owner in has_weight if owner in inside)]))
 
@@ -220,7 +220,7 @@ def _inject(
         raise UserError(f"{refusal}: {first_line(error)}") from None
     parameters = dict(model.named_parameters(remove_duplicate=False))
     adapter_parameters = get_peft_model_state_dict(model, state_dict=dict(parameters), save_embedding_layers=False)
-    tensors = folder.tensors()
+    tensors = folder.tensors
     unplaced = [key for key in tensors if key not in adapter_parameters and key not in parameters]
     unfilled = [key for key in adapter_parameters if key not in tensors]
     if unplaced or unfilled:
