@@ -21,9 +21,8 @@ from zerofit.model.compilation import ends_of, fuse_gelu
 from zerofit.model.configuration import has_head
 from zerofit.model.families import family_of
 from zerofit.model.lora import inject_lora
-from zerofit.model.norms import fuse_norms
+from zerofit.model.norms import fuse_norms, round_embeddings
 from zerofit.model.parameters import hidden_matrices
-from zerofit.model.residual import round_embeddings
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.optimizers import parameter_groups
 

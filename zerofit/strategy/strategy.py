@@ -177,7 +177,7 @@ class Strategy:
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of matrix products, and of LoRA's frozen base. One process and DDP: autocast of the Accelerator
-        (processes.py); layers add to a sum in this dtype, too (model/residual.py), unless the recipe says
+        (processes.py); layers add to a sum in this dtype, too (model/norms.py), unless the recipe says
         `residual_in_fp32`. FSDP2: the MixedPrecisionPolicy of fsdp_engine.py; each rank's rows are in fp32. DeepSpeed:
         the model itself has this dtype, the optimizer has the weights in fp32. Losses are in fp32."""
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision, torch.float32)

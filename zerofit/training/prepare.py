@@ -26,9 +26,8 @@ from zerofit.model.adapter_loading import continue_adapter
 from zerofit.model.compilation import blocks_of, compile_model
 from zerofit.model.float8 import check_float8_device, convert_to_float8
 from zerofit.model.lora import add_adapter
-from zerofit.model.norms import fuse_norms
+from zerofit.model.norms import fuse_norms, round_embeddings
 from zerofit.model.recomputation import enable_recomputation, offload_inputs
-from zerofit.model.residual import round_embeddings
 from zerofit.recipe.files import appears, is_there
 from zerofit.recipe.parsing import counted
 from zerofit.strategy import processes
