@@ -15,6 +15,7 @@ import shutil
 import warnings
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -141,14 +142,6 @@ def beyond_the_vocabulary(number: int, rows: int, where: str) -> str:
     return f"data_path: {where} holds token {number:,}, the tokenizer has {rows:,}. Set tokenizer_name to its own"
 
 
-class _TokenizerStub:
-    """The attributes of a tokenizer that megatron-core's datasets read: the end of a document, and its identity."""
-
-    def __init__(self, rows: int, eod: int):
-        self.vocab_size, self.eod = rows, eod
-        self.unique_identifiers = OrderedDict(eod=eod)
-
-
 def build(
     blend: Blend, num_samples: int, num_held_out: int, rows: int, eod: int, *, resets: tuple[str, ...], root: Path
 ) -> tuple[CorpusSamples | None, CorpusSamples | None]:
@@ -165,7 +158,8 @@ def build(
     """
     sizes = (num_samples, num_held_out)
     flags = {name: name in resets for name in RESETS}
-    ends = _TokenizerStub(rows, eod)
+    # what megatron-core's datasets read of a tokenizer: the end of a document, and its identity
+    ends = SimpleNamespace(vocab_size=rows, eod=eod, unique_identifiers=OrderedDict(eod=eod))
     folder = root / _name(blend, sizes, eod)
     try:
         if not is_there(folder):
@@ -206,7 +200,7 @@ def _name(blend: Blend, sizes: tuple[int, int], eod: int) -> str:
 
 
 def _datasets(
-    blend: Blend, sizes: tuple[int, int], ends: _TokenizerStub, flags: dict[str, bool], cache: Path
+    blend: Blend, sizes: tuple[int, int], ends: SimpleNamespace, flags: dict[str, bool], cache: Path
 ) -> tuple[Any, Any]:
     """megatron-core's datasets of training and evaluation, None for an empty part; the index is read from or written
     to `cache`. The parts are made one by one: their orders do not depend on each other, but their weights may."""

@@ -9,7 +9,7 @@ from zerofit.data.megatron.blend import HELD_OUT, TEST, TRAINING, Blend, CorpusS
 from zerofit.data.megatron.corpus import INDICES, Corpus, open_corpus, tokenizer_fingerprint
 from zerofit.data.order import FixedOrder, samples_of_run
 from zerofit.data.pack import TextData
-from zerofit.model.tokenizer import TokenizerOptions, load_tokenizer, producible_tokens
+from zerofit.model.tokenizer import load_tokenizer, producible_tokens
 from zerofit.recipe.causal_options import RESETS
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.places import cache_root
@@ -28,7 +28,7 @@ def prepare_corpora(
     corpora = [open_corpus("data_path", prefix) for _, prefix in given]
     check_named_once(corpora)
     weights = [weight for weight, _ in given if weight is not None] or None
-    tokenizer = load_tokenizer(TokenizerOptions.of(recipe), config)
+    tokenizer = load_tokenizer(recipe, config)
     rows = producible_tokens(tokenizer)
     notes = check_tokenizer(corpora, tokenizer, rows)
     eod = end_of_document(resets, corpora, tokenizer)
@@ -44,14 +44,14 @@ def prepare_corpora(
     root = cache_root(recipe.cache_dir) / INDICES
     held_out = min(held_out, recipe.max_eval_samples or held_out)
     train, validation = build(blend, total, held_out, rows, eod, resets=resets, root=root)
-    order = FixedOrder(len(train)) if train is not None else None
+    order, shown = FixedOrder(len(train)) if train is not None else None, ", ".join((recipe.split, *resets))
     return TextData(
         train=train,
         validation=validation,
         tokenizer=tokenizer,
         block_size=block_size,
         notes=notes,
-        kind=kind(recipe.split, resets, block_size),
+        kind=f"Megatron's GPT samples of {block_size:,} + 1 tokens, split {shown}; samples of one pass:",
         order=order,
         samples_per_epoch=per_epoch,
         report=report(blend, total, validation),
@@ -65,12 +65,6 @@ def check_named_once(corpora: list[Corpus]) -> None:
         before = prefixes.setdefault(os.path.realpath(corpus.prefix), corpus.prefix)
         if before is not corpus.prefix:
             raise UserError(f"data_path: {before} and {corpus.prefix} are one corpus. Name it once")
-
-
-def kind(split: str, resets: tuple[str, ...], block_size: int) -> str:
-    """A sentence for the log: how samples are made of documents."""
-    options = "".join(f", {name}" for name in resets)
-    return f"Megatron's GPT samples of {block_size:,} + 1 tokens, split {split}{options}; samples of one pass:"
 
 
 def check_tokenizer(corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str]:
