@@ -10,7 +10,7 @@ from zerofit.data.chat.prepare import ChatEncoder
 from zerofit.model.chat import install_template
 from zerofit.model.configuration import load_configuration
 from zerofit.model.loss import IGNORE
-from zerofit.model.tokenizer import TokenizerOptions, load_tokenizer
+from zerofit.model.tokenizer import load_tokenizer
 from zerofit.recipe import ClmRecipe, parse_recipe
 
 TOKENIZERS = {  # byte-level, with byte fallback, and a small one with byte fallback that came with a model
@@ -44,7 +44,7 @@ class Tokenizers:
         if name not in self._loaded:
             folder, *flags = TOKENIZERS[name]
             recipe = parse_recipe(ClmRecipe, [*flags, str(self._data(folder)), "--train_file", "a.json"])
-            self._loaded[name] = load_tokenizer(TokenizerOptions.of(recipe), load_configuration(recipe))
+            self._loaded[name] = load_tokenizer(recipe, load_configuration(recipe))
         self._loaded[name].chat_template = None
         return self._loaded[name]
 

@@ -15,7 +15,7 @@ from zerofit.data.pairs.prepare import (
 )
 from zerofit.data.records import BadRecord
 from zerofit.model.configuration import load_configuration
-from zerofit.model.tokenizer import TokenizerOptions, load_tokenizer
+from zerofit.model.tokenizer import load_tokenizer
 from zerofit.recipe import Seq2SeqRecipe, parse_recipe
 
 TURNS = ["Hi!", "Hello, who are you?", "A cat."]
@@ -126,7 +126,7 @@ def blenderbot(data):
     folder = data("tokenizers/blenderbot")
     flags = ["--config_name", "blenderbot-400M-distill", "--tokenizer_name", str(folder), "--train_file", "a.jsonl"]
     config = load_configuration(parse_recipe(Seq2SeqRecipe, flags))
-    tokenizer = load_tokenizer(TokenizerOptions.of(parse_recipe(Seq2SeqRecipe, flags)), config)
+    tokenizer = load_tokenizer(parse_recipe(Seq2SeqRecipe, flags), config)
 
     def encoder(source: int = 128, target: int = 128, prefix: str = "", separator: str | None = None) -> PairEncoder:
         separator = separator or turn_separator(config, tokenizer)

@@ -24,7 +24,7 @@ from zerofit.model.configuration import known_architectures, load_configuration,
 from zerofit.model.load import load_model
 from zerofit.model.parameters import count_parameters
 from zerofit.model.pretrained_io import read_model
-from zerofit.model.tokenizer import TokenizerOptions, check_vocabulary, load_tokenizer
+from zerofit.model.tokenizer import check_vocabulary, load_tokenizer
 from zerofit.recipe import ClmRecipe
 from zerofit.training.configuration import check_layerdrop, check_model
 from zerofit.training.prepare import notes_on_weights
@@ -112,10 +112,7 @@ def test_files_that_transformers_stumbles_over_are_one_sentence(tmp_path, name, 
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / file).write_text(content)
     recipe = ClmRecipe(model_name_or_path=str(tmp_path), trust_remote_code=True)
-    if file == "tokenizer.json":
-        said = refusal(load_tokenizer, TokenizerOptions.of(recipe), None)
-    else:
-        said = refusal(load_configuration, recipe)
+    said = refusal(load_tokenizer, recipe, None) if file == "tokenizer.json" else refusal(load_configuration, recipe)
     assert "\n" not in said
     assert str(tmp_path) in said
     assert all(word in said for word in words), said
@@ -148,7 +145,7 @@ def test_bare_vocabulary_files_are_read_as_their_models_tokenizer(data, name, co
     """AutoTokenizer alone refuses the first, and gives 12199 for "hello" in the second, as it was published."""
     folder = data(f"tokenizers/{name}")
     recipe = ClmRecipe(config_name=config, tokenizer_name=str(folder))
-    ids = load_tokenizer(TokenizerOptions.of(recipe), load_configuration(recipe))("hello world")["input_ids"]
+    ids = load_tokenizer(recipe, load_configuration(recipe))("hello world")["input_ids"]
     assert ids == read_plainly(folder, "hello world")
     assert len(ids) >= 2
     if data.real:
@@ -158,9 +155,9 @@ def test_bare_vocabulary_files_are_read_as_their_models_tokenizer(data, name, co
 def test_vocabulary_files_of_another_kind_are_refused(data):
     """GPT-2's, read as a Llama's, make nothing of a sentence, and a corpus would become a handful of tokens."""
     recipe = ClmRecipe(tokenizer_name=str(data("tokenizers/gpt2")))
-    message = refusal(load_tokenizer, TokenizerOptions.of(recipe), AutoConfig.for_model("llama"))
+    message = refusal(load_tokenizer, recipe, AutoConfig.for_model("llama"))
     assert "has vocabulary files of another tokenizer" in message
-    tokenizer = load_tokenizer(TokenizerOptions.of(recipe), AutoConfig.for_model("gpt2"))
+    tokenizer = load_tokenizer(recipe, AutoConfig.for_model("gpt2"))
     assert len(tokenizer("The quick brown fox")["input_ids"]) >= 4
 
 
@@ -237,12 +234,12 @@ def test_vocabulary_files_of_any_name(data, tmp_path):
     }
     for path, name in zip(files.values(), ("vocab.json", "merges.txt")):
         shutil.copyfile(data("tokenizers/gpt2") / name, path)
-    named = load_tokenizer(TokenizerOptions.of(ClmRecipe(**files)), config)
+    named = load_tokenizer(ClmRecipe(**files), config)
     text = "def hello(world): return 1"
     assert named(text)["input_ids"] == read_plainly(data("tokenizers/gpt2"), text)
     assert named.name_or_path == files["vocab_file"]
     assert named.decode([named.eos_token_id]) == "<|endoftext|>"
-    folder = TokenizerOptions.of(ClmRecipe(tokenizer_name=str(tmp_path)))
+    folder = ClmRecipe(tokenizer_name=str(tmp_path))
     assert load_tokenizer(folder, AutoConfig.for_model("gpt2"))(text)["input_ids"] == named(text)["input_ids"]
 
 

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, GPT2Config, LlamaConfig
 
 from zerofit.cli import main
 from zerofit.data.megatron.corpus import megatron, open_corpus, read_card, tokenizer_fingerprint
-from zerofit.model.tokenizer import END_OF_TEXT, TokenizerOptions, load_tokenizer
+from zerofit.model.tokenizer import END_OF_TEXT, load_named_tokenizer
 from zerofit.tools.prepare import documents
 from zerofit.tools.prepare.corpora import encoder_of, named_tokenizer
 from zerofit.tools.prepare.prepare import PrepareOptions
@@ -34,8 +34,7 @@ def tokenizers(data) -> dict:
     found = {}
     for name, folder in FOLDERS.items():
         config = GPT2Config() if name == "gpt2" else LlamaConfig()
-        asked = TokenizerOptions("tokenizer_name", str(data(folder)))
-        found[name] = load_tokenizer(asked, config)
+        found[name] = load_named_tokenizer("tokenizer_name", str(data(folder)), config)
     return found
 
 

@@ -58,14 +58,10 @@ def prepare_causal_data(recipe: ClmRecipe, config: PretrainedConfig, consumed: C
 
 
 def _prepare_text_or_chat(
-    recipe: ClmRecipe, options: DataOptions, config: PretrainedConfig, block_size: int
+    recipe: ClmRecipe, options: DataOptions, config: PretrainedConfig, block_size: int, source: Source | None = None
 ) -> TextData:
-    return _prepare_source(recipe, options, config, block_size, read_records(recipe, options))
-
-
-def _prepare_source(
-    recipe: ClmRecipe, options: DataOptions, config: PretrainedConfig, block_size: int, source: Source
-) -> TextData:
+    """The samples of text, chats or pairs of answers. `source`: their records; None: they are read."""
+    source = source or read_records(recipe, options)
     recipe = recipe.columns_in(source.first.column_names)
     if recipe.preference_loss:
         pairs = {part: find_preferences(recipe, table) for part, table in source.parts.items()}
@@ -84,7 +80,7 @@ def _prepare_source(
     parts = take_texts(source, recipe, options)
     texts = next(iter(parts.values()))
     every = (text for batch in texts.iter(100) for text in batch["text"])
-    tokenizer = get_tokenizer(options.tokenizer, config, lambda: every, identity(texts))
+    tokenizer = get_tokenizer(recipe, config, lambda: every, identity(texts))
     data = prepare_text(parts, tokenizer, recipe, options, block_size)
     data.notes[:0] = source.notes
     return data
@@ -125,7 +121,8 @@ def _prepare_stream(
 
     def prepare(records: Dataset, name: str, folder: Path) -> SampleSet:
         own = replace(options, held_out_fraction=0.0, cache=folder)
-        prepared[:] = [_prepare_source(recipe, own, config, block_size, Source({"train": records}, {}, name))]
+        source = Source({"train": records}, {}, name)
+        prepared[:] = [_prepare_text_or_chat(recipe, own, config, block_size, source)]
         return prepared[0].trained
 
     folder, resumes = options.cache / f"stream-{digest}", recipe.resume != "never"

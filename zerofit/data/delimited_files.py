@@ -30,10 +30,10 @@ def read_delimited(paths: list[Path], data: DataOptions, header: tuple[str, ...]
     notes, columns, records = list[str](), dict[str, None](), list[Iterator[dict[str, str]]]()
     for path in paths:
         options = _options(path, data, bool(header), notes)
-        with _lines(path, data.encoding) as lines:
+        with _lines(path, data.recipe.encoding) as lines:
             names = list(header) or next(filter(None, csv.reader(lines, **options)), [])
         columns |= dict.fromkeys(_named(names))
-        records.append(_records(path, data.encoding, options, names, bool(header), notes=notes))
+        records.append(_records(path, data.recipe.encoding, options, names, bool(header), notes=notes))
     write_table(chain.from_iterable(records), texts_of(columns), place)
     return notes
 
@@ -108,9 +108,9 @@ def _broken(path: Path, encoding: str | None, options: Options) -> list[int]:
 def delimiter_of(path: Path, data: DataOptions) -> str:
     """The delimiter of a .csv or .tsv file: what its ending says; another one where that leaves a header of one
     column, and the other as many columns in the header as in the first record."""
-    if data.delimiter:
-        return data.delimiter
-    head, usual = _head(path, data.encoding), DELIMITERS[ending_of(path)]
+    if data.recipe.separator:
+        return data.recipe.separator
+    head, usual = _head(path, data.recipe.encoding), DELIMITERS[ending_of(path)]
     for delimiter in (usual, *OTHERS):
         header, *record = islice(chain(filter(None, csv.reader(head, delimiter=delimiter)), [[]]), 2)
         if len(header) > 1 and (delimiter == usual or len(record[0]) in (0, len(header))):
@@ -129,11 +129,11 @@ def _options(path: Path, data: DataOptions, is_headless: bool, notes: list[str])
     ending = ending_of(path)
     options = {"delimiter": DELIMITERS[ending] if is_headless else delimiter_of(path, data)}
     if ending == ".csv":
-        if _has_blanks_before_quotes(_head(path, data.encoding), options["delimiter"]):
+        if _has_blanks_before_quotes(_head(path, data.recipe.encoding), options["delimiter"]):
             notes.append(f'note      {path}: blanks before a field are left out: a, "b"')
             return {**options, "skipinitialspace": True}
         return options
-    is_quoted = has_quoted_fields(path, data.encoding, options["delimiter"], is_headless)
+    is_quoted = has_quoted_fields(path, data.recipe.encoding, options["delimiter"], is_headless)
     if is_quoted is not None:
         what = (
             "enclose fields, as pandas writes them" if is_quoted else "are parts of the texts, they enclose no fields"

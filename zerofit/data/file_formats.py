@@ -56,25 +56,26 @@ def read_table(
     UserError: a file is not UTF-8, not in the encoding that is named, or not of its format. `unit`: of text files,
     which is a record: line, paragraph or document. `header`: names of the columns of .csv and .tsv files without a
     header."""
+    recipe = data.recipe
     for option, kinds in OPTIONS.items():
-        if (value := getattr(data, option)) and kind not in kinds:
+        if (value := getattr(recipe, option)) and kind not in kinds:
             raise UserError(f"{option} = {value!r}: no effect on {paths[0]}, a .{kind} file. Remove it")
     if kind == "parquet":
-        names, folder = [escape(str(path)) for path in paths], data.hub_cache
+        names = [escape(str(path)) for path in paths]
         try:
-            return load_dataset("parquet", data_files=names, split="train", cache_dir=folder and str(folder)), []
+            return load_dataset("parquet", data_files=names, split="train", cache_dir=data.hub_cache), []
         except Exception as error:  # the library raises a dozen types
             cause = " ".join(str(error.__cause__ or error).split())[:400]
             raise UserError(f"{paths[0]} cannot be read as parquet: {cause}") from None
     makers: dict[str, Callable[[Path], list[str]]] = {
         "json": partial(read_json, paths, data),
         "xlsx": partial(_read_excel, paths),
-        "conll": partial(_read_conll, paths, data.encoding),
-        "text": partial(_read_texts, paths, data.encoding, unit),
+        "conll": partial(_read_conll, paths, recipe.encoding),
+        "text": partial(_read_texts, paths, recipe.encoding, unit),
     }
     make = makers.get(kind) or partial(read_delimited, paths, data, header)
-    words = (data.encoding, data.delimiter, data.field, data.skip_bad_records, data.allow_data_loss, unit, header)
-    return stored_table(paths, data.cache, make, kind, *words)
+    words = (recipe.encoding, recipe.separator, recipe.field, data.skip_bad_records, recipe.allow_data_loss)
+    return stored_table(paths, data.cache, make, kind, *words, unit, header)
 
 
 def _read_texts(paths: list[Path], encoding: str | None, unit: str, place: Path) -> list[str]:

@@ -66,17 +66,17 @@ def read_json(paths: list[Path], data: DataOptions, place: Path) -> list[str]:
     )
     write_table(records, stored, place, shown)
     what = f"records of {paths[0]} are skipped" + (f", such as {bad[0]}: {HALF_PAIR}" if bad else "")
-    return report_data_loss(data.allow_data_loss, len(bad), total, what)
+    return report_data_loss(data.recipe.allow_data_loss, len(bad), total, what)
 
 
 def json_records(path: Path, data: DataOptions) -> Iterator[tuple[dict[str, Any], bool]]:
     """(each record of a file, whether it may have half of a surrogate pair). Raises UserError: it is no JSON, holds
     something else, or has no records under the key that `field` names."""
-    with open_text(path, data.encoding, newline="\n") as file:
+    with open_text(path, data.recipe.encoding, newline="\n") as file:
         lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
         first, second = next(lines, (1, "")), next(lines, (1, ""))
         number, rest = first[0], first[1] + second[1]
-        if not data.field and second[1] and _is_object(first[1]):
+        if not data.recipe.field and second[1] and _is_object(first[1]):
             rest = ""
             for number, line in chain((first, second), lines):
                 try:
@@ -87,7 +87,7 @@ def json_records(path: Path, data: DataOptions) -> Iterator[tuple[dict[str, Any]
                 yield _object(record, f"{path}, line {number}"), bool(SURROGATE.search(line))
         text = rest + file.read()
         may_be_bad = bool(SURROGATE.search(text))
-        for place, record in enumerate(_records_of(text, number, path, data.field), 1):
+        for place, record in enumerate(_records_of(text, number, path, data.recipe.field), 1):
             yield _object(record, f"{path}, record {place}"), may_be_bad
 
 

@@ -76,7 +76,7 @@ def read_causal_prompts(
     source = read_source(options, unit_of=lambda files: unit)
     recipe = recipe.columns_in(source.first.column_names)
     form = find_form(recipe, source.first)
-    tokenizer = get_tokenizer(options.tokenizer, config, lambda: (), "")
+    tokenizer = get_tokenizer(recipe, config, lambda: (), "")
     if form is None:
         notes, ends = ["data      each record is a text to continue", *source.notes], []
         records = _texts(recipe.text_column, source)

@@ -16,6 +16,8 @@ from zerofit.data.sources import Source
 from zerofit.data.tables import Columns, columns_present, derived, encode_table, hold_out, select
 from zerofit.recipe.errors import UserError
 
+COLUMN_OPTIONS = ("dialogue_column", "source_column", "target_column", "text_column",
+                  "text_columns", "label_column")  # fmt: skip
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns of what goes into a text at a placeholder
 PLACEHOLDER = re.compile(r"<\|?(image|img|video|audio)[^<>]{0,20}>")
 Encode = Callable[[list[Any], list[int]], Columns]  # (what records hold, their places) -> their rows of a table
@@ -132,10 +134,10 @@ def _report(bad: Dataset, part: Part, options: DataOptions) -> list[str]:
     """Notes about records that are skipped. Raises UserError unless they may be."""
     first = f"record {bad[0]['record'] + 1}: {bad[0]['problem']}"
     if len(bad) == len(part):
-        columns = " or ".join(f"--{name}" for name in options.column_options)
+        columns = " or ".join(f"--{name}" for name in COLUMN_OPTIONS if hasattr(options.recipe, name))
         raise UserError(f"{part.where} has no usable record: {first}. Correct it, or set {columns}")
     if not options.skip_bad_records:
         more = f" ({len(bad):,} records cannot be used)" if len(bad) > 1 else ""
         raise UserError(f"{part.where}, {first}{more}. Correct the data, or skip such records with --skip_bad_records")
     what = f"records of {part.where} are skipped, such as {first}"
-    return report_data_loss(options.allow_data_loss, len(bad), len(part), what)
+    return report_data_loss(options.recipe.allow_data_loss, len(bad), len(part), what)

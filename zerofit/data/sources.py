@@ -76,8 +76,8 @@ def read_source(
     format; the hub cannot be reached. `unit_of`: for text files: returns line, paragraph or document, which is a
     record. Without it text files are refused."""
     held_out = {PREDICT: ()} if PREDICT in data.patterns else held_out or {"validation": HELD_OUT}
-    if data.dataset_name in EMBEDDED:
-        return Source(_used_parts(read_stdlib(data.dataset_name, data.cache), data.trains), {})
+    if data.recipe.dataset_name in EMBEDDED:
+        return Source(_used_parts(read_stdlib(data.recipe.dataset_name, data.cache), data.trains), {})
     files = {
         part: find_files(f"{part}_file", data.patterns[part]) for part in ("train", *held_out) if part in data.patterns
     }
@@ -97,13 +97,15 @@ def read_source(
     for part, paths in files.items():
         parts[part], of_part = read_table(paths, kind, data, unit, header)
         notes += of_part
-    written = _lowercase_columns(parts, data.named_columns) if data.lowercases else {}
+    written = _lowercase_columns(parts, data.recipe) if data.lowercases else {}
     return Source(parts, files, notes=notes, written=written)
 
 
-def _lowercase_columns(parts: dict[str, Dataset], named: frozenset[str]) -> dict[str, str]:
+def _lowercase_columns(parts: dict[str, Dataset], recipe: TaskRecipe) -> dict[str, str]:
     """Give the tables lower-case column names, so that Text is found as text. Columns that an option names keep their
     names (as do those of GLUE's original files). Returns {new name: name in the file}."""
+    of_options = [value for name, value in recipe.to_dict().items() if name.endswith(("_column", "_columns"))]
+    named = {name for value in of_options if value for name in ([value] if isinstance(value, str) else value)}
     written: dict[str, str] = {}
     for part, table in parts.items():
         lower = {name: name.strip().lower() for name in table.column_names if name not in named}
@@ -121,14 +123,14 @@ def _used_parts(parts: dict[str, Dataset], trains: bool) -> dict[str, Dataset]:
 
 
 def _from_hub(data: DataOptions, held_out: dict[str, tuple[str, ...]]) -> dict[str, Dataset]:
-    name, config = data.dataset_name or "", data.dataset_config_name
+    name, config = data.recipe.dataset_name or "", data.recipe.dataset_config_name
     folder = Path(name).expanduser()
     try:
         if any((folder / file).is_file() for file in SAVED):
             saved = load_from_disk(str(folder))
             dataset = saved if isinstance(saved, DatasetDict) else DatasetDict({"train": saved})
         else:
-            dataset = load_dataset(name, config, cache_dir=data.hub_cache and str(data.hub_cache))
+            dataset = load_dataset(name, config, cache_dir=data.hub_cache)
     except Exception as error:  # the library raises a dozen types, from ConnectionError to DatasetNotFoundError
         raise UserError(f"dataset_name = {name!r}: {first_line(error)}. Or name files with train_file") from None
     assert isinstance(dataset, DatasetDict)

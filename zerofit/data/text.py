@@ -33,7 +33,7 @@ def read_records(recipe: ClmRecipe, options: DataOptions) -> Source:
     def unit_of(files: list[Path]) -> str:
         nonlocal unit
         unit = recipe.document_separator or ("line" if recipe.packing == "none" else "file")
-        is_marked = not recipe.document_separator and _contains(files[0], options.encoding, END_OF_TEXT)
+        is_marked = not recipe.document_separator and _contains(files[0], recipe.encoding, END_OF_TEXT)
         if is_marked or unit not in ("line", "paragraph", "file"):
             unit = "mark"
         return unit if unit in ("line", "paragraph") else "document"
@@ -55,7 +55,7 @@ def take_texts(source: Source, recipe: ClmRecipe, options: DataOptions) -> dict[
     train = parts.pop("train", None)
     if not options.trains:
         return parts
-    return {"train": tables.first_records(train, options.max_train_samples), **parts}
+    return {"train": tables.first_records(train, recipe.max_train_samples), **parts}
 
 
 def _contains(path: Path, encoding: str | None, mark: str) -> bool:
@@ -150,7 +150,7 @@ def prepare_text(
     sets: dict[str, SeparateDocuments | PackedBlocks] = {}
     for part, dataset in parts.items():
         documents = Documents(tokenize_texts(dataset, tokenizer, ends, options.cache))
-        limit = options.max_eval_samples if part == "validation" else None
+        limit = recipe.max_eval_samples if part == "validation" else None
         if packing == "none":
             sets[part] = SeparateDocuments(documents, block_size, limit)
             continue

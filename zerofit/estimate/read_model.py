@@ -16,7 +16,7 @@ from zerofit.model.configuration import known_architectures, load_configuration,
 from zerofit.model.folders import is_adapter
 from zerofit.model.pretrained_io import read_config
 from zerofit.model.recomputation import check_recomputation
-from zerofit.model.tokenizer import TokenizerOptions, check_vocabulary, load_tokenizer
+from zerofit.model.tokenizer import check_vocabulary, load_tokenizer
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.paths import is_missing_folder
 
@@ -108,11 +108,11 @@ def _set_vocabulary(config: Any, recipe: Any) -> None:
     """From scratch, or resized: the vocabulary of the tokenizer, which will be trained or is in a folder, and its
     padding. That of the hub is taken for the shape's own.
     """
-    options = TokenizerOptions.of(recipe)
-    named = options.vocab_file or options.name
-    if named and Path(named).exists() and not options.trained_size:
-        check_vocabulary(config, load_tokenizer(options, config), recipe)
-    size = options.trained_size or config.vocab_size
+    trained_size = recipe.train_tokenizer_vocab_size
+    named = getattr(recipe, "vocab_file", None) or recipe.tokenizer_name or recipe.model_name_or_path
+    if named and Path(named).exists() and not trained_size:
+        check_vocabulary(config, load_tokenizer(recipe, config), recipe)
+    size = trained_size or config.vocab_size
     multiple = getattr(recipe, "make_vocab_size_divisible_by", None) or 1
     config.vocab_size = -(-size // multiple) * multiple
 

@@ -110,8 +110,6 @@ def has_model(auto_class: Any, config: "PretrainedConfig") -> bool:
 
 def from_hub_or_folder(option: str, name: str, load: Callable[..., Any], **kwargs: Any) -> Any:
     """Call a `from_pretrained`, and replace its many errors by a UserError of one sentence each."""
-    from huggingface_hub.errors import StrictDataclassError
-
     if is_missing_folder(name):
         raise UserError(f"{option} = {name!r}: there is no such folder")
     if why := why_no_model(name):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerofit.model.configuration import check_quantiser, from_hub_or_folder
 from zerofit.model.folders import has_tokenizer
-from zerofit.model.tokenizer import TokenizerOptions, load_tokenizer
+from zerofit.model.tokenizer import load_named_tokenizer
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import temporary_path
 
@@ -46,7 +46,7 @@ def read_tokenizer(
     if Path(name).is_dir() and not has_tokenizer(Path(name)):
         raise UserError(f"{option} = {name!r}: the folder has no tokenizer. Copy the model's tokenizer files into it")
     try:
-        return load_tokenizer(TokenizerOptions(option, name, trust_remote_code=trust_remote_code), config)
+        return load_named_tokenizer(option, name, config, trust_remote_code)
     except UserError as error:
         raise UserError(f"{option}: the tokenizer: {str(error).partition(': ')[2] or error}") from None
 

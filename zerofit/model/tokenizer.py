@@ -6,7 +6,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,34 +42,8 @@ PAIR_TOKENS = {
 }
 
 
-@dataclass(frozen=True)
-class TokenizerOptions:
-    """The tokenizer that a recipe asks for."""
-
-    option: str  # that names it
-    name: str  # a folder or a name of the hub; empty: there are files, or one is trained
-    trained_size: int | None = None  # tokens of one that is trained on the training texts; None: none is
-    cache: Path = Path()  # where trained ones are kept
-    vocab_file: str | None = None  # GPT-2's two files, which override the name
-    merge_file: str = ""
-    trust_remote_code: bool = False
-
-    @classmethod
-    def of(cls, recipe: ModelOptions) -> "TokenizerOptions":
-        option = "tokenizer_name" if recipe.tokenizer_name else "model_name_or_path"
-        return cls(
-            option,
-            getattr(recipe, option) or "",
-            recipe.train_tokenizer_vocab_size,
-            cache_root(getattr(recipe, "cache_dir", None)),
-            getattr(recipe, "vocab_file", None),
-            getattr(recipe, "merge_file", None) or "",
-            recipe.trust_remote_code,
-        )
-
-
 def get_tokenizer(
-    options: TokenizerOptions,
+    recipe: ModelOptions,
     config: "PretrainedConfig",
     texts: Callable[[], Iterable[str]],
     fingerprint: str,
@@ -78,35 +51,41 @@ def get_tokenizer(
 ) -> "PreTrainedTokenizerBase":
     """The tokenizer: loaded, or (train_tokenizer_vocab_size) trained on the texts that `texts` returns, see
     train_tokenizer."""
-    if not options.trained_size:
-        return load_tokenizer(options, config)
-    return train_tokenizer(texts(), options.trained_size, fingerprint, options.cache, pairs)
+    if not recipe.train_tokenizer_vocab_size:
+        return load_tokenizer(recipe, config)
+    cache = cache_root(getattr(recipe, "cache_dir", None))
+    return train_tokenizer(texts(), recipe.train_tokenizer_vocab_size, fingerprint, cache, pairs)
 
 
-def load_tokenizer(options: TokenizerOptions, config: "PretrainedConfig | None") -> "PreTrainedTokenizerBase":
-    """The tokenizer that is named, else the one of the pretrained weights. A folder with bare vocabulary files
-    (vocab.json and merges.txt, or tokenizer.model) does not name its tokenizer's class; a config.json beside them
-    does, or else the model's configuration."""
+def load_tokenizer(recipe: ModelOptions, config: "PretrainedConfig | None") -> "PreTrainedTokenizerBase":
+    """The tokenizer that a recipe names, else the one of the pretrained weights; GPT-2's two files override both."""
+    if vocab_file := getattr(recipe, "vocab_file", None):
+        return tokenizer_from_vocabulary_files(vocab_file, recipe.merge_file or "")
+    option = "tokenizer_name" if recipe.tokenizer_name else "model_name_or_path"
+    return load_named_tokenizer(option, getattr(recipe, option) or "", config, recipe.trust_remote_code)
+
+
+def load_named_tokenizer(
+    option: str, name: str, config: "PretrainedConfig | None", trust_remote_code: bool = False
+) -> "PreTrainedTokenizerBase":
+    """The tokenizer in a folder, or of a name of the hub. A folder with bare vocabulary files (vocab.json and
+    merges.txt, or tokenizer.model) does not name its tokenizer's class; a config.json beside them does, or else the
+    model's configuration. `option`: that names it, for messages."""
     import transformers
     from transformers import AutoConfig, AutoTokenizer
 
-    if options.vocab_file:
-        return tokenizer_from_vocabulary_files(options.vocab_file, options.merge_file)
-    option, name = options.option, options.name
     self_describing = ("tokenizer.json", "tokenizer_config.json")
     bare = Path(name).is_dir() and not any((Path(name) / file).exists() for file in self_describing)
     if bare and (files := find_vocabulary_files(Path(name))):
         return tokenizer_from_vocabulary_files(*files)
     if bare and (Path(name) / "config.json").exists():
-        config = from_hub_or_folder(
-            option, name, AutoConfig.from_pretrained, trust_remote_code=options.trust_remote_code
-        )
+        config = from_hub_or_folder(option, name, AutoConfig.from_pretrained, trust_remote_code=trust_remote_code)
     kind = getattr(transformers, type(config).__name__.replace("Config", "Tokenizer"), None) if bare else None
     if kind and config is not None:
         tokenizer = from_hub_or_folder(option, name, kind.from_pretrained, **family_of(config).bare_tokenizer_options)
         _check_reads_words(tokenizer, option, name, kind.__name__)
         return tokenizer
-    return from_hub_or_folder(option, name, AutoTokenizer.from_pretrained, trust_remote_code=options.trust_remote_code)
+    return from_hub_or_folder(option, name, AutoTokenizer.from_pretrained, trust_remote_code=trust_remote_code)
 
 
 def find_vocabulary_files(folder: Path) -> tuple[str, str] | None:

@@ -63,7 +63,7 @@ def prepare_chat(
     parts, notes = read_parts(source, dict(forms), options)
     parts = options.limited(parts)
     first_of, first = next(iter(parts.items()))
-    tokenizer = get_tokenizer(options.tokenizer, config, first.texts, f"{identity(first.table)} {form}")
+    tokenizer = get_tokenizer(recipe, config, first.texts, f"{identity(first.table)} {form}")
     template = install_template(tokenizer, recipe.chat_template, "none" if form.plain else None)
     notes = [template.note, form.describe, *notes, *missing_end_token(tokenizer, template)]
     encoder = ChatEncoder(tokenizer, template, block_size, recipe.train_on_prompt and not compares)
@@ -79,7 +79,7 @@ def prepare_chat(
             return encode(encoder, contents, [f"{where}, record {numbers[place] + 1}" for place in places])
 
         table = part.encode(of_records, features, encoder.key, options.cache)
-        notes += truncation_notes(options.allow_data_loss, config, table, name, block_size)
+        notes += truncation_notes(recipe.allow_data_loss, config, table, name, block_size)
         sets[name] = (PreferencePairs if compares else Conversations)(table)
         unread += (key for keys in table["unread"] for key in keys.split())
     columns = dict.fromkeys(name for table in source.parts.values() for name in table.column_names)

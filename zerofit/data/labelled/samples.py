@@ -74,7 +74,7 @@ def encode_parts(
     """The samples of all parts, whose readers return an Example; notes say which texts are truncated."""
     parts = options.limited(parts)
     train = next(iter(parts.values()))
-    tokenizer = get_tokenizer(options.tokenizer, config, train.texts, identity(train.table), pairs=True)
+    tokenizer = get_tokenizer(options.recipe, config, train.texts, identity(train.table), pairs=True)
     columns, notes = tuple(padding_values(tokenizer)), list[str]()
     sets: dict[str, TokenizedDataset] = {}
     if labels.of_words:

@@ -109,7 +109,7 @@ def open_pairs(
     columns = find_columns(recipe.columns_in(source.first.column_names), source.first)
     parts, notes = read_parts(source, dict.fromkeys(source.parts, columns), options)
     first = next(iter(parts.values()))
-    tokenizer = get_tokenizer(options.tokenizer, config, first.texts, identity(first.table), pairs=True)
+    tokenizer = get_tokenizer(options.recipe, config, first.texts, identity(first.table), pairs=True)
     prefix = set_languages(tokenizer, recipe.source_lang, recipe.target_lang, recipe.source_prefix)
     form = SourceFormat(prefix, turn_separator(config, tokenizer, recipe.turn_separator), widths[0])
     _check_languages(recipe, tokenizer, columns)
@@ -171,7 +171,7 @@ def truncation_notes(
 ) -> list[str]:
     """Notes about truncated texts; of a conversation the latest turns are kept, which is intended. Raises UserError if
     most targets are truncated."""
-    notes, allowed = list[str](), options.allow_data_loss
+    notes, allowed = list[str](), options.recipe.allow_data_loss
     for (part, table), (side, width) in product(tables.items(), zip(("source", "target"), widths)):
         if side == "source" and columns.dialogue:
             continue

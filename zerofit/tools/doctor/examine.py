@@ -20,7 +20,7 @@ from zerofit.model.adapter_folder import on_its_base
 from zerofit.model.compilation import missing_compiler
 from zerofit.model.configuration import known_architectures
 from zerofit.model.float8 import check_float8_device
-from zerofit.model.tokenizer import TokenizerOptions, check_vocabulary, load_tokenizer
+from zerofit.model.tokenizer import check_vocabulary, load_tokenizer
 from zerofit.recipe.errors import NothingToDo, UserError, first_line
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import read_yaml
@@ -187,7 +187,7 @@ def _look_at_model(report: DoctorReport, task: str, recipe: TrainingRecipe, stra
     with report.collected():
         read_planned_model(recipe, task, num_devices() > 0)
     if not on_base.train_tokenizer_vocab_size and (on_base.tokenizer_name or on_base.model_name_or_path):
-        check_vocabulary(config, load_tokenizer(TokenizerOptions.of(on_base), config), on_base)
+        check_vocabulary(config, load_tokenizer(on_base, config), on_base)
 
 
 def _to_download(recipe: TrainingRecipe, shell: Mapping[str, str]) -> tuple[str, list[str]]:

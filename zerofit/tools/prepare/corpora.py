@@ -14,10 +14,10 @@ from zerofit.data.megatron.corpus import Card, megatron, tokenizer_fingerprint
 from zerofit.data.options import DataOptions
 from zerofit.model.folders import model_folder
 from zerofit.model.pretrained_io import silence_libraries
-from zerofit.model.tokenizer import TokenizerOptions, load_tokenizer, tokenizer_from_vocabulary_files
+from zerofit.model.tokenizer import load_named_tokenizer, tokenizer_from_vocabulary_files
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import counted
-from zerofit.recipe.places import cache_root
+from zerofit.recipe.tasks import ClmRecipe
 from zerofit.record.terminal import StatusLine, size
 from zerofit.tools.meta_tokenizer import tiktoken_ranks, tokenizer_of_file
 from zerofit.tools.prepare.corpus_writer import CorpusWriter, check_free
@@ -44,7 +44,7 @@ def prepare(options: Any) -> list[str]:
     else:
         tokenizer = named_tokenizer(options.tokenizer, options.trust_remote_code)
     encoder = encoder_of(tokenizer, options)
-    data = DataOptions({}, cache_root(None), encoding=options.encoding)
+    data = DataOptions.of(ClmRecipe(encoding=options.encoding))
     num_bad, shown = 0, list[str]()
     with ExitStack() as stack:
         writers = [stack.enter_context(CorpusWriter(prefix, encoder.dtype)) for prefix in prefixes]
@@ -108,7 +108,7 @@ def named_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTok
         is_bare = model.name in files and not files & SELF_DESCRIBING
         if is_bare and (tiktoken_ranks(model) or "config.json" not in files):
             return tokenizer_of_file(model)
-    return load_tokenizer(TokenizerOptions("tokenizer", name, trust_remote_code=trust_remote_code), config)
+    return load_named_tokenizer("tokenizer", name, config, trust_remote_code)
 
 
 def encoder_of(tokenizer: PreTrainedTokenizerBase, options: Any) -> Encoder:

@@ -96,9 +96,9 @@ def parts_of(file: InputFile, options: DataOptions, keys: tuple[str, ...], separ
         records: Iterator[tuple[int, bytes | dict[str, Any]]]
         kind = file.kind
         if kind == "text":
-            records = _documents(file.path, separator, options.encoding)
-        elif kind == "json" and next(_blocks(file.path, options.encoding), b"").lstrip()[:1] != b"[":
-            records = _split(_blocks(file.path, options.encoding), b"\n")
+            records = _documents(file.path, separator, options.recipe.encoding)
+        elif kind == "json" and next(_blocks(file.path, options.recipe.encoding), b"").lstrip()[:1] != b"[":
+            records = _split(_blocks(file.path, options.recipe.encoding), b"\n")
         else:  # a table, or one list of objects
             kind, records = "table", _rows(file, options, keys)
         held, size = [], 0
@@ -162,7 +162,7 @@ def _plain_newlines(blocks: Iterator[bytes]) -> Iterator[bytes]:
 def _rows(file: InputFile, options: DataOptions, keys: tuple[str, ...]) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number, row) of a table or a JSON list."""
     with one_process_at_a_time(options.cache):
-        own = replace(options, patterns={"train": [str(file.path)]}, named_columns=frozenset(keys))
+        own = replace(options, patterns={"train": [str(file.path)]}, lowercases=False)
         read = read_source(own).first
     if missing := [key for key in keys if key not in read.column_names]:
         has = ", ".join(read.column_names)
