@@ -89,7 +89,7 @@ def test_each_record_comes_once_in_a_pass(prepared, tmp_path, ending):
     data = prepared(folder / f"*{ending}", streaming="3KiB", packing="none", max_train_steps=9, **column)
     rows = samples_at(data.train, 0, 300)
     assert sorted(data.tokenizer.decode(row, skip_special_tokens=True) for row in rows) == sorted(TEXTS)
-    windows = [window for window in data.train.store.known if window.turn == 0]
+    windows = [window for window in data.train.known if window.turn == 0]
     assert len(windows) > 2
     assert samples_at(data.train, 300, 600) != rows  # another order of the shards and in each window
 
@@ -99,12 +99,12 @@ def test_a_place_is_one_number(prepared, tmp_path):
     folder, how = write_shards(tmp_path / "data"), {"streaming": "4KiB", "max_train_steps": 99}
     first = prepared(folder / "*.jsonl", **how).train
     expected = samples_at(first, 0, 150)
-    for path in first.store.folder.rglob("*.arrow"):
+    for path in first.folder.rglob("*.arrow"):
         path.unlink()
-    table = first.store.table
+    table = first.table
     assert table.exists()
     resumed = prepared(folder / "*.jsonl", **how).train
-    assert resumed.store.known == first.store.known[: len(resumed.store.known)] != []
+    assert resumed.known == first.known[: len(resumed.known)] != []
     assert [row for at in range(60, 150, 3) for row in samples_at(resumed, at, at + 3)] == expected[60:]
     table.unlink()
     assert samples_at(prepared(folder / "*.jsonl", **how).train, 140, 150) == expected[140:]
@@ -124,7 +124,7 @@ def test_a_damaged_file_of_windows_is_passed_over(prepared, tmp_path, damage):
     folder, how = write_shards(tmp_path / "data"), {"streaming": "4KiB", "max_train_steps": 99}
     first = prepared(folder / "*.jsonl", **how).train
     expected = samples_at(first, 0, 150)
-    table = first.store.table
+    table = first.table
     table.write_bytes(b"\n".join(damage(table.read_bytes().splitlines())))
     if b'"shards": 7' in table.read_bytes():  # as of other data
         assert "--resume never" in refusal(prepared, folder / "*.jsonl", **how)
@@ -138,14 +138,14 @@ def test_a_stream_is_the_same_however_long_the_run(prepared, tmp_path):
     short, long = (prepared(folder / "*.jsonl", streaming="2KiB", max_train_steps=steps).train for steps in (20, 500))
     assert len(long) == 25 * len(short)
     assert fingerprint(short, "none") == fingerprint(long, "none")
-    assert len(long.store.known) <= 1
+    assert len(long.known) <= 1
     samples_at(short, 0, 160)
     named = tmp_path / "run" / "checkpoints" / "update_00000010"
     run = tmp_path / "longer"
     resumed = prepared(
         folder / "*.jsonl", streaming="2KiB", max_train_steps=500, resume=str(named), output_dir=str(run)
     )
-    assert len(resumed.train.store.known) > 2, "it finds its window by the file of the run that it resumes"
+    assert len(resumed.train.known) > 2, "it finds its window by the file of the run that it resumes"
     assert fingerprint(resumed.train, "none") == fingerprint(long, "none")
     for other in (
         prepared(folder / "*.jsonl", streaming="4KiB", max_train_steps=20, resume="never"),
@@ -170,8 +170,8 @@ def test_the_disk_holds_a_few_windows(prepared, tmp_path):
     train.lag = 2
     for place in range(0, 400, 4):
         samples_at(train, place, place + 4)
-    assert train.store.known[-1].number > 10
-    assert len(list(train.store.folder.glob("window-*/"))) <= 8
+    assert train.known[-1].number > 10
+    assert len(list(train.folder.glob("window-*/"))) <= 8
 
 
 def test_the_table_of_other_shards_is_refused(prepared, tmp_path):
@@ -180,8 +180,8 @@ def test_the_table_of_other_shards_is_refused(prepared, tmp_path):
     samples_at(train, 0, 4)
     write_lines(folder / "9.jsonl", ["one more"])
     assert "shards" in refusal(prepared, folder / "*.jsonl", **how)
-    assert prepared(folder / "*.jsonl", **how, resume="never").train.store.known[0].number == 0
-    assert len(prepared(folder / "[0-2].jsonl", **{**how, "streaming": "1KiB"}).train.store.known) == 1
+    assert prepared(folder / "*.jsonl", **how, resume="never").train.known[0].number == 0
+    assert len(prepared(folder / "[0-2].jsonl", **{**how, "streaming": "1KiB"}).train.known) == 1
 
 
 class Unreliable(http.server.SimpleHTTPRequestHandler):

@@ -21,7 +21,7 @@ from zerofit.data.sources import Source
 from zerofit.data.stream_reader import find_shards
 from zerofit.data.tables import columns_present, identity, one_process_at_a_time
 from zerofit.data.text import prepare_text, read_records, take_texts
-from zerofit.data.windows import LAG_UPDATES, StreamedSamples, WindowStore
+from zerofit.data.windows import LAG_UPDATES, StreamedSamples
 from zerofit.model.tokenizer import get_tokenizer
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.inference_options import OF_MODEL
@@ -128,9 +128,11 @@ def _prepare_stream(
     folder, resumes = options.cache / f"stream-{digest}", recipe.resume != "never"
     checkpoint = None if recipe.resume in ("auto", "never") else Path(recipe.resume).expanduser().resolve()
     earlier = checkpoint and checkpoint.parents[1] / table.name
-    store = WindowStore(shards, folder, size, recipe.seed, prepare, table=table, resumes=resumes, earlier=earlier)
     total = consumed(recipe.max_train_steps or 0)  # StreamOptions asks for it
-    train = StreamedSamples(store, total, LAG_UPDATES + 4 * (recipe.dataloader_num_workers or 0))
+    lag = LAG_UPDATES + 4 * (recipe.dataloader_num_workers or 0)
+    train = StreamedSamples(
+        shards, folder, size, recipe.seed, prepare, total=total, lag=lag, table=table, resumes=resumes, earlier=earlier
+    )
     data, stored = prepared[0], sum(shards.sizes) / 2**30
     train.reads_ahead = not data.is_chat  # templates
     stream = (

@@ -53,11 +53,25 @@ class Window:
         return self.first + self.samples
 
 
-class WindowStore:
-    """The windows of a run, made as they are needed. Raises UserError: the table is of other shards. `prepare`:
-    (records, what they are called in messages, folder for tables) -> their samples. Repeated in each process, which
-    finds the tables that the first one has made. `earlier`: the table of the run whose checkpoint is named to resume
-    from, for where this run has none yet."""
+class StreamedSamples:
+    """The samples of a stream, numbered by their place in the run; their order at the same time. Windows are made as
+    they are needed. Each process has them, and finds the tables that the first one has made. Raises UserError: the
+    file of windows is of other shards.
+
+    Args:
+        prepare: (records, what they are called in messages, folder for tables) -> their samples.
+        earlier: the file of windows of the run whose checkpoint is named to resume from, for where this run has none
+            yet.
+
+    Attributes:
+        made_of: shards, seed and size of a window: what the order follows from, whatever the length of the run.
+        known: the windows that have been read, from the first one on.
+        reads_ahead: whether the next window is prepared in a thread. Not where that takes code which may only run
+            under the limits of the main thread (zerofit/model/chat.py).
+    """
+
+    lengths = None
+    sort_key = None
 
     def __init__(
         self,
@@ -67,17 +81,53 @@ class WindowStore:
         seed: int,
         prepare: Prepare,
         *,
+        total: int,  # samples of the run
+        lag: int,  # updates after which no process reads a sample any more
         table: Path,  # the file of the windows that are known
         resumes: bool = True,  # whether the run may continue that of the table
         earlier: Path | None = None,
     ):
         self.shards, self.folder, self.size, self.seed = shards, folder, size, seed
-        self.prepare, self.table, self.resumes, self.earlier = prepare, table, resumes, earlier
+        self.prepare, self.table, self.total, self.lag = prepare, table, total, lag
         self.made_of = {"shards": shards.key, "seed": seed, "window": size}
-        self.known = self._read_table()
+        self.known = self._read_table(resumes, earlier)
         self._written = len(self.known)
         self._opened: dict[int, tuple[SampleSet, np.ndarray]] = {}
         self._adding = threading.Lock()
+        self.stats = self.open(self.known[-1] if self.known else Window())[0].stats  # those of all are not known
+        self.reads_ahead = True
+        self._ahead: threading.Thread | None = None
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __getitem__(self, index: int) -> Sample:
+        window = self.at(index)
+        samples, drawn = self.open(window)
+        return samples[int(drawn[index - window.first])]
+
+    def indices(self, start: int, stop: int) -> np.ndarray:
+        """The places themselves. The windows that hold them are there from now on, and the next one is read ahead."""
+        last = self.at(stop - 1)
+        for window in self.known[self.at(start).number : last.number + 1]:
+            self.open(window)
+        for window in reversed(self.known):
+            if window.end <= start - self.lag * (stop - start):
+                if not self._folder(window).exists():  # nor have those before it
+                    break
+                shutil.rmtree(self._folder(window), ignore_errors=True)
+        if self.reads_ahead and (self._ahead is None or not self._ahead.is_alive()):
+            self._ahead = threading.Thread(target=self._read_ahead, args=(last,), daemon=True)
+            self._ahead.start()
+        if os.environ.get("RANK", "0") == "0" and len(known := list(self.known)) > self._written:
+            with atomic_file(self.table) as file:
+                file.writelines(json.dumps(line) + "\n" for line in (self.made_of, *map(asdict, known)))
+            self._written = len(known)
+        return np.arange(start, stop)
+
+    def _read_ahead(self, window: Window) -> None:
+        with suppress(Exception):  # it is raised again where the window is needed
+            self.open(self.after(window))
 
     def at(self, position: int) -> Window:
         """The window that has a sample. Windows before it that are not known are read."""
@@ -111,23 +161,6 @@ class WindowStore:
                     self.known.append(replace(window, samples=len(samples)))
         return found
 
-    def remove_before(self, position: int) -> None:
-        """Remove the files of windows whose samples are all before a position."""
-        for window in reversed(self.known):
-            if window.end <= position:
-                if not self._folder(window).exists():
-                    return
-                shutil.rmtree(self._folder(window), ignore_errors=True)
-
-    def write_table(self) -> None:
-        """Write down the windows that are known, where there are new ones, for a resumed run. One process of the run
-        does."""
-        known = list(self.known)
-        if len(known) > self._written:
-            with atomic_file(self.table) as file:
-                file.writelines(json.dumps(line) + "\n" for line in (self.made_of, *map(asdict, known)))
-            self._written = len(known)
-
     def _folder(self, window: Window) -> Path:
         return self.folder / f"window-{window.number:06d}"
 
@@ -159,13 +192,13 @@ class WindowStore:
         draw = np.random.default_rng([self.seed, turn, len(self.shards.names), 1])
         return draw.permutation(len(self.shards.names)).tolist()
 
-    def _read_table(self) -> list[Window]:
+    def _read_table(self, resumes: bool, earlier: Path | None) -> list[Window]:
         """The windows that were written down, up to the first line that is damaged: those after it are read again."""
-        tables = (table for table in (self.table, self.earlier) if table is not None and table.is_file())
+        tables = (table for table in (self.table, earlier) if table is not None and table.is_file())
         table = next(tables, self.table)
         lines = table.read_bytes().split(b"\n") if table.is_file() else []
         made_of = (lines and object_of(lines[0])) or {}
-        if made_of.get("shards", self.made_of["shards"]) != self.made_of["shards"] and self.resumes:
+        if made_of.get("shards", self.made_of["shards"]) != self.made_of["shards"] and resumes:
             raise UserError(
                 f"train_file: the shards are others (names, sizes) than those of {table}. Restore them, or begin "
                 "again with --resume never"
@@ -179,52 +212,3 @@ class WindowStore:
                 break
             windows.append(Window(**line))
         return windows
-
-
-class StreamedSamples:
-    """The samples of a stream, numbered by their place in the run; their order at the same time.
-
-    Args:
-        total: samples of the run.
-        lag: updates after which no process reads a sample any more.
-
-    Attributes:
-        made_of: shards, seed and size of a window: what the order follows from, whatever the length of the run.
-        reads_ahead: whether the next window is prepared in a thread. Not where that takes code which may only run
-            under the limits of the main thread (zerofit/model/chat.py).
-    """
-
-    lengths = None
-    sort_key = None
-
-    def __init__(self, store: WindowStore, total: int, lag: int):
-        self.store, self.total, self.lag, self.made_of = store, total, lag, store.made_of
-        newest = store.known[-1] if store.known else Window()
-        self.stats = store.open(newest)[0].stats  # of one window; those of all are not known
-        self.reads_ahead = True
-        self._ahead: threading.Thread | None = None
-
-    def __len__(self) -> int:
-        return self.total
-
-    def __getitem__(self, index: int) -> Sample:
-        window = self.store.at(index)
-        samples, drawn = self.store.open(window)
-        return samples[int(drawn[index - window.first])]
-
-    def indices(self, start: int, stop: int) -> np.ndarray:
-        """The places themselves. The windows that hold them are there from now on, and the next one is read ahead."""
-        last = self.store.at(stop - 1)
-        for window in self.store.known[self.store.at(start).number : last.number + 1]:
-            self.store.open(window)
-        self.store.remove_before(start - self.lag * (stop - start))
-        if self.reads_ahead and (self._ahead is None or not self._ahead.is_alive()):
-            self._ahead = threading.Thread(target=self._read_ahead, args=(last,), daemon=True)
-            self._ahead.start()
-        if os.environ.get("RANK", "0") == "0":
-            self.store.write_table()
-        return np.arange(start, stop)
-
-    def _read_ahead(self, window: Window) -> None:
-        with suppress(Exception):  # it is raised again where the window is needed
-            self.store.open(self.store.after(window))
