@@ -9,7 +9,6 @@ from helpers import read_data, refusal, write_records
 from zerofit.data.pairs.columns import Columns, Pair, find_columns
 from zerofit.data.pairs.prepare import (
     PairEncoder,
-    SourceFormat,
     prepare_pairs,
     turn_separator,
 )
@@ -130,7 +129,7 @@ def blenderbot(data):
 
     def encoder(source: int = 128, target: int = 128, prefix: str = "", separator: str | None = None) -> PairEncoder:
         separator = separator or turn_separator(config, tokenizer)
-        return PairEncoder(tokenizer, SourceFormat(prefix, separator, source), target)
+        return PairEncoder(tokenizer, prefix, separator, (source, target))
 
     return encoder
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from test_order import LAYOUTS
 
-from zerofit.data.order import LengthGroups, MicroBatches, SampleOrder
+from zerofit.data.order import MicroBatches, SampleOrder
 
 G = 8  # of all layouts
 SAMPLES = 333  # divided by nothing
@@ -16,7 +16,7 @@ GROUPED = pytest.mark.parametrize("window", [0, 16], ids=["drawn", "grouped"])
 
 
 def order(seed: int = 3, samples: int = SAMPLES, batch: int = G, window: int = 16) -> SampleOrder:
-    return SampleOrder(samples, seed, LengthGroups(LENGTHS[:samples], batch, window) if window else None)
+    return SampleOrder(samples, seed, LENGTHS[:samples] if window else None, batch, window)
 
 
 def global_batches(order: SampleOrder, total: int, layout: tuple = (G, 1, 1), consumed: int = 0, lengths=None):

@@ -5,13 +5,12 @@ takes the next G of them, the global batch size, which may grow in the first upd
 position in the data is therefore one number, the consumed samples. The last update of a run is filled up with places
 that do not count.
 
-If samples differ in length, LengthGroups rearranges the permutation so that the samples of one update are of similar
-length, and each micro-batch has those nearest in length. Both depend on (seed, epoch, G) alone.
+If samples differ in length, the permutation is rearranged so that the samples of one update are of similar length,
+and each micro-batch has those nearest in length. Both depend on (seed, epoch, G) alone.
 """
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -36,39 +35,6 @@ def samples_of_run(
     return max(1, round(num_train_epochs * num_samples))
 
 
-@dataclass(frozen=True)
-class LengthGroups:
-    """Rearranges an epoch so that the samples of an update are of similar length. The shuffle stays unbiased.
-
-    The permutation is cut into windows of `window` updates. A window's samples are sorted by length and cut into
-    batches of G, and the batches are put into random order. The permutation decides which samples share a window, and
-    any batch may come first: so each sample has the same chance of each place in the epoch, whatever its length, and
-    is seen once. Which samples share an update is no longer random: if the loss is a mean over tokens, the grouping
-    must not correlate with their number. `lengths`: of all samples, in tokens. `global_batch`: G.
-    """
-
-    lengths: np.ndarray
-    global_batch: int
-    window: int = 16
-
-    @property
-    def samples(self) -> int:
-        """The number of samples of a window."""
-        return self.window * self.global_batch
-
-    def head(self, epoch: int, num_samples: int) -> int:
-        """Samples at the start of an epoch that complete the last update of the one before; they stay as drawn."""
-        return min(-epoch * num_samples % self.global_batch, num_samples)
-
-    def arrange(self, drawn: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """A window, or what is left of the epoch. Samples that fill no batch stay as drawn."""
-        size = self.global_batch
-        full = len(drawn) // size * size
-        ordered = drawn[:full][np.argsort(self.lengths[drawn[:full]], kind="stable")]
-        batches = rng.permuted(ordered.reshape(-1, size), axis=1)
-        return np.concatenate([batches[rng.permutation(len(batches))].reshape(-1), drawn[full:]])
-
-
 class Order(Protocol):
     """The sample indices at places [start, stop) of a run's sequence of samples."""
 
@@ -76,10 +42,21 @@ class Order(Protocol):
 
 
 class SampleOrder:
-    """The order of a training run."""
+    """The order of a training run.
 
-    def __init__(self, num_samples: int, seed: int, groups: LengthGroups | None = None):
-        self.num_samples, self.seed, self.groups = num_samples, seed, groups
+    With `lengths` (of all samples, in tokens) an epoch is rearranged so that the samples of an update are of similar
+    length. The shuffle stays unbiased: the permutation is cut into windows of `window` updates, a window's samples are
+    sorted by length and cut into batches of G, and the batches are put into random order. The permutation decides
+    which samples share a window, and any batch may come first: so each sample has the same chance of each place in the
+    epoch, whatever its length, and is seen once. Which samples share an update is no longer random: if the loss is a
+    mean over tokens, the grouping must not correlate with their number. `global_batch`: G.
+    """
+
+    def __init__(
+        self, num_samples: int, seed: int, lengths: np.ndarray | None = None, global_batch: int = 1, window: int = 16
+    ):
+        self.num_samples, self.seed, self.lengths = num_samples, seed, lengths
+        self.global_batch, self.window = global_batch, window
         self._epoch, self._permutation = -1, np.zeros(0, dtype=np.int64)
 
     def indices(self, start: int, stop: int) -> np.ndarray:
@@ -96,12 +73,23 @@ class SampleOrder:
         if number != self._epoch:
             rng = np.random.default_rng([self.seed, number])
             permutation = rng.permutation(self.num_samples)
-            if self.groups is not None:
-                head, window = self.groups.head(number, self.num_samples), self.groups.samples
-                windows = [permutation[at : at + window] for at in range(head, self.num_samples, window)]
-                permutation = np.concatenate([permutation[:head], *(self.groups.arrange(w, rng) for w in windows)])
+            if self.lengths is not None:
+                # Those that complete the last update of the epoch before stay as drawn.
+                head = min(-number * self.num_samples % self.global_batch, self.num_samples)
+                size = self.window * self.global_batch
+                windows = [permutation[at : at + size] for at in range(head, self.num_samples, size)]
+                arranged = (self._arranged(drawn, self.lengths[drawn], rng) for drawn in windows)
+                permutation = np.concatenate([permutation[:head], *arranged])
             self._epoch, self._permutation = number, permutation
         return self._permutation
+
+    def _arranged(self, drawn: np.ndarray, lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """A window, or what is left of the epoch. Samples that fill no batch stay as drawn."""
+        size = self.global_batch
+        full = len(drawn) // size * size
+        ordered = drawn[:full][np.argsort(lengths[:full], kind="stable")]
+        batches = rng.permuted(ordered.reshape(-1, size), axis=1)
+        return np.concatenate([batches[rng.permutation(len(batches))].reshape(-1), drawn[full:]])
 
 
 class FixedOrder:

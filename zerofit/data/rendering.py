@@ -1,7 +1,7 @@
 """Prompts, and conversations that need a reply, as token ids."""
 
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from zerofit.model.chat import BadTemplate, Conversation, apply_template, for_template, install_template
@@ -67,17 +67,19 @@ class Renderer:
 
     def _encoder(self, raw: bool, languages: Languages) -> "PairEncoder":
         """The encoder of sources, in the format of training; the system prompt is never cut."""
-        from zerofit.data.pairs.prepare import PairEncoder, SourceFormat
+        from zerofit.data.pairs.prepare import PairEncoder, turn_separator
 
+        trained = self.tokenizer.init_kwargs.get(TRAINED_WITH, {})
         positions = usable_positions(self.config) or sys.maxsize
-        form = SourceFormat.of(self.tokenizer, self.config, positions)
-        before = set_languages(self.tokenizer, *languages, "" if raw else form.prefix)
+        longest = min(trained.get("max_source_length", positions), positions)
+        separator = turn_separator(self.config, self.tokenizer, trained.get("turn_separator"))
+        before = set_languages(self.tokenizer, *languages, "" if raw else trained.get("source_prefix", ""))
         if self.system:
-            before += f"{self.system}{form.separator}"
+            before += f"{self.system}{separator}"
         try:
-            return PairEncoder(self.tokenizer, replace(form, prefix=before), positions)
+            return PairEncoder(self.tokenizer, before, separator, (longest, positions))
         except UserError:
-            raise UserError(f"system_prompt = {self.system!r} fills {form.max_length} tokens: shorten it") from None
+            raise UserError(f"system_prompt = {self.system!r} fills {longest} tokens: shorten it") from None
 
     @property
     def _no_template(self) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from zerofit.data.collate import Batch
-from zerofit.data.order import LengthGroups, MicroBatches, SampleOrder, Shortened, loader, samples_of_run
+from zerofit.data.order import MicroBatches, SampleOrder, Shortened, loader, samples_of_run
 from zerofit.data.token_updates import TokenMicroBatches, TokenUpdates
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
@@ -162,11 +162,10 @@ def micro_batches(run: "Run") -> Iterator[Batch]:
         shape, span = (sizes.accumulation, sizes.replicas, sizes.micro_batch), (updates, length.num_updates)
         tokens = TokenMicroBatches(length.by_tokens, shape, span, length.total_samples, layout.data_rank)
         return iter(loader(samples, tokens, run.collate, workers, pin))
-    grouping, groups = getattr(recipe, "length_grouping", "none"), None
-    if grouping == "window" and samples.lengths is not None:
-        groups = LengthGroups(samples.lengths, sizes.global_batch)
+    grouping = getattr(recipe, "length_grouping", "none")
+    lengths_to_group = samples.lengths if grouping == "window" else None
     micro = MicroBatches(
-        data.order or SampleOrder(length.num_samples, recipe.seed, groups),
+        data.order or SampleOrder(length.num_samples, recipe.seed, lengths_to_group, sizes.global_batch),
         length.total_samples,
         length.consumed(updates),
         sizes.micro_batch,

@@ -18,7 +18,6 @@ from zerofit.data.records import Part, read_parts
 from zerofit.data.sources import read_source
 from zerofit.data.tables import IDS, derived, fingerprint, identity, one_process_at_a_time
 from zerofit.model.families import family_of
-from zerofit.model.folders import TRAINED_WITH
 from zerofit.model.languages import check_marked, describe_languages, language_codes, set_languages
 from zerofit.model.tokenizer import end_with_eos, get_tokenizer
 from zerofit.recipe.errors import UserError
@@ -30,23 +29,6 @@ NUMBERS = ("truncated", "source_tokens", "target_tokens")
 TABLE = Features(
     {"input_ids": IDS, "labels": IDS, "target": Value("string"), **dict.fromkeys(NUMBERS, Value("int32"))}
 )
-
-
-@dataclass(frozen=True)
-class SourceFormat:
-    """The format in which a source is written for the encoder."""
-
-    prefix: str
-    separator: str  # between two turns
-    max_length: int  # tokens, special tokens included
-
-    @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, max_length: int) -> "SourceFormat":
-        """The format that a model was trained with; if unknown that of its family, with sources of `max_length`."""
-        known = tokenizer.init_kwargs.get(TRAINED_WITH, {})
-        separator = turn_separator(config, tokenizer, known.get("turn_separator"))
-        longest = min(known.get("max_source_length", max_length), max_length)
-        return cls(known.get("source_prefix", ""), separator, longest)
 
 
 @dataclass(kw_only=True)
@@ -111,13 +93,13 @@ def open_pairs(
     first = next(iter(parts.values()))
     tokenizer = get_tokenizer(options.recipe, config, first.texts, identity(first.table), pairs=True)
     prefix = set_languages(tokenizer, recipe.source_lang, recipe.target_lang, recipe.source_prefix)
-    form = SourceFormat(prefix, turn_separator(config, tokenizer, recipe.turn_separator), widths[0])
+    separator = turn_separator(config, tokenizer, recipe.turn_separator)
     _check_languages(recipe, tokenizer, columns)
     sources = (pair.source[0] for part in parts.values() for pairs in part.contents() for pair in pairs)
-    check_marked(tokenizer, form.prefix, sources)
+    check_marked(tokenizer, prefix, sources)
     described = [f"data      {source.as_written(columns).describe}", *describe_languages(tokenizer)]
-    notes = described + _missing_prefix(config, form.prefix) + notes
-    return parts, columns, PairEncoder(tokenizer, form, widths[1]), notes
+    notes = described + _missing_prefix(config, prefix) + notes
+    return parts, columns, PairEncoder(tokenizer, prefix, separator, widths), notes
 
 
 def _check_languages(recipe: Seq2SeqRecipe, tokenizer: PreTrainedTokenizerBase, columns: Columns) -> None:
@@ -191,12 +173,11 @@ def turn_separator(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase,
 
 class PairEncoder:
     """Pairs -> token ids. Sources and targets end with the end-of-text token: without it a model never learns to stop.
-    Raises UserError: the prefix leaves no room for a source. `max_target`: the longest target in tokens, special
-    tokens included."""
+    Raises UserError: the prefix leaves no room for a source. `separator`: between two turns. `widths`: the longest
+    source and target in tokens, special tokens included."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, form: SourceFormat, max_target: int):
-        self.tokenizer, self.prefix, self.separator = tokenizer, form.prefix, form.separator
-        self.widths = widths = (form.max_length, max_target)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prefix: str, separator: str, widths: tuple[int, int]):
+        self.tokenizer, self.prefix, self.separator, self.widths = tokenizer, prefix, separator, widths
         end_with_eos(tokenizer)
         self.marks = [self._marks(**kind) for kind in ({"text": "a"}, {"text_target": "a"})]
         self.key = (fingerprint(tokenizer), self.prefix, self.separator, self.marks, widths)
