@@ -1,11 +1,14 @@
 """Chat templates and the labels of conversations: what is trained on, token by token."""
 
+from types import SimpleNamespace
+
 import pytest
 from chats import ANSWERS, CHAT, LONG_TALK, TOKENIZERS, encoded, encoder_of, trained_text
 from helpers import refusal
 
 from zerofit.data.chat.instructions import Form
-from zerofit.model.chat import BadTemplate, named_template, question_ids, render
+from zerofit.data.rendering import Prompt, Renderer
+from zerofit.model.chat import BadTemplate, named_template, render
 from zerofit.model.loss import IGNORE
 
 SAID = [{"role": "user", "content": "Add.\n\n1 2", "instruction": "Add.", "input": "1 2"},
@@ -42,7 +45,8 @@ def test_the_model_is_asked_with_what_it_was_trained_on(tokenizer_of, template, 
             assert list(row["input_ids"][: len(prompt)]) == prompt
             assert row["labels"][len(prompt) - 1] == IGNORE
             assert (row["labels"][len(prompt) :] != IGNORE).all()
-    asked = question_ids(tokenizer, LONG_TALK[1]["content"], LONG_TALK[0]["content"])
+    renderer = Renderer(tokenizer, SimpleNamespace(is_encoder_decoder=False), system=LONG_TALK[0]["content"])
+    asked = renderer.ids(Prompt(LONG_TALK[1]["content"]))
     assert asked == tokenizer.apply_chat_template(LONG_TALK[:2], add_generation_prompt=True)["input_ids"]
 
 

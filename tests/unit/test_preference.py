@@ -15,8 +15,9 @@ from zerofit.data.order import FILLER
 from zerofit.data.records import BadRecord
 from zerofit.model import chunked_loss
 from zerofit.model.loss import install_loss
-from zerofit.model.preference import BETA, LOSSES, PreferenceLoss, without_dropout
+from zerofit.model.preference import BETA, PreferenceLoss, without_dropout
 from zerofit.recipe import ClmRecipe
+from zerofit.recipe.causal_options import PREFERENCE_LOSSES
 
 IGNORE, VOCAB = -100, 97
 
@@ -70,7 +71,7 @@ def plain_loss(kind: str, model, beta: float, gamma: float, smoothing: float) ->
     return total
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("kind", PREFERENCE_LOSSES)
 @pytest.mark.parametrize("loss", ["full", "chunked"])
 def test_the_loss_and_its_gradients_are_those_of_the_formula(kind, loss, monkeypatch):
     monkeypatch.setattr(chunked_loss, "CHUNK_BYTES", 4 * VOCAB * 7)

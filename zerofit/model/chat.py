@@ -279,13 +279,6 @@ def apply_template(
         raise BadTemplate(first_line(error), line if syntax else frames[-1], syntax) from None
 
 
-def question_ids(tokenizer: "PreTrainedTokenizerBase", question: str, system_prompt: str | None = None) -> list[int]:
-    """Token ids of a question, up to the place of its answer."""
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    text = apply_template(tokenizer, [*system, {"role": "user", "content": question}], add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
 def render(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> tuple[str, list[Span]]:
     """(text of a conversation, the parts of it that are trained on).
 
@@ -416,8 +409,8 @@ LONGEST_S = 10.0
 LARGEST_BYTES = 2 << 30
 
 
-class BeyondLimits(Exception):
-    """The code took more time or memory than it may; the message says which."""
+class BeyondLimits(BaseException):
+    """The code took more time or memory than it may; the message says which. No Exception, which it might catch."""
 
 
 @contextmanager
@@ -435,8 +428,6 @@ def limited() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST_S, LONGEST_S)
     try:
         yield
-    except _Stop:
-        raise BeyondLimits(f"takes longer than {LONGEST_S:g} s") from None
     except MemoryError:
         raise BeyondLimits(f"takes more than {LARGEST_BYTES / 2**30:g} GiB of memory") from None
     finally:
@@ -446,9 +437,5 @@ def limited() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-class _Stop(BaseException):
-    """No Exception, which the code might catch."""
-
-
 def _stop(*_: Any) -> None:
-    raise _Stop
+    raise BeyondLimits(f"takes longer than {LONGEST_S:g} s")

@@ -13,7 +13,6 @@ A label that is wrong with probability e (`label_smoothing`): (1 - e) of dpo's l
 around (conservative DPO, equation 3 of Mitchell's note). The two last ones need no reference.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -98,33 +97,22 @@ class PreferenceLoss:
         of_pair = torch.stack([right, rewards[:, 0], rewards[:, 1]])  # (3, P)
         sums = torch.where(counts, of_pair, 0.0).sum(dim=1)
         self._sums = sums if self._sums is None else self._sums + sums
-        loss = LOSSES[self.kind](self, gained, gained / tokens)
+        loss = self._losses(gained, gained / tokens)
         return torch.where(counts, loss, 0.0).sum()
 
-    def _dpo(self, gained: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        logits = self.beta * (gained[:, 0] - gained[:, 1])
-        wrong = self.label_smoothing
-        return -(1 - wrong) * F.logsigmoid(logits) - wrong * F.logsigmoid(-logits)
-
-    def _ipo(self, gained: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        return (mean[:, 0] - mean[:, 1] - 1 / (2 * self.beta)) ** 2
-
-    def _hinge(self, gained: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        return F.relu(1 - self.beta * (gained[:, 0] - gained[:, 1]))
-
-    def _simpo(self, gained: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        return -F.logsigmoid(self.beta * (mean[:, 0] - mean[:, 1]) - self.gamma)
-
-    def _orpo(self, gained: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        # log odds(p) = log p - log(1 - p); 1 - p without cancellation where p is small or near 1
+    def _losses(self, gained: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        """(P,) the loss of each pair. `gained`: (P, 2) on the reference, where there is one; `mean`: per token."""
+        wrong, ahead, mean_ahead = self.label_smoothing, gained[:, 0] - gained[:, 1], mean[:, 0] - mean[:, 1]
+        match self.kind:
+            case "dpo":
+                logits = self.beta * ahead
+                return -(1 - wrong) * F.logsigmoid(logits) - wrong * F.logsigmoid(-logits)
+            case "ipo":
+                return (mean_ahead - 1 / (2 * self.beta)) ** 2
+            case "hinge":
+                return F.relu(1 - self.beta * ahead)
+            case "simpo":
+                return -F.logsigmoid(self.beta * mean_ahead - self.gamma)
+        # orpo: log odds(p) = log p - log(1 - p); 1 - p without cancellation where p is small or near 1
         log_odds = mean - torch.log(-torch.expm1(mean.clamp(max=-1e-7)))
         return -mean[:, 0] - self.beta * F.logsigmoid(log_odds[:, 0] - log_odds[:, 1])
-
-
-LOSSES: dict[str, Callable[[PreferenceLoss, torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "dpo": PreferenceLoss._dpo,
-    "ipo": PreferenceLoss._ipo,
-    "hinge": PreferenceLoss._hinge,
-    "simpo": PreferenceLoss._simpo,
-    "orpo": PreferenceLoss._orpo,
-}
