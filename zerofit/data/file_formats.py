@@ -54,8 +54,8 @@ def read_table(
 ) -> tuple[Dataset, list[str]]:
     """(the records of files of one format, notes on how they were read), from the cache where they are in it. Raises
     UserError: a file is not UTF-8, not in the encoding that is named, or not of its format. `unit`: of text files,
-    which is a record: line, paragraph or document. `header`: names of the columns of .csv and .tsv files without a
-    header."""
+    which is a record: line, paragraph, file, or what stands between two marks of this text. `header`: names of the
+    columns of .csv and .tsv files without a header."""
     recipe = data.recipe
     for option, kinds in OPTIONS.items():
         if (value := getattr(recipe, option)) and kind not in kinds:
@@ -79,7 +79,7 @@ def read_table(
 
 
 def _read_texts(paths: list[Path], encoding: str | None, unit: str, place: Path) -> list[str]:
-    """Write the lines, paragraphs or whole texts of files as a table. Returns no notes."""
+    """Write the lines, paragraphs, whole texts, or texts between marks of files as a table. Returns no notes."""
 
     def texts() -> Iterator[str]:
         for path in paths:
@@ -88,8 +88,11 @@ def _read_texts(paths: list[Path], encoding: str | None, unit: str, place: Path)
                     yield from (line.removesuffix("\n") for line in file)
                 elif unit == "paragraph":
                     yield from filter(None, file.read().split("\n\n"))
-                else:
+                elif unit == "file":
                     yield file.read()
+                else:
+                    pieces = (piece.strip("\n") for piece in file.read().split(unit))
+                    yield from (piece for piece in pieces if piece.strip())
 
     write_table(({"text": text} for text in texts()), texts_of(["text"]), place)
     return []

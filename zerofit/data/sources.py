@@ -36,7 +36,6 @@ class Source:
     files: dict[str, list[Path]]  # of each part; empty if no option names files
     name: str = ""  # of data that are in no file of their own, in messages
     notes: list[str] = field(default_factory=list)  # how files were read
-    unit: str = ""  # of documents in text files: line, paragraph, file or mark
     written: dict[str, str] = field(default_factory=dict)  # {column in lower case: as the file has it}
 
     @property
@@ -73,8 +72,8 @@ def read_source(
     header: tuple[str, ...] = (),  # names of the columns of .csv and .tsv files without a header
 ) -> Source:
     """Read files, or a data set of the hub. Raises UserError: a file is missing, empty, not UTF-8 or not of its
-    format; the hub cannot be reached. `unit_of`: for text files: returns line, paragraph or document, which is a
-    record. Without it text files are refused."""
+    format; the hub cannot be reached. `unit_of`: for text files: returns which part of them is a record, see
+    `read_table`. Without it text files are refused."""
     held_out = {PREDICT: ()} if PREDICT in data.patterns else held_out or {"validation": HELD_OUT}
     if data.recipe.dataset_name in EMBEDDED:
         return Source(_used_parts(read_stdlib(data.recipe.dataset_name, data.cache), data.trains), {})

@@ -1,7 +1,6 @@
 """Plain text for the causal task: from records to documents, in a training and a held-out part, to packed samples."""
 
 from collections.abc import Iterator
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -26,30 +25,23 @@ BYTES_PER_CHARACTER = 175  # while a text is tokenised: 7.05 GiB for one of 40 M
 
 
 def read_records(recipe: ClmRecipe, options: DataOptions) -> Source:
-    """The data, with the unit of documents in text files. Raises UserError: a file is missing, empty, not UTF-8 or not
-    of its format; the hub cannot be reached."""
-    unit = ""
+    """The data; text files are cut into documents as document_separator says, else at <|endoftext|>. Raises
+    UserError: a file is missing, empty, not UTF-8 or not of its format; the hub cannot be reached."""
 
     def unit_of(files: list[Path]) -> str:
-        nonlocal unit
-        unit = recipe.document_separator or ("line" if recipe.packing == "none" else "file")
-        is_marked = not recipe.document_separator and _contains(files[0], recipe.encoding, END_OF_TEXT)
-        if is_marked or unit not in ("line", "paragraph", "file"):
-            unit = "mark"
-        return unit if unit in ("line", "paragraph") else "document"
+        if recipe.document_separator:
+            return recipe.document_separator
+        if _contains(files[0], recipe.encoding, END_OF_TEXT):
+            return END_OF_TEXT
+        return "line" if recipe.packing == "none" else "file"
 
-    source = read_source(options, unit_of=unit_of)
-    source.unit = unit
-    return source
+    return read_source(options, unit_of=unit_of)
 
 
 def take_texts(source: Source, recipe: ClmRecipe, options: DataOptions) -> dict[str, Dataset]:
     """The documents of each part (column `text`); a held-out part is split off if there is none. Raises UserError:
     there is no such column; a split is empty."""
     parts = {name: _only_text(part, text_column(part, recipe.text_column)) for name, part in source.parts.items()}
-    if source.unit == "mark":
-        mark = recipe.document_separator or END_OF_TEXT
-        parts = {name: _cut_at_mark(part, mark) for name, part in parts.items()}
     if "validation" not in parts and options.held_out_fraction > 0:
         parts["train"], parts["validation"] = split_off(parts["train"], options.held_out_fraction)
     train = parts.pop("train", None)
@@ -96,16 +88,6 @@ def _only_text(dataset: Dataset, column: str) -> Dataset:
     if table.data.column("text").null_count:  # records without text
         table = table.filter(lambda text: text is not None, input_columns="text", desc="Removing empty records")
     return tables.derived(table, dataset, column, "with text")
-
-
-def _cut_at_mark(dataset: Dataset, mark: str) -> Dataset:
-    def cut(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        pieces = (piece.strip("\n") for text in batch["text"] for piece in text.split(mark))
-        return {"text": [piece for piece in pieces if piece.strip()]}
-
-    name = sha256(f"{tables.identity(dataset)} cut at {mark}".encode()).hexdigest()[:32]
-    pieces = dataset.map(cut, batched=True, batch_size=16, new_fingerprint=name, desc="Cutting into documents")
-    return tables.keyed(pieces, name)
 
 
 def split_off(dataset: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
