@@ -7,7 +7,7 @@ from chats import ANSWERS, CHAT, LONG_TALK, TOKENIZERS, encoded, encoder_of, tra
 from helpers import refusal
 
 from zerofit.data.chat.instructions import Form
-from zerofit.data.rendering import Prompt, Renderer
+from zerofit.data.rendering import Renderer
 from zerofit.model.chat import BadTemplate, named_template, render
 from zerofit.model.loss import IGNORE
 
@@ -46,7 +46,7 @@ def test_the_model_is_asked_with_what_it_was_trained_on(tokenizer_of, template, 
             assert row["labels"][len(prompt) - 1] == IGNORE
             assert (row["labels"][len(prompt) :] != IGNORE).all()
     renderer = Renderer(tokenizer, SimpleNamespace(is_encoder_decoder=False), system=LONG_TALK[0]["content"])
-    asked = renderer.ids(Prompt(LONG_TALK[1]["content"]))
+    asked = renderer.ids(LONG_TALK[1]["content"])
     assert asked == tokenizer.apply_chat_template(LONG_TALK[:2], add_generation_prompt=True)["input_ids"]
 
 

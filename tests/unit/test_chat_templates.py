@@ -12,8 +12,8 @@ from transformers import AutoConfig
 from zerofit.data.chat.instructions import Form
 from zerofit.data.chat.preferences import PreferenceForm
 from zerofit.data.records import BadRecord
-from zerofit.data.rendering import Prompt, Renderer
-from zerofit.model.chat import render, unread_keys
+from zerofit.data.rendering import Renderer
+from zerofit.model.chat import Conversation, render, unread_keys
 from zerofit.model.loss import IGNORE
 from zerofit.tools.generate.generate_options import GenerateOptions
 from zerofit.tools.generate.respond import read_prompts
@@ -199,9 +199,7 @@ def test_tools_of_a_record_reach_the_template(tokenizer_with, column, form):
     assert len(spans) == 2
     assert unread_keys(tokenizer, messages) == []
     assert unread_keys(tokenizer_with("chatml"), messages) == ["tools"]
-    asked = Renderer(tokenizer, AutoConfig.for_model("llama")).ids(
-        Prompt(messages=tuple(TALK[:1]), given=messages.given)
-    )
+    asked = Renderer(tokenizer, AutoConfig.for_model("llama")).ids(Conversation(TALK[:1], messages.given))
     prompt = tokenizer.apply_chat_template(TALK[:1], tools=[TOOL], tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(asked) == prompt
 
@@ -347,8 +345,7 @@ def test_prompts_of_generate_bring_what_records_bring(tmp_path):
     ], "tools": json.dumps([TOOL])}])  # fmt: skip
     (prompt,) = read_prompts(GenerateOptions(model="a", prompt_file=str(file)))
     assert prompt.given == {"tools": [TOOL]}
-    assert prompt.messages[1]["tool_calls"] == [CALL]
-    assert prompt.messages[2]["name"] == "weather"
-    assert prompt.record["tools"] == [TOOL]
+    assert prompt[1]["tool_calls"] == [CALL]
+    assert prompt[2]["name"] == "weather"
     write_records(file, [{"messages": [{"role": "user", "content": [PARTS[0], {"type": "text", "text": "What?"}]}]}])
     assert "line 1: a turn holds image" in refusal(read_prompts, GenerateOptions(model="a", prompt_file=str(file)))

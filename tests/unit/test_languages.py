@@ -19,7 +19,7 @@ from transformers import (
 
 from zerofit.data.pairs.prepare import prepare_pairs
 from zerofit.data.prompts import read_sources
-from zerofit.data.rendering import Prompt, Renderer
+from zerofit.data.rendering import Renderer
 from zerofit.model.folders import TRAINED_WITH
 from zerofit.model.languages import first_target_tokens, language_codes, set_languages
 from zerofit.model.tokenizer import set_decoder_start_token
@@ -130,10 +130,10 @@ def test_predictions_and_prompts_begin_as_in_training(folders, cache, tmp_path, 
     assert list(data.prompts[0]["input_ids"]) == expected["input_ids"][0]
     assert first_target_tokens(data.tokenizer) == first_target_tokens(trained)
     loaded = AutoTokenizer.from_pretrained(tmp_path / "model")
-    assert Renderer(loaded, config_of(kind)).ids(Prompt(TALK[0]["source"])) == expected["input_ids"][0]
+    assert Renderer(loaded, config_of(kind)).ids(TALK[0]["source"]) == expected["input_ids"][0]
     other = {"marian": "fra", "nllb": "fra_Latn", "m2m": "fr"}.get(kind, "fr_XX")
     renderer = Renderer(AutoTokenizer.from_pretrained(tmp_path / "model"), config_of(kind), languages=(None, other))
-    ids = renderer.ids(Prompt(TALK[0]["source"]))
+    ids = renderer.ids(TALK[0]["source"])
     assert (ids == expected["input_ids"][0]) == (kind != "marian"), "Marian's code is in the source"
     assert first_target_tokens(renderer.tokenizer) != first_target_tokens(trained) or kind == "marian"
 
@@ -152,7 +152,7 @@ def test_languages_that_are_not_said_or_unknown(folders, cache, tmp_path, kind):
     asked = write_records(tmp_path / "predict.jsonl", [{"source": pair["source"]} for pair in TALK])
     assert "--target_lang" in refusal(read_sources, recipe_of(folders[kind], cache, asked), config_of(kind))
     tokenizer = AutoTokenizer.from_pretrained(folders[kind])
-    assert "--target_lang" in refusal(lambda: Renderer(tokenizer, config_of(kind)).ids(Prompt("a dog")))
+    assert "--target_lang" in refusal(lambda: Renderer(tokenizer, config_of(kind)).ids("a dog"))
 
 
 def test_sources_that_bring_marians_code_need_no_option(folders, cache, tmp_path):

@@ -13,7 +13,7 @@ from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.pack import DatasetStats, Sample, TextData
 from zerofit.data.pairs.prepare import PairData, chosen_widths, open_pairs
 from zerofit.data.records import read_parts
-from zerofit.data.rendering import Prompt, Renderer
+from zerofit.data.rendering import Renderer
 from zerofit.data.sources import Source, read_source
 from zerofit.data.tables import kept_columns
 from zerofit.data.text import text_column
@@ -72,7 +72,7 @@ def read_causal_prompts(
     """The prompts of predict_file: instructions, questions and conversations in their form of training, without the
     answers of the file; or texts to continue. Raises UserError: there is no such column, a text is empty, a role is
     out of order, no positions are left to write."""
-    unit = {"file": "document", "paragraph": "paragraph"}.get(recipe.document_separator or "", "line")
+    unit = recipe.document_separator if recipe.document_separator in ("file", "paragraph") else "line"
     source = read_source(options, unit_of=lambda files: unit)
     recipe = recipe.columns_in(source.first.column_names)
     form = find_form(recipe, source.first)
@@ -81,7 +81,7 @@ def read_causal_prompts(
         notes, ends = ["data      each record is a text to continue", *source.notes], []
         records = _texts(recipe.text_column, source)
         renderer = Renderer(tokenizer, config, raw=True)
-        ids = [renderer.ids(Prompt(record["prompt"])) for record in records]
+        ids = [renderer.ids(record["prompt"]) for record in records]
     else:
         template = install_template(tokenizer, recipe.chat_template, "none" if form.plain else None)
         parts, notes = read_parts(source, {PREDICT: form}, options)
@@ -95,7 +95,7 @@ def read_causal_prompts(
         ]
         keys = (key for turns in conversations for key in unread_keys(tokenizer, turns))
         notes += unread_note([name for name in source.first.column_names if name not in form.columns], keys)
-        ids, ends = [renderer.ids_of(turns) for turns in conversations], renderer.end_of_turn()
+        ids, ends = [renderer.ids(turns) for turns in conversations], renderer.end_of_turn()
     longest = longest_answer(recipe.max_new_tokens, bool(recipe.source("max_new_tokens")), config)
     ids, cut_tokens = _with_room(ids, longest, config)
     if cut := sum(map(bool, cut_tokens)):

@@ -1,7 +1,6 @@
 """Prompts, and conversations that need a reply, as token ids."""
 
 import sys
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from zerofit.model.chat import BadTemplate, Conversation, apply_template, for_template, install_template
@@ -17,20 +16,7 @@ if TYPE_CHECKING:
 
 Languages = tuple[str | None, str | None]
 Messages = list[dict[str, Any]]  # [{"role": "user", "content": "..."}, ...]
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A text, or a conversation that needs a reply."""
-
-    text: str | None = None
-    messages: tuple[dict[str, Any], ...] = ()
-    given: dict[str, Any] = field(default_factory=dict)  # to the template, beside the messages
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """The prompt as a record of a .jsonl file."""
-        return {"prompt": self.text} if self.text is not None else {"messages": list(self.messages), **self.given}
+Prompt = str | Conversation  # a text, or a conversation that needs a reply
 
 
 class Renderer:
@@ -90,25 +76,19 @@ class Renderer:
         if not self.uses_template and not self.has_encoder:
             raise UserError(f"a conversation needs a chat template: {self._no_template}")
 
-    def ids(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt."""
-        if prompt.text is None:
-            return self.ids_of(Conversation(prompt.messages, prompt.given))
-        if self.uses_template and prompt.text:
-            return self.ids_of([{"role": "user", "content": prompt.text}])
-        if not self.has_encoder:
-            return self._beginning(prompt.text)
-        return self._source([prompt.text])
-
-    def ids_of(self, messages: Messages) -> list[int]:
-        """The token ids of a conversation, up to the beginning of the reply."""
+    def ids(self, prompt: str | Messages) -> list[int]:
+        """The token ids of a text, or of a conversation up to the beginning of the reply."""
+        if isinstance(prompt, str):
+            if not (self.uses_template and prompt):
+                return self._source([prompt]) if self.has_encoder else self._beginning(prompt)
+            prompt = [{"role": "user", "content": prompt}]
         self.check_conversations()
         if not self.uses_template:
-            return self._source([message["content"].strip() for message in messages])
-        if self.system and messages[0]["role"] != "system":
+            return self._source([message["content"].strip() for message in prompt])
+        if self.system and prompt[0]["role"] != "system":
             system = {"role": "system", "content": self.system}
-            messages = Conversation([system, *messages], getattr(messages, "given", {}))
-        text = self._render(messages)
+            prompt = Conversation([system, *prompt], getattr(prompt, "given", {}))
+        text = self._render(prompt)
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has added them
 
     def end_of_turn(self) -> list[int]:

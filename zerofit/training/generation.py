@@ -14,7 +14,7 @@ from zerofit.data.collate import Batch, PromptCollator, multiple_for
 from zerofit.data.pack import TextData
 from zerofit.data.pairs.prepare import PairData
 from zerofit.data.prompts import longest_answer
-from zerofit.data.rendering import Prompt, Renderer
+from zerofit.data.rendering import Renderer
 from zerofit.model.tokenizer import padding_token
 from zerofit.recipe.tasks import ClmRecipe, Seq2SeqRecipe
 from zerofit.record.run_folder import RunFolder
@@ -70,7 +70,7 @@ def sample_text(run: Any, data: TextData) -> list[str]:
         return [f"note      no sample: no rank of a pipeline has all layers. Use {command}"]
     if data.is_chat and recipe.sample_prompt:
         renderer = Renderer(tokenizer, engine.module.config, system=recipe.system_prompt)
-        ids = torch.tensor([renderer.ids(Prompt(recipe.sample_prompt))])
+        ids = torch.tensor([renderer.ids(recipe.sample_prompt)])
     else:
         prompt = recipe.sample_prompt or tokenizer.bos_token or tokenizer.eos_token or "\n"
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]

@@ -31,12 +31,12 @@ def respond(options: GenerateOptions) -> int:
     source = find_model(options)
     how = (options.chat_template, options.raw, options.system_prompt)
     renderer = Renderer(source.tokenizer, source.config, *how, languages=(options.source_lang, options.target_lang))
-    if options.chat or any(prompt.messages for prompt in prompts):
+    chats = [prompt for prompt in prompts if isinstance(prompt, Conversation)]
+    if options.chat or chats:
         renderer.check_conversations()
     if renderer.uses_template and not options.chat:
         log_to_stderr("note: prompts are rendered with the tokenizer's chat template; --raw takes them as they are")
     if renderer.uses_template:
-        chats = [Conversation(prompt.messages, prompt.given) for prompt in prompts]
         for note in unread_note([], (key for chat in chats for key in unread_keys(source.tokenizer, chat))):
             log_to_stderr(f"note: {note.removeprefix('note').strip()}")
     output = _open(options.output)
@@ -67,7 +67,7 @@ def read_prompts(options: GenerateOptions) -> list[Prompt]:
     """The prompts of --prompt or --prompt_file; none where there is a chat. Raises UserError: the file cannot be read,
     or a record of it holds no prompt."""
     if options.prompt_file is None:
-        return [Prompt(text) for text in options.prompt or ()]
+        return list(options.prompt or ())
     where = f"prompt_file = {options.prompt_file!r}"
     path = Path(options.prompt_file).expanduser()
     if path.suffix not in (".txt", ".jsonl"):
@@ -80,7 +80,7 @@ def read_prompts(options: GenerateOptions) -> list[Prompt]:
     if not numbered:
         raise UserError(f"{where} is empty")
     if path.suffix == ".txt":
-        return [Prompt(line) for _, line in numbered]
+        return [line for _, line in numbered]
     return [_prompt_of(line, f"{where}, line {number}") for number, line in numbered]
 
 
@@ -93,7 +93,7 @@ def _prompt_of(line: str, where: str) -> Prompt:
         raise UserError(f"{where}: a text has half of a surrogate pair (as \\ud83d alone), which is no character")
     keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
     if isinstance(record, dict) and isinstance(record.get("prompt"), str):
-        return Prompt(record["prompt"])
+        return record["prompt"]
     messages = record.get("messages") if isinstance(record, dict) else None
     if messages is None:
         raise UserError(f"{where} has no `prompt` and no `messages`; it has {keys}")
@@ -108,7 +108,7 @@ def _prompt_of(line: str, where: str) -> Prompt:
         messages.pop()
     if not any(message["role"] == "user" for message in messages):
         raise UserError(f"{where}: nobody has said anything that could be replied to")
-    return Prompt(messages=tuple(messages), given=given)
+    return Conversation(messages, given)
 
 
 def lines_of_stdin() -> Iterator[str]:
@@ -137,7 +137,7 @@ def converse(writer: Writer, renderer: Renderer, lines: Iterator[str]) -> None:
         messages = [*history, {"role": "user", "content": line}]
         ids, kept = latest(messages, writer, renderer)
         if ids is None:
-            log_to_stderr(f"note: {writer.too_long(len(renderer.ids_of(messages[-1:])))}; it is ignored")
+            log_to_stderr(f"note: {writer.too_long(len(renderer.ids(messages[-1:])))}; it is ignored")
             continue
         if len(kept) < len(messages):
             log_to_stderr(f"note: exchanges that do not fit any more: the oldest {(len(messages) - len(kept)) // 2}")
@@ -154,7 +154,7 @@ def latest(messages: Messages, writer: Writer, renderer: Renderer) -> tuple[list
     if writer.positions and not writer.has_encoder:
         reply_tokens = min(writer.max_new_tokens, writer.positions // 2)
     while True:
-        ids = renderer.ids_of(messages)
+        ids = renderer.ids(messages)
         room = writer.room(len(ids))
         if room is None or room >= reply_tokens:
             return ids, messages

@@ -146,7 +146,7 @@ def complete(writer: Writer, renderer: Renderer, prompts: list[Prompt], output: 
     with output or nullcontext():
         for number, (prompt, ids) in enumerate(zip(prompts, rows)):
             if len(prompts) > 1:
-                shown = prompt.text if prompt.text is not None else prompt.messages[-1]["content"]
+                shown = prompt if isinstance(prompt, str) else prompt[-1]["content"]
                 log_to_stderr(f"[{number + 1}/{len(prompts)}] {shown}")
             if cut[number]:
                 log_to_stderr(
@@ -154,5 +154,6 @@ def complete(writer: Writer, renderer: Renderer, prompts: list[Prompt], output: 
                 )
             text = writer.write(ids, number)
             if output:
-                output.write(json.dumps({**prompt.record, "generated": text}, ensure_ascii=False) + "\n")
+                record = {"prompt": prompt} if isinstance(prompt, str) else {"messages": prompt, **prompt.given}
+                output.write(json.dumps({**record, "generated": text}, ensure_ascii=False) + "\n")
                 output.flush()
