@@ -40,6 +40,10 @@ class Distillation(NamedTuple):
     reverse: bool = False
     head: Any = None
 
+    def of_teacher(self, hidden: Tensor) -> Tensor:
+        """(N, V) fp32 log-probabilities of the teacher, whose last hidden states are (N, H)."""
+        return self.head(hidden).float().log_softmax(-1)
+
     def losses(self, student: Tensor, teacher: Tensor) -> Tensor:
         """(N,) T^2 KL of log-probabilities (N, V)."""
         of_student, of_teacher = (F.log_softmax(each / self.temperature, dim=-1) for each in (student, teacher))
@@ -53,17 +57,6 @@ class Distillation(NamedTuple):
             losses = self.losses(student, teacher)
             (gradient,) = torch.autograd.grad(losses.sum(), student)
         return losses.detach(), gradient
-
-
-class TeacherStates(NamedTuple):
-    """A teacher's last hidden states (N, H) and its head; its logits are made for some tokens at a time."""
-
-    hidden: Tensor
-    head: Any
-
-    def log_probabilities(self, start: int, stop: int) -> Tensor:
-        """(stop - start, V) fp32."""
-        return self.head(self.hidden[start:stop]).float().log_softmax(-1)
 
 
 class TokenLoss(NamedTuple):
@@ -124,7 +117,7 @@ def chunked_loss(
     share: Share = None,
     *,
     terms: TokenLoss = PLAIN,
-    teacher: TeacherStates | None = None,
+    teacher: Tensor | None = None,
 ) -> Tensor:
     """The summed loss (fp32) of hidden states (N, H) against targets (N,), some rows of logits at a time.
 
@@ -133,7 +126,8 @@ def chunked_loss(
             are not.
         share: under tensor parallelism the rows of the vocabulary that weight and bias have here (VocabularyShare).
         terms: what is added to the cross entropy.
-        teacher: of each token; needed where `terms` distil, which does not go together with `share`.
+        teacher: (N, width) a teacher's last hidden states, whose logits are made for some tokens at a time; needed
+            where `terms` distil, which does not go together with `share`.
     """
     tensors = (hidden, weight, bias)
     needs_grad = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in tensors]
@@ -173,7 +167,7 @@ class _Chunked(torch.autograd.Function):
         needs_grad: Sequence[bool],
         share: Share,
         terms: TokenLoss,
-        teacher: TeacherStates | None,
+        teacher: Tensor | None,
         compiled: Callable[..., Tensor] | None,
     ) -> Tensor:
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
@@ -199,7 +193,7 @@ class _Chunked(torch.autograd.Function):
             soft = None
             if terms.distillation is not None:
                 assert teacher is not None, "terms that distil need a teacher's states"
-                of_teacher = teacher.log_probabilities(start, start + rows)
+                of_teacher = terms.distillation.of_teacher(teacher[start : start + rows])
                 losses, soft = terms.distillation.with_gradient(scores.log_probabilities, of_teacher)
                 divergence += losses.masked_fill(is_ignored[:, 0], 0).sum()
             if not any(needs_grad):

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from zerofit.model.attention import packed_rows
-from zerofit.model.chunked_loss import IGNORE, PLAIN, TeacherStates, TokenLoss, chunked_loss, chunked_token_losses
+from zerofit.model.chunked_loss import IGNORE, PLAIN, TokenLoss, chunked_loss, chunked_token_losses
 from zerofit.model.experts import Routing
 from zerofit.model.families import family_of
 
@@ -62,9 +62,7 @@ def _forward_with_loss(
     **inputs: Any,
 ) -> Any:
     is_token, mask = inputs.pop("is_token", None), inputs.get("attention_mask")
-    teacher = None
-    if HIDDEN in inputs:
-        teacher = TeacherStates(inputs.pop(HIDDEN).flatten(0, 1), self.loss_terms.distillation.head)
+    teacher = inputs.pop(HIDDEN).flatten(0, 1) if HIDDEN in inputs else None
     if next_tokens is not None:
         targets = next_tokens
     elif labels is None:
@@ -90,7 +88,7 @@ def _forward_with_loss(
 
 
 def _summed_loss(
-    self: Any, targets: torch.Tensor, *args: Any, teacher: TeacherStates | None = None, **inputs: Any
+    self: Any, targets: torch.Tensor, *args: Any, teacher: torch.Tensor | None = None, **inputs: Any
 ) -> torch.Tensor:
     terms = self.loss_terms if self.training else PLAIN
     if self.loss_kind == "full":
@@ -102,7 +100,7 @@ def _summed_loss(
             loss = loss + terms.z_loss * logits.logsumexp(-1).masked_fill(targets == IGNORE, 0).square().sum()
         if (distillation := terms.distillation) is not None:
             assert teacher is not None, "terms that distil need a teacher's states"
-            losses = distillation.losses(logits.log_softmax(-1), teacher.log_probabilities(0, len(targets)))
+            losses = distillation.losses(logits.log_softmax(-1), distillation.of_teacher(teacher))
             divergence = losses.masked_fill(targets == IGNORE, 0).sum()
             loss = terms.hard_weight * loss + distillation.weight * divergence
         return loss
@@ -146,7 +144,7 @@ def _head_forward(
     *,
     of_tokens: bool = False,
     terms: TokenLoss = PLAIN,
-    teacher: TeacherStates | None = None,
+    teacher: torch.Tensor | None = None,
 ) -> Any:
     if targets is None:
         return self.original_forward(hidden)
