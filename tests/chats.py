@@ -66,7 +66,7 @@ def encoder_of(
     tokenizer, form: Form, template: str | None, block_size: int = 4096, whole: bool = False
 ) -> ChatEncoder:
     default = "none" if form.plain else None
-    encoder = ChatEncoder(tokenizer, install_template(tokenizer, template, default), block_size, whole)
+    encoder = ChatEncoder(tokenizer, install_template(tokenizer, template, default)[0], block_size, whole)
     encoder.form = form  # for `encoded`
     return encoder
 

@@ -83,10 +83,10 @@ def read_causal_prompts(
         renderer = Renderer(tokenizer, config, raw=True)
         ids = [renderer.ids(record["prompt"]) for record in records]
     else:
-        template = install_template(tokenizer, recipe.chat_template, "none" if form.plain else None)
+        _, template = install_template(tokenizer, recipe.chat_template, "none" if form.plain else None)
         parts, notes = read_parts(source, {PREDICT: form}, options)
         conversations = list(parts[PREDICT].contents())
-        notes = [form.describe, template.note, *notes]
+        notes = [form.describe, template, *notes]
         renderer = Renderer(tokenizer, config)
         records = [
             {**record, "messages": [{key: turn[key] for key in turn if key not in MADE_HERE} for turn in turns]}

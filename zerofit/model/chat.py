@@ -13,7 +13,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,14 +40,6 @@ class Conversation(list[Message]):
     def __init__(self, messages: Iterable[Message], given: dict[str, Any] | None = None):
         super().__init__(messages)
         self.given = given or {}
-
-
-@dataclass(frozen=True)
-class Template:
-    """The template of a tokenizer: its name for messages, and a line for the log."""
-
-    origin: str
-    note: str
 
 
 class BadTemplate(Exception):
@@ -81,9 +72,10 @@ def known_templates() -> list[str]:
 
 def install_template(
     tokenizer: "PreTrainedTokenizerBase", requested: str | None, default: str | None = None
-) -> Template:
-    """Give the tokenizer the requested template, else its own, else the default one; it is exported with it. Raises
-    UserError where there is none, it is not valid Jinja, or texts have no end."""
+) -> tuple[str, str]:
+    """Give the tokenizer the requested template, else its own, else the default one; it is exported with it. Returns
+    its name for messages, and a line for the log. Raises UserError where there is none, it is not valid Jinja, or
+    texts have no end."""
     if tokenizer.eos_token is None:
         raise UserError(f"{tokenizer.name_or_path!r} has no end-of-text token. Set another tokenizer_name")
     template_of_tokenizer = _own_template(tokenizer) if not requested else tokenizer.chat_template
@@ -100,7 +92,7 @@ def install_template(
     except BadTemplate as bad:
         if bad.syntax:  # else it may refuse this conversation and accept others
             raise UserError(f"{origin}, {bad}") from None
-    return Template(origin, f"template  {name or origin}{aside}")
+    return origin, f"template  {name or origin}{aside}"
 
 
 def _own_template(tokenizer: "PreTrainedTokenizerBase") -> str | dict[str, str] | None:
@@ -360,7 +352,7 @@ def _ends_with(written: str, message: Message) -> bool:
     return same > 0 and (not rest or rest[-1] in "\n>")
 
 
-def missing_end_token(tokenizer: "PreTrainedTokenizerBase", template: Template) -> list[str]:
+def missing_end_token(tokenizer: "PreTrainedTokenizerBase", template: str) -> list[str]:
     """A warning if the template ends an answer with something else than the end-of-text token."""
     question = [{"role": "user", "content": "a"}]
     try:
@@ -373,14 +365,14 @@ def missing_end_token(tokenizer: "PreTrainedTokenizerBase", template: Template) 
     if not text.startswith(prompt):
         begins = prompt[_in_common(prompt, text) :]
         notes.append(
-            f"warning   {template.origin} begins an answer with {begins!r} in generation, and not in conversations: "
+            f"warning   {template} begins an answer with {begins!r} in generation, and not in conversations: "
             "the model is not trained on answers that begin so"
         )
     if mark.endswith(tokenizer.eos_token):
         return notes
     return [
         *notes,
-        f"warning   {template.origin} ends an answer with {mark!r} and not with the end-of-text token "
+        f"warning   {template} ends an answer with {mark!r} and not with the end-of-text token "
         f"{tokenizer.eos_token!r}: generation has to stop there (zerofit generate does, if it is one token)",
     ]
 

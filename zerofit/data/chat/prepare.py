@@ -25,7 +25,6 @@ from zerofit.model import chat
 from zerofit.model.chat import (
     BadTemplate,
     Conversation,
-    Template,
     install_template,
     missing_end_token,
     render,
@@ -64,8 +63,8 @@ def prepare_chat(
     parts = options.limited(parts)
     first_of, first = next(iter(parts.items()))
     tokenizer = get_tokenizer(recipe, config, first.texts, f"{identity(first.table)} {form}")
-    template = install_template(tokenizer, recipe.chat_template, "none" if form.plain else None)
-    notes = [template.note, form.describe, *notes, *missing_end_token(tokenizer, template)]
+    template, note = install_template(tokenizer, recipe.chat_template, "none" if form.plain else None)
+    notes = [note, form.describe, *notes, *missing_end_token(tokenizer, template)]
     encoder = ChatEncoder(tokenizer, template, block_size, recipe.train_on_prompt and not compares)
     encode, features = (encode_pairs, TABLE_OF_PAIRS) if compares else (encode_conversations, TABLE)
     sets: dict[str, Conversations] = {}
@@ -112,7 +111,7 @@ class ChatEncoder:
     one token has the prompt's last space and the answer's first word, the model must generate both.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: Template, block_size: int, train_on_prompt: bool):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, block_size: int, train_on_prompt: bool):
         if not tokenizer.is_fast:
             raise UserError(f"{tokenizer.name_or_path!r} has no tokenizer.json, which chats need: set tokenizer_name")
         self.tokenizer, self.template = tokenizer, template
@@ -131,7 +130,7 @@ class ChatEncoder:
             others = [{**turn, "trained": turn.get("masked", False), "masked": False} for turn in messages]
             return text, spans, render(self.tokenizer, Conversation(others, getattr(messages, "given", {})))[1]
         except BadTemplate as bad:
-            raise UserError(f"{where}: {self.template.origin} fails on it: {bad}") from None
+            raise UserError(f"{where}: {self.template} fails on it: {bad}") from None
 
     def encode(self, rendered: list[Rendered]) -> dict[str, list[Any]]:
         """The columns of TABLE but `unread`; a record without a trained token within block_size gets no tokens."""
@@ -337,7 +336,7 @@ def truncation_notes(
 
 
 def show(
-    sample: dict[str, np.ndarray], tokenizer: PreTrainedTokenizerBase, template: Template, part: str = "training"
+    sample: dict[str, np.ndarray], tokenizer: PreTrainedTokenizerBase, template: str, part: str = "training"
 ) -> list[str]:
     """The first runs of a sample as text, with marks around what is trained on (in the held-out part: predicted)."""
     trained = sample["labels"] != IGNORE
@@ -351,5 +350,5 @@ def show(
         so_far = decoded
     text += " …" if len(ends) > SHOWN_RUNS else ""
     does = "is trained on" if part == PARTS["train"] else "is predicted"
-    heading = f"sample    the first {part} sample, written by {template.origin}; the text in ⟦ ⟧ {does}:"
+    heading = f"sample    the first {part} sample, written by {template}; the text in ⟦ ⟧ {does}:"
     return [heading, *("  | " + line for line in text.splitlines())]
