@@ -11,7 +11,7 @@ from transformers import T5Config
 
 from zerofit.data.labelled.examples import prepare_examples
 from zerofit.data.labelled.samples import class_weights
-from zerofit.data.mixture import PLACES, ChosenSources, MixtureOrder
+from zerofit.data.mixture import PLACES, MixtureOrder
 from zerofit.data.pairs.prepare import prepare_pairs
 from zerofit.model.configuration import load_configuration
 from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, parse_recipe
@@ -23,7 +23,7 @@ def test_shares_are_less_than_one_sample_away_from_the_weights_at_every_prefix(s
     count = (2, 2, 3, 5, 9, 17)[seed]
     weights = np.maximum(draw.dirichlet(np.full(count, 0.4)), 1e-4)
     weights /= weights.sum()
-    chosen = ChosenSources(weights)
+    chosen = MixtureOrder(weights, [1] * count, seed)
     places = np.concatenate([chosen.block(number)[0] for number in range(2)])
     counts = np.stack([np.cumsum(places == source) for source in range(count)], axis=1)
     away = np.abs(counts - np.outer(np.arange(1, 2 * PLACES + 1), weights))

@@ -24,15 +24,32 @@ Data = TypeVar("Data", bound=TaskData)
 Samples = TypeVar("Samples", bound=SampleSet)
 
 
-class ChosenSources:
-    """The source of each sample of a mixture, in the order of training. `weights`: they add up to 1."""
+class MixtureOrder:
+    """The order of a training run on a mixture. `weights`: of each source; they add up to 1. `sizes`: samples of each
+    source; they are numbered one source after another."""
 
-    def __init__(self, weights: Sequence[float]):
-        self.weights = np.asarray(weights, dtype=np.float64)
-        count = len(weights)
-        self._least = 1 / (2 * count - 2) if count > 1 else 0.0
+    def __init__(self, weights: Sequence[float], sizes: Sequence[int], seed: int):
+        self.weights, self.offsets = np.asarray(weights, dtype=np.float64), np.concatenate([[0], np.cumsum(sizes)])
+        seeds = [int(np.random.SeedSequence([seed, source]).generate_state(1)[0]) for source in range(len(sizes))]
+        self.orders = [SampleOrder(size, own) for size, own in zip(sizes, seeds)]
+        self._least = 1 / (2 * len(sizes) - 2) if len(sizes) > 1 else 0.0
         self._blocks: list[np.ndarray] = []
-        self._counts = [np.zeros(count, dtype=np.int64)]  # before each block
+        self._counts = [np.zeros(len(sizes), dtype=np.int64)]  # before each block
+
+    def indices(self, start: int, stop: int) -> np.ndarray:
+        """The sample indices at places [start, stop) of the run."""
+        found = np.empty(stop - start, dtype=np.int64)
+        for number in range(start // PLACES, -(-stop // PLACES)):
+            sources, before = self.block(number)
+            first, last = max(start - number * PLACES, 0), min(stop - number * PLACES, PLACES)
+            place = number * PLACES + first - start
+            part = sources[first:last]
+            for source, order in enumerate(self.orders):
+                at = np.flatnonzero(part == source)
+                begin = int(before[source] + (sources[:first] == source).sum())
+                drawn = order.indices(begin, begin + len(at))
+                found[place + at] = self.offsets[source] + drawn
+        return found
 
     def block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """(the sources of the places of a block, how many samples each source has had before it)."""
@@ -58,31 +75,6 @@ class ChosenSources:
             owed[first] -= 1
             chosen[place] = first
         return chosen
-
-
-class MixtureOrder:
-    """The order of a training run on a mixture. `sizes`: samples of each source; they are numbered one source after
-    another."""
-
-    def __init__(self, weights: Sequence[float], sizes: Sequence[int], seed: int):
-        self.chosen, self.offsets = ChosenSources(weights), np.concatenate([[0], np.cumsum(sizes)])
-        seeds = [int(np.random.SeedSequence([seed, source]).generate_state(1)[0]) for source in range(len(sizes))]
-        self.orders = [SampleOrder(size, own) for size, own in zip(sizes, seeds)]
-
-    def indices(self, start: int, stop: int) -> np.ndarray:
-        """The sample indices at places [start, stop) of the run."""
-        found = np.empty(stop - start, dtype=np.int64)
-        for number in range(start // PLACES, -(-stop // PLACES)):
-            sources, before = self.chosen.block(number)
-            first, last = max(start - number * PLACES, 0), min(stop - number * PLACES, PLACES)
-            place = number * PLACES + first - start
-            part = sources[first:last]
-            for source, order in enumerate(self.orders):
-                at = np.flatnonzero(part == source)
-                begin = int(before[source] + (sources[:first] == source).sum())
-                drawn = order.indices(begin, begin + len(at))
-                found[place + at] = self.offsets[source] + drawn
-        return found
 
 
 class MixedSamples(Generic[Samples]):
