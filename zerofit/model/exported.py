@@ -20,7 +20,7 @@ def review_export(folder: Path, model_class: Any) -> list[str]:
     `model_class`: of the model that was trained, one of transformers. Raises RuntimeError where weights are
     missing."""
     adapter = is_adapter(str(folder))
-    stored = _stored(folder, "adapter_model" if adapter else "model")
+    stored = stored_weights(folder, "adapter_model" if adapter else "model")
     if not stored:
         raise RuntimeError(f"{folder} holds no weights")
     dtypes = Counter(str(dtype) for shape, dtype in stored.values() if len(shape) > 1)
@@ -30,7 +30,7 @@ def review_export(folder: Path, model_class: Any) -> list[str]:
     return lines if has_tokenizer(folder) else [*lines, "there is no tokenizer"]
 
 
-def _stored(folder: Path, name: str) -> dict[str, tuple[list[int], str]]:
+def stored_weights(folder: Path, name: str = "model") -> dict[str, tuple[list[int], str]]:
     """{name: (shape, dtype)} of the weights in the files that transformers and peft look for, from their headers."""
     index = folder / f"{name}.safetensors.index.json"
     files = {f"{name}.safetensors"}

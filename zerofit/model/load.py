@@ -18,7 +18,7 @@ from zerofit.model.pretrained_io import WRAPPERS, of_wrappers
 from zerofit.model.stages import keep_stage
 from zerofit.model.tensor_parallel.cut import keep_rows
 from zerofit.model.tensor_parallel.layers import split_model
-from zerofit.model.tensor_parallel.shares import draw_share, read_share, stored_dtype
+from zerofit.model.tensor_parallel.shares import draw_share, stored_dtype
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
 
@@ -66,7 +66,15 @@ def load_model(
     keep = partial(_keep_share, strategy, dtype)
     if not recipe.model_name_or_path:
         return draw_share(partial(build, dtype), keep)
-    return read_share(build, keep, stored_dtype(recipe.model_name_or_path) or dtype, dtype)
+    model = build(
+        stored_dtype(recipe.model_name_or_path) or dtype
+    )  # so it is mapped, and what is not kept is not read
+    keep(model)
+    for parameter in model.parameters():
+        is_own = hasattr(parameter, "cut")  # in memory of its own already
+        parameter.data = parameter.data.to(dtype, copy=not is_own)
+    model.config.dtype = dtype
+    return model
 
 
 def _keep_share(strategy: "Strategy", dtype: torch.dtype, model: "PreTrainedModel") -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
 from torch import distributed, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from zerofit.model.exported import stored_weights
 from zerofit.model.parameters import replace_parameters
 
 if TYPE_CHECKING:
@@ -23,30 +23,9 @@ if TYPE_CHECKING:
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-def read_share(
-    read: Callable[[torch.dtype], "PreTrainedModel"],
-    keep: Callable[["PreTrainedModel"], None],
-    stored: torch.dtype,
-    dtype: torch.dtype,
-) -> "PreTrainedModel":
-    """This rank's share of a stored model, in `dtype`. `keep`: takes away what is not of this rank's share. `stored`:
-    the dtype to load it in."""
-    model = read(stored)
-    keep(model)
-    for parameter in model.parameters():
-        is_own = hasattr(parameter, "cut")  # in memory of its own already
-        parameter.data = parameter.data.to(dtype, copy=not is_own)
-    model.config.dtype = dtype
-    return model
-
-
 def stored_dtype(name: str) -> torch.dtype | None:
     """The dtype of all weights in a folder of safetensors files; None where it is not known, or is not one."""
-    dtypes = set()
-    for path in Path(name).glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            names = file.keys()
-            dtypes |= {file.get_slice(each).get_dtype() for each in names}
+    dtypes = {dtype for _, dtype in stored_weights(Path(name)).values()}
     return DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
 
 
