@@ -201,34 +201,32 @@ def _name(blend: Blend, sizes: tuple[int, int], eod: int) -> str:
 
 def _datasets(
     blend: Blend, sizes: tuple[int, int], ends: SimpleNamespace, flags: dict[str, bool], cache: Path
-) -> tuple[Any, Any]:
+) -> list[Any]:
     """megatron-core's datasets of training and evaluation, None for an empty part; the index is read from or written
     to `cache`. The parts are made one by one: their orders do not depend on each other, but their weights may."""
-    weights = blend.weights
-    if len(blend.corpora) > 1 and weights is None and sizes[TRAINING] > blend.samples_per_epoch(TRAINING):
-        weights = blend.proportions  # without weights megatron-core makes only one pass
-    settings = {"path_to_cache": str(cache), "tokenizer": ends, **flags}
-    train = _dataset(blend, TRAINING, weights, sizes[TRAINING], settings) if sizes[TRAINING] else None
-    if not sizes[HELD_OUT]:
-        return train, None
-    return train, _dataset(blend, HELD_OUT, blend.weights, sizes[HELD_OUT], settings)
-
-
-def _dataset(blend: Blend, part: int, weights: list[float] | None, count: int, settings: dict[str, Any]) -> Any:
-    """megatron-core's dataset of one part."""
-    core = megatron()
-    config = core.gpt.GPTDatasetConfig(
-        random_seed=blend.seed,
-        sequence_length=blend.block_size,
-        blend=([os.path.realpath(corpus.prefix) for corpus in blend.corpora], weights),
-        split=blend.split,
-        create_attention_mask=False,
-        **settings,
-    )
-    config.split_matrix = [bounds if place == part else None for place, bounds in enumerate(config.split_matrix)]
-    sizes = [count if place == part else 0 for place in range(len(config.split_matrix))]
-    with as_first_rank(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.getLogger("megatron.core").setLevel(logging.ERROR)
-        builder = core.builder.BlendedMegatronDatasetBuilder(core.gpt.GPTDataset, sizes, lambda: True, config)
-        return builder.build()[part]
+    core, found = megatron(), list[Any]()
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    for part, count in enumerate(sizes):
+        if not count:
+            found.append(None)
+            continue
+        weights = blend.weights
+        if part == TRAINING and len(blend.corpora) > 1 and weights is None and count > blend.samples_per_epoch(part):
+            weights = blend.proportions  # without weights megatron-core makes only one pass
+        config = core.gpt.GPTDatasetConfig(
+            random_seed=blend.seed,
+            sequence_length=blend.block_size,
+            blend=([os.path.realpath(corpus.prefix) for corpus in blend.corpora], weights),
+            split=blend.split,
+            create_attention_mask=False,
+            path_to_cache=str(cache),
+            tokenizer=ends,
+            **flags,
+        )
+        config.split_matrix = [bounds if place == part else None for place, bounds in enumerate(config.split_matrix)]
+        counts = [count if place == part else 0 for place in range(len(config.split_matrix))]
+        with as_first_rank(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            builder = core.builder.BlendedMegatronDatasetBuilder(core.gpt.GPTDataset, counts, lambda: True, config)
+            found.append(builder.build()[part])
+    return found

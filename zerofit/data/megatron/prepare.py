@@ -26,7 +26,11 @@ def prepare_corpora(
     updates."""
     given, resets = recipe.blend, tuple(name for name in RESETS if getattr(recipe, name))
     corpora = [open_corpus("data_path", prefix) for _, prefix in given]
-    check_named_once(corpora)
+    prefixes: dict[str, str] = {}
+    for corpus in corpora:
+        before = prefixes.setdefault(os.path.realpath(corpus.prefix), corpus.prefix)
+        if before is not corpus.prefix:  # named twice, perhaps in two ways
+            raise UserError(f"data_path: {before} and {corpus.prefix} are one corpus. Name it once")
     weights = [weight for weight, _ in given if weight is not None] or None
     tokenizer = load_tokenizer(recipe, config)
     rows = producible_tokens(tokenizer)
@@ -56,15 +60,6 @@ def prepare_corpora(
         samples_per_epoch=per_epoch,
         report=report(blend, total, validation),
     )
-
-
-def check_named_once(corpora: list[Corpus]) -> None:
-    """Raises UserError where a corpus was named twice, perhaps in two ways."""
-    prefixes: dict[str, str] = {}
-    for corpus in corpora:
-        before = prefixes.setdefault(os.path.realpath(corpus.prefix), corpus.prefix)
-        if before is not corpus.prefix:
-            raise UserError(f"data_path: {before} and {corpus.prefix} are one corpus. Name it once")
 
 
 def check_tokenizer(corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str]:
