@@ -6,7 +6,7 @@ two texts (an article and what is asked of it, or SWAG's two sentences), the sec
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
@@ -108,7 +108,11 @@ def find_choices(recipe: ClsRecipe, table: Dataset) -> Choices | None:
         found = f"question: {' '.join(context) or 'none'}, label: {label or 'none'}; {columns_present(table)}"
         problem = f"there is no column {missing[0]!r}" if missing else f"name two columns, or one of lists ({found})"
         raise UserError(f"choice_columns = {' '.join(choices)}: {problem}. See also --text_columns and --label_column")
-    return _counted(Choices(context, choices, label), table)
+    values = {name_of(value) for value in table[label][:] if not is_missing(value)}
+    numbers = {int(match[1]) for match in map(INTEGER.fullmatch, values) if match}
+    max_choices = len(choices) if len(choices) > 1 else max(numbers, default=0)
+    counts_from_one = bool(numbers) and 0 not in numbers and max(numbers) == max_choices
+    return Choices(context, choices, label, start=int(counts_from_one))
 
 
 def _known_choices(table: Dataset) -> tuple[str, ...]:
@@ -123,14 +127,6 @@ def _known_choices(table: Dataset) -> tuple[str, ...]:
 
 def _is_list(table: Dataset, name: str) -> bool:
     return holds_lists(table.features[name]) or isinstance(table.features[name], dict)
-
-
-def _counted(choices: Choices, table: Dataset) -> Choices:
-    """The same with the number of the first choice, 0 or 1, inferred from the labels."""
-    values = {name_of(value) for value in table[choices.label][:] if not is_missing(value)}
-    numbers = {int(match[1]) for match in map(INTEGER.fullmatch, values) if match}
-    max_choices = len(choices.choices) if len(choices.choices) > 1 else max(numbers, default=0)
-    return replace(choices, start=int(bool(numbers) and 0 not in numbers and max(numbers) == max_choices))
 
 
 def labels_of_choices(choices: Choices, parts: Iterable[Part]) -> Labels:

@@ -1,6 +1,5 @@
 """Records with labels for classification and regression: columns found, labels numbered, texts tokenised."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -12,12 +11,12 @@ from zerofit.data import tables
 from zerofit.data.labelled.choices import Choices, find_choices, labels_of_choices
 from zerofit.data.labelled.label_report import label_report
 from zerofit.data.labelled.labels import Labels, find_labels, in_model_order, refuse_flags, trained_labels
-from zerofit.data.labelled.samples import ExampleData, HeldOut, LabelledRows, encode_parts
+from zerofit.data.labelled.samples import ExampleData, HeldOut, LabelledColumns, encode_parts
 from zerofit.data.labelled.tags import TaggedWords, find_tags, find_words
 from zerofit.data.lengths import choose_length
 from zerofit.data.mixture import MixedSamples, mixed, options_of_sources
 from zerofit.data.options import PREDICT, DataOptions
-from zerofit.data.records import BadRecord, read_parts
+from zerofit.data.records import read_parts
 from zerofit.data.sources import HELD_OUT, Source, read_source
 from zerofit.data.turns import blank
 from zerofit.model.configuration import has_head
@@ -62,72 +61,42 @@ GLUE = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class LabelledColumns:
-    """The columns of a table of texts, or of pairs, with labels. `label`: None: records to be answered, of which every
-    one is read. `class_names`: the names of the data's class numbers, if it has class numbers."""
-
-    text: tuple[str, ...]
-    label: str | None
-    labels: Labels
-    class_names: tuple[str, ...] | None = None
-
-    @property
-    def columns(self) -> list[str]:
-        return [*self.text, *([self.label] if self.label else [])]
-
-    def texts(self, content: LabelledRows) -> Iterator[str]:
-        rows, _ = content
-        return filter(None, rows[0])
-
-    def read(self, record: dict[str, Any]) -> LabelledRows:
-        """([the text or the pair], the label). Raises BadRecord: all texts are empty, or there is no label."""
-        texts = tuple(record[name] or "" for name in self.text)
-        if self.label is None:
-            return [texts], [0.0] * self.labels.num_outputs if self.labels.of_sets else 0
-        if all(map(blank, texts)):
-            raise BadRecord(f"the text ({', '.join(self.text)}) is empty")
-        encode = self.labels.encode_set if self.labels.of_sets else self.labels.encode
-        return [texts], encode(record[self.label], self.class_names)
-
-
-Reader = Choices | TaggedWords | LabelledColumns
+Reader = Choices | LabelledColumns
 
 
 @dataclass
 class Records:
-    """The records of a source and which of their columns are read. What the labels are is not known yet."""
+    """The records of a source, and how they are read; the labels of the reader are not known yet."""
 
     options: DataOptions
     source: Source
-    texts: tuple[str, ...] = ()  # columns of texts or of words; of multiple choice there are `choices`
-    label: str = ""
-    of_words: bool = False  # the label is a list of tags, one of each word
+    reader: Reader
     of_sets: bool = False  # the label is a list of labels
-    class_names: tuple[str, ...] | None = None  # the names of the data's class numbers, if it has class numbers
-    choices: Choices | None = None
 
     @property
     def kind(self) -> str:
         if self.of_sets:
             return "lists of labels"
-        return "choices" if self.choices else "tags of words" if self.of_words else "labels"
+        if isinstance(self.reader, Choices):
+            return "choices"
+        return "tags of words" if isinstance(self.reader, TaggedWords) else "labels"
 
     @property
     def describe(self) -> str:
         """For the log."""
-        if self.choices:
-            return self.choices.describe
-        *texts, label = (self.source.written.get(name, name) for name in (*self.texts, self.label))
+        if isinstance(self.reader, Choices):
+            return self.reader.describe
+        *texts, label = (self.source.written.get(name, name) for name in self.reader.columns)
         return f"texts {' and '.join(texts)}, labels {label}"
 
-    def values(self, as_names: bool) -> list[Any]:
+    def values(self, reader: LabelledColumns, as_names: bool) -> list[Any]:
         """All labels; class numbers as their names, or as they are."""
-        column = self.source.first[self.label][:]
-        values = list(chain.from_iterable(row or () for row in column)) if self.of_words or self.of_sets else column
-        if self.class_names is None or not as_names:
+        column = self.source.first[reader.label][:]
+        has_lists = self.of_sets or isinstance(reader, TaggedWords)
+        values = list(chain.from_iterable(row or () for row in column)) if has_lists else column
+        if reader.class_names is None or not as_names:
             return values
-        names = dict(enumerate(self.class_names))
+        names = dict(enumerate(reader.class_names))
         return [names.get(value) for value in values]
 
 
@@ -170,11 +139,11 @@ def _find(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None) -> Rec
     if task is None and (choices := find_choices(recipe, source.first)):
         if recipe.lora:
             raise UserError("lora = true: multiple choice has no adapters. Remove --lora, or name --label_column")
-        return Records(options, source, choices=choices)
+        return Records(options, source, choices)
     if task is None and (found := find_tags(recipe.text_columns, recipe.label_column, source.first)):
         words, label = found
         names = _names(source.first.features[label].feature)
-        return Records(options, source, (words,), label, of_words=True, class_names=names)
+        return Records(options, source, TaggedWords((words,), label, Labels(None), names))
     texts, label = _columns(recipe, source.first, task)
     feature = source.first.features[label]
     if of_sets := tables.holds_lists(feature):
@@ -182,7 +151,7 @@ def _find(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None) -> Rec
         refuse_flags(source.first[label][:], source.where("train"))
     class_names = task.labels if task else _names(feature)
     source.parts = {name: _as_text(table, texts) for name, table in source.parts.items()}
-    return Records(options, source, texts, label, of_sets=of_sets, class_names=class_names)
+    return Records(options, source, LabelledColumns(texts, label, Labels(None), class_names), of_sets)
 
 
 def _names(feature: Any) -> tuple[str, ...] | None:
@@ -199,33 +168,35 @@ def _readers(
     if len(kinds) > 1:
         found = ", ".join(f"{kind} in {where}" for kind, where in kinds.items())
         raise UserError(f"train_file: a mixture needs sources of one kind, and there are {found}")
-    if sources[0].choices:
-        return [each.choices for each in sources if each.choices]
-    class_names, of_words, of_sets = sources[0].class_names, sources[0].of_words, sources[0].of_sets
-    differ = any(each.class_names != class_names for each in sources)
-    values = list(chain.from_iterable(each.values(as_names=differ) for each in sources))
+    own = [(each, each.reader) for each in sources if isinstance(each.reader, LabelledColumns)]
+    if not own:
+        return [each.reader for each in sources]
+    of_sets, (_, first) = sources[0].of_sets, own[0]
+    class_names, of_words, column = first.class_names, isinstance(first, TaggedWords), str(first.label)
+    differ = any(reader.class_names != class_names for _, reader in own)
+    values = list(chain.from_iterable(each.values(reader, as_names=differ) for each, reader in own))
     class_names = None if differ else class_names
     if not recipe.trains:
         labels, class_names = trained_labels(config, class_names, values, task is not None and task.labels is None)
         if of_sets and not labels.of_sets:
-            raise UserError(
-                f"label_column = {sources[0].label!r} holds lists, and the model was trained for one label a record"
-            )
+            raise UserError(f"label_column = {column!r} holds lists, and the model was trained for one label a record")
     elif task is not None:
         labels = Labels(task.labels)
     else:
         where = " and ".join(each.source.where("train") for each in sources)
         if of_sets and recipe.regression:
-            raise UserError(f"regression = true: {where} has lists of labels ({sources[0].label}), and no numbers")
+            raise UserError(f"regression = true: {where} has lists of labels ({column}), and no numbers")
         regression = False if of_words or of_sets else recipe.regression
-        labels = replace(find_labels(values, where, class_names, regression, sources[0].label), of_sets=of_sets)
+        labels = replace(find_labels(values, where, class_names, regression, column), of_sets=of_sets)
     labels = replace(in_model_order(labels, config), of_words=of_words)
-    readers: list[Reader] = []
-    for each in sources:
-        own_names = each.class_names if differ and each.class_names else class_names
-        own = (each.label, replace(labels, number=each.label), own_names)
-        readers.append(TaggedWords(each.texts[0], *own) if of_words else LabelledColumns(each.texts, *own))
-    return readers
+    return [
+        replace(
+            reader,
+            labels=replace(labels, number=str(reader.label)),
+            class_names=reader.class_names if differ and reader.class_names else class_names,
+        )
+        for _, reader in own
+    ]
 
 
 def _mixed(recipe: ClsRecipe, sources: dict[str, ExampleData]) -> ExampleData:
@@ -251,17 +222,18 @@ def _prepare_unlabelled(
         recipe = recipe.columns_in(table.column_names)
         names = task.labels if task else None
         labels, _ = trained_labels(config, names, [], task is not None and names is None)
+        kind, texts = LabelledColumns, tuple[str, ...]()
         if has_head(config, "TokenClassification"):
             if (words := find_words(recipe.text_columns, table)) is None:
                 raise UserError(f"text_columns: no column of lists of words is found; {tables.columns_present(table)}")
-            texts: tuple[str, ...] = (words,)
-            columns: TaggedWords | LabelledColumns = TaggedWords(words, None, replace(labels, of_words=True))
+            kind, texts, labels = TaggedWords, (words,), replace(labels, of_words=True)
         else:
             texts, _ = _columns(recipe, table, task, labelled=False)
-            columns = LabelledColumns(texts, None, in_model_order(labels, config))
+            labels = in_model_order(labels, config)
             source.parts = {PREDICT: _as_text(table, texts)}
+        columns = kind(texts, None, labels)
         parts, notes = read_parts(source, {PREDICT: columns}, options)
-        data = encode_parts(options, config, parts, columns.labels, length)
+        data = encode_parts(options, config, parts, labels, length)
     data.notes[:0] = [f"data      texts {' and '.join(source.written.get(name, name) for name in texts)}", *notes]
     if empty := sum(all(map(blank, columns.texts(content))) for content in parts[PREDICT].contents()):
         data.notes.append(f"note      {empty:,} of {len(table):,} texts are empty")

@@ -75,10 +75,9 @@ def nearly_alike(counts: dict[str, int]) -> list[tuple[str, str]]:
             swapped = before + after[:1] + letter + after[1:]
             other = with_gap.setdefault((place, before + after), name)
             found += [(name, each) for each in (before + after, swapped, other) if each in counts and each != name]
-    pairs = {frozenset(pair): pair for pair in found if _may_be_one(pair, counts)}
+    pairs: dict[frozenset[str], tuple[str, str]] = {}
+    for first, second in found:
+        shortest, fewest = min(len(first), len(second)), min(counts[first], counts[second])
+        if first.casefold() == second.casefold() or shortest > 3 or (shortest == 3 and fewest < FEW):
+            pairs[frozenset((first, second))] = first, second
     return [(a, b) if counts[a] <= counts[b] else (b, a) for a, b in pairs.values()]
-
-
-def _may_be_one(pair: tuple[str, str], counts: dict[str, int]) -> bool:
-    shortest, fewest = min(map(len, pair)), min(counts[name] for name in pair)
-    return pair[0].casefold() == pair[1].casefold() or shortest > 3 or (shortest == 3 and fewest < FEW)

@@ -1,5 +1,6 @@
 """Samples of labelled data: texts, pairs, choices and words as rows of token ids, and the held-out parts."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
@@ -14,8 +15,9 @@ from zerofit.data.lengths import report_data_loss
 from zerofit.data.mixture import MixedSamples
 from zerofit.data.options import PARTS, PREDICT, DataOptions
 from zerofit.data.pack import LabelledSamples, TaskData, TokenizedDataset, stats_rows
-from zerofit.data.records import Part
+from zerofit.data.records import BadRecord, Part
 from zerofit.data.tables import IDS, fingerprint, identity, kept_columns
+from zerofit.data.turns import blank
 from zerofit.model.tokenizer import get_tokenizer, padding_values, read_by_words
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import BALANCED, ClsRecipe
@@ -24,6 +26,36 @@ from zerofit.recipe.tasks import BALANCED, ClsRecipe
 LabelledRows = tuple[list[tuple[str, ...]], int | float | list[float]]
 LabelledWords = tuple[list[str], list[int | float]]  # words, and the tag of each
 Example = LabelledRows | LabelledWords
+
+
+@dataclass(frozen=True)
+class LabelledColumns:
+    """The columns of a table of texts, or of pairs, with labels. `label`: None: records to be answered, of which every
+    one is read. `class_names`: the names of the data's class numbers, if it has class numbers."""
+
+    text: tuple[str, ...]
+    label: str | None
+    labels: Labels
+    class_names: tuple[str, ...] | None = None
+
+    @property
+    def columns(self) -> list[str]:
+        return [*self.text, *([self.label] if self.label else [])]
+
+    def texts(self, content: Any) -> Iterator[str]:
+        rows, _ = content
+        return filter(None, rows[0])
+
+    def read(self, record: dict[str, Any]) -> Any:
+        """LabelledRows: ([the text or the pair], the label). Raises BadRecord: all texts are empty, or there is no
+        label."""
+        texts = tuple(record[name] or "" for name in self.text)
+        if self.label is None:
+            return [texts], [0.0] * self.labels.num_outputs if self.labels.of_sets else 0
+        if all(map(blank, texts)):
+            raise BadRecord(f"the text ({', '.join(self.text)}) is empty")
+        encode = self.labels.encode_set if self.labels.of_sets else self.labels.encode
+        return [texts], encode(record[self.label], self.class_names)
 
 
 @dataclass
@@ -114,7 +146,7 @@ def _encode(part: Part, tokenizer: PreTrainedTokenizerBase, length: int, cache: 
     longest before it was cut. Of a pair that does not fit the longer text is truncated first."""
     columns = tuple(padding_values(tokenizer))
 
-    def encode(examples: list[Example], places: list[int]) -> dict[str, list[Any]]:
+    def encode(examples: list[Example], names: list[str]) -> dict[str, list[Any]]:
         texts = list(zip(*chain.from_iterable(rows for rows, _ in examples)))
         encoded = tokenizer(
             *map(list, texts),
@@ -154,7 +186,7 @@ def _encode_words(part: Part, tokenizer: PreTrainedTokenizerBase, length: int, c
     -1 of a word that is cut off, or has no token."""
     columns = tuple(padding_values(tokenizer))
 
-    def encode(examples: list[Example], places: list[int]) -> dict[str, list[Any]]:
+    def encode(examples: list[Example], names: list[str]) -> dict[str, list[Any]]:
         rows = [words for words, _ in examples]
         whole, kept = (
             tokenizer(rows, is_split_into_words=True, return_attention_mask=False, verbose=False, **cut)

@@ -2,13 +2,11 @@
 read. A tag belongs to a word's first token; the word's other tokens are not trained on."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
 
-from zerofit.data.labelled.labels import Labels
-from zerofit.data.labelled.samples import LabelledWords
+from zerofit.data.labelled.samples import LabelledColumns
 from zerofit.data.records import BadRecord
 from zerofit.data.turns import blank
 
@@ -16,33 +14,24 @@ WORDS = ("tokens", "words")  # the columns, by default
 TAGS = ("ner_tags", "tags", "labels", "label", "pos_tags")
 
 
-@dataclass(frozen=True)
-class TaggedWords:
-    """The columns of a table of words with tags. `label`: None: records to be answered, of which every one is read.
-    `class_names`: the names of the data's tag numbers, if it has tag numbers."""
+class TaggedWords(LabelledColumns):
+    """The columns of a table of words with tags: `text` is the column of words, `class_names` are those of tags."""
 
-    words: str
-    label: str | None
-    labels: Labels
-    class_names: tuple[str, ...] | None = None
-
-    @property
-    def columns(self) -> list[str]:
-        return [self.words, *([self.label] if self.label else [])]
-
-    def texts(self, content: LabelledWords) -> Iterator[str]:
+    def texts(self, content: Any) -> Iterator[str]:
         yield " ".join(content[0])
 
-    def read(self, record: dict[str, Any]) -> LabelledWords:
-        """(words, the number of each one's tag). Raises BadRecord: there is no word, or not one known tag a word."""
-        words = record[self.words] or []
+    def read(self, record: dict[str, Any]) -> Any:
+        """LabelledWords: (words, the number of each one's tag). Raises BadRecord: there is no word, or not one known
+        tag a word."""
+        (column,) = self.text
+        words = record[column] or []
         if self.label is None:
             return [word or "" for word in words], [0] * len(words)
         if any(map(blank, words)) or not words:
-            raise BadRecord(f"it has {'an empty word' if words else 'no words'} ({self.words})")
+            raise BadRecord(f"it has {'an empty word' if words else 'no words'} ({column})")
         tags = record[self.label] or []
         if len(tags) != len(words):
-            raise BadRecord(f"it has {len(words)} words ({self.words}) and {len(tags)} tags ({self.label})")
+            raise BadRecord(f"it has {len(words)} words ({column}) and {len(tags)} tags ({self.label})")
         return words, [self.labels.encode(tag, self.class_names) for tag in tags]
 
 
