@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerofit.model.configuration import STORED_ROWS, check_quantiser, load_configuration, override
+from zerofit.model.configuration import STORED_ROWS, check_quantiser, load_configuration, override, read_config
 from zerofit.model.folders import has_tokenizer, is_adapter, model_folder, read_json
-from zerofit.model.pretrained_io import read_config
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.model_options import merge_command
 from zerofit.recipe.parsing import read_yaml
@@ -32,9 +31,9 @@ if TYPE_CHECKING:
 
 WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"  # of an older peft
-WRAPPERS = ("base_model.model.", "module.", "_orig_mod.")  # peft's, DDP's and torch.compile's, before a name
-WRAPPED = re.compile(  # inside of a name; the last one is peft's own, of a state_dict
-    r"(?<=\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|modules_to_save(\.default)?)\."
+WRAPPED = re.compile(  # peft's, DDP's and torch.compile's before a name; inside of one, the last is peft's own
+    r"^((base_model\.model|module|_orig_mod)\.)+"
+    r"|(?<=\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|modules_to_save(\.default)?)\."
 )
 NAMED = re.compile(r"(?<=\.)(lora_\w+)\.default(?=\.|$)")  # peft's, of a state_dict
 EMBEDDINGS = ("embed_tokens", "word_embeddings", "tok_embeddings", "wte", "shared", "embed_in", "embed_out", "lm_head")
@@ -143,8 +142,6 @@ def _by_plain_name(read: dict[str, "torch.Tensor"], where: str) -> dict[str, "to
 
 def _plain(name: str) -> str:
     """The name of a tensor in the base, without the wrappers that the model had as it was saved."""
-    while wrapper := next((each for each in WRAPPERS if name.startswith(each)), None):
-        name = name.removeprefix(wrapper)
     return NAMED.sub(r"\1", WRAPPED.sub("", name)).replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
 
 
