@@ -45,12 +45,8 @@ class Shards:
         return sha256(repr(named).encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class Place:
-    """The next record: a shard, by its place in the order of a pass, and the records of it that have been read."""
-
-    shard: int = 0
-    record: int = 0
+# (a shard by its place in the order of a pass, the records of it that have been read): where the next record is
+Place = tuple[int, int]
 
 
 @functools.cache
@@ -97,16 +93,15 @@ def read_window(shards: Shards, order: list[int], start: Place, size: int) -> tu
     Returns:
         None as the second: all shards have been read.
     """
-    read, taken, place = dict[int, list[pa.Table]](), 0, start
-    while place.shard < len(order):
-        number = order[place.shard]
-        for table in _batches(shards, number, place.record):
+    read, taken, (shard, record) = dict[int, list[pa.Table]](), 0, start
+    while shard < len(order):
+        for table in _batches(shards, order[shard], record):
             if taken >= size:  # and there is more
-                return _joined(read), place
-            read.setdefault(number, []).append(table)
+                return _joined(read), (shard, record)
+            read.setdefault(order[shard], []).append(table)
             taken += sum(pa.ipc.get_record_batch_size(batch) for batch in table.to_batches())
-            place = Place(place.shard, place.record + len(table))
-        place = Place(place.shard + 1)
+            record += len(table)
+        shard, record = shard + 1, 0
     return _joined(read), None
 
 

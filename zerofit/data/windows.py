@@ -25,7 +25,7 @@ from datasets import Dataset
 from filelock import FileLock
 
 from zerofit.data.pack import Sample, SampleSet
-from zerofit.data.stream_reader import Place, Shards, read_window
+from zerofit.data.stream_reader import Shards, read_window
 from zerofit.data.tables import keyed
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import atomic_file
@@ -38,7 +38,8 @@ Prepare = Callable[[Dataset, str, Path], SampleSet]
 
 @dataclass(frozen=True)
 class Window:
-    """Records that are shuffled together. `shard, record`: where it begins; see Place."""
+    """Records that are shuffled together. `shard, record`: where it begins: the shard by its place in the
+    order of its pass, and the records of it before."""
 
     number: int = 0  # in the run
     turn: int = 0  # passes over the shards before it
@@ -178,12 +179,12 @@ class StreamedSamples:
             return self.prepare(table, name, folder)
 
     def _read(self, window: Window, file: Path) -> None:
-        place = Place(window.shard, window.record)
+        place = window.shard, window.record
         table, following = read_window(self.shards, self._order(window.turn), place, self.size)
         if not len(table):
             raise UserError(f"streaming: {self.shards.names[0]} and the other shards hold no record")
         with atomic_file(file.with_name("next.json")) as written:
-            json.dump(following and asdict(following), written)
+            json.dump(following and {"shard": following[0], "record": following[1]}, written)
         with atomic_file(file, "wb") as written, pa.ipc.new_stream(written, table.schema) as stream:
             stream.write_table(table)
 
