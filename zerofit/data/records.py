@@ -20,7 +20,7 @@ COLUMN_OPTIONS = ("dialogue_column", "source_column", "target_column", "text_col
                   "text_columns", "label_column")  # fmt: skip
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns of what goes into a text at a placeholder
 PLACEHOLDER = re.compile(r"<\|?(image|img|video|audio)[^<>]{0,20}>")
-Encode = Callable[[list[Any], list[int]], Columns]  # (what records hold, their places) -> their rows of a table
+Encode = Callable[[list[Any], list[str]], Columns]  # (what records hold, their names) -> their rows of a table
 
 
 class BadRecord(Exception):
@@ -67,11 +67,12 @@ class Part:
         return (text for content in self.contents() for text in self.reader.texts(content))
 
     def encode(self, encode: Encode, features: Features, key: tuple[object, ...], cache: Path) -> Dataset:
-        """A table made by `encode` from (what some records hold, their places in this part); see encode_table."""
-        reader = self.reader  # the table is not sent to other processes
+        """A table made by `encode` from (what some records hold, their names in messages); see encode_table."""
+        reader, where, numbers = self.reader, self.where, self.numbers  # the table is not sent to other processes
 
         def of_batch(batch: Columns, places: list[int]) -> Columns:
-            return encode([reader.read(record) for record in records_of(batch)], places)
+            names = [f"{where}, record {numbers[place] + 1}" for place in places]
+            return encode([reader.read(record) for record in records_of(batch)], names)
 
         return encode_table(self.table, of_batch, features, (*key, reader), cache)
 

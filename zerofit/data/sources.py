@@ -1,7 +1,7 @@
 """Read files or a dataset of the hub into tables of records, one for each part of the data."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -45,15 +45,8 @@ class Source:
 
     def as_written(self, columns: Any) -> Any:
         """The columns that a reader has found, with their names in the file: for the log."""
-        named = {each.name: getattr(columns, each.name) for each in fields(columns)}
-        return replace(
-            columns,
-            **{
-                each: self.written[name]
-                for each, name in named.items()
-                if isinstance(name, str) and name in self.written
-            },
-        )
+        written = {each: self.written.get(name, name) for each, name in vars(columns).items()}
+        return replace(columns, **written)
 
     def where(self, part: str) -> str:
         """The name of a part in messages. Records are numbered through all of its files."""

@@ -5,6 +5,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -70,14 +71,7 @@ def prepare_chat(
     sets: dict[str, Conversations] = {}
     unread: list[str] = []
     for name, part in parts.items():
-        where, numbers = part.where, part.numbers
-
-        def of_records(
-            contents: list[Any], places: list[int], where: str = where, numbers: np.ndarray = numbers
-        ) -> Columns:
-            return encode(encoder, contents, [f"{where}, record {numbers[place] + 1}" for place in places])
-
-        table = part.encode(of_records, features, encoder.key, options.cache)
+        table = part.encode(partial(encode, encoder), features, encoder.key, options.cache)
         notes += truncation_notes(recipe.allow_data_loss, config, table, name, block_size)
         sets[name] = (PreferencePairs if compares else Conversations)(table)
         unread += (key for keys in table["unread"] for key in keys.split())

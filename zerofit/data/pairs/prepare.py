@@ -256,7 +256,7 @@ class PairEncoder:
 
 
 def _encode(part: Part, encoder: PairEncoder, cache: Path) -> Dataset:
-    def encode(records: list[list[Pair]], places: list[int]) -> dict[str, list[Any]]:
+    def encode(records: list[list[Pair]], names: list[str]) -> dict[str, list[Any]]:
         return encoder.encode([pair for pairs in records for pair in pairs])
 
     return part.encode(encode, TABLE, encoder.key, cache)
