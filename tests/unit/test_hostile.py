@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from tests.helpers import Harmful, refusal, tiny_model
 from zerofit.checkpoint.directory import ASKED, flaw, seal
 from zerofit.data.megatron.corpus import INDICES
-from zerofit.model.configuration import load_configuration
-from zerofit.model.pretrained_io import read_config, read_model
+from zerofit.model.configuration import load_configuration, read_config
+from zerofit.model.pretrained_io import read_model
 from zerofit.recipe import paths
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.places import cache_root

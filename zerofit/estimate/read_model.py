@@ -12,9 +12,8 @@ from zerofit.estimate.planned_model import PlannedModel, add_lora, make_model
 from zerofit.estimate.planned_rows import LONGEST_BLOCK, OF_WORDS, TASKS, PlannedHead, Rows
 from zerofit.model.adapter_folder import open_adapter, recorded_base, trained_on_configuration
 from zerofit.model.chunked_loss import terms_of
-from zerofit.model.configuration import known_architectures, load_configuration, similar_architecture
+from zerofit.model.configuration import known_architectures, load_configuration, read_config, similar_architecture
 from zerofit.model.folders import is_adapter
-from zerofit.model.pretrained_io import read_config
 from zerofit.model.recomputation import check_recomputation
 from zerofit.model.tokenizer import check_vocabulary, load_tokenizer
 from zerofit.recipe.errors import UserError

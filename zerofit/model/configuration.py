@@ -61,13 +61,17 @@ def load_configuration(recipe: ModelOptions, auto_class: Any = None) -> "Pretrai
     """The transformers configuration that the recipe names, with its overrides: of a folder with a config.json, else
     of the architectures in this tree (`config_name` only), else of the hub. `auto_class`: the class that the task
     needs; None: any. Raises UserError where there is none, or an override names nothing in it."""
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     from zerofit.model.attention import check_installed  # imports torch, which tokenizers do not need
 
     check_installed(recipe.attn_implementation)
     if recipe.model_type and not recipe.config_name:
-        config = _default_configuration(recipe.model_type)
+        if recipe.model_type not in CONFIG_MAPPING:
+            close = nearest(recipe.model_type, CONFIG_MAPPING.keys())
+            remedy = f". Did you mean {close}?" if close else ""
+            raise UserError(f"model_type = {recipe.model_type!r} is unknown{remedy}")
+        config = CONFIG_MAPPING[recipe.model_type]()
     else:
         option = "model_name_or_path" if recipe.model_name_or_path else "config_name"
         name = getattr(recipe, option)
@@ -75,9 +79,7 @@ def load_configuration(recipe: ModelOptions, auto_class: Any = None) -> "Pretrai
         if published and not (Path(name) / "config.json").is_file():
             config = AutoConfig.for_model(**copy.deepcopy(published))
         else:
-            config = from_hub_or_folder(
-                option, name, AutoConfig.from_pretrained, trust_remote_code=recipe.trust_remote_code
-            )
+            config = read_config(option, name, recipe.trust_remote_code)
     if not recipe.model_name_or_path and hasattr(config, "quantization_config"):
         del config.quantization_config  # it is of weights that are not read
     override(config, recipe.config_overrides)
@@ -146,6 +148,16 @@ def from_hub_or_folder(option: str, name: str, load: Callable[..., Any], **kwarg
     return loaded
 
 
+def read_config(
+    option: str, name: str, trust_remote_code: bool = False, revision: str | None = None
+) -> "PretrainedConfig":
+    """The transformers configuration of a stored model."""
+    from transformers import AutoConfig
+
+    more = {"revision": revision} if revision else {}
+    return from_hub_or_folder(option, name, AutoConfig.from_pretrained, trust_remote_code=trust_remote_code, **more)
+
+
 def missing_package(error: ImportError) -> str:
     """The end of a sentence about an ImportError of a `from_pretrained`: its reason, and the package to install."""
     reason = " ".join(str(error).split())[:300].rstrip(".")
@@ -212,15 +224,6 @@ def similar_architecture(name: str) -> str:
     """The architecture in this tree whose name is nearest, or a usual one (docs/fine-tune.md lists all)."""
     names = [known for known in known_architectures() if "/" not in known]
     return nearest(name.rpartition("/")[2].lower(), names) or "llama-3.1-8b"
-
-
-def _default_configuration(model_type: str) -> "PretrainedConfig":
-    from transformers import CONFIG_MAPPING
-
-    if model_type not in CONFIG_MAPPING:
-        close = nearest(model_type, CONFIG_MAPPING.keys())
-        raise UserError(f"model_type = {model_type!r} is unknown" + (f". Did you mean {close}?" if close else ""))
-    return CONFIG_MAPPING[model_type]()
 
 
 def overrides_of(text: str | None) -> dict[str, Any]:

@@ -29,16 +29,6 @@ def of_wrappers(step: Any) -> bool:
     return not WRAPPERS.keys().isdisjoint(step.source_patterns)
 
 
-def read_config(
-    option: str, name: str, trust_remote_code: bool = False, revision: str | None = None
-) -> "PretrainedConfig":
-    """The transformers configuration of a stored model."""
-    from transformers import AutoConfig
-
-    more = {"revision": revision} if revision else {}
-    return from_hub_or_folder(option, name, AutoConfig.from_pretrained, trust_remote_code=trust_remote_code, **more)
-
-
 def read_tokenizer(
     option: str, name: str, config: "PretrainedConfig", trust_remote_code: bool = False
 ) -> "PreTrainedTokenizerBase":

@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 
-from zerofit.model.configuration import STORED_ROWS, from_hub_or_folder, overrides_of
+from zerofit.model.configuration import STORED_ROWS, from_hub_or_folder, overrides_of, read_config
 from zerofit.model.families import family_of
 from zerofit.model.folders import has_tokenizer
 from zerofit.model.languages import first_target_tokens
@@ -72,14 +72,14 @@ def load_named_tokenizer(
     merges.txt, or tokenizer.model) does not name its tokenizer's class; a config.json beside them does, or else the
     model's configuration. `option`: that names it, for messages."""
     import transformers
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     self_describing = ("tokenizer.json", "tokenizer_config.json")
     bare = Path(name).is_dir() and not any((Path(name) / file).exists() for file in self_describing)
     if bare and (files := find_vocabulary_files(Path(name))):
         return tokenizer_from_vocabulary_files(*files)
     if bare and (Path(name) / "config.json").exists():
-        config = from_hub_or_folder(option, name, AutoConfig.from_pretrained, trust_remote_code=trust_remote_code)
+        config = read_config(option, name, trust_remote_code)
     kind = getattr(transformers, type(config).__name__.replace("Config", "Tokenizer"), None) if bare else None
     if kind and config is not None:
         tokenizer = from_hub_or_folder(option, name, kind.from_pretrained, **family_of(config).bare_tokenizer_options)

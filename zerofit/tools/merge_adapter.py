@@ -12,9 +12,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from zerofit import __version__
 from zerofit.model.adapter_folder import AdapterFolder
 from zerofit.model.adapter_loading import AdaptedModel, load_with_adapter
-from zerofit.model.configuration import usable_positions
+from zerofit.model.configuration import read_config, usable_positions
 from zerofit.model.export import export_model, write_card
-from zerofit.model.pretrained_io import atomic_folder, check_output, read_config, read_model, read_tokenizer
+from zerofit.model.pretrained_io import atomic_folder, check_output, read_model, read_tokenizer
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import without_folders
 

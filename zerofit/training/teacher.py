@@ -10,9 +10,10 @@ from zerofit.data.collate import Batch
 from zerofit.data.lengths import choose_length
 from zerofit.data.pack import TextData
 from zerofit.model.attention import choose_attention, packed_rows
+from zerofit.model.configuration import read_config
 from zerofit.model.loss import HIDDEN, has_separate_body, model_loss
 from zerofit.model.preflight import documents_leak, random_tokens
-from zerofit.model.pretrained_io import read_config, read_model, read_tokenizer
+from zerofit.model.pretrained_io import read_model, read_tokenizer
 from zerofit.recipe.errors import UserError
 
 if TYPE_CHECKING:

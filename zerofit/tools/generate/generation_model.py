@@ -14,9 +14,9 @@ from transformers import (
 
 from zerofit.model.adapter_folder import AdapterFolder, find_base, open_adapter
 from zerofit.model.adapter_loading import load_with_adapter
-from zerofit.model.configuration import has_model
+from zerofit.model.configuration import has_model, read_config
 from zerofit.model.folders import is_adapter, model_folder
-from zerofit.model.pretrained_io import read_config, read_model, read_tokenizer
+from zerofit.model.pretrained_io import read_model, read_tokenizer
 from zerofit.recipe.errors import UserError
 from zerofit.record.terminal import log_to_stderr
 from zerofit.strategy.devices import accelerator

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerofit.model.configuration import load_configuration
-from zerofit.model.pretrained_io import read_config
+from zerofit.model.configuration import load_configuration, read_config
 from zerofit.recipe.tasks import ClmRecipe
 from zerofit.tools.convert.megatron_args.ledger import FlagLedger, FlagRow
 
