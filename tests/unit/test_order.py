@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from zerofit.data.collate import CausalCollator
-from zerofit.data.order import MicroBatches, SampleOrder, Shortened, shortened
+from zerofit.data.order import MicroBatches, SampleOrder, shortened
 from zerofit.recipe.batch_options import Warmup
 from zerofit.strategy.batches import BatchSizes
 
@@ -49,9 +49,8 @@ def test_samples_are_cut_with_all_that_belongs_to_their_tokens():
 
 
 def test_each_micro_batch_has_the_length_of_its_update():
-    cut = Shortened(
-        MicroBatches(SampleOrder(37, 3), 16, 0, 4, 2, world=1, rank=0, warmup=[1, 1]), iter([2, 4, 6, 6, 8])
-    )
+    lengths = [2, 4, 6, 6, 8]
+    cut = MicroBatches(SampleOrder(37, 3), 16, 0, 4, 2, world=1, rank=0, warmup=[1, 1], lengths=lengths)
     assert [(len(batch), {length for _, length in batch}) for batch in cut] == [(4, {2}), (4, {4}), (4, {6}), (4, {6})]
     assert [Warmup(2, 8, 6)(update) for update in range(1, 9)] == [2, 2, 4, 4, 6, 6, 8, 8]
 

@@ -107,13 +107,14 @@ class FixedOrder:
         return self._sorted[start:stop]
 
 
-class MicroBatches(torch.utils.data.Sampler[list[int]]):
+class MicroBatches(torch.utils.data.Sampler[list[Any]]):
     """This rank's micro-batches: `accumulation` for each update, each a list of sample indices (or FILLER).
 
     Where updates grow, `warmup` has the accumulations of the first ones. Of a global batch, rank r's m-th micro-batch
     is row m, column r of its places laid out as (accumulation, world size, micro-batch). With a `sort_key` (of all
     samples) the places are first sorted, the largest first: the micro-batches that the ranks process at the same time
-    then have similar lengths.
+    then have similar lengths. With `lengths` (tokens, of each micro-batch) samples are read up to a length: (index,
+    length) takes the place of each index.
     """
 
     def __init__(
@@ -128,10 +129,11 @@ class MicroBatches(torch.utils.data.Sampler[list[int]]):
         rank: int,
         sort_key: np.ndarray | None = None,
         warmup: Sequence[int] = (),
+        lengths: Iterable[int] | None = None,
     ):
         super().__init__()
         self.order, self.total, self.consumed, self.sort_key = order, total, consumed, sort_key
-        self.accumulation, self.warmup = accumulation, warmup
+        self.accumulation, self.warmup, self.lengths = accumulation, warmup, lengths
         self.shape, self.rank = (-1, world, micro), rank
 
     def __len__(self) -> int:
@@ -146,7 +148,8 @@ class MicroBatches(torch.utils.data.Sampler[list[int]]):
             yield start, accumulation
             start += accumulation * self.shape[1] * self.shape[2]
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Any]]:
+        lengths = None if self.lengths is None else iter(self.lengths)
         for start, accumulation in self._updates():
             size = accumulation * self.shape[1] * self.shape[2]
             indices = np.full(size, FILLER)
@@ -154,21 +157,11 @@ class MicroBatches(torch.utils.data.Sampler[list[int]]):
             if self.sort_key is not None:
                 drawn = drawn[np.argsort(-self.sort_key[drawn], kind="stable")]
             indices[: len(drawn)] = drawn
-            for micro_batch in indices.reshape(self.shape)[:, self.rank]:
-                yield micro_batch.tolist()
-
-
-class Shortened(torch.utils.data.Sampler[list[tuple[int, int]]]):
-    """Micro-batches whose samples are read up to a length: (index, length) in place of each index. `lengths`: of each
-    micro-batch, in tokens."""
-
-    def __init__(self, micro_batches: MicroBatches, lengths: Iterable[int]):
-        super().__init__()
-        self.micro_batches, self.lengths = micro_batches, lengths
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        for micro_batch, length in zip(self.micro_batches, self.lengths):
-            yield [(index, length) for index in micro_batch]
+            for micro_batch in indices.reshape(self.shape)[:, self.rank].tolist():
+                if lengths is None:
+                    yield micro_batch
+                else:
+                    yield list(zip(micro_batch, itertools.repeat(next(lengths))))
 
 
 def shortened(sample: Sample, length: int) -> Sample:

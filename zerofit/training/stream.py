@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from zerofit.data.collate import Batch
-from zerofit.data.order import MicroBatches, SampleOrder, Shortened, loader, samples_of_run
+from zerofit.data.order import MicroBatches, SampleOrder, loader, samples_of_run
 from zerofit.data.token_updates import TokenMicroBatches, TokenUpdates
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
@@ -164,6 +164,12 @@ def micro_batches(run: "Run") -> Iterator[Batch]:
         return iter(loader(samples, tokens, run.collate, workers, pin))
     grouping = getattr(recipe, "length_grouping", "none")
     lengths_to_group = samples.lengths if grouping == "window" else None
+    lengths = None
+    if warmup is not None:  # of each micro-batch's samples, without end
+        of_updates = (
+            itertools.repeat(warmup(update), sizes.accumulation_of(update)) for update in itertools.count(updates + 1)
+        )
+        lengths = itertools.chain.from_iterable(of_updates)
     micro = MicroBatches(
         data.order or SampleOrder(length.num_samples, recipe.seed, lengths_to_group, sizes.global_batch),
         length.total_samples,
@@ -174,11 +180,6 @@ def micro_batches(run: "Run") -> Iterator[Batch]:
         rank=layout.data_rank,
         sort_key=samples.sort_key if grouping != "none" else None,
         warmup=[sizes.accumulation_of(update) for update in range(updates + 1, sizes.warmup_updates + 1)],
+        lengths=lengths,
     )
-    if warmup is None:
-        return iter(loader(samples, micro, run.collate, workers, pin))
-    lengths = (  # of each micro-batch's samples, without end
-        itertools.repeat(warmup(update), sizes.accumulation_of(update)) for update in itertools.count(updates + 1)
-    )
-    shortened = Shortened(micro, itertools.chain.from_iterable(lengths))
-    return iter(loader(samples, shortened, run.collate, workers, pin))
+    return iter(loader(samples, micro, run.collate, workers, pin))
