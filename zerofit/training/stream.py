@@ -164,12 +164,10 @@ def micro_batches(run: "Run") -> Iterator[Batch]:
         return iter(loader(samples, tokens, run.collate, workers, pin))
     grouping = getattr(recipe, "length_grouping", "none")
     lengths_to_group = samples.lengths if grouping == "window" else None
-    lengths = None
-    if warmup is not None:  # of each micro-batch's samples, without end
-        of_updates = (
-            itertools.repeat(warmup(update), sizes.accumulation_of(update)) for update in itertools.count(updates + 1)
-        )
-        lengths = itertools.chain.from_iterable(of_updates)
+    lengths = None  # of each micro-batch's samples
+    if warmup is not None:
+        numbers = itertools.count(updates + 1)
+        lengths = (warmup(number) for number in numbers for _ in range(sizes.accumulation_of(number)))
     micro = MicroBatches(
         data.order or SampleOrder(length.num_samples, recipe.seed, lengths_to_group, sizes.global_batch),
         length.total_samples,
