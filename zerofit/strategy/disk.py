@@ -91,15 +91,6 @@ class DiskState(ShardedState):
                 start += len(values)
         return saved
 
-    def get(self, kind: str, shard: Shard) -> torch.Tensor:
-        """Return the values of a shard, whose sub-group is in memory."""
-        flat, offset = self._held_in(self.parameters[shard.name])
-        held = flat if kind == "weight" else self.optimizer.state[flat][kind]
-        return held.detach()[offset : offset + shard.stop - shard.start]
-
-    def set(self, kind: str, shard: Shard, values: torch.Tensor) -> None:
-        self.get(kind, shard).copy_(values)
-
     def _step(self) -> None:
         for number, flat in enumerate(self._zero.fp32_partitioned_groups_flat):
             with swapped_in(self._zero, number, written=True):

@@ -151,6 +151,7 @@ class OptimizerState:
         return (*self._held_in(parameter), *self._range(parameter))
 
     def _held_in(self, parameter: Any) -> tuple[torch.Tensor, int]:
+        """Return (the optimizer's tensor that what this rank holds of a parameter is in, its first element there)."""
         return parameter, 0
 
     def own(self) -> list[Shard]:
@@ -171,11 +172,12 @@ class OptimizerState:
         return Shard(name, tuple(true_shape(parameter)), start, stop, getattr(parameter, "cut", None))
 
     def get(self, kind: str, shard: Shard) -> torch.Tensor:
-        """The values of a shard: flat, fp32, a view of what the optimizer holds where that can be."""
-        raise NotImplementedError
-
-    def set(self, kind: str, shard: Shard, values: torch.Tensor) -> None:
-        self.get(kind, shard).copy_(values)
+        """The values of a shard: flat, fp32, a view of what the optimizer holds."""
+        parameter = self.parameters[shard.name]
+        tensor, offset = self._held_in(parameter)
+        held = tensor if kind == "weight" else self.optimizer.state[tensor][kind]
+        first = offset + shard.start - self._range(parameter)[0]
+        return flat(held)[first : first + shard.stop - shard.start]
 
     @torch.no_grad()
     def load(self, read: Read, steps: int, read_whole: ReadWhole | None = None) -> None:
@@ -184,7 +186,7 @@ class OptimizerState:
         self.initialize_moments()
         for shard in self._in_memory(self.held(), written=True):
             for kind in self.kinds_of(shard.name):
-                self.set(kind, shard, read(kind, shard))
+                self.get(kind, shard).copy_(read(kind, shard))
         self._load_whole(read_whole)
         self._set_steps(steps)
         self._weights_follow()
@@ -286,11 +288,6 @@ class ReplicatedState(OptimizerState):
         cuts = [(shard, shard.stop * rank // world, shard.stop * (rank + 1) // world) for shard in self.held()]
         return [Shard(shard.name, shard.shape, start, stop) for shard, start, stop in cuts if start < stop]
 
-    def get(self, kind: str, shard: Shard) -> torch.Tensor:
-        parameter = self.parameters[shard.name]
-        whole = parameter.data if kind == "weight" else self.optimizer.state[parameter][kind]
-        return whole.view(-1)[shard.start : shard.stop]
-
 
 class RowState(OptimizerState):
     """FSDP2: each rank holds some rows of each parameter; of several replicas the first one writes."""
@@ -302,11 +299,6 @@ class RowState(OptimizerState):
         layout, inner = self.engine.layout, parameter.shape[1:].numel()
         first, last = rows_of(len(parameter), layout.shard_rank, layout.shard_size)
         return first * inner, last * inner
-
-    def get(self, kind: str, shard: Shard) -> torch.Tensor:
-        parameter = self.parameters[shard.name]
-        held = parameter if kind == "weight" else self.optimizer.state[parameter][kind]
-        return held.detach().to_local().view(-1)
 
     def _weights_follow(self) -> None:
         self.engine.forget_gathered()
@@ -320,16 +312,10 @@ class FlatState(OptimizerState):
         return (0, 0) if fragment is None else (fragment.start, fragment.start + fragment.numel)
 
     def _held_in(self, parameter: Any) -> tuple[torch.Tensor, int]:
-        flat = next(group["params"][0] for group in self.optimizer.param_groups if group["muon"])
         fragment = fragment_of(parameter)
-        return flat, 0 if fragment is None else fragment.offset
-
-    def get(self, kind: str, shard: Shard) -> torch.Tensor:
-        fragment = fragment_of(self.parameters[shard.name])
-        assert fragment is not None, "a shard that this rank holds"
-        flat = self.optimizer.param_groups[fragment.group]["params"][0]
-        held = flat if kind == "weight" else self.optimizer.state[flat][kind]
-        return held.detach()[fragment.offset : fragment.offset + fragment.numel]
+        if fragment is None:  # this rank takes part in the exchange of a matrix of which it holds nothing
+            return next(group["params"][0] for group in self.optimizer.param_groups if group["muon"]), 0
+        return self.optimizer.param_groups[fragment.group]["params"][0], fragment.offset
 
     def _weights_follow(self) -> None:
         self.engine.engine.optimizer.update_lp_params()
@@ -347,28 +333,6 @@ class ShardedState(OptimizerState):
         zero = self.engine.engine.optimizer
         number, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
         return zero.fp32_partitioned_groups_flat[number], offset
-
-    def get(self, kind: str, shard: Shard) -> torch.Tensor:
-        from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
-
-        parameter = self.parameters[shard.name]
-        local = (
-            safe_get_local_fp32_param(parameter)
-            if kind == "weight"
-            else safe_get_local_optimizer_state(parameter, kind)
-        )
-        return local[: shard.stop - shard.start]
-
-    def set(self, kind: str, shard: Shard, values: torch.Tensor) -> None:
-        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
-
-        parameter = self.parameters[shard.name]
-        padded = torch.zeros(parameter.ds_tensor.numel())
-        padded[: len(values)] = values
-        if kind == "weight":
-            safe_set_local_fp32_param(parameter, padded)
-        else:
-            safe_set_local_optimizer_state(parameter, padded, kind)
 
     def _optimized(self) -> list[torch.Tensor]:
         return list(self.engine.engine.optimizer.fp32_partitioned_groups_flat)
