@@ -55,6 +55,7 @@ class DeepSpeedEngine(Engine):
             zero["offload_optimizer"]["nvme_path"] = str(self._folder)
         with initializing_deepspeed(self.layout):
             self.engine = self.accelerator.prepare(model, optimizer)[0]
+        self.torch_optimizer = self.engine.optimizer.optimizer
         self._split = SplitStep(self.engine.optimizer, self.strategy.shards_parameters, norm_at_once)
         return self.engine
 
@@ -82,11 +83,7 @@ class DeepSpeedEngine(Engine):
     def _take_step(self) -> None:
         self.engine.step()
 
-    @property
-    def torch_optimizer(self) -> torch.optim.Optimizer | None:
-        return self.engine.optimizer.optimizer
-
-    def _state(self) -> OptimizerState | None:
+    def _state(self) -> OptimizerState:
         if self._folder is not None:
             return DiskState(self, self._folder)
         return ShardedState(self) if self.strategy.shards_parameters else FlatState(self)

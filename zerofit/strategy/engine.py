@@ -108,6 +108,8 @@ class Engine:
         model: what is called: the module, wrapped as the strategy says.
         state: the optimizer's state in the form in which checkpoints have it (state.py); None where nothing is
             trained.
+        torch_optimizer: the innermost optimizer: accelerate and DeepSpeed put theirs around it; None where nothing is
+            trained.
         alive: watchdog heartbeat, called in long operations.
         phase: is told what begins within an update: forward, backward.
     """
@@ -121,8 +123,9 @@ class Engine:
         self.alive: Callable[[], None] = lambda: None
         self.phase: Callable[[str], None] = lambda phase: None
         self.split_rows = SplitRows(model, self.layout) if self.layout.sequence > 1 else None
+        self.torch_optimizer: Any = None
         self.model = self._prepare(model, recipe, optimizer)
-        self.state: Any = self._state()  # an OptimizerState; None where nothing is trained
+        self.state: Any = self._state() if self.torch_optimizer is not None else None
         if isinstance(self.torch_optimizer, Muon):
             self.torch_optimizer.locate(self.state, self._sharing_group())
         self.ema_decay = recipe.ema_decay
@@ -130,8 +133,9 @@ class Engine:
             self.state.start_ema()
 
     def _prepare(self, model: Any, recipe: OptimizerOptions, optimizer: Any) -> Any:
-        """Wrap and shard the module and the optimizer, on their device. Returns what `model` is. `optimizer`: one over
-        the module's parameters, or accelerate's DummyOptim where DeepSpeed makes it; None where nothing is trained."""
+        """Wrap and shard the module and the optimizer, on their device; set `torch_optimizer`. Returns what `model` is.
+        `optimizer`: one over the module's parameters, or accelerate's DummyOptim where DeepSpeed makes it; None where
+        nothing is trained."""
         raise NotImplementedError
 
     def _sharing_group(self) -> Any:
@@ -205,7 +209,6 @@ class Engine:
 
     def set_learning_rate(self, rate: float) -> None:
         """Give the optimizer the rate of the next step; layers with a rate of their own keep their ratio."""
-        assert self.torch_optimizer is not None
         for group in self.torch_optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
 
@@ -231,11 +234,10 @@ class Engine:
     @property
     def learning_rate(self) -> float:
         """The rate that the optimizer holds now, of the head where layers have their own."""
-        assert self.torch_optimizer is not None
         groups = [(group["lr"], group.get("lr_scale", 1.0)) for group in self.torch_optimizer.param_groups]
         return next((rate / scale for rate, scale in groups if scale), 0.0)  # a scale of 0: that group stands still
 
-    def _state(self) -> OptimizerState | None:
+    def _state(self) -> OptimizerState:
         """The optimizer's state, in the form in which checkpoints have it."""
         raise NotImplementedError
 
@@ -374,15 +376,10 @@ class Engine:
         optimizer = {key: size for key, size in optimizer.items() if key not in weights}
         return {"parameters": sum(weights.values()), "optimizer": sum(optimizer.values())}
 
-    @property
-    def torch_optimizer(self) -> torch.optim.Optimizer | None:
-        """The innermost optimizer: accelerate and DeepSpeed put theirs around it. None: nothing is trained."""
-        raise NotImplementedError
-
     def effective_strategy(self) -> dict[str, Any]:
         """Return the strategy with every value that is in force, as strategy.yaml has it."""
         launch, state, batches = self.strategy.launch, self.accelerator.state, self.strategy.batches
-        optimizer = self.torch_optimizer
+        is_muon = isinstance(self.torch_optimizer, Muon)
         return {
             "name": self.strategy.name,
             "accelerate_config": launch.config_file,
@@ -400,17 +397,8 @@ class Engine:
             "micro_batch": batches.micro_batch,
             "gradient_accumulation_steps": batches.accumulation,
             "global_batch": batches.global_batch,
-            **({"muon": sorted(optimizer.matrices)} if isinstance(optimizer, Muon) else {}),
+            **({"muon": sorted(self.torch_optimizer.matrices)} if is_muon else {}),
             "deepspeed": getattr(self.accelerator, "deepspeed_config", None)
             if self.strategy.deepspeed is not None
             else None,
         }
-
-
-class WithoutOptimizer:
-    """Part of the engines that train nothing: they have no optimizer, and no state of one."""
-
-    torch_optimizer = None
-
-    def _state(self) -> OptimizerState | None:
-        return None

@@ -42,6 +42,7 @@ class FullyShardedEngine(TorchEngine):
         if not recipe.trains:
             model.requires_grad_(False)
         before, self.optimizer = dict(model.named_parameters()), optimizer
+        self.torch_optimizer = optimizer
         modules = experts_of(model) if self.strategy.divides_experts else []
         self._shard(model, modules)
         self.sharded: dict[str, Any] = dict(model.named_parameters())  # DTensors
@@ -170,12 +171,8 @@ class FullyShardedEngine(TorchEngine):
     def _drop_gradients(self) -> None:
         self.optimizer.zero_grad()
 
-    @property
-    def torch_optimizer(self) -> torch.optim.Optimizer | None:
-        return self.optimizer
-
-    def _state(self) -> OptimizerState | None:
-        return RowState(self) if self.optimizer is not None else None
+    def _state(self) -> OptimizerState:
+        return RowState(self)
 
     def forget_gathered(self) -> None:
         """Free the weights that are in full here: after a forward pass without a backward one there are some."""

@@ -18,7 +18,7 @@ from zerofit.model.attention import packed_rows
 from zerofit.model.stages import is_tied, whole_model
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.deepspeed_engine import DeepSpeedEngine
-from zerofit.strategy.engine import LossSum, WithoutOptimizer
+from zerofit.strategy.engine import LossSum
 from zerofit.strategy.layout import ParallelLayout, model_groups
 
 EVALUATED_TOGETHER = 8  # micro-batches a stage: of these it waits for p - 1 in (8 p + p - 1), about a ninth
@@ -182,7 +182,7 @@ class PipelineEngine(DeepSpeedEngine):
         raise NotImplementedError("the layers are on several ranks: generate with the exported model")
 
 
-class PipelineInference(WithoutOptimizer, PipelineEngine):
+class PipelineInference(PipelineEngine):
     """Engine of a pipeline that only evaluates."""
 
     def _prepare(self, model: Any, recipe: OptimizerOptions, optimizer: Any) -> Any:

@@ -6,7 +6,7 @@ import torch
 
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.deepspeed_engine import DeepSpeedEngine
-from zerofit.strategy.engine import Engine, WithoutOptimizer
+from zerofit.strategy.engine import Engine
 from zerofit.strategy.fsdp_engine import FullyShardedEngine
 from zerofit.strategy.layout import initializing_deepspeed
 from zerofit.strategy.strategy import Strategy
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 NEVER_FREED: list[Engine] = []
 
 
-class InferenceEngine(WithoutOptimizer, Engine):
+class InferenceEngine(Engine):
     """Engine that only evaluates and generates, under every strategy but FSDP2 and a pipeline. ZeRO-1 and ZeRO-2 shard
     what training holds beside the weights, and DeepSpeed has no such stage without an optimizer: each rank has the
     full model, as in training. ZeRO-3 shards the weights here as well."""

@@ -30,6 +30,7 @@ class TorchEngine(Engine):
     def _prepare(self, model: Any, recipe: OptimizerOptions, optimizer: Any) -> Any:
         self.optim = recipe.optim
         model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.torch_optimizer = self.optimizer.optimizer
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.layout.world_size > 1:
             self._put_gradients_into_buckets(model)
@@ -96,7 +97,7 @@ class TorchEngine(Engine):
         return Outcome(losses, read, self.layout.loss_ranks), refused, divisor
 
     def _step_unless(self, refused: torch.Tensor, divisor: torch.Tensor | None) -> None:
-        optimizer: Any = self.torch_optimizer
+        optimizer = self.torch_optimizer
         optimizer.found_inf, optimizer.grad_scale = refused, divisor  # what torch.amp.GradScaler gives an optimizer
         optimizer.step()
         del optimizer.found_inf, optimizer.grad_scale
@@ -132,11 +133,7 @@ class TorchEngine(Engine):
         # Of DDP, gradients are views of its buckets, and stay so.
         self.optimizer.zero_grad(set_to_none=self.layout.world_size == 1)
 
-    @property
-    def torch_optimizer(self) -> torch.optim.Optimizer | None:
-        return self.optimizer.optimizer
-
-    def _state(self) -> OptimizerState | None:
+    def _state(self) -> OptimizerState:
         if self.optim in SHARDED:
             return ReplicatedState(self)
         return ReplicatedOptimizerState(self, self.optim)
