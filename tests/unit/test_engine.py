@@ -25,7 +25,7 @@ def deciding_engine(max_grad_norm: float) -> TorchEngine:
     engine = TorchEngine.__new__(TorchEngine)
     engine.module = torch.nn.Linear(8, 4)
     inner = torch.optim.AdamW(engine.module.parameters(), lr=0.1, fused=True)
-    engine.optimizer = SimpleNamespace(optimizer=inner, step=inner.step, zero_grad=inner.zero_grad)
+    engine.optimizer = engine.torch_optimizer = inner
     engine.accelerator = Accelerator(cpu=True)
     engine.strategy = NOT_SHARDED
     engine.parameters = [*engine.module.parameters()]

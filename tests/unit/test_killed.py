@@ -96,7 +96,7 @@ class Launches:
         run = SimpleNamespace(folder=self.folder, exporter=Exporter(engine), **parts)
         checkpoints = CheckpointManager(run, {"strategy": "single", "num_processes": 1}, {})
         checkpoints._say = lambda *lines: self.said.extend(lines)
-        checkpoints.resume(ResumePlan(self.folder, {}, sources=resume))
+        checkpoints.resume(ResumePlan({}, sources=resume))
         checkpoints.drop_replaced()
         self.folder.start(recipe, 1, {}, {}, state.updates, resumed_from=checkpoints.resumed_from)
         checkpoints.restore_best_checkpoint()

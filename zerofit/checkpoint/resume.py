@@ -36,7 +36,6 @@ class ResumePlan:
         sources: what is tried, one after another: auto (the newest checkpoint of the folder), or a checkpoint.
     """
 
-    folder: RunFolder
     identity: dict[str, Any]  # the options that make the run the run that it is
     sources: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -147,7 +146,7 @@ class EarlierRuns:
         folder.refuse_foreign_files(recipe.overwrite_output_dir, in_checkpoints=not continues)
         if not continues and ("auto" not in sources or folder.model.is_dir()):
             refuse_to_clear(folder, recipe.overwrite_output_dir, is_known=self.own is not None)
-        return ResumePlan(folder, now, tuple(sources), tuple(notes))
+        return ResumePlan(now, tuple(sources), tuple(notes))
 
 
 def refuse_to_clear(folder: RunFolder, overwrite: bool, is_known: bool = True) -> None:

@@ -133,9 +133,9 @@ class Engine:
             self.state.start_ema()
 
     def _prepare(self, model: Any, recipe: OptimizerOptions, optimizer: Any) -> Any:
-        """Wrap and shard the module and the optimizer, on their device; set `torch_optimizer`. Returns what `model` is.
-        `optimizer`: one over the module's parameters, or accelerate's DummyOptim where DeepSpeed makes it; None where
-        nothing is trained."""
+        """Wrap and shard the module and the optimizer, on their device; set `torch_optimizer`. Returns what `model`
+        is. `optimizer`: one over the module's parameters, or accelerate's DummyOptim where DeepSpeed makes it; None
+        where nothing is trained."""
         raise NotImplementedError
 
     def _sharing_group(self) -> Any:
