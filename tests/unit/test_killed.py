@@ -40,7 +40,7 @@ class Exporter:
     def __init__(self, engine):
         self.engine, self.weights = engine, engine.weights
 
-    def write(self, weights, held_out, folder: Path, in_thread: bool) -> list[str]:
+    def write(self, weights, held_out, folder: Path) -> list[str]:
         from safetensors.torch import save_file
 
         folder.mkdir()

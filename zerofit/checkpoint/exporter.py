@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,10 +25,14 @@ class ModelExporter:
     """Writes model/ of a run and of its checkpoints: the whole model, or the adapter where the run has one."""
 
     def __init__(self, run: "Run") -> None:
-        self._engine, self._adapter, self._tokenizer = run.engine, run.adapter, run.data.tokenizer
+        self._engine, self._adapter, self._tokenizer_of_run = run.engine, run.adapter, run.data.tokenizer
         self._task, self._recipe, self._environment = run.task, run.recipe, run.environment
-        self._tokenizer_of_thread: PreTrainedTokenizerBase | None = None
-        self._tokenizer.init_kwargs[TRAINED_WITH] = run.recipe.inputs
+        self._tokenizer_of_run.init_kwargs[TRAINED_WITH] = run.recipe.inputs
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        """A copy: checkpoints are written in a thread, and training must not use the same tokenizer meanwhile."""
+        return copy.deepcopy(self._tokenizer_of_run)
 
     @property
     def writes_all(self) -> bool:
@@ -48,22 +53,14 @@ class ModelExporter:
                 f"adapter in {folder} was trained on. Bring these back, or train anew in another --output_dir"
             )
 
-    def write(self, weights: Weights, held_out: dict[str, float], folder: Path, in_thread: bool = False) -> list[str]:
+    def write(self, weights: Weights, held_out: dict[str, float], folder: Path) -> list[str]:
         """Write the folder, on the main process: the weights first, since no other file may cost them. Returns what
-        could not be written beside them, each with the reason. Raises Exception: the weights could not be written.
-
-        Args:
-            in_thread: another thread than the training's writes: two threads must not use the same tokenizer.
-        """
-        if in_thread and self._tokenizer_of_thread is None:
-            self._tokenizer_of_thread = copy.deepcopy(self._tokenizer)
+        could not be written beside them, each with the reason. Raises Exception: the weights could not be written."""
         module, is_adapter = self._engine.whole, self._adapter is not None
-        own = self._tokenizer_of_thread if in_thread else None
-        tokenizer = self._tokenizer if own is None else own
         if self._adapter is not None:
-            failed = self._adapter.save(module, dict(weights), tokenizer, folder)
+            failed = self._adapter.save(module, dict(weights), self._tokenizer, folder)
         else:
-            failed = export_model(module, weights, tokenizer, folder)
+            failed = export_model(module, weights, self._tokenizer, folder)
 
         def card() -> None:
             base, name = self._adapter.base if self._adapter is not None else None, type(module).__name__

@@ -201,7 +201,7 @@ class CheckpointManager:
 
         def fill(folder: Path, weights: Weights) -> None:
             try:
-                missing = self._exporter.write(weights, held_out, folder / "model", in_thread=True)
+                missing = self._exporter.write(weights, held_out, folder / "model")
             except Exception as error:
                 if is_of_the_disk(error) or not with_state:
                     raise
