@@ -13,7 +13,7 @@ from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.places import CONFIGS
 from zerofit.strategy.fsdp import fsdp_problems, read_fsdp
 from zerofit.strategy.gpus import use_expandable_segments
-from zerofit.strategy.named import FP8_BACKEND, StrategyFlag, export_environment, problems_of_yaml
+from zerofit.strategy.named import FP8_BACKEND, export_environment, is_json, problems_of_yaml
 
 SHARES_DEVICES = "ZEROFIT_SHARES_DEVICES"  # set by `zerofit compare`: processes may share a device
 PRECISIONS = {"no": None, "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
@@ -46,10 +46,10 @@ class Launch:
         return self.config_file or "accelerate launch"
 
 
-def find_launch(named: StrategyFlag | None = None) -> Launch:
-    """Read the environment that `accelerate launch` made, and the YAML file behind it. `named`: what the program's own
-    command line names: the environment is made of it here. Raises UserError where the launcher names another strategy.
-    """
+def find_launch(named: str | None = None) -> Launch:
+    """Read the environment that `accelerate launch` made, and the YAML file behind it. `named`: the YAML or JSON that
+    the program's own command line names: the environment is made of it here. Raises UserError where the launcher names
+    another strategy."""
     environment = os.environ
     # Before torch is imported: OpenMP's threads sleep while they wait. Those that spin, as they do by default, make a
     # run ten times slower as soon as another process wants the same cores.
@@ -58,7 +58,7 @@ def find_launch(named: StrategyFlag | None = None) -> Launch:
     command, config_file, threads_are_the_users = _launcher()
     if named is not None:
         export_environment(named, config_file)
-        config_file = named.config_file or config_file
+        config_file = config_file if is_json(named) else named
     content = (read_yaml(Path(config_file)) if config_file else None) or {}
     return Launch(
         world_size=int(environment.get("WORLD_SIZE", "1")),

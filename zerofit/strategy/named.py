@@ -7,7 +7,6 @@ torchrun they are made here (accelerate/utils/launch.py, 1.15).
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,16 +52,9 @@ FP8_KEYS = {"backend", "pad_inner_dim", "enable_fsdp_float8_all_gather"}  # of t
 RENDEZVOUS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
-@dataclass(frozen=True)
-class StrategyFlag:
-    """A strategy that the command line names."""
-
-    config_file: str | None = None  # the strategy's accelerate YAML; None of a JSON alone
-    json_path: str | None = None  # the DeepSpeed JSON; None of a strategy, whose YAML names it
-
-
-def take_named(recipe: Recipe) -> StrategyFlag | None:
+def take_named(recipe: Recipe) -> str | None:
     """Take the strategy that the recipe's flags name out of the recipe, which says what is trained, and not how.
+    Returns the file of its accelerate YAML, or of a DeepSpeed JSON alone (`is_json`); None: no strategy is named.
     Raises UserError where a recipe's file names one, or there is no such strategy."""
     value = getattr(recipe, "strategy", None)
     if not value:
@@ -74,10 +66,10 @@ def take_named(recipe: Recipe) -> StrategyFlag | None:
         )
     recipe.reset_option("strategy")
     if not is_json(value):
-        return StrategyFlag(config_file=str(find_strategies([value])[value]))
+        return str(find_strategies([value])[value])
     if not Path(value).is_file():
         raise UserError(f"--strategy {value!r}: there is no such file. Name a DeepSpeed JSON, as in ds_configs/")
-    return StrategyFlag(json_path=value)
+    return str(value)
 
 
 def is_json(strategy: str) -> bool:
@@ -85,23 +77,23 @@ def is_json(strategy: str) -> bool:
     return strategy.endswith(".json")
 
 
-def export_environment(named: StrategyFlag, config_file: str | None) -> None:
-    """Put it into this process' environment, as accelerate launch would have. `config_file`: the YAML that an
-    accelerate launch above this process has read. Raises UserError where that has another strategy."""
+def export_environment(named: str, config_file: str | None) -> None:
+    """Put the strategy of this YAML, or JSON, into this process' environment, as accelerate launch would have.
+    `config_file`: the YAML that an accelerate launch above this process has read. Raises UserError where that has
+    another strategy."""
     environment, told = os.environ, config_file or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    ours = named.config_file or named.json_path or ""
-    if told and Path(told).is_file() and Path(told).samefile(ours):
+    if told and Path(told).is_file() and Path(told).samefile(named):
         return
     if told or "true" in (environment.get("ACCELERATE_USE_DEEPSPEED"), environment.get("ACCELERATE_USE_FSDP")):
-        kept = f"accelerate launch --config_file {ours}" if named.config_file else "leave --config_file out"
+        kept = "leave --config_file out" if is_json(named) else f"accelerate launch --config_file {named}"
         raise UserError(
-            f"--strategy {ours}, and accelerate launch was told {told or 'to use DeepSpeed or FSDP'}: keep one. "
+            f"--strategy {named}, and accelerate launch was told {told or 'to use DeepSpeed or FSDP'}: keep one. "
             f"To have the first: {kept}"
         )
-    if named.config_file:
-        made = environment_of(read_yaml(Path(named.config_file)) or {}, named.config_file)
+    if is_json(named):
+        made = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": named}
     else:
-        made = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": ours}
+        made = environment_of(read_yaml(Path(named)) or {}, named)
     if environment.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
         made.pop("ACCELERATE_MIXED_PRECISION", None)  # a flag of the launcher goes before the file
     environment.update(made)
