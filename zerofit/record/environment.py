@@ -66,7 +66,7 @@ def describe_environment(command: list[str], device: "torch.device") -> dict[str
     """Versions, commit, hardware and command of this run."""
     import torch
 
-    from zerofit.strategy.devices import device_names
+    from zerofit.strategy.devices import device_name
 
     root, packages = Path(__file__).resolve().parents[2], dict[str, str]()
     for name in PACKAGES:
@@ -79,7 +79,8 @@ def describe_environment(command: list[str], device: "torch.device") -> dict[str
     }
     if device.type != "cpu":
         versions = {"cuda": torch.version.cuda, "rocm": torch.version.hip, "xpu": getattr(torch.version, "xpu", None)}
-        hardware["gpus"] = device_names(device)
+        all_devices = (torch.device(device.type, index) for index in range(torch.accelerator.device_count()))
+        hardware["gpus"] = [device_name(each) for each in all_devices]
         hardware |= {name: version for name, version in versions.items() if version}
     return {
         "command": command or sys.argv,

@@ -54,14 +54,6 @@ def device_name(device: torch.device) -> str | None:
     return name_of(device) if name_of else device.type
 
 
-def device_names(device: torch.device) -> list[str]:
-    """The names of all devices of this kind that this process sees; none of a CPU."""
-    if device.type == "cpu":
-        return []
-    names = (device_name(torch.device(device.type, index)) for index in range(torch.accelerator.device_count()))
-    return [name for name in names if name]
-
-
 def has_bf16(device: torch.device) -> bool | None:
     """Return whether the device computes in bf16 and does not only emulate it; None where torch does not say."""
     ask = getattr(torch.get_device_module(device), "is_bf16_supported", None)
