@@ -13,6 +13,8 @@ import torch
 from zerofit.record.metrics import EvaluationTime
 from zerofit.strategy.devices import device_name
 from zerofit.strategy.gpu_table import NO_PEAK, peak_of
+from zerofit.strategy.host_memory import field as field_of
+from zerofit.strategy.host_memory import read
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
@@ -51,12 +53,9 @@ class MemoryMeter:
     def peak_bytes(self) -> int:
         if self.device.type != "cpu":
             return torch.accelerator.max_memory_allocated()
-        try:
-            status = Path("/proc/self/status").read_text()
-            return int(status.split("VmHWM:")[1].split()[0]) * 1024
-        except (OSError, IndexError):
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            return peak if sys.platform == "darwin" else peak * 1024
+        if peak := field_of(read("/proc/self/status"), "VmHWM:", 1024):
+            return peak
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Rates(NamedTuple):
