@@ -12,7 +12,7 @@ from zerofit.compat.deepspeed import SplitStep
 from zerofit.model.tensor_parallel.cut import join_shares
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.deepspeed_config import fill_bucket_size
-from zerofit.strategy.disk import DiskState, keeps_optimizer_on_disk, own_folder, remove
+from zerofit.strategy.disk import DiskState, own_folder, remove
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.layout import initializing_deepspeed
 from zerofit.strategy.state import FlatState, OptimizerState, ShardedState
@@ -50,7 +50,7 @@ class DeepSpeedEngine(Engine):
             config.pop("optimizer", None)
             config.setdefault("zero_force_ds_cpu_optimizer", False)  # with offload any other is refused
         fill_bucket_size(zero, model)
-        if keeps_optimizer_on_disk(zero):
+        if self.strategy.optimizer_device == "nvme":
             self._folder = own_folder(zero["offload_optimizer"]["nvme_path"])
             zero["offload_optimizer"]["nvme_path"] = str(self._folder)
         with initializing_deepspeed(self.layout):

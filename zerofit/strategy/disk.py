@@ -22,11 +22,6 @@ SAVED = "saved.bin"
 _LOCKS: list[int] = []  # file descriptors, open as long as this process lives
 
 
-def keeps_optimizer_on_disk(zero: dict[str, Any]) -> bool:
-    """Return whether a resolved zero_optimization section puts the optimizer's state on a disk."""
-    return (zero.get("offload_optimizer") or {}).get("device") == "nvme"
-
-
 def check_async_io() -> None:
     """Raises UserError where DeepSpeed cannot build what reads and writes an NVMe disk."""
     from deepspeed.git_version_info import installed_ops

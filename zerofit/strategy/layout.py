@@ -126,6 +126,11 @@ class ParallelLayout:
         return rank // (self.world_size // self.pipeline)
 
 
+def offload_device(zero: dict[str, Any], part: str) -> str:
+    """Where a zero_optimization section puts one of OFFLOADED: cpu, nvme or none."""
+    return (zero.get(part) or {}).get("device", "none")
+
+
 @functools.cache
 def sequence_groups(layout: ParallelLayout) -> Any:
     """DeepSpeed's module of the groups that split rows; the first call makes them, on all ranks together."""
@@ -213,7 +218,7 @@ def check_degrees(strategy: "Strategy", recipe: TrainingRecipe) -> None:
         refuse(f"torch_compile ({recipe.source('torch_compile')})", "Remove one of them")
     elif str(compiled) == "model":
         refuse(f"torch_compile = model ({recipe.source('torch_compile')})", "Use --torch_compile blocks")
-    settings = [part for part in OFFLOADED if (zero.get(part) or {}).get("device", "none") != "none"]
+    settings = [part for part in OFFLOADED if offload_device(zero, part) != "none"]
     settings += [name for name, unused in PARTITIONS.items() if zero.get(name, unused) != unused]
     for setting in settings:
         refuse(f"zero_optimization.{setting}", "Remove one of them")

@@ -16,7 +16,7 @@ from zerofit.model.parameters import decay_groups, layer_groups
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import OptimizerOptions, TrainingRecipe
 from zerofit.strategy.devices import has_fused_adamw
-from zerofit.strategy.layout import OFFLOADED
+from zerofit.strategy.layout import OFFLOADED, offload_device
 from zerofit.strategy.muon import Muon
 from zerofit.strategy.state import ReadWhole, ReplicatedState
 
@@ -151,8 +151,7 @@ def check_muon(strategy: "Strategy", recipe: TrainingRecipe) -> None:
     """Raises UserError where Muon would have other matrices than one process has, or none."""
     if recipe.optim != "muon" or not recipe.trains:
         return
-    zero = (strategy.deepspeed or {}).get("zero_optimization", {})
-    devices = [(zero.get(part) or {}).get("device", "none") for part in OFFLOADED]
+    devices = [offload_device(strategy.zero, part) for part in OFFLOADED]
     obstacles = {
         "offload, which makes the step, and so its matrix products, on the CPU": set(devices) != {"none"},
         "tensor parallelism, which cuts its matrices": strategy.tensor > 1,

@@ -13,7 +13,7 @@ from zerofit.compat.deepspeed import without_shared_memory
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.builds import describe_build, drop_abandoned_locks
 from zerofit.strategy.devices import bf16_slowdown, faster_precisions, use_threads_of_share
-from zerofit.strategy.disk import check_async_io, keeps_optimizer_on_disk
+from zerofit.strategy.disk import check_async_io
 from zerofit.strategy.launch import SHARES_DEVICES, tell_deepspeed_of_a_cpu
 from zerofit.strategy.strategy import Strategy
 
@@ -55,7 +55,7 @@ def make_accelerator(
         os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
         init = os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true") == "true" and strategy.shards_parameters
         kwargs["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=strategy.deepspeed, zero3_init_flag=init)
-        if keeps_optimizer_on_disk(strategy.deepspeed["zero_optimization"]):
+        if strategy.optimizer_device == "nvme":
             check_async_io()
         kwargs["gradient_accumulation_steps"] = strategy.batches.accumulation
     # Gradients lie in DDP's buckets and not beside them; buffers (positions, masks) are the same on all ranks.

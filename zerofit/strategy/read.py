@@ -11,7 +11,6 @@ from zerofit.recipe.parse import flag_value
 from zerofit.strategy.batches import resolve_batches
 from zerofit.strategy.deepspeed_config import resolve_config
 from zerofit.strategy.deepspeed_json import read_config, stated_precision
-from zerofit.strategy.disk import keeps_optimizer_on_disk
 from zerofit.strategy.fsdp import ALONE, check_fsdp, check_replicas
 from zerofit.strategy.gpus import check_devices
 from zerofit.strategy.launch import Launch, check_launch, find_launch
@@ -156,7 +155,7 @@ def _check_rounding(strategy: Strategy, recipe: TrainingRecipe) -> None:
 
 def _check_average(strategy: Strategy, recipe: TrainingRecipe) -> None:
     """Raises UserError where a mean of the weights would have to be kept on a disk."""
-    if recipe.ema_decay and keeps_optimizer_on_disk((strategy.deepspeed or {}).get("zero_optimization", {})):
+    if recipe.ema_decay and strategy.optimizer_device == "nvme":
         raise UserError(
             f"{strategy.source}: offload_optimizer.device = nvme does not go together with ema_decay "
             f"({recipe.source('ema_decay')}): DeepSpeed brings moments from the disk, and no other tensors. Use "

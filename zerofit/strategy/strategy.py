@@ -17,7 +17,7 @@ from zerofit.strategy.devices import has_bf16
 from zerofit.strategy.fsdp import EITHER, EXPERTS, IGNORED, REDUCE, REPLICAS, RESHARDS, SYNCS
 from zerofit.strategy.host_memory import host_memory
 from zerofit.strategy.launch import Launch
-from zerofit.strategy.layout import ParallelLayout, model_groups
+from zerofit.strategy.layout import ParallelLayout, model_groups, offload_device
 from zerofit.strategy.machines import everyones
 
 
@@ -54,9 +54,14 @@ class Strategy:
         return ParallelLayout(self.launch.world_size, self.launch.rank, *degrees)
 
     @property
+    def zero(self) -> dict[str, Any]:
+        """DeepSpeed's `zero_optimization` section; empty without DeepSpeed."""
+        return self.deepspeed["zero_optimization"] if self.deepspeed is not None else {}
+
+    @property
     def shards_parameters(self) -> bool:
         """True if each rank holds a shard of the weights only (ZeRO-3)."""
-        return self.deepspeed is not None and self.deepspeed["zero_optimization"].get("stage") == 3
+        return self.zero.get("stage") == 3
 
     @property
     def can_compile(self) -> bool:
@@ -71,8 +76,7 @@ class Strategy:
     @property
     def zero_stage(self) -> int:
         """The stage of ZeRO that says how much is sharded: 0 to 3."""
-        zero = self.deepspeed["zero_optimization"] if self.deepspeed is not None else {}
-        return 3 if self.fully_shards else zero.get("stage", 0)
+        return 3 if self.fully_shards else self.zero.get("stage", 0)
 
     @property
     def reshards(self) -> bool | int:
@@ -97,10 +101,14 @@ class Strategy:
         return (self.fsdp or {}).get(IGNORED) == EXPERTS
 
     @property
+    def optimizer_device(self) -> str:
+        """Where DeepSpeed keeps the optimizer's state: cpu or nvme; none: with the weights."""
+        return offload_device(self.zero, "offload_optimizer")
+
+    @property
     def offloads_optimizer(self) -> bool:
         """True if the optimizer step runs on the CPU."""
-        zero = self.deepspeed["zero_optimization"] if self.deepspeed is not None else {}
-        return (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+        return self.optimizer_device != "none"
 
     @property
     def name(self) -> str:
@@ -108,7 +116,7 @@ class Strategy:
         if self.launch.strategy_name:
             return self.launch.strategy_name
         if self.deepspeed is not None:
-            stage = f"zero{self.deepspeed['zero_optimization'].get('stage')}"
+            stage = f"zero{self.zero.get('stage')}"
             degrees = {"tp": self.tensor, "pp": self.pipeline, "sp": self.sequence}
             return "_".join([*(f"{kind}{degree}" for kind, degree in degrees.items() if degree > 1), stage])
         if self.fully_shards:
@@ -153,7 +161,7 @@ class Strategy:
         if self.deepspeed is None:
             return self
         config = {key: value for key, value in self.deepspeed.items() if key not in ("optimizer", "scheduler")}
-        zero = {key: value for key, value in config["zero_optimization"].items() if key != "offload_optimizer"}
+        zero = {key: value for key, value in self.zero.items() if key != "offload_optimizer"}
         return replace(self, deepspeed={**config, "zero_optimization": zero})
 
     def with_precision(self, precision: str) -> "Strategy":
