@@ -30,7 +30,6 @@ PACKAGES = (
     "tokenizers",
     "peft",
     "megatron-core",
-    "evaluate",
     "scikit-learn",
     "sacrebleu",
     "numpy",

@@ -1,10 +1,10 @@
-"""Metrics of the evaluate library that need no network: classes, numbers and generated texts.
+"""Metrics of evaluation, by the libraries of each field: classes, numbers, entities and generated texts.
 
-Not evaluate.load: it copies a module to a cache, and imports what is there.
+Not evaluate.load: it copies a module to a cache, imports what is there, and calls these functions.
 """
 
-import datasets
-import evaluate
+from typing import Any
+
 import numpy as np
 import sacrebleu
 from rouge_score import rouge_scorer
@@ -17,106 +17,66 @@ from zerofit.data.labelled.tags import located
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
-class _Metric(evaluate.Metric):
-    """Predictions and references are values of one type."""
-
-    dtype, feature = "", None
-
-    def _info(self) -> evaluate.MetricInfo:
-        features = {name: self.feature or datasets.Value(self.dtype) for name in ("predictions", "references")}
-        return evaluate.MetricInfo(description="", citation="", features=datasets.Features(features))
-
-
-class Classification(_Metric):
+def of_classes(predictions: list[int], references: list[int], num_labels: int) -> dict[str, float]:
     """accuracy; f1 of class 1 where there are two classes; f1_macro, the mean over classes; matthews_correlation, by
     scikit-learn. Predictions and references are class numbers."""
-
-    dtype = "int64"
-
-    def _compute(self, predictions: list[int], references: list[int], num_labels: int = 2) -> dict[str, float]:
-        averages = {"f1": "binary", "f1_macro": "macro"} if num_labels == 2 else {"f1_macro": "macro"}
-        return {
-            "accuracy": float(accuracy_score(references, predictions)),
-            **{
-                name: float(f1_score(references, predictions, average=average, zero_division=0.0))
-                for name, average in averages.items()
-            },
-            "matthews_correlation": float(matthews_corrcoef(references, predictions)),
-        }
+    averages = {"f1": "binary", "f1_macro": "macro"} if num_labels == 2 else {"f1_macro": "macro"}
+    return {
+        "accuracy": float(accuracy_score(references, predictions)),
+        **{
+            name: float(f1_score(references, predictions, average=average, zero_division=0.0))
+            for name, average in averages.items()
+        },
+        "matthews_correlation": float(matthews_corrcoef(references, predictions)),
+    }
 
 
-class LabelSets(_Metric):
+def of_label_sets(predictions: list[list[int]], references: list[list[int]], num_labels: int) -> dict[str, float]:
     """f1_micro and f1_macro over labels, precision and recall of all labels together (micro), accuracy (examples with
     exactly the right labels), by scikit-learn. Predictions and references are lists of class numbers."""
-
-    feature = datasets.List(datasets.Value("int64"))
-
-    def _compute(
-        self, predictions: list[list[int]], references: list[list[int]], num_labels: int = 2
-    ) -> dict[str, float]:
-        flags = MultiLabelBinarizer(classes=range(num_labels))
-        truth, predicted = flags.fit_transform(references), flags.fit_transform(predictions)
-        micro = {"average": "micro", "zero_division": 0.0}
-        return {
-            "f1_micro": float(f1_score(truth, predicted, **micro)),
-            "f1_macro": float(f1_score(truth, predicted, average="macro", zero_division=0.0)),
-            "precision": float(precision_score(truth, predicted, **micro)),
-            "recall": float(recall_score(truth, predicted, **micro)),
-            "accuracy": float(accuracy_score(truth, predicted)),
-        }
+    flags = MultiLabelBinarizer(classes=range(num_labels))
+    truth, predicted = flags.fit_transform(references), flags.fit_transform(predictions)
+    micro: dict[str, Any] = {"average": "micro", "zero_division": 0.0}
+    return {
+        "f1_micro": float(f1_score(truth, predicted, **micro)),
+        "f1_macro": float(f1_score(truth, predicted, average="macro", zero_division=0.0)),
+        "precision": float(precision_score(truth, predicted, **micro)),
+        "recall": float(recall_score(truth, predicted, **micro)),
+        "accuracy": float(accuracy_score(truth, predicted)),
+    }
 
 
-class Regression(_Metric):
+def of_numbers(predictions: list[float], references: list[float]) -> dict[str, float]:
     """pearson, spearmanr and mse of predicted numbers, by scipy. Of a constant, of fewer than two examples, and of a
     model that has diverged (it predicts nan) the correlations are nan."""
-
-    dtype = "float"
-
-    def _compute(self, predictions: list[float], references: list[float]) -> dict[str, float]:
-        predicted, truth = np.asarray(predictions, np.float64), np.asarray(references, np.float64)
-        correlates = all(np.isfinite(numbers).all() and np.ptp(numbers) > 0 for numbers in (predicted, truth))
-        return {
-            "pearson": float(pearsonr(truth, predicted).statistic) if correlates else float("nan"),
-            "spearmanr": float(spearmanr(truth, predicted).statistic) if correlates else float("nan"),
-            "mse": float(np.mean((predicted - truth) ** 2)),
-        }
+    # fp32, as the model's: a label is not to differ from an equal prediction by its rounding
+    predicted, truth = (np.float32(numbers).astype(np.float64) for numbers in (predictions, references))
+    correlates = all(np.isfinite(numbers).all() and np.ptp(numbers) > 0 for numbers in (predicted, truth))
+    return {
+        "pearson": float(pearsonr(truth, predicted).statistic) if correlates else float("nan"),
+        "spearmanr": float(spearmanr(truth, predicted).statistic) if correlates else float("nan"),
+        "mse": float(np.mean((predicted - truth) ** 2)),
+    }
 
 
-class Entities(_Metric):
+def of_tags(predictions: list[list[str]], references: list[list[str]]) -> dict[str, float]:
     """precision, recall and f1 of entities (right are those with the right words and kind), accuracy of tags; as
     seqeval by default. Predictions and references are the tags of a sentence's words."""
-
-    feature = datasets.List(datasets.Value("string"))
-
-    def _compute(self, predictions: list[list[str]], references: list[list[str]]) -> dict[str, float]:
-        found, there = located(predictions), located(references)
-        right, pairs = len(found & there), [pair for rows in zip(predictions, references) for pair in zip(*rows)]
-        return {
-            "f1": 2 * right / max(len(found) + len(there), 1),
-            "precision": right / max(len(found), 1),
-            "recall": right / max(len(there), 1),
-            "accuracy": sum(ours == theirs for ours, theirs in pairs) / max(len(pairs), 1),
-        }
+    found, there = located(predictions), located(references)
+    right, pairs = len(found & there), [pair for rows in zip(predictions, references) for pair in zip(*rows)]
+    return {
+        "f1": 2 * right / max(len(found) + len(there), 1),
+        "precision": right / max(len(found), 1),
+        "recall": right / max(len(there), 1),
+        "accuracy": sum(ours == theirs for ours, theirs in pairs) / max(len(pairs), 1),
+    }
 
 
-class Generation(_Metric):
+def of_texts(predictions: list[str], references: list[str]) -> dict[str, float]:
     """bleu (sacrebleu's corpus BLEU, 0 to 100) and rouge1, rouge2, rougeL (rouge_score's F-measure, 0 to 100, mean
     over examples). Predictions and references are texts, one reference each."""
-
-    dtype = "string"
-
-    def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
-        bleu = sacrebleu.corpus_bleu(predictions, [references])
-        scorer = rouge_scorer.RougeScorer(ROUGE, use_stemmer=True)
-        scores = [scorer.score(reference, prediction) for reference, prediction in zip(references, predictions)]
-        rouge = {name: 100 * sum(score[name].fmeasure for score in scores) / len(scores) for name in ROUGE}
-        return {"bleu": float(bleu.score), **rouge}
-
-
-METRICS: dict[str, type[evaluate.Metric]] = {
-    "classification": Classification,
-    "label sets": LabelSets,
-    "regression": Regression,
-    "generation": Generation,
-    "entities": Entities,
-}
+    bleu = sacrebleu.corpus_bleu(predictions, [references])
+    scorer = rouge_scorer.RougeScorer(ROUGE, use_stemmer=True)
+    scores = [scorer.score(reference, prediction) for reference, prediction in zip(references, predictions)]
+    rouge = {name: 100 * sum(score[name].fmeasure for score in scores) / len(scores) for name in ROUGE}
+    return {"bleu": float(bleu.score), **rouge}
