@@ -196,39 +196,41 @@ def _named(answer: Any, labels: Labels) -> Any:
 
 
 def report_classes(folder: RunFolder, labels: Labels, held_out: list[HeldOut]) -> list[str]:
-    """Tables for the log from the run's predictions, one for each held-out part; each part gets a picture in the run's
-    folder (confusion.png), but for entities. Nothing of numbers and choices, whose labels are no classes."""
+    """Tables for the log from the run's predictions, one for each held-out part; each part of classes gets a picture
+    in the run's folder (confusion.png). Nothing of numbers and choices, whose labels are no classes."""
     if labels.names is None or labels.choices:
         return []
-    from sklearn.metrics import confusion_matrix  # takes seconds
-
-    lines = []
+    lines, keys = [], ("label", "prediction")
     for part in held_out:
-        rows, what = folder.predictions(part.suffix, ("label", "prediction")), "examples"
+        rows = folder.predictions(part.suffix, keys)
         if not rows:  # of an earlier launch, and damaged since
             continue
+        names, what = labels.names, ("class", "words" if labels.of_words else "examples")
         if labels.entities:
-            lines += ["entities    of the held-out sentences, by kind", per_kind(rows)]
-            continue
-        if labels.of_sets:
-            counts = (
-                np.array([sum(name in row[key] and name in row[other] for row in rows) for name in labels.names])
-                for key, other in (("label", "prediction"), ("label", "label"), ("prediction", "prediction"))
-            )
-            lines += ["labels      of the held-out examples", _recognized(labels.names, ("label", what), *counts)]
-            continue
-        if labels.of_words:
-            rows, what = [word for row in rows for word in _words(row)], "words"
-        truth, predicted = ([row[key] for row in rows] for key in ("label", "prediction"))
-        matrix = confusion_matrix(truth, predicted, labels=list(labels.names))
-        lines += [
-            f"classes     of {len(rows):,} held-out {what}{part.suffix.replace('_', ' ')}",
-            _recognized(labels.names, ("class", what), np.diag(matrix), matrix.sum(axis=1), matrix.sum(axis=0)),
-        ]
-        if len(labels.names) <= MAX_PICTURED:
-            with folder.new_file(f"confusion{part.suffix}.png", "wb") as file:
-                plot_confusion(matrix, labels.names, file)
+            heading, what = "entities    of the held-out sentences, by kind", ("kind", "entities")
+            sentences = [_words(row) for row in rows]
+            truth, predicted = (located([[word[key] for word in words] for words in sentences]) for key in keys)
+            names = tuple(sorted({kind for _, kind, *_ in truth | predicted}))
+        elif labels.of_sets:
+            heading, what = "labels      of the held-out examples", ("label", "examples")
+            truth, predicted = ({(place, name) for place, row in enumerate(rows) for name in row[key]} for key in keys)
+        else:
+            rows = [word for row in rows for word in _words(row)] if labels.of_words else rows
+            heading = f"classes     of {len(rows):,} held-out {what[1]}{part.suffix.replace('_', ' ')}"
+            truth, predicted = ({(place, row[key]) for place, row in enumerate(rows)} for key in keys)
+            if len(names) <= MAX_PICTURED:
+                _draw(rows, names, folder, f"confusion{part.suffix}.png")
+        lines += [heading, _recognized(names, what, truth, predicted)]
     return lines
+
+
+def _draw(rows: list[dict[str, str]], names: tuple[str, ...], folder: RunFolder, file_name: str) -> None:
+    """Draw how often each class was taken for which."""
+    from sklearn.metrics import confusion_matrix  # takes seconds
+
+    truth, predicted = ([row[key] for row in rows] for key in ("label", "prediction"))
+    with folder.new_file(file_name, "wb") as file:
+        plot_confusion(confusion_matrix(truth, predicted, labels=list(names)), names, file)
 
 
 def _words(row: dict[str, Any]) -> list[dict[str, str]]:
@@ -240,30 +242,20 @@ def _words(row: dict[str, Any]) -> list[dict[str, str]]:
     ]
 
 
-def per_kind(rows: list[dict[str, Any]]) -> str:
-    """The table of kinds of entities, from lines of predictions; as seqeval's classification_report."""
-    sentences = [_words(row) for row in rows]
-    found, there = (
-        located([[word[name] for word in words] for words in sentences]) for name in ("prediction", "label")
-    )
-    kinds = tuple(sorted({kind for _, kind, *_ in found | there}))
-    counts = (Counter(kind for _, kind, *_ in entities) for entities in (found & there, there, found))
-    return _recognized(kinds, ("kind", "entities"), *(np.array([count[kind] for kind in kinds]) for count in counts))
-
-
-def _recognized(
-    names: tuple[str, ...], what: tuple[str, str], right: np.ndarray, examples: np.ndarray, predicted: np.ndarray
-) -> str:
-    """The table: the names with the most examples, in their order. 0 where nothing was predicted.
+def _recognized(names: tuple[str, ...], what: tuple[str, str], truth: set[Any], predicted: set[Any]) -> str:
+    """The table of precision, recall and F1: the names with the most examples, in their order. 0 where nothing was
+    predicted. Of entities as seqeval's classification_report.
 
     Args:
         what: what the names are, and what is counted.
+        truth, predicted: (the place, the name, ...) of everything that is there, and that was found.
     """
-    precision, recall = right / np.maximum(predicted, 1), right / np.maximum(examples, 1)
-    f1 = 2 * right / np.maximum(examples + predicted, 1)
+    right, examples, found = (Counter(name for _, name, *_ in each) for each in (truth & predicted, truth, predicted))
     rows: list[tuple[str, ...]] = [(what[0], "precision", "recall", "f1", what[1], "predicted")]
-    for number in sorted(np.argsort(-examples, kind="stable")[:MAX_ROWS]):
-        figures = (decimals(values[number]) for values in (precision, recall, f1))
-        rows.append((names[number], *figures, f"{examples[number]:,}", f"{predicted[number]:,}"))
+    commonest = sorted(names, key=examples.__getitem__, reverse=True)[:MAX_ROWS]
+    for name in sorted(commonest, key=names.index):
+        precision, recall = right[name] / max(found[name], 1), right[name] / max(examples[name], 1)
+        f1 = 2 * right[name] / max(examples[name] + found[name], 1)
+        rows.append((name, *map(decimals, (precision, recall, f1)), f"{examples[name]:,}", f"{found[name]:,}"))
     more = len(names) - MAX_ROWS
     return table(rows, screen_width()) + (f"\n  and {more:,} more, with fewer {what[1]}" if more > 0 else "")
