@@ -201,6 +201,8 @@ def report_classes(folder: RunFolder, labels: Labels, held_out: list[HeldOut]) -
     if labels.names is None or labels.choices:
         return []
     lines, keys = [], ("label", "prediction")
+    truth: set[Any]
+    predicted: set[Any]
     for part in held_out:
         rows = folder.predictions(part.suffix, keys)
         if not rows:  # of an earlier launch, and damaged since

@@ -50,7 +50,7 @@ def of_numbers(predictions: list[float], references: list[float]) -> dict[str, f
     """pearson, spearmanr and mse of predicted numbers, by scipy. Of a constant, of fewer than two examples, and of a
     model that has diverged (it predicts nan) the correlations are nan."""
     # fp32, as the model's: a label is not to differ from an equal prediction by its rounding
-    predicted, truth = (np.float32(numbers).astype(np.float64) for numbers in (predictions, references))
+    predicted, truth = (np.asarray(numbers, np.float32).astype(np.float64) for numbers in (predictions, references))
     correlates = all(np.isfinite(numbers).all() and np.ptp(numbers) > 0 for numbers in (predicted, truth))
     return {
         "pearson": float(pearsonr(truth, predicted).statistic) if correlates else float("nan"),
