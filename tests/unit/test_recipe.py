@@ -75,7 +75,7 @@ OFF = {bool: ["false"], int: ["0"], float: ["0"]}
 @pytest.mark.parametrize("file", sorted((ROOT / "recipes").rglob("*.yaml")), ids=lambda file: file.stem)
 def test_no_flag_is_refused_for_what_only_the_file_says(file, monkeypatch):
     cls = RECIPES[file.parent.name]
-    entries = parsing._read_yaml(str(file), {}, [], {})  # once: it takes as long as all the rest
+    entries = parsing._read_yaml(str(file), {}, [])  # once: it takes as long as all the rest
     monkeypatch.setattr(parsing, "_read_yaml", lambda *_: entries)
     kinds, tried = kinds_of(cls), 0
     for field in dataclasses.fields(cls):
@@ -149,13 +149,15 @@ def test_what_is_refused(flags, words):
     ("text", "words"),
     [
         ("learnin_rate: 1\n", ["line 1", "learnin_rate", "Did you mean learning_rate?"]),
-        ('learning_rate: "5e-4"\n', ["line 1", "'5e-4'", "a number", "without the quotes"]),
+        ("learning_rate: fast\n", ["line 1", "'fast'", "a number"]),
+        ("train_file: [a.txt, null]\n", ["train_file is a list", "each text"]),
+        ("train_file: {a: b}\n", ["train_file is a map", "each text"]),
         ("block_size: [1, 2]\n", ["block_size", "a list", "an integer"]),
         ("seed: 1\nseed: 2\n", ["line 2", "set twice"]),
         ("a: [1\n", ["not valid YAML"]),
-        ("seed: 010\n", ["seed is 10.0", "an integer"]),  # 8 in YAML 1.1
-        ("seed: 1:30\n", ["'1:30', a text", "an integer"]),  # 90 in YAML 1.1
-        ("report_name: no\n", ["report_name is false", "put it in quotes"]),
+        ("seed: 010\n", ["seed is '010'", "an integer"]),  # 8 in YAML 1.1
+        ("seed: 1:30\n", ["'1:30'", "an integer"]),  # 90 in YAML 1.1
+        ("report_name: no\n", ["report_name is no", "put it in quotes"]),
         ("push_to_hub: false\n", ["push_to_hub is false", "Leave the line out"]),
     ],
 )

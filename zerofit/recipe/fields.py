@@ -1,4 +1,4 @@
-"""Declare an option, and convert a YAML value or the text of a flag to the option's type."""
+"""Declare an option, and convert the text of a flag, or of a line of a recipe, to the option's type."""
 
 import dataclasses
 import math
@@ -142,7 +142,7 @@ def kinds_of(options: type) -> dict[str, Kind]:
 
 
 def from_text(text: str, base: Base) -> Any:
-    """Convert the text of a flag to type `base`. Raises ValueError if it is not of that type."""
+    """Convert the text of a flag, or of a line of a recipe, to type `base`. Raises ValueError: it is none."""
     if base is bool:
         if text.lower() in TRUE:
             return True
@@ -150,26 +150,13 @@ def from_text(text: str, base: Base) -> Any:
             return False
         raise ValueError(text)
     if base is int:
-        return int(text.replace("_", ""))
+        return int(text, 0)  # 1_000 and 0x1f; no 010, which is 8 in YAML 1.1
     if issubclass(base, FlagOrValue):
         word = text.lower()
         if word in (*TRUE, *FALSE) and not word.isdigit():
             return base.of(word in TRUE)
         return base.of(word)
     return base(text)
-
-
-def checked(value: Any, base: Base) -> Any:
-    """A YAML value as type `base`. Only an integer is converted, to a float. Raises ValueError for any other type."""
-    if base is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if base is str and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value)
-    if issubclass(base, FlagOrValue):
-        return base.of(value)
-    if type(value) is not base:
-        raise ValueError(value)
-    return value
 
 
 def broken_rule(value: Any, metadata: typing.Mapping[str, Any]) -> str | None:

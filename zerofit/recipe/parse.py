@@ -11,7 +11,7 @@ import yaml
 
 from zerofit.recipe.base import Recipe, quoted
 from zerofit.recipe.errors import UserError, nearest
-from zerofit.recipe.fields import FlagOrValue, Kind, broken_rule, checked, from_text, kinds_of
+from zerofit.recipe.fields import FlagOrValue, Kind, broken_rule, from_text, kinds_of
 from zerofit.recipe.files import read_text
 from zerofit.recipe.foreign_options import foreign_option_hints
 from zerofit.recipe.help import help_text, wants_help
@@ -19,7 +19,8 @@ from zerofit.recipe.parsing import BoundedLoader
 from zerofit.recipe.places import nearest_recipe, recipe_file
 
 R = TypeVar("R", bound=Recipe)
-TYPES = {str: "a text", int: "an integer", float: "a number", bool: "true or false", list: "a list", dict: "a map"}
+NULL, FLAG = "tag:yaml.org,2002:null", "tag:yaml.org,2002:bool"
+WRITTEN: dict[type[yaml.Node], str] = {yaml.SequenceNode: "a list", yaml.MappingNode: "a map"}
 
 
 def parse_recipe(cls: type[R], argv: list[str] | None = None, **of_program: Any) -> R:
@@ -62,15 +63,13 @@ def read_recipe(
     config = flags.pop("config", None)
     if config is not None:
         config = recipe_file(config)
-        texts = {
-            each.name: each.metadata["choices"] for each in dataclasses.fields(cls) if kinds[each.name].base is str
-        }
-        for name, (value, line) in _read_yaml(config, aliases, problems, texts).items():
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        for name, (node, line) in _read_yaml(config, aliases, problems).items():
             source = f"{config}, line {line}"
-            if value is None and (name in kinds or name in hints):
+            if node.tag == NULL and (name in kinds or name in hints):
                 continue  # null: not stated, as in the recipe.yaml of a run, which has all options that there were
             if name in kinds:
-                _take(name, value, source, kinds[name], of_file, problems=problems)
+                of_file |= _take_line(node, source, fields[name], kinds[name], problems)
             else:
                 problems.append(_unknown(f"{source}: {name}", name, [*kinds, *aliases], hints))
     for name, texts in flags.items():
@@ -179,37 +178,12 @@ def _take_flag(name: str, texts: list[str], kind: Kind, values: dict[str, Any], 
     values[name] = parsed if kind.many else parsed[0]
 
 
-class _RecipeLoader(BoundedLoader):
-    """YAML 1.2 numbers: PyYAML's own rules read 5e-4, which has no dot, as a string, 010 as 8 and 1:30 as 90."""
-
-
-INTEGER, NUMBER = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
-TIME, FLAG, TEXT = "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:bool", "tag:yaml.org,2002:str"
-_RecipeLoader.yaml_implicit_resolvers = {
-    first: [pair for pair in resolvers if pair[0] not in (INTEGER, NUMBER)]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_RecipeLoader.add_implicit_resolver(
-    INTEGER, re.compile(r"^[-+]?(0|[1-9][\d_]*)$|^0x[\da-fA-F]+$"), list("-+0123456789")
-)
-_RecipeLoader.add_implicit_resolver(
-    NUMBER,
-    re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"),
-    list("-+0123456789."),
-)
-# An integer matches the float rule too; the rule added last is asked last, so integers stay integers.
-
-
-def _read_yaml(
-    path: str, aliases: dict[str, str], problems: list[str], choices: dict[str, tuple[str, ...]]
-) -> dict[str, tuple[Any, int]]:
-    """The file's top-level mapping as {name: (value, line number)}. `choices`: {option that is a text: the values that
-    it allows, if it allows few}. For these a number or a date is the text as it is written, and so is the choice
-    `no`."""
-    entries: dict[str, tuple[Any, int]] = {}
+def _read_yaml(path: str, aliases: dict[str, str], problems: list[str]) -> dict[str, tuple[yaml.Node, int]]:
+    """The file's top-level mapping as {name: (value, line number)}. Of a value the text counts, as it is written: YAML
+    1.1, which PyYAML reads, has 5e-4 as a text, 010 as 8 and 1:30 as 90."""
+    entries: dict[str, tuple[yaml.Node, int]] = {}
     try:
-        loader = _RecipeLoader(read_text(Path(path)))
-        node = loader.get_single_node()
+        node = BoundedLoader(read_text(Path(path))).get_single_node()
         if not isinstance(node, yaml.MappingNode):
             what = "is empty" if node is None else "holds something else"
             raise UserError(f"--config {path}: a recipe holds `option: value` lines, this file {what}")
@@ -218,34 +192,42 @@ def _read_yaml(
             name = aliases.get(written, written)
             if name in entries:
                 problems.append(f"{path}, line {line}: {written} is set twice, keep one of the two")
-            for item in value.value if name in choices and isinstance(value, yaml.SequenceNode) else [value]:
-                if name in choices and (
-                    item.tag in (INTEGER, NUMBER, TIME) or (item.tag == FLAG and item.value in choices[name])
-                ):
-                    item.tag = TEXT
-            entries[name] = (loader.construct_object(value, deep=True), line)
+            entries[name] = value, line
     except (OSError, UnicodeDecodeError) as error:
         close = nearest_recipe(path) if isinstance(error, FileNotFoundError) else None
         remedy = f"Did you mean {close}?" if close else "Name an existing recipe, e.g. under recipes/"
         raise UserError(f"--config {path!r} cannot be read: {error}. {remedy}") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that does not exist
+    except yaml.YAMLError as error:
         raise UserError(f"--config {path} is not valid YAML: {' '.join(str(error).split())[:400]}") from None
     return entries
 
 
-def _take(
-    name: str, value: Any, source: str, kind: Kind, values: dict[str, tuple[Any, str]], *, problems: list[str]
-) -> None:
-    items = value if isinstance(value, list) and kind.many else [value]
+def _take_line(
+    node: yaml.Node, source: str, field: dataclasses.Field[Any], kind: Kind, problems: list[str]
+) -> dict[str, tuple[Any, str]]:
+    """Read the value in a line of the recipe's file as the text of a flag is read. Returns {option: (its value, its
+    line)}; empty, with a problem, where it is of another type."""
+    name, choices = field.name, field.metadata["choices"]
+    items = node.value if kind.many and isinstance(node, yaml.SequenceNode) else [node]
+    for item in items:
+        if kind.base is str and item.tag == FLAG and item.value not in choices:
+            hint = 'Leave the line out; or, for a text such as no or on, put it in quotes: "no"'
+            problems.append(f"{source}: {name} is {item.value}; expected {kind.words}. {hint}")
+            return {}
     try:
-        parsed = [checked(item, kind.base) for item in items]
+        parsed = [from_text(_text_of(item), kind.base) for item in items]
     except ValueError:
-        problems.append(
-            f"{source}: {name} is {quoted(value)}, {TYPES.get(type(value), type(value).__name__)}; "
-            f"expected {kind.words}{_unquote_hint(value, kind)}"
-        )
-        return
-    values[name] = (parsed if kind.many else parsed[0], source)
+        written = WRITTEN.get(type(node)) or repr(node.value)[:400]
+        problems.append(f"{source}: {name} is {written}; expected {kind.words}")
+        return {}
+    return {name: (parsed if kind.many else parsed[0], source)}
+
+
+def _text_of(node: yaml.Node) -> str:
+    """The text of a value as it is written. Raises ValueError: it is a list, a map or null."""
+    if not isinstance(node, yaml.ScalarNode) or node.tag == NULL:
+        raise ValueError(node)
+    return str(node.value)
 
 
 def _with_flags(cls: type[R], of_file: dict[str, tuple[Any, str]], flags: dict[str, Any], config: str | None) -> R:
@@ -292,18 +274,6 @@ def _with_flags(cls: type[R], of_file: dict[str, tuple[Any, str]], flags: dict[s
         if getattr(recipe, name) != of_file[name][0]
     )
     return recipe
-
-
-def _unquote_hint(value: Any, kind: Kind) -> str:
-    if isinstance(value, bool) and kind.base is str:
-        return '. Leave the line out; or, for a text such as no or on, put it in quotes: "no"'
-    if not isinstance(value, str):
-        return ""
-    try:
-        from_text(value, kind.base)
-    except ValueError:
-        return ""
-    return ". Write it without the quotes"
 
 
 def _unknown(where: str, name: str, known: list[str], hints: dict[str, str]) -> str:
