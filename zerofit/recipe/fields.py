@@ -71,67 +71,40 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
     return field.default if factory is dataclasses.MISSING else factory()
 
 
-class FlagOrValue:
-    """Annotation of an option that is a flag, or has a value: {what a user writes: the option's value}."""
-
-    VALUES: dict[str | bool, str | bool] = {}
-
-    @classmethod
-    def of(cls, value: Any) -> str | bool:
-        """The value of what a user has written. Raises ValueError if there is no such one."""
-        if not isinstance(value, str | bool) or value not in cls.VALUES:
-            raise ValueError(value)
-        return cls.VALUES[value]
-
-    @classmethod
-    def short(cls) -> str:
-        """Return the words that it takes, for the help."""
-        return "|".join(word for word in cls.VALUES if isinstance(word, str))
-
-
-class Recomputation(FlagOrValue):
-    """The values that a user may write for gradient_checkpointing."""
-
-    VALUES = {"full": True, "selective": "selective", True: True, False: False}
-
-
-class Compilation(FlagOrValue):
-    """The values that a user may write for torch_compile."""
-
-    VALUES = {"auto": "auto", "blocks": "blocks", "model": "model", True: "blocks", False: False}
-
-
-Base = type[int | float | str | FlagOrValue]
-
-
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """The type of an option in parts: `list[float] | None` is base float, many. An option is optional that has no
     value by default; one that is required has one after the check, and no None in its annotation."""
 
-    base: Base
+    base: type[int | float | str]
     many: bool
     optional: bool
+    values: dict[str, str | bool] | None = None  # of a flag that also takes words: {what a user writes: the value}
 
     @property
     def words(self) -> str:
-        if issubclass(self.base, FlagOrValue):
-            return f"{self.base.short().replace('|', ', ')}, true or false"
+        if self.values:
+            return f"{', '.join(self.choices)}, true or false"
         name = {int: "an integer", float: "a number", bool: "true or false", str: "text"}[self.base]
         return f"a list, each {name}" if self.many else name
+
+    @property
+    def choices(self) -> list[str]:
+        """The words that a flag takes beside true and false."""
+        return [word for word in self.values or () if word not in ("true", "false")]
 
 
 def kind_of(annotation: Any, optional: bool) -> Kind:
     """The parts of a dataclass annotation: int, float, bool, str, lists of them, and `| None` of any; or a type that
-    is annotated with a FlagOrValue."""
+    is annotated with the values of a flag that also takes words."""
     if typing.get_origin(annotation) is Annotated:
-        (annotation,) = annotation.__metadata__
+        return Kind(bool, many=False, optional=optional, values=annotation.__metadata__[0])
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         (annotation,) = (member for member in typing.get_args(annotation) if member is not type(None))
     many = typing.get_origin(annotation) is list
     if many:
         (annotation,) = typing.get_args(annotation)
-    assert issubclass(annotation, (int, float, str, FlagOrValue)), f"no such kind of option: {annotation}"
+    assert issubclass(annotation, (int, float, str)), f"no such kind of option: {annotation}"
     return Kind(annotation, many, optional)
 
 
@@ -141,22 +114,19 @@ def kinds_of(options: type) -> dict[str, Kind]:
     return {each.name: kind_of(hints[each.name], each.default is None) for each in dataclasses.fields(options)}
 
 
-def from_text(text: str, base: Base) -> Any:
-    """Convert the text of a flag, or of a line of a recipe, to type `base`. Raises ValueError: it is none."""
-    if base is bool:
-        if text.lower() in TRUE:
-            return True
-        if text.lower() in FALSE:
-            return False
-        raise ValueError(text)
-    if base is int:
+def from_text(text: str, kind: Kind) -> Any:
+    """Convert the text of a flag, or of a line of a recipe, to its type. Raises ValueError: it is none."""
+    word = text.lower()
+    if kind.values and word in kind.values:
+        return kind.values[word]
+    if kind.base is bool:
+        if word not in (*TRUE, *FALSE):
+            raise ValueError(text)
+        is_on = word in TRUE
+        return kind.values[str(is_on).lower()] if kind.values else is_on
+    if kind.base is int:
         return int(text, 0)  # 1_000 and 0x1f; no 010, which is 8 in YAML 1.1
-    if issubclass(base, FlagOrValue):
-        word = text.lower()
-        if word in (*TRUE, *FALSE) and not word.isdigit():
-            return base.of(word in TRUE)
-        return base.of(word)
-    return base(text)
+    return kind.base(text)
 
 
 def broken_rule(value: Any, metadata: typing.Mapping[str, Any]) -> str | None:

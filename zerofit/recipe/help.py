@@ -11,7 +11,7 @@ import shutil
 import textwrap
 from typing import Any
 
-from zerofit.recipe.fields import FlagOrValue, Kind, default_of
+from zerofit.recipe.fields import Kind, default_of
 from zerofit.recipe.options import TrainingRecipe
 
 SHORT, LONG = {"-h", "--help"}, {"--help_all", "--help-all"}
@@ -87,10 +87,10 @@ def value_text(field: dataclasses.Field[Any], kind: Kind) -> str:
         words = "|".join(map(str, field.metadata["choices"]))
     elif kind.base is str:
         words = next((word for ending, word in METAVARS.items() if field.name.endswith(ending)), "TEXT")
+    elif kind.values:
+        words = "|".join(kind.choices)
     elif kind.base is bool:
         words = "" if field.default is False else "true|false"
-    elif issubclass(kind.base, FlagOrValue):
-        words = kind.base.short()
     else:
         words = {int: "N", float: "X"}[kind.base]
     return f"{words} ..." if kind.many else words

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from zerofit.recipe.base import Recipe
-from zerofit.recipe.fields import Compilation, Recomputation, option
+from zerofit.recipe.fields import option
 from zerofit.recipe.parsing import read_record
 from zerofit.recipe.paths import is_run
 
 FROM_SCRATCH = "config_name model_type"
+# {what a user writes: the option's value}
+RECOMPUTATION = {"full": True, "selective": "selective", "true": True, "false": False}
+COMPILATION = {"auto": "auto", "blocks": "blocks", "model": "model", "true": "blocks", "false": False}
 
 
 @dataclass
@@ -75,7 +78,7 @@ class ModelOptions(Recipe):
     )
     trust_remote_code: bool = option(False, "Run the model code of a hub repository on this machine.")
     attn_implementation: str | None = option(None, "Attention kernel: eager, sdpa, flash_attention_2, ...")
-    gradient_checkpointing: Annotated[bool | str, Recomputation] = option(
+    gradient_checkpointing: Annotated[bool | str, RECOMPUTATION] = option(
         False,
         "Recompute activations: less memory, slower. full, or the flag alone: of each layer in its backward pass. "
         "selective: all but linear layers' products and fused attention.",
@@ -90,7 +93,7 @@ class ModelOptions(Recipe):
         identity=False,
         needs="gradient_checkpointing !torch_compile=blocks|model",
     )
-    torch_compile: Annotated[bool | str, Compilation] = option(
+    torch_compile: Annotated[bool | str, COMPILATION] = option(
         "auto",
         "Compile the model with torch.compile. blocks, or the flag alone: each layer by itself; all of them run one "
         "graph. model: all of the model. auto: blocks on a GPU, where that pays (docs/strategies.md); the log says "

@@ -11,7 +11,7 @@ import yaml
 
 from zerofit.recipe.base import Recipe, quoted
 from zerofit.recipe.errors import UserError, nearest
-from zerofit.recipe.fields import FlagOrValue, Kind, broken_rule, from_text, kinds_of
+from zerofit.recipe.fields import Kind, broken_rule, from_text, kinds_of
 from zerofit.recipe.files import read_text
 from zerofit.recipe.foreign_options import foreign_option_hints
 from zerofit.recipe.help import help_text, wants_help
@@ -161,7 +161,7 @@ def take_words(options: type[Recipe], argv: list[str]) -> tuple[list[list[str]],
 
 
 def _take_flag(name: str, texts: list[str], kind: Kind, values: dict[str, Any], problems: list[str]) -> None:
-    if not texts and issubclass(kind.base, (bool, FlagOrValue)):
+    if not texts and kind.base is bool:
         texts = ["true"]
     if not texts or (len(texts) > 1 and not kind.many):
         given = " ".join(texts) or "nothing"
@@ -171,7 +171,7 @@ def _take_flag(name: str, texts: list[str], kind: Kind, values: dict[str, Any], 
         values[name] = None
         return
     try:
-        parsed = [from_text(text, kind.base) for text in texts]
+        parsed = [from_text(text, kind) for text in texts]
     except ValueError:
         problems.append(f"--{name} {' '.join(texts)}: expected {kind.words}")
         return
@@ -215,7 +215,7 @@ def _take_line(
             problems.append(f"{source}: {name} is {item.value}; expected {kind.words}. {hint}")
             return {}
     try:
-        parsed = [from_text(_text_of(item), kind.base) for item in items]
+        parsed = [from_text(_text_of(item), kind) for item in items]
     except ValueError:
         written = WRITTEN.get(type(node)) or repr(node.value)[:400]
         problems.append(f"{source}: {name} is {written}; expected {kind.words}")
