@@ -1,6 +1,7 @@
 """Runs of the real loop that are killed after any update: they resume, or start over, and end as if nobody had."""
 
 import contextlib
+import itertools
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -168,10 +169,8 @@ class Launches:
 def no_data(monkeypatch):
     monkeypatch.setattr("zerofit.checkpoint.directory.sync", lambda path: None)  # the machine does not fail here
     batches = [Batch({}, 1, 1, 1, [0])]
-    stream = SimpleNamespace(next=lambda: batches, prefetch=lambda: batches)
     monkeypatch.setattr("zerofit.training.run.open_record", MagicMock())
-    monkeypatch.setattr("zerofit.training.run.UpdateStream", lambda *_: stream)
-    monkeypatch.setattr("zerofit.training.run.micro_batches", lambda *_, **__: None)
+    monkeypatch.setattr("zerofit.training.run.update_batches", lambda run: itertools.repeat(batches))
 
 
 SAVES = (

@@ -22,6 +22,7 @@ from zerofit.checkpoint.directory import ASKED, CLOCK, LEAVING
 from zerofit.checkpoint.hub import HubRepository
 from zerofit.checkpoint.mirror import Mirror, open_mirror
 from zerofit.checkpoint.run_state import RunState
+from zerofit.data.collate import Batch
 from zerofit.data.lengths import length_warmup
 from zerofit.data.pack import TaskData, TextData
 from zerofit.data.token_updates import updates_by_tokens
@@ -50,7 +51,7 @@ from zerofit.training.configuration import RunConfiguration, check_model, resolv
 from zerofit.training.measurement import VARIABLE, Measurement
 from zerofit.training.opening import open_record
 from zerofit.training.prepare import LONG, open_process_group, prepare_activations
-from zerofit.training.stream import Totals, Update, UpdateStream, counts_of, dropout_seed, micro_batches, run_length
+from zerofit.training.stream import Totals, Update, counts_of, dropout_seed, run_length, update_batches
 from zerofit.training.summary import about_the_run
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class Run:
         self.schedule: Schedule | None = None
         # Of the update that the loop is at:
         self._totals: Totals | None = None  # counts of its global batch; None: the ranks have not told each other
+        self._following: list[Batch] | None = None  # the micro-batches of the next one, once they are loaded
         self._metrics: UpdateMetrics | None = None  # its line of the record, until what follows it is known
         self._held_out: dict[str, float] = {}
         self._is_best = self._abandoned = self._skips = self._kept_is_checked = False
@@ -294,7 +296,7 @@ class Run:
                 )
                 break
             number = state.updates + 1
-            batches = stream.next()
+            batches, self._following = self._following or next(stream), None
             if self.profiler:
                 self.profiler.begin(number)
             self._began, self._stream, self._metrics, self._abandoned = time.perf_counter(), stream, None, False
@@ -340,7 +342,7 @@ class Run:
         if self._skips:
             return Bounds()
         self.within("data")
-        self._following = self._stream.prefetch()
+        self._following = next(self._stream, None)
         self.within("update")
         own = (
             float(self.memory.peak_bytes()),
@@ -483,7 +485,7 @@ class Run:
         seconds = max(of_rank for (of_rank,) in self.engine.per_rank([own]))
         return EvaluationTime(seconds, num_samples / seconds)
 
-    def _begin(self, evaluate: Callable[[], dict[str, float]] | None) -> UpdateStream:
+    def _begin(self, evaluate: Callable[[], dict[str, float]] | None) -> Iterator[list[Batch]]:
         """Evaluate, if that is asked for before the first update; return the training data from the next one on."""
         state, recipe = self.state, self.recipe
         self.detector.begin(state.anomaly_history)
@@ -497,8 +499,8 @@ class Run:
             self.recorder.write(UpdateMetrics.of_evaluation(figures, timing))
         self.engine.model.train()
         self.memory.reset()
-        self._totals = None
-        return UpdateStream(micro_batches(self), self.length, state.updates)
+        self._totals = self._following = None
+        return update_batches(self)
 
     def _gives_up(self, anomaly: Anomaly) -> bool:
         """Record an update that was refused. Returns whether the run goes back to a checkpoint, or stops."""

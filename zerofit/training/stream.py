@@ -125,31 +125,11 @@ def counts_of(micro_batches: list[Batch]) -> list[float]:
     return [float(sum(column)) for column in zip(*counts)]
 
 
-class UpdateStream:
-    """The micro-batches of one update after another, each loaded before it is needed.
-
-    Args:
-        updates: the number of updates that are done: the stream begins behind them.
-    """
-
-    def __init__(self, batches: Iterator[Batch], length: RunLength, updates: int):
-        self._batches, self._length, self._loaded = batches, length, updates
-        self._prefetched: list[Batch] | None = None
-
-    def next(self) -> list[Batch]:
-        """The micro-batches of the next update."""
-        batches = self.prefetch()
-        assert batches is not None, "the loop ends with the last update"
-        self._prefetched = None
-        return batches
-
-    def prefetch(self) -> list[Batch] | None:
-        """Load the micro-batches of the next update ahead; `next` gives them later. None after the last update."""
-        if self._prefetched is None and self._loaded < self._length.num_updates:
-            self._loaded += 1
-            accumulation = self._length.batches.accumulation_of(self._loaded)
-            self._prefetched = [next(self._batches) for _ in range(accumulation)]
-        return self._prefetched
+def update_batches(run: "Run") -> Iterator[list[Batch]]:
+    """This rank's micro-batches of each update after those that are done."""
+    batches, sizes = micro_batches(run), run.length.batches
+    for update in range(run.state.updates + 1, run.length.num_updates + 1):
+        yield [next(batches) for _ in range(sizes.accumulation_of(update))]
 
 
 def micro_batches(run: "Run") -> Iterator[Batch]:
