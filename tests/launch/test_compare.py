@@ -11,8 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from folders import tools_in_this_process
 from helpers import ROOT, environment
 
+from zerofit.cli import main as zerofit
 from zerofit.launch.runs import MARK
 from zerofit.tools.compare.finish import Finished
 from zerofit.tools.simulate.build import missing
@@ -89,7 +91,7 @@ def ranks(output: Path) -> list[psutil.Process]:
             and "watchdog_process" not in command]  # fmt: skip
 
 
-def test_a_comparison_is_made_once(recipe, tmp_path):
+def test_a_comparison_is_made_once(recipe, tmp_path, monkeypatch, capfd):
     """The limit is one at which the larger size does not fit; the same command again launches nothing."""
     output = tmp_path / "comparison"
     flags = ("--strategies", "ddp", "--num_processes", "1", "--batch_sizes", "2,1024", "--memory_limit", "300MiB")
@@ -99,10 +101,11 @@ def test_a_comparison_is_made_once(recipe, tmp_path):
     for file in ("report.html", "report.md", "results.csv"):
         assert (output / file).is_file()
     launches = journal(output, "launch")
-    code, said = run(recipe, output, *flags)
-    assert code == 0
+    monkeypatch.chdir(ROOT)
+    with tools_in_this_process():
+        assert zerofit(["compare", "--config", str(recipe), "--output", str(output), "--steps", "2", *flags]) == 0
     assert journal(output, "launch") == launches, "nothing is repeated"
-    assert "ddp holds the largest batch, 2 per process" in said
+    assert "ddp holds the largest batch, 2 per process" in capfd.readouterr().out
 
 
 @pytest.mark.long
