@@ -19,8 +19,7 @@ from transformers import (
 )
 
 from zerofit.cli import main
-from zerofit.model.adapter_folder import find_base, open_adapter, sample_weights
-from zerofit.recipe import UserError
+from zerofit.model.adapter_folder import sample_weights
 
 pytestmark = [pytest.mark.usefixtures("tools"), pytest.mark.filterwarnings("ignore::UserWarning")]  # of peft
 
@@ -131,19 +130,6 @@ def test_the_merged_folder_is_base_and_adapter(build, family, capsys):
     assert str(case.base.parent) not in card, "no path of this machine"
     assert "content" in AutoTokenizer.from_pretrained(output).chat_template
     assert not list(output.parent.glob("*partial*"))
-
-
-def test_a_base_of_which_the_name_is_left_is_found_in_the_runs_recipe(build, tmp_path):
-    """A run writes no path of its machine into the adapter; its recipe.yaml, one folder up or three, has it."""
-    case = build("llama")
-    case.edit("adapter_config.json", lambda content: content.update(base_model_name_or_path=f"./{case.base.name}"))
-    for place in ("model", "checkpoints/update_00000005/model"):
-        run = tmp_path / f"run of {place.partition('/')[0]}"
-        shutil.copytree(case.adapter, run / place)
-        (run / "recipe.yaml").write_text(f"model_name_or_path: {case.base}\n")
-        assert find_base(open_adapter(str(run / place)))[1] == str(case.base)
-    with pytest.raises(UserError, match=r"name it with --base"):
-        find_base(open_adapter(str(case.adapter)))
 
 
 @pytest.mark.parametrize(
