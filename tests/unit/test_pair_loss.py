@@ -112,35 +112,6 @@ def test_flops_are_those_that_torch_counts(name, source, target):
 
 # ------------------------------------------------------------------------------------------------------ classification
 
-BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
-        "max_position_embeddings": 64, "pad_token_id": 0}  # fmt: skip
-CLASSIFIERS = {
-    "bert": BERT,
-    "roberta": BERT,
-    "deberta-v2": {**BERT, "relative_attention": True, "position_biased_input": False, "norm_rel_ebd": "layer_norm",
-                   "pos_att_type": "p2c|c2p", "max_relative_positions": -1, "position_buckets": 16, "share_att_key":
-                   True, "conv_kernel_size": 3, "conv_act": "gelu", "type_vocab_size": 0},  # as in the xlarge model
-    "llama": {**BERT, "num_key_value_heads": 1},
-}  # fmt: skip
-
-
-def classifier(family: str, **changes):
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, vocab_size=VOCAB, use_cache=False, **CLASSIFIERS[family], **changes)
-    return AutoModelForSequenceClassification.from_config(config)
-
-
-@pytest.mark.parametrize("family", CLASSIFIERS)
-@pytest.mark.parametrize("regression", [False, True])
-def test_the_loss_of_examples_is_transformers_own(family, regression):
-    model = classifier(family, num_labels=1 if regression else 3).eval()
-    inputs = {name: tensor for name, tensor in batch().items() if name != "labels"}
-    labels = torch.tensor([0.5, 2.0, 0.1]) if regression else torch.tensor([2, 0, 1])
-    own = model(**inputs, labels=labels).loss
-    torch.testing.assert_close(loss_of_examples(model(**inputs).logits, labels) / 3, own)
-
 
 @pytest.mark.parametrize(("weights", "smoothing"), [(None, 0.1), ([0.5, 3.0, 1.0], 0.0), ([0.5, 3.0, 1.0], 0.2)])
 def test_weighted_and_smoothed_sums_are_torchs_mean_over_several_batches(weights, smoothing):
