@@ -80,7 +80,8 @@ def test_a_journal_goes_on_after_a_torn_line(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "code", "how", "where"), [
-    ("error: task_name = 'x': no such task\n", 1, "refused", None),
+    ("error: 2 problems\n  1. one\n  2. two\nTraceback (most recent call last):\nCalledProcessError\n", 1, "refused",
+     None),
     ("\nrank 0 (pid 7) ended without a message in forward\n  cause    the kernel's out-of-memory killer ended it\n", 1,
      "out_of_memory", "host"),
     ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n", 1, "out_of_memory", "device"),

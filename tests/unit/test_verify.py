@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 from helpers import ROOT, refusal
 
-from zerofit.launch.runs import RunningLaunch, failure, mistake
+from zerofit.launch.runs import RunningLaunch, failure
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.record.run_folder import check_folder_of
 from zerofit.strategy.builds import drop_abandoned_locks, lock_files
@@ -193,17 +193,6 @@ def test_how_a_launch_failed(tmp_path):
     assert "printed a traceback" in ended("print('Traceback (most recent call last):')")
     with RunningLaunch([sys.executable, "-c", SLEEPER], tmp_path, tmp_path / "log") as launch:
         assert "has not ended in" in failure(launch, launch.wait(0.0))
-
-
-def test_a_refused_run_is_told_from_one_that_broke(tmp_path):
-    launch = RunningLaunch([], tmp_path, tmp_path / "log")
-    launcher = (
-        'Traceback (most recent call last):\n  File "x/accelerate/commands/launch.py", line 1\nCalledProcessError'
-    )
-    launch.log.write_text(f"reading\nerror: 2 problems\n  1. one\n  2. two\n{launcher}")
-    assert mistake(launch) == "2 problems\n  1. one\n  2. two"
-    launch.log.write_text(f"Traceback (most recent call last):\nValueError: no\n{launcher}")
-    assert mistake(launch) is None
 
 
 def test_a_save_is_seen_if_it_is_this_launchs(tmp_path):
