@@ -60,16 +60,6 @@ def watchdog_is_gone(done: subprocess.CompletedProcess) -> bool:
 # ------------------------------------------------------------------------------------------------------ real processes
 
 
-def test_a_killed_rank_is_reported():
-    done = run("os.kill(os.getpid(), signal.SIGKILL)")
-    assert done.returncode == -signal.SIGKILL
-    assert f"rank 3 (pid {done.stdout.split()[0]}) ended without a message" in done.stderr
-    assert "phase backward of update 17" in done.stderr
-    assert "SIGKILL" in done.stderr
-    assert "remedy" not in done.stderr, "memory was not the reason"
-    assert watchdog_is_gone(done)
-
-
 @pytest.mark.parametrize(
     ("end", "code"),
     [
