@@ -153,7 +153,7 @@ def damaged(content: bytes) -> dict[str, bytes]:
         "other keys": b'{"a": 1}\n',
         "other values": b'{"update": "x", "loss": [], "exit_code": "x", "finished": 1, "written": 3}\n'
         b'{"update": true}\n{"update": 2, "loss": "x", "grad_norm": null, "eval_loss": {}, "seconds": "x"}\n',
-        "deep": b"[" * 100_000,
+        "deep": b"[" * 10_000,
         "other sizes": b"global_batch_size: x\nnum_processes: two\ndata_parallel: [1]\noptions_given_for: true\n"
         b"max_train_steps: {a: 1}\nnum_train_epochs: no\nname: [1]\n",
     }
