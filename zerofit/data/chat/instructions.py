@@ -250,12 +250,32 @@ def find_form(recipe: ClmRecipe, table: Dataset) -> Form | None:
     if form is None:
         return None
     given = tuple(name for name in given_columns(table) if name not in form.columns)
-    return replace(form, verdict=verdict, answered=answered, given=given)
+    return replace(form, verdict=verdict, given=given)
 
 
 def first_form(recipe: ClmRecipe, table: Dataset, answered: bool) -> Form | None:
     """The first of the possible forms whose columns exist. `answered`: whether records must have an answer."""
-    return next(filter(None, (_form_of(kind, recipe, table, answered) for kind in KINDS)), None)
+    names = table.column_names
+    system = match_columns(SYSTEMS, names)
+    form = partial(Form, system=system, system_prompt=recipe.system_prompt, answered=answered)
+    lists = [name for name in DIALOGUES if name in names and holds_lists(table.features[name])]
+    packed = [name for name in DIALOGUES if name in text_columns(table)]
+    for name in (*lists, *packed):
+        if name != "history" and _has_roles(table[name][:FIRST_RECORDS]):
+            return form("messages", name)
+    if columns := question_answering_columns(table):
+        return form("instruction", *columns)
+    for kind in ("instruction", "prompt"):
+        question = match_columns(QUESTIONS[kind], names)
+        answer = match_columns(ANSWERS[kind], names) if answered else None
+        if question is None or (answered and answer is None):
+            continue
+        if kind == "prompt":
+            plain = not any(holds_turns(table, name) for name in (question, answer) if name)
+            return form(kind, question, answer, plain=plain)
+        history = "history" if "history" in names and holds_lists(table.features["history"]) else None
+        return form(kind, question, answer, match_columns(INPUTS, names), history=history)
+    return None
 
 
 def given_columns(table: Dataset) -> tuple[str, ...]:
@@ -267,32 +287,6 @@ def given_columns(table: Dataset) -> tuple[str, ...]:
         for name in found
         if all(isinstance(value, (list, dict)) or str(value).lstrip().startswith(("[", "{")) for value in held[name])
     )
-
-
-def _form_of(kind: str, recipe: ClmRecipe, table: Dataset, answered: bool) -> Form | None:
-    names = table.column_names
-    form = partial(Form, kind, system=match_columns(SYSTEMS, names), system_prompt=recipe.system_prompt)
-    if kind == "messages":
-        lists = [name for name in DIALOGUES if name in names and holds_lists(table.features[name])]
-        packed = [name for name in DIALOGUES if name in text_columns(table)]
-        known = [name for name in (*lists, *packed) if name != "history" and _has_roles(table[name][:FIRST_RECORDS])]
-        column = next(iter(known), None)
-        return form(column) if column else None
-    if kind == "instruction" and (columns := question_answering_columns(table)):
-        return form(*columns)
-    answer = match_columns(ANSWERS[kind], names)
-    question = match_columns(QUESTIONS[kind], names)
-    if not answered:
-        answer = None
-    elif answer is None:
-        return None
-    if question is None:
-        return None
-    if kind == "prompt":
-        plain = not any(holds_turns(table, name) for name in (question, answer) if name)
-        return form(question, answer, plain=plain)
-    history = "history" if "history" in names and holds_lists(table.features["history"]) else None
-    return form(question, answer, match_columns(INPUTS, names), history=history)
 
 
 def holds_turns(table: Dataset, name: str) -> bool:

@@ -8,7 +8,7 @@ or texts with "Human:" and "Assistant:" in front of each turn.
 import contextlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -120,7 +120,5 @@ def find_preferences(recipe: ClmRecipe, table: Dataset) -> PreferenceForm:
             f"chosen and rejected, two answers to a prompt; {columns_present(table)}"
         )
     prompt = first_form(recipe, table, answered=False)
-    if prompt is not None:
-        prompt = replace(prompt, answered=False)
     plain = not any(holds_turns(table, name) for name in (CHOSEN, REJECTED)) and prompt is not None and prompt.plain
     return PreferenceForm(prompt, recipe.system_prompt, plain, given_columns(table))
