@@ -20,8 +20,7 @@ from zerofit.tools.doctor.doctor import read_options as read_doctor
 from zerofit.tools.evaluate.evaluate import EvaluateOptions
 from zerofit.tools.generate.generate_options import GenerateOptions
 from zerofit.tools.merge import MergeOptions
-from zerofit.tools.plan.plan import only_calibrates
-from zerofit.tools.plan.plan_options import DevicesOptions, PlanOptions
+from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.prepare.prepare import JoinOptions, PrepareOptions
 from zerofit.tools.show.show import read_options as read_show
 from zerofit.tools.submit import submit
@@ -123,9 +122,7 @@ def check_tool(words: list[str]) -> None:
         return
     a_recipe = str(ROOT / "recipes" / "clm" / "gpt-22b-pretrain.yaml")
     arguments = [a_recipe if re.fullmatch("outputs/.*/recipe.yaml", word) else word for word in words[len(name) :]]
-    if name == ("plan",) and only_calibrates(arguments):
-        parse_recipe(DevicesOptions, arguments, tool=True)
-    elif TOOLS[name] in (CompareOptions, PlanOptions, VerifyOptions) and arguments:
+    if TOOLS[name] in (CompareOptions, PlanOptions, VerifyOptions) and arguments:
         read_with_recipe(TOOLS[name], arguments, prog="zerofit")
     elif arguments:
         parse_recipe(TOOLS[name], arguments, tool=True)

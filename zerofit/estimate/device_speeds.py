@@ -1,20 +1,13 @@
-"""The speeds and links of the device that is planned for: measured by `zerofit plan --calibrate` (and kept
-in the cache of prepared data), the user's, or the maker's."""
+"""The speeds and links of the device that is planned for: the user's, or the maker's."""
 
-import json
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from zerofit.estimate.exchanges import Links, MeasuredLinks
+from zerofit.estimate.exchanges import Links
 from zerofit.estimate.operations import ATTENTION, MATH, MATRIX, MEMORY, RANDOM
 from zerofit.estimate.speeds import Curve, Speeds
-from zerofit.recipe.places import cache_root
 from zerofit.strategy.gpu_table import ATTENTION_OF_PEAK, GIGA, GPUS, OF_PEAK, TERA, Gpu
-from zerofit.strategy.host_memory import cpu_model, usable_cores
-
-VERSION = 1
 
 # What is marked "fitted" was fitted on published measurements (measured_rows.csv) by benchmarks/published_times.py;
 # docs/measurements/plan-times.md says on how many.
@@ -38,7 +31,7 @@ MEMORY_ALONE, FUSED_ALONE = 0.86, 0.44
 OF_MEMORY_BY_BYTES = ((1e5, 0.3), (1e6, 0.6), (1e7, 0.75), (1e8, 0.9))
 
 # Python, torch, transformers and peft start an operation of the forward pass in so many seconds. Fitted on LoRA with
-# short rows; calibration replaces it.
+# short rows.
 OPERATION_S = 22e-6
 
 # The same beside Hopper and Blackwell, in a newer host with the torch of 2025: DeepSpeed's step of some 1,600
@@ -53,109 +46,21 @@ STEP_OPERATIONS = 3.5
 # What is reached of PCIe. Source: 55.4 of 63 GB/s measured beside an H200 (stas00/ml-engineering, network).
 OF_PCIE = 0.88
 
-# Computation loses this part of the time of communication that runs beside it. Fitted; Calculon has 0.15 for NVLink's
-# processor_usage. On a CPU both take the same cores: nothing is hidden.
-CONTENTION, CONTENTION_CPU = 0.1, 1.0
-
 # The network of one GPU where its maker's machine is not known: 100 Gbit/s. An assumption; --network_bandwidth.
 NETWORK = 12.5e9
 
 # The host's Adam, elements a second of a machine of eight GPUs. Fitted: on hosts of H200 and B200 (6.4e9, two rows),
 # and of V100 and A800 (1e9, six rows). Ren et al. 2021, ZeRO-Offload, table 4, has 3.9e9 for Adam alone on a DGX-2.
-# One process reaches half of that: measured beside an H100, with 16 cores (docs/measurements/gpu.md). --calibrate
-# measures it.
+# One process reaches half of that: measured beside an H100, with 16 cores (docs/measurements/gpu.md).
 HOST_ADAM, NEWER_HOST_ADAM, ADAM_OF_ONE = 1e9, 6.4e9, 0.5
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """A measurement: of one process, while so many measured at the same time.
-
-    Attributes:
-        device: what was measured, as it calls itself.
-        rates: {"kind half|single": [(size, rate)]}, as Speeds has them.
-        links: {"kind half|single": [(bytes, bytes/s)]}; empty of one process.
-        adam: elements/s of the host's Adam, all processes together.
-        host_link: bytes/s; None on a CPU.
-    """
-
-    version: int
-    device: str
-    processes: int
-    rates: dict[str, list[tuple[float, float]]]
-    links: dict[str, list[tuple[float, float]]]
-    operation_s: float
-    adam: float
-    host_link: float | None
-    measured: str  # when, and with which torch
-
-    def speeds(self, local: int, peak_half: float | None) -> Speeds:
-        """Return the speeds of one of `local` processes. On a CPU they share its cores: together they reach what was
-        measured together."""
-        on_cpu = self.host_link is None
-        share = self.processes / local if on_cpu else 1.0
-        return Speeds(
-            {key: curve.times(share) for key, curve in _curves(self.rates).items()},
-            self.operation_s,
-            not on_cpu,
-            self.adam,
-            self.host_link,
-            CONTENTION_CPU if on_cpu else CONTENTION,
-            peak_half,
-            f"measured on this machine, {self.measured}",
-        )
-
-    def links_of(self, network: float) -> MeasuredLinks | None:
-        """None where one process was measured alone."""
-        return MeasuredLinks(_curves(self.links), self.processes, network) if self.links else None
-
-    def write(self) -> Path:
-        path = place_of(self.device)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-        return path
-
-
-def read_calibration(device: str) -> Calibration | None:
-    """Read the calibration of a device of this name; None where there is none, or an older one."""
-    try:
-        found: dict[str, Any] = json.loads(place_of(device).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return Calibration(**found) if found.get("version") == VERSION else None
-
-
-def place_of(device: str) -> Path:
-    return cache_root(None) / "calibration" / f"{''.join(c if c.isalnum() else '-' for c in device).lower()}.json"
-
-
-def cpu_name() -> str:
-    """The processor of this machine and the cores that this process may use: one cache may serve several machines."""
-    return f"cpu {cpu_model()} {usable_cores()} cores"
-
-
-def key_name(kind: str, half: bool) -> str:
-    return f"{kind} {'half' if half else 'single'}"
-
-
-def _curves(points: dict[str, list[tuple[float, float]]]) -> dict[tuple[str, bool], Curve]:
-    """{(kind, half precision): its curve} of {"kind half|single": [(size, rate)]}."""
-    curves = {}
-    for name, several in points.items():
-        kind, _, width = name.rpartition(" ")
-        curves[kind, width == "half"] = Curve(tuple((size, rate) for size, rate in several))
-    return curves
-
-
 HOPPER_KERNELS = ("flash_attention_3", "flash_attention_4")
-CALIBRATE = "zerofit plan --calibrate"
 OVERRIDES = ("peak_tflops", "memory_bandwidth", "link_bandwidth")
 STAND_IN = GPUS["a100-80gb"]  # whose speed ranks layouts where that of the device is not known
 
 
-def device_speeds(
-    options: Any, gpu: Gpu | None, on_gpu: bool
-) -> tuple[Speeds | None, Links | MeasuredLinks | None, str]:
+def device_speeds(options: Any, gpu: Gpu | None, on_gpu: bool) -> tuple[Speeds | None, Links | None, str]:
     """(speeds, links, why one of them is missing, or what they rest on).
 
     Args:
@@ -163,19 +68,8 @@ def device_speeds(
     """
     local = min(options.num_gpus, options.gpus_per_node)
     network = (options.network_bandwidth or 0) * GIGA or (gpu and gpu.network) or NETWORK
-    device = cpu_name() if not on_gpu else gpu.model if gpu is not None else ""
-    overrides = any(getattr(options, name) for name in OVERRIDES)
-    calibration = read_calibration(device) if device and not overrides else None
-    if calibration is not None:
-        speeds = calibration.speeds(local, gpu.half if gpu else None)
-        links: Links | MeasuredLinks | None = calibration.links_of(network)
-        if links is None and local > 1 and gpu is not None:
-            links = _links(options, gpu, network)
-        if links is None and options.num_gpus > 1:
-            return speeds, None, f"not known: links were not measured; run {CALIBRATE} --num_gpus {local}"
-        return speeds, links, speeds.source
     if not on_gpu:
-        return None, None, f"not known: this machine was not measured; run {CALIBRATE} --num_gpus {local}"
+        return None, None, "not known of a CPU"
     of_maker, missing = _of_maker(options, gpu)
     links = _links(options, gpu, network)
     if links is None and local > 1:
@@ -187,7 +81,7 @@ def device_speeds(
     return of_maker, links, f"{of_maker.source}{between}"
 
 
-def stand_in_speeds(options: Any) -> tuple[Speeds, Links | MeasuredLinks]:
+def stand_in_speeds(options: Any) -> tuple[Speeds, Links]:
     """(speeds, links) to rank layouts with where the device's own are not known."""
     plain = SimpleNamespace(**vars(options) | dict.fromkeys(OVERRIDES))
     speeds, links, _ = device_speeds(plain, STAND_IN, on_gpu=True)
@@ -228,7 +122,7 @@ def _of_maker(options: Any, gpu: Gpu | None) -> tuple[Speeds | None, str]:
     local = min(options.num_gpus, options.gpus_per_node)
     adam = (NEWER_HOST_ADAM if is_newer else HOST_ADAM) * min(1.0, local * ADAM_OF_ONE)
     multiprocessors = (gpu and gpu.sms) or MULTIPROCESSORS
-    found = Speeds(rates, OPERATION_S, True, adam, pcie, CONTENTION, half, source, multiprocessors)
+    found = Speeds(rates, OPERATION_S, adam, pcie, half, source, multiprocessors)
     if is_alone:
         step_s = STEP_OPERATIONS * NEWER_OPERATION_S
         found = replace(found, operation_s=NEWER_OPERATION_S, fused=FUSED_ALONE, tensor_s=step_s)

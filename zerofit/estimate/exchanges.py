@@ -1,5 +1,5 @@
 """What a strategy exchanges in an update, what it copies to and from the host, what its optimizer moves, and how
-long a collective takes: by the volume and the slowest link of the ring, or as it was measured.
+long a collective takes, by the volume and the slowest link of the ring.
 
 Sources: torch's DDP; DeepSpeed 0.19, runtime/zero/stage_1_and_2.py and stage3.py, with the resolved configuration.
 Bytes are of the full buffers; sizes are of one process otherwise.
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from zerofit.estimate.fully_sharded import FullyShards
 from zerofit.estimate.model_states import offload_device
 from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, MATRIX, REDUCE_SCATTER, Operation
-from zerofit.estimate.speeds import Curve
 from zerofit.estimate.weights import NORM_BYTES, Weights
 from zerofit.strategy.muon import ITERATIONS
 
@@ -108,34 +107,6 @@ class Links:
             tree = 2 * ((local - 1) * TREE_HOP_S[near] + math.log2(machines) * TREE_HOP_S["network"])
             ways.append(BASE_S["tree"][1] + tree + each / bandwidth)
         return exchange.count * min(ways)
-
-
-@dataclass(frozen=True)
-class MeasuredLinks:
-    """Links within a machine, as `zerofit plan --calibrate` found them.
-
-    Args:
-        curves: {(kind, half precision): bytes/s of the full buffer by its bytes}.
-        world_size: of the measurement.
-        network: as that of Links.
-    """
-
-    curves: dict[tuple[str, bool], Curve]
-    world_size: int
-    network: float
-
-    def seconds(self, exchange: Exchange, world_size: int, per_machine: int) -> float:
-        if world_size < 2 or not exchange.bytes:
-            return 0.0
-        each = exchange.bytes / exchange.count
-        factor = bus_factor(exchange.kind, world_size)
-        measured = ALL_GATHER if exchange.kind == ALL_TO_ALL else exchange.kind  # of as many bytes
-        within = each / self.curves[measured, exchange.half].at(each) / bus_factor(exchange.kind, self.world_size)
-        between = 0.0
-        if world_size > per_machine:
-            shared = 1 + math.ceil(world_size / per_machine) / SHARED_BY
-            between = each * shared / (OF_NETWORK * self.network * per_machine)
-        return exchange.count * factor * max(within, between)
 
 
 DDP_BUCKET = 25 * 2**20  # bytes: torch's default of bucket_cap_mb, which accelerate leaves

@@ -1,10 +1,10 @@
-"""The speed of a device at each kind of operation: from its maker, or as `zerofit plan --calibrate` has measured."""
+"""The speed of a GPU at each kind of operation."""
 
 import bisect
 import math
 from dataclasses import dataclass
 
-from zerofit.estimate.operations import ATTENTION, BY_FLOPS, MATRIX, MEMORY, Operation
+from zerofit.estimate.operations import BY_FLOPS, MATRIX, MEMORY, Operation
 
 # What is marked "fitted" was fitted on published measurements (measured_rows.csv) by benchmarks/published_times.py;
 # docs/measurements/plan-times.md says on how many.
@@ -81,17 +81,15 @@ def attention_efficiency(shape: tuple[int, ...]) -> float:
 
 @dataclass(frozen=True)
 class Speeds:
-    """The speeds that one process of a device reaches.
+    """The speeds that one process of a GPU reaches.
 
     Attributes:
         rates: {(kind, half precision): FLOP/s of matrix products and attention, else bytes/s}.
-        operation_s: what starting an operation takes.
-        is_queued: operations are started while others run (a GPU); else starting one is added to it (a CPU).
-        multiprocessors: of a GPU whose products and attention reach what their shapes allow; None: rates are measured.
+        operation_s: what starting an operation takes, while others run.
+        multiprocessors: of the GPU, by which products are divided.
         adam: elements/s of the host's Adam, of all processes of a machine together.
-        host_link: bytes/s between the host and this device, in one direction; None: they have the same memory.
-        contention: the part of hidden communication that computation loses.
-        peak_half: FLOP/s of half precision that a utilisation refers to; None: there is none.
+        host_link: bytes/s between the host and this device, in one direction.
+        peak_half: FLOP/s of half precision that a utilisation refers to.
         source: where these figures are from.
         fused: what torch.compile leaves of the time of operations that move bytes.
         tensor_s: in which DeepSpeed's step handles a tensor while the device waits.
@@ -99,13 +97,11 @@ class Speeds:
 
     rates: dict[tuple[str, bool], Curve]
     operation_s: float
-    is_queued: bool
     adam: float
-    host_link: float | None
-    contention: float
-    peak_half: float | None
+    host_link: float
+    peak_half: float
     source: str
-    multiprocessors: int | None = None
+    multiprocessors: int
     fused: float = FUSED
     tensor_s: float = 0.0
 
@@ -115,9 +111,9 @@ class Speeds:
         if kind not in BY_FLOPS:
             return moved / self.rates[kind, half].at(moved)
         rate = self.rates[kind, half].at(flops)
-        if self.multiprocessors and kind == MATRIX and shape:
+        if kind == MATRIX and shape:
             rate *= product_efficiency(shape, self.multiprocessors)
-        elif self.multiprocessors and kind == ATTENTION and shape:
+        elif shape:
             rate *= attention_efficiency(shape)
         return max(self.memory_seconds(moved, half), flops / rate)
 

@@ -13,7 +13,6 @@ from zerofit.estimate.exchanges import (
     Exchange,
     Exchanges,
     Links,
-    MeasuredLinks,
     first_stages_exchanges,
     fully_sharded_exchanges,
     third_stage_exchanges,
@@ -43,6 +42,10 @@ FUSED_STARTS = 0.4
 # the second number over the harmonic mean of its two shorter sides. Fitted on published ratios of whole compiled
 # updates on H100s: 1.18 at 1B and 1.25 to 1.31 at 8B (OLMo-core's README), 1.17 at 1.6B, no gain at 0.1B (nanochat).
 FLOAT8, FLOAT8_SIDE = 0.67, 580.0
+
+# Computation loses this part of the time of communication that runs beside it. Fitted; Calculon has 0.15 for NVLink's
+# processor_usage.
+CONTENTION = 0.1
 
 # Collectives within a pass, which wait for it and which it waits for, take longer than alone by this factor. Fitted.
 WAITED = 1.44
@@ -95,7 +98,7 @@ def pass_time(
     """Sum up the operations of the passes.
 
     A GPU's queue is filled while it works: where starting all operations of a pass takes longer than their work, that
-    is what counts. On a CPU both are added.
+    is what counts.
 
     Args:
         exchanged: seconds of a collective within the passes, which wait for it: that of ranks which share layers or
@@ -121,7 +124,7 @@ def pass_time(
     starts["backward"] *= BACKWARD_STARTS
     for phase, started in starts.items():
         started *= FUSED_STARTS if is_compiled else 1.0
-        more = max(0.0, started - times[phase]) if speeds.is_queued else started
+        more = max(0.0, started - times[phase])
         times[phase] += more + waits[phase]
         parts[STARTS] = parts.get(STARTS, 0.0) + more
     return PassTime(times["forward"], times["backward"], parts, sum(step.offloaded for step in steps))
@@ -166,7 +169,7 @@ def update_time(
     passes: PassTime,
     exchanges: Exchanges,
     speeds: Speeds,
-    links: Links | MeasuredLinks,
+    links: Links,
     accumulation: int,
     *,
     world_size: int,
@@ -177,7 +180,7 @@ def update_time(
 ) -> UpdateTime:
     """The time of an update of `accumulation` micro-batches.
 
-    Communication beside computation is hidden up to the length of the pass, and slows it by `contention`. What is
+    Communication beside computation is hidden up to the length of the pass, and slows it (CONTENTION). What is
     copied to and from the host counts likewise, but for layer inputs, for which the passes wait. The bubble is that
     of 1F1B: Narayanan et al. 2021, (p - 1) / m.
 
@@ -194,11 +197,11 @@ def update_time(
         return sum(links.seconds(one, one.among or world_size, max(1, per_machine // one.apart)) for one in several)
 
     def copied(moved: float) -> float:
-        return moved / speeds.host_link if speeds.host_link else 2 * speeds.memory_seconds(moved, half)
+        return moved / speeds.host_link
 
     def exposed(beside: float, compute: float) -> float:
         hidden = min(beside, compute) if exchanges.hidden else 0.0
-        return beside - hidden * (1 - speeds.contention)
+        return beside - hidden * (1 - CONTENTION)
 
     forward, backward = exchanged(exchanges.forward), exchanged(exchanges.backward)
     up, down = copied(exchanges.up), copied(exchanges.down)
@@ -263,7 +266,7 @@ class Timing:
         model: PlannedModel,
         gpus_per_node: int,
         speeds: Speeds,
-        links: Links | MeasuredLinks | None,
+        links: Links | None,
         mean_length: float | None,
         *,
         is_known: bool = True,

@@ -127,6 +127,7 @@ REMOVED = {
     "profile_memory": "--profile records memory, too",
     "on_save_failure": "it is gone: a run goes on, and says so, where a checkpoint cannot be written",
     "peak_tflops": "it belongs to zerofit plan; MFU is reported for GPUs of the table",
+    "calibrate": "it is gone: tell a GPU by --peak_tflops, --memory_bandwidth, --link_bandwidth, --network_bandwidth",
     "hub_strategy": "--push_to_hub pushes once, at the end; --mirror copies each checkpoint",
     "save_keep_every": "it is gone: --save_total_limit keeps the newest ones; without it all stay",
     "save_best": "the best weights are kept where metric_for_best_model is set, or a task has metrics beside the loss",

@@ -10,6 +10,7 @@ import yaml
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.fields import option
+from zerofit.recipe.foreign_options import REMOVED
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.parse import flag_value, parse_recipe
 from zerofit.recipe.places import recipe_file
@@ -136,7 +137,12 @@ def join_with_recipe(tool: type[T], argv: list[str], prog: str) -> tuple[str, ty
     if task not in TASKS:
         if wants_help(argv):
             parse_recipe(tool, argv, prog=prog, tool=True)
-        raise UserError(f"the task is unknown: set --task to one of {', '.join(TASKS)}")
+        gone = [
+            f"--{name} is not an option: {hint}"
+            for name, hint in REMOVED.items()
+            if f"--{name}" in argv and not hasattr(tool, name)
+        ]
+        raise UserError(gone or f"the task is unknown: set --task to one of {', '.join(TASKS)}")
     return task, dataclasses.make_dataclass(tool.__name__, [], bases=(tool, TASKS[task]))
 
 

@@ -2,7 +2,6 @@ r"""`zerofit plan`: what fits and how fast, predicted without a GPU, without dat
 
     zerofit plan --config recipes/clm/llama2-7b-continual.yaml --architecture llama-2-7b --num_gpus 8 --gpu h100-80gb
     zerofit plan --config recipes/clm/llama-long-context.yaml --gpu h100-80gb --num_gpus 8 --lengths auto
-    zerofit plan --calibrate --num_gpus 2
     zerofit plan --config recipes/clm/compare-small.yaml --gpu cpu --gpu_memory 1GiB --num_gpus 2
     zerofit plan --task clm --config_name gpt2-xl --precision bf16 --gpu a100-40gb --num_gpus 4 --batch_sizes 1,8
 
@@ -24,21 +23,17 @@ from zerofit.estimate.planned_strategy import PlannedStrategy
 from zerofit.estimate.read_model import read_planned_model
 from zerofit.estimate.timing import Timing
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.help import wants_help
-from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.parsing import parse_bytes
 from zerofit.recipe.places import configs
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.terminal import doing, log_lines, rounded, screen_width, size, table, wrapped
 from zerofit.strategy.devices import bf16_slowdown
 from zerofit.strategy.gpu_table import CPU, Gpu, find_gpu
-from zerofit.strategy.gpus import num_devices
 from zerofit.strategy.named import find_strategies
-from zerofit.tools.plan.calibrate import calibrate
 from zerofit.tools.plan.joint_search import Remedies, find_best, words_of
 from zerofit.tools.plan.layouts import Degrees, read_pair
 from zerofit.tools.plan.parallel import find_all
-from zerofit.tools.plan.plan_options import DevicesOptions, PlanOptions
+from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.plan.plan_report import PlanReport, refusals
 from zerofit.tools.plan.planner import Check, LengthPlanner, Planner, possible_lengths
 from zerofit.tools.plan.prediction import Budget, LayoutOutcome
@@ -51,13 +46,8 @@ SEARCHED = "outputs/plan"
 
 def main(argv: list[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
-    if only_calibrates(argv):
-        _calibrate(parse_recipe(DevicesOptions, argv, prog="zerofit plan --calibrate", tool=True))
-        return 0
     options, recipe = read_with_recipe(PlanOptions, argv, prog="zerofit plan")
     folder = make_folder(Path(options.write)) if options.write else None
-    if options.calibrate:
-        _calibrate(options)
     prepared = planner, _, check, outcomes, known = prepare(options)
     model, budget = planner.model, planner.budget
     if options.search:
@@ -190,17 +180,6 @@ def make_budget(options: PlanOptions, gpu: Gpu | None, on_gpu: bool) -> Budget:
             f"without a model ({by}). Set --gpu_memory, e.g. to {'24GiB' if on_gpu else '2GiB'}"
         )
     return Budget(device, host, options.num_gpus, options.gpus_per_node)
-
-
-def only_calibrates(argv: list[str]) -> bool:
-    """Return whether nothing is to be planned: neither a recipe nor a task is named."""
-    given = {word.partition("=")[0] for word in argv}
-    return "--calibrate" in given and not given & {"--config", "--task"} and not wants_help(argv)
-
-
-def _calibrate(options: DevicesOptions) -> None:
-    local = min(options.num_gpus, getattr(options, "gpus_per_node", options.num_gpus))
-    calibrate(local if options.source("num_gpus") else num_devices() or 2)
 
 
 def usual_pairs(num_gpus: int) -> list[str]:

@@ -40,22 +40,6 @@ MEMORY_VARIABLE = "DEVICE_MEMORY_GB"
 
 
 @dataclass
-class DevicesOptions(Recipe):
-    """How many devices there are"""
-
-    num_gpus: int = option(
-        1,
-        "GPUs of all machines together, one process each; also --world_size.",
-        positive=True,
-        aliases=("num_processes", "world_size"),
-        common=True,
-    )
-    calibrate: bool = option(
-        False, "Measure this machine first, with num_gpus processes, for later plans. It needs no recipe.", common=True
-    )
-
-
-@dataclass
 class SpeedOptions(Recipe):
     """What the device reaches, where its maker's figures are not known or not wanted"""
 
@@ -70,11 +54,18 @@ class SpeedOptions(Recipe):
 
 
 @dataclass
-class PlanOptions(BatchSizesOptions, DevicesOptions, SpeedOptions, StrategiesOptions):
+class PlanOptions(BatchSizesOptions, SpeedOptions, StrategiesOptions):
     """What fits and how fast, predicted without a GPU; options of the training recipe change that"""
 
     strategies: list[str] = option(  # noqa: RUF009
         ["all"], "Names in accelerate_configs/, or .yaml files: zero2,zero3; all: every pair.", common=True, form=NAMES
+    )
+    num_gpus: int = option(
+        1,
+        "GPUs of all machines together, one process each; also --world_size.",
+        positive=True,
+        aliases=("num_processes", "world_size"),
+        common=True,
     )
     lengths: list[str] | None = option(  # noqa: RUF009
         None,
