@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from zerofit.estimate import timing
 from zerofit.estimate.exchanges import Exchange, Exchanges
-from zerofit.estimate.operations import ALL_REDUCE, KINDS, MATRIX
+from zerofit.estimate.operations import ALL_REDUCE, MATRIX
 from zerofit.estimate.planned_rows import Rows
-from zerofit.estimate.speeds import Curve, Speeds
+from zerofit.estimate.speeds import Speeds
 from zerofit.estimate.timing import PassTime, update_time
 
 GIGA = 1e9
@@ -42,8 +42,7 @@ class FlatLinks:
 
 
 def test_an_update_hides_what_runs_beside_it_and_no_more(monkeypatch):
-    rates = {(kind, half): Curve(((1.0, GIGA),)) for kind in KINDS for half in (False, True)}
-    flat = Speeds(rates, 0.0, GIGA, GIGA, GIGA, "here", 1)
+    flat = Speeds({}, GIGA, 0.0, GIGA, GIGA, GIGA, "here", 1)
     passes = PassTime(1.0, 2.0, {MATRIX: 3.0})
 
     def seconds(bytes, hidden=True, accumulation=1, **settings) -> float:
@@ -56,7 +55,6 @@ def test_an_update_hides_what_runs_beside_it_and_no_more(monkeypatch):
             accumulation,
             world_size=2,
             per_machine=8,
-            half=False,
             **settings,
         ).seconds
 

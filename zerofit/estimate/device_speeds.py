@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from zerofit.estimate.exchanges import Links
-from zerofit.estimate.operations import ATTENTION, MATH, MATRIX, MEMORY, RANDOM
-from zerofit.estimate.speeds import Curve, Speeds
+from zerofit.estimate.operations import ATTENTION, MATRIX
+from zerofit.estimate.speeds import Speeds
 from zerofit.strategy.gpu_table import ATTENTION_OF_PEAK, GIGA, GPUS, OF_PEAK, TERA, Gpu
 
 # What is marked "fitted" was fitted on published measurements (measured_rows.csv) by benchmarks/published_times.py;
@@ -26,9 +26,6 @@ ATTENTION_ALONE = 0.43
 # What operations that move bytes reach there of the rates below: 174 ms, norm and clipping included, where those rates
 # have 150; and what torch.compile leaves of their time: 77 of these ms.
 MEMORY_ALONE, FUSED_ALONE = 0.86, 0.44
-
-# What operations that move (size in bytes) reach of the memory's bandwidth. Source: Calculon, mem1, MB_efficiency.
-OF_MEMORY_BY_BYTES = ((1e5, 0.3), (1e6, 0.6), (1e7, 0.75), (1e8, 0.9))
 
 # Python, torch, transformers and peft start an operation of the forward pass in so many seconds. Fitted on LoRA with
 # short rows.
@@ -111,18 +108,16 @@ def _of_maker(options: Any, gpu: Gpu | None) -> tuple[Speeds | None, str]:
         of_attention = NEWER_ATTENTION
     elif is_alone:
         of_attention = ATTENTION_ALONE
-    moved = Curve(OF_MEMORY_BY_BYTES).times(memory * (MEMORY_ALONE if is_alone else 1.0))
-    rates = {(kind, width): moved for kind in (MEMORY, MATH, RANDOM) for width in (False, True)}
-    rates[MATRIX, True] = Curve(((1.0, half * best),))
-    rates[ATTENTION, True] = Curve(((1.0, half * of_attention),))
+    reached = memory * (MEMORY_ALONE if is_alone else 1.0)
+    rates = {(MATRIX, True): half * best, (ATTENTION, True): half * of_attention}
     if gpu is not None and gpu.single:
-        rates[MATRIX, False] = rates[ATTENTION, False] = Curve(((1.0, gpu.single * best),))
+        rates[MATRIX, False] = rates[ATTENTION, False] = gpu.single * best
     pcie = OF_PCIE * gpu.pcie if gpu is not None and gpu.pcie else OF_PCIE * 16 * GIGA
     source = "makers' peaks, and efficiencies fitted on published runs (docs/plan.md); not measured"
     local = min(options.num_gpus, options.gpus_per_node)
     adam = (NEWER_HOST_ADAM if is_newer else HOST_ADAM) * min(1.0, local * ADAM_OF_ONE)
     multiprocessors = (gpu and gpu.sms) or MULTIPROCESSORS
-    found = Speeds(rates, OPERATION_S, adam, pcie, half, source, multiprocessors)
+    found = Speeds(rates, reached, OPERATION_S, adam, pcie, half, source, multiprocessors)
     if is_alone:
         step_s = STEP_OPERATIONS * NEWER_OPERATION_S
         found = replace(found, operation_s=NEWER_OPERATION_S, fused=FUSED_ALONE, tensor_s=step_s)

@@ -13,7 +13,6 @@ ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = "all_reduce", "all_gather",
 EXCHANGES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)  # between ranks; their bytes are of the full buffers
 BY_FLOPS = (MATRIX, ATTENTION)  # what they take is counted in FLOPs, of the others in bytes
 ROWS_EXCHANGED = "dim_zero_all_to_all"  # DeepSpeed's operator of Ulysses (deepspeed/sequence/layer.py)
-KINDS = (*BY_FLOPS, MEMORY, MATH, RANDOM)
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 FLASH_BACKWARD = f"{FLASH}_backward"
 # Matrix products of experts, as the tracer lets them run (tracer.py): (S, K) rows with (E, K, N) weights.

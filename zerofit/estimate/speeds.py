@@ -4,7 +4,7 @@ import bisect
 import math
 from dataclasses import dataclass
 
-from zerofit.estimate.operations import BY_FLOPS, MATRIX, MEMORY, Operation
+from zerofit.estimate.operations import BY_FLOPS, MATRIX, Operation
 
 # What is marked "fitted" was fitted on published measurements (measured_rows.csv) by benchmarks/published_times.py;
 # docs/measurements/plan-times.md says on how many.
@@ -24,29 +24,11 @@ UNEVEN, MISALIGNED = 0.64, 0.27
 # Attention reaches S / (S + ROWS) of its best on rows of S tokens, and less with heads of at most 64. Fitted.
 ATTENTION_ROWS, NARROW_HEADS = 296, 0.82
 
+# What operations that move (size in bytes) reach of the memory's bandwidth. Source: Calculon, mem1, MB_efficiency.
+OF_MEMORY_BY_BYTES = ((1e5, 0.3), (1e6, 0.6), (1e7, 0.75), (1e8, 0.9))
+
 # What torch.compile leaves of the time of operations that move bytes. Fitted.
 FUSED = 0.15
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A rate that depends on the size of what is done: (size, rate) in the order of sizes. Between two sizes it is
-    interpolated on a logarithmic scale; beyond the first and the last one it stays."""
-
-    points: tuple[tuple[float, float], ...]
-
-    def at(self, size: float) -> float:
-        place = bisect.bisect_left(self.points, (size, 0.0))
-        if place == 0:
-            return self.points[0][1]
-        if place == len(self.points):
-            return self.points[-1][1]
-        (low, first), (high, second) = self.points[place - 1], self.points[place]
-        part = math.log(max(size, 1) / max(low, 1)) / math.log(high / max(low, 1))
-        return first * (second / first) ** part
-
-    def times(self, factor: float) -> "Curve":
-        return Curve(tuple((size, factor * rate) for size, rate in self.points))
 
 
 def product_efficiency(shape: tuple[int, ...], multiprocessors: int) -> float:
@@ -84,7 +66,8 @@ class Speeds:
     """The speeds that one process of a GPU reaches.
 
     Attributes:
-        rates: {(kind, half precision): FLOP/s of matrix products and attention, else bytes/s}.
+        rates: {(kind, half precision): FLOP/s} of matrix products and attention.
+        memory: bytes/s, of which operations that move bytes reach a part by their size.
         operation_s: what starting an operation takes, while others run.
         multiprocessors: of the GPU, by which products are divided.
         adam: elements/s of the host's Adam, of all processes of a machine together.
@@ -95,7 +78,8 @@ class Speeds:
         tensor_s: in which DeepSpeed's step handles a tensor while the device waits.
     """
 
-    rates: dict[tuple[str, bool], Curve]
+    rates: dict[tuple[str, bool], float]
+    memory: float
     operation_s: float
     adam: float
     host_link: float
@@ -109,17 +93,26 @@ class Speeds:
         """Time of an operation's work alone, without starting it."""
         kind, half, flops, moved, shape = operation
         if kind not in BY_FLOPS:
-            return moved / self.rates[kind, half].at(moved)
-        rate = self.rates[kind, half].at(flops)
+            return self.memory_seconds(moved)
+        rate = self.rates[kind, half]
         if kind == MATRIX and shape:
             rate *= product_efficiency(shape, self.multiprocessors)
         elif shape:
             rate *= attention_efficiency(shape)
-        return max(self.memory_seconds(moved, half), flops / rate)
+        return max(self.memory_seconds(moved), flops / rate)
 
-    def memory_seconds(self, moved: float, half: bool = False) -> float:
-        """The time in which so many bytes are read and written."""
-        return moved / self.rates[MEMORY, half].at(moved) if moved else 0.0
+    def memory_seconds(self, moved: float) -> float:
+        """The time in which so many bytes are read and written. Between two sizes of the table the rate is
+        interpolated on a logarithmic scale; beyond the first and the last one it stays."""
+        if not moved:
+            return 0.0
+        rates = [self.memory * part for _, part in OF_MEMORY_BY_BYTES]
+        place = bisect.bisect_left(OF_MEMORY_BY_BYTES, (moved, 0.0))
+        if place in (0, len(rates)):
+            return moved / rates[min(place, len(rates) - 1)]
+        low, high = OF_MEMORY_BY_BYTES[place - 1][0], OF_MEMORY_BY_BYTES[place][0]
+        first, second = rates[place - 1], rates[place]
+        return moved / (first * (second / first) ** (math.log(moved / low) / math.log(high / low)))
 
     def computes(self, half: bool) -> bool:
         """Return whether the rate of matrix products in this precision is known."""

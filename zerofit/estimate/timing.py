@@ -174,7 +174,6 @@ def update_time(
     *,
     world_size: int,
     per_machine: int,
-    half: bool,
     pipeline: int = 1,
     handed_over: float = 0.0,
 ) -> UpdateTime:
@@ -196,24 +195,21 @@ def update_time(
     def exchanged(several: list[Exchange]) -> float:
         return sum(links.seconds(one, one.among or world_size, max(1, per_machine // one.apart)) for one in several)
 
-    def copied(moved: float) -> float:
-        return moved / speeds.host_link
-
     def exposed(beside: float, compute: float) -> float:
         hidden = min(beside, compute) if exchanges.hidden else 0.0
         return beside - hidden * (1 - CONTENTION)
 
     forward, backward = exchanged(exchanges.forward), exchanged(exchanges.backward)
-    up, down = copied(exchanges.up), copied(exchanges.down)
+    up, down = exchanges.up / speeds.host_link, exchanges.down / speeds.host_link
     last = backward + exchanged(exchanges.last_backward)
     in_each = exposed(forward, passes.forward) + exposed(backward, passes.backward)
     in_last = exposed(last, passes.backward) - exposed(backward, passes.backward)
     communication = accumulation * in_each + in_last + exchanged(exchanges.step)
     communication += 2 * (accumulation * min(2, pipeline - 1) + pipeline - 1) * handed_over
-    copies = exposed(up, passes.forward) + exposed(down, passes.backward) + 2 * copied(passes.offloaded)
+    copies = exposed(up, passes.forward) + exposed(down, passes.backward) + 2 * (passes.offloaded / speeds.host_link)
     adam = HOST_STEP * exchanges.adam * local / speeds.adam + exchanges.disk * local / DISK
-    host = accumulation * copies + copied(exchanges.step_up) + adam
-    engine = accumulation * speeds.memory_seconds(exchanges.micro_moved, half)
+    host = accumulation * copies + exchanges.step_up / speeds.host_link + adam
+    engine = accumulation * speeds.memory_seconds(exchanges.micro_moved)
     optimizer = speeds.memory_seconds(exchanges.step_moved) + exchanges.tensors * speeds.tensor_s
     optimizer += exchanges.product_rounds * sum(map(speeds.seconds, exchanges.products))
     parts = {kind: accumulation * seconds for kind, seconds in passes.parts.items()}
@@ -302,7 +298,6 @@ class Timing:
             accumulation,
             world_size=layout.shard_size,
             per_machine=max(1, self.gpus_per_node // layout.tensor),
-            half=half,
             pipeline=layout.pipeline,
             handed_over=self._handed_over(resolved, micro_batch),
         )
