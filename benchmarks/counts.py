@@ -61,20 +61,9 @@ def launch(server, strategy: str, layers: int, micro_batches: int, *more: str) -
 
     model = ("--model_type", "mixtral") if strategy == "ep" else ("--config_name", "llama-2-7b")
     with tempfile.TemporaryDirectory() as folder:
-        words = [
-            __file__,
-            *model,
-            "--config_overrides",
-            f"num_hidden_layers={layers},{LLAMA}",
-            *COMMON,
-            *more,
-            "--gradient_accumulation_steps",
-            str(micro_batches),
-            "--output_dir",
-            f"{folder}/run",
-            "--strategy",
-            strategy,
-        ]
+        shape = ("--config_overrides", f"num_hidden_layers={layers},{LLAMA}", "--strategy", strategy)
+        sizes = ("--gradient_accumulation_steps", str(micro_batches), "--output_dir", f"{folder}/run")
+        words = [__file__, *model, *shape, *COMMON, *more, *sizes]
         ranks = rank_environments(
             {**environment(), FOLDER: folder}, PROCESSES.get(strategy, 2), MACHINES.get(strategy, 1)
         )

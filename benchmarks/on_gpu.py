@@ -41,7 +41,7 @@ import torch
 from zerofit.model.chunked_loss import IGNORE, PLAIN, _Chunked, compiled_chunk
 from zerofit.recipe import ClmRecipe
 from zerofit.record.environment import describe_environment
-from zerofit.strategy.devices import device_name
+from zerofit.strategy.devices import device_name, synchronise
 from zerofit.strategy.gpu_table import gpu_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -169,22 +169,17 @@ def time_heads(device: torch.device, vocabulary: int, hidden: int, tokens: int, 
     for _ in range(NOT_COUNTED + UPDATES):
         for rows in chunks:
             before = _restart_peak(device)
-            _wait(device)
+            synchronise(device)
             began = time.perf_counter()
             loss = _Chunked.apply(
                 states, weight, None, targets, rows, [True, True, False], *[None, PLAIN, None, compiled]
             )
             torch.autograd.grad(loss, (states, weight))
-            _wait(device)
+            synchronise(device)
             times[rows].append(1000 * (time.perf_counter() - began))
             peaks[rows] = torch.accelerator.max_memory_allocated() - before if device.type != "cpu" else 0
     figures = {rows: [statistics.median(several[NOT_COUNTED:]), peaks[rows]] for rows, several in times.items()}
     return {"chunks": figures}
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
 
 
 def _restart_peak(device: torch.device) -> int:

@@ -163,23 +163,13 @@ class Configuration:
     def recipe(self) -> list[str]:
         task, (shape, overrides) = MODELS[self.model]
         lengths = {"clm": "--block_size", "cls": "--max_length", "seq2seq": "--max_source_length"}
-        return [
-            "--task",
-            task,
-            *DATA[task],
-            "--model_type" if shape in TYPES else "--config_name",
-            shape,
-            "--config_overrides",
-            overrides,
-            lengths[task],
-            str(self.length),
-            "--precision",
-            self.precision,
-            "--gradient_accumulation_steps",
-            str(self.accumulation),
-            *"--per_device_eval_batch_size 4 --max_train_steps 100".split(),
-            *self.more,
-        ]
+        kind = "--model_type" if shape in TYPES else "--config_name"
+        words = (
+            f"--task {task} {kind} {shape} --config_overrides {overrides} {lengths[task]} {self.length} "
+            f"--precision {self.precision} --gradient_accumulation_steps {self.accumulation} "
+            "--per_device_eval_batch_size 4 --max_train_steps 100"
+        )
+        return [*words.split(), *DATA[task], *self.more]
 
 
 CONFIGURATIONS = [

@@ -58,7 +58,7 @@ STAND_IN = GPUS["a100-80gb"]  # whose speed ranks layouts where that of the devi
 
 
 def device_speeds(options: Any, gpu: Gpu | None, on_gpu: bool) -> tuple[Speeds | None, Links | None, str]:
-    """(speeds, links, why one of them is missing, or what they rest on).
+    """(speeds, links, what they rest on); (None, None, why) where one that is needed is not known.
 
     Args:
         options: of the plan: num_gpus, gpus_per_node, and what overrides a GPU's figures.
@@ -69,11 +69,11 @@ def device_speeds(options: Any, gpu: Gpu | None, on_gpu: bool) -> tuple[Speeds |
         return None, None, "not known of a CPU"
     of_maker, missing = _of_maker(options, gpu)
     links = _links(options, gpu, network)
-    if links is None and local > 1:
+    if links is None and options.num_gpus > 1:
         missing = missing or "--link_bandwidth, in GB/s"
     if of_maker is None or missing:
         which, other = (f" of {gpu.name}", "") if gpu else ("", ", or --gpu")
-        return of_maker, links, f"not known{which}: set {missing}{other}"
+        return None, None, f"not known{which}: set {missing}{other}"
     between = f"; {network / GIGA:g} GB/s to other machines" if options.num_gpus > local else ""
     return of_maker, links, f"{of_maker.source}{between}"
 

@@ -200,11 +200,10 @@ def make_timing(
         halves: whether strategies compute in half precision.
     """
     speeds, links, known = device_speeds(options, gpu, model.on_gpu)
-    has_links = links is not None or budget.num_gpus == 1
-    is_known = speeds is not None and has_links and all(map(speeds.computes, halves))
-    if speeds is None or not is_known:
-        if speeds is not None and has_links:
-            known = f"not known of {options.gpu} in fp32"
+    if speeds is not None and not all(map(speeds.computes, halves)):
+        speeds, known = None, f"not known of {options.gpu} in fp32"
+    is_known = speeds is not None
+    if speeds is None:
         speeds, links = stand_in_speeds(options)
         known = f"{known} (ranked as on {STAND_IN.name})"
     return Timing(model, budget.gpus_per_node, speeds, links, options.mean_length, is_known=is_known), known

@@ -5,7 +5,6 @@ import platform
 import re
 import statistics
 from collections.abc import Iterable
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +20,20 @@ RECENT = 20  # updates whose median is the speed
 SILENT_S, SILENT_UPDATES = 60, 10  # a run without a new line for longer than both is silent
 GONE_S = 10  # the same of one whose process is not there; it may be there, and not be seen from this container
 RUNNING, SILENT, KILLED, FINISHED, EXIT = "running", "silent", "killed", "finished", "exit"
-FileStates = tuple[tuple[int, int], ...]  # (when it was written, in ns, and its size) of each file of a run's record
 
 
 class WatchedRun:
     """One run, as its folder is now.
-
-    Args:
-        state: of its files, from `_state_of`.
 
     Attributes:
         lines: {update: its line in metrics.jsonl}.
         written_at: when the latest line was written, in seconds since 1970.
     """
 
-    def __init__(self, path: Path, state: FileStates):
+    def __init__(self, path: Path):
         folder, self.path = RunFolder(path), path
-        self.written_at = max((written for written, _ in state), default=0) / 1e9
+        files = [file for name in ("metrics.jsonl", "environment.json") if (file := path / name).exists()]
+        self.written_at = max((file.stat().st_mtime for file in files), default=0.0)
         self.lines = {line["update"]: line for line in folder.metrics.read()}
         self.environment = folder.environment()
         self.recipe, self.strategy = (read_record(path / f"{name}.yaml") for name in ("recipe", "strategy"))
@@ -101,14 +97,6 @@ class WatchedRun:
         return False
 
 
-_read = lru_cache(maxsize=256)(WatchedRun)  # what has written nothing since is not read again
-
-
-def _state_of(path: Path) -> FileStates:
-    found = [file.stat() for name in ("metrics.jsonl", "environment.json") if (file := path / name).exists()]
-    return tuple((each.st_mtime_ns, each.st_size) for each in found)
-
-
 def runs_in(places: Iterable[str]) -> dict[str, WatchedRun]:
     """{name: run} in the order of the folders.
 
@@ -128,7 +116,7 @@ def runs_in(places: Iterable[str]) -> dict[str, WatchedRun]:
         raise UserError(f"{folders[0]}: {why}")
     names = [path.name for path in paths]
     return {
-        path.name if names.count(path.name) == 1 else f"{path.parent.name}/{path.name}": _read(path, _state_of(path))
+        path.name if names.count(path.name) == 1 else f"{path.parent.name}/{path.name}": WatchedRun(path)
         for path in paths
     }
 
