@@ -9,10 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-COLUMNS, ROWS = (0,), (1,)  # the axis along which a weight is cut into shards
-EITHER = (0, 1)  # Llama 1 and 2 cut the embeddings along the hidden dimension, Llama 3 along the vocabulary
-REPLICATED: tuple[int, ...] = ()
-
 
 @dataclass(frozen=True)
 class Sizes:
@@ -29,7 +25,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class MetaWeight:
-    """One weight: its names, its full shape, the axes along which it may be cut.
+    """One weight: its names and its full shape.
 
     Args:
         heads: of a matrix that is rotated; 0: it is not, and is the same in both formats.
@@ -39,7 +35,6 @@ class MetaWeight:
     meta: str
     hf: str
     shape: tuple[int, ...]
-    axes: tuple[int, ...] = REPLICATED
     heads: int = 0
     copied: bool = False
 
@@ -56,11 +51,11 @@ class ShardCut:
 def weights(sizes: Sizes) -> list[MetaWeight]:
     """All weights in transformers' order, the embeddings first and the head last."""
     s = sizes
-    listed = [MetaWeight("tok_embeddings.weight", "model.embed_tokens.weight", (s.vocab, s.dim), EITHER, copied=True)]
+    listed = [MetaWeight("tok_embeddings.weight", "model.embed_tokens.weight", (s.vocab, s.dim), copied=True)]
     for number in range(s.layers):
         listed += _layer(s, f"layers.{number}.", f"model.layers.{number}.")
     listed.append(MetaWeight("norm.weight", "model.norm.weight", (s.dim,)))
-    listed.append(MetaWeight("output.weight", "lm_head.weight", (s.vocab, s.dim), COLUMNS, copied=True))
+    listed.append(MetaWeight("output.weight", "lm_head.weight", (s.vocab, s.dim), copied=True))
     return listed
 
 
@@ -68,15 +63,13 @@ def _layer(s: Sizes, meta: str, hf: str) -> list[MetaWeight]:
     queries, keys = s.heads * s.head_dim, s.kv_heads * s.head_dim
     attention, mlp = f"{hf}self_attn.", f"{hf}mlp."
     return [
-        MetaWeight(f"{meta}attention.wq.weight", f"{attention}q_proj.weight", (queries, s.dim), COLUMNS, s.heads),
-        MetaWeight(
-            f"{meta}attention.wk.weight", f"{attention}k_proj.weight", (keys, s.dim), COLUMNS, s.kv_heads, True
-        ),
-        MetaWeight(f"{meta}attention.wv.weight", f"{attention}v_proj.weight", (keys, s.dim), COLUMNS, copied=True),
-        MetaWeight(f"{meta}attention.wo.weight", f"{attention}o_proj.weight", (s.dim, queries), ROWS),
-        MetaWeight(f"{meta}feed_forward.w1.weight", f"{mlp}gate_proj.weight", (s.ffn, s.dim), COLUMNS),
-        MetaWeight(f"{meta}feed_forward.w2.weight", f"{mlp}down_proj.weight", (s.dim, s.ffn), ROWS),
-        MetaWeight(f"{meta}feed_forward.w3.weight", f"{mlp}up_proj.weight", (s.ffn, s.dim), COLUMNS),
+        MetaWeight(f"{meta}attention.wq.weight", f"{attention}q_proj.weight", (queries, s.dim), s.heads),
+        MetaWeight(f"{meta}attention.wk.weight", f"{attention}k_proj.weight", (keys, s.dim), s.kv_heads, True),
+        MetaWeight(f"{meta}attention.wv.weight", f"{attention}v_proj.weight", (keys, s.dim), copied=True),
+        MetaWeight(f"{meta}attention.wo.weight", f"{attention}o_proj.weight", (s.dim, queries)),
+        MetaWeight(f"{meta}feed_forward.w1.weight", f"{mlp}gate_proj.weight", (s.ffn, s.dim)),
+        MetaWeight(f"{meta}feed_forward.w2.weight", f"{mlp}down_proj.weight", (s.dim, s.ffn)),
+        MetaWeight(f"{meta}feed_forward.w3.weight", f"{mlp}up_proj.weight", (s.ffn, s.dim)),
         MetaWeight(f"{meta}attention_norm.weight", f"{hf}input_layernorm.weight", (s.dim,)),
         MetaWeight(f"{meta}ffn_norm.weight", f"{hf}post_attention_layernorm.weight", (s.dim,)),
     ]
@@ -91,13 +84,16 @@ def to_hf(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def find_cut(weight: MetaWeight, shard: tuple[int, ...], num_shards: int) -> ShardCut | None:
-    """Find out how a weight with shards of this shape was cut. None: in no known way."""
-    if shard == weight.shape and (num_shards == 1 or weight.copied or not weight.axes):
+    """Find out how a weight with shards of this shape was cut: their shape tells the axis (Llama 1 and 2 cut the
+    embeddings along the hidden dimension, Llama 3 along the vocabulary). None: in no known way."""
+    if shard == weight.shape and (num_shards == 1 or weight.copied or len(shard) == 1):
         return ShardCut(None)
-    for axis in weight.axes:
-        parts, rest = divmod(weight.shape[axis], shard[axis]) if len(shard) == len(weight.shape) else (0, 1)
-        others_fit = shard[:axis] + shard[axis + 1 :] == weight.shape[:axis] + weight.shape[axis + 1 :]
-        if parts and not rest and others_fit and num_shards % parts == 0 and (parts == num_shards or weight.copied):
+    if len(shard) != 2 or len(weight.shape) != 2:
+        return None
+    for axis in (0, 1):
+        parts, rest = divmod(weight.shape[axis], shard[axis])
+        fits = parts and not rest and shard[1 - axis] == weight.shape[1 - axis]
+        if fits and num_shards % parts == 0 and (parts == num_shards or weight.copied):
             return ShardCut(axis, num_shards // parts)
     return None
 
