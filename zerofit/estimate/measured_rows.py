@@ -7,8 +7,6 @@ has written.
 import contextlib
 import csv
 import math
-import statistics
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,29 +62,16 @@ def _value(text: str) -> str | int | float:
     return text
 
 
-@dataclass(frozen=True)
-class Comparable:
-    """The published rows that a prediction is compared with: between which factors of the predicted seconds eight of
-    ten of them were, how many they are, and the most similar ones."""
-
-    low: float
-    high: float
-    count: int
-    nearest: list[MeasuredRow]
-
-
-def comparable(
-    kind: str, gpu: str, parameters: float, length: int, tokens: int, *, gpus: int, closest: int = 2
-) -> Comparable | None:
-    """The rows of this kind on this GPU, whatever its memory; None: too few have been measured. `tokens`: of a
-    micro-batch."""
+def comparable(kind: str, gpu: str, parameters: float, length: int, tokens: int, *, gpus: int) -> list[MeasuredRow]:
+    """The rows of this kind on this GPU, whatever its memory, the most similar one first; none: too few have been
+    measured. `tokens`: of a micro-batch."""
     rows = [
         row
         for row in measured_rows()
         if row.kind == kind and model_of(row.gpu) == model_of(gpu) and row.trust != "C" and row.predicted
     ]
     if len(rows) < FEWEST:
-        return None
+        return []
 
     def distance(row: MeasuredRow) -> float:
         pairs = (
@@ -97,8 +82,7 @@ def comparable(
         )
         return sum(math.log(one / other) ** 2 for one, other in pairs)
 
-    deciles = statistics.quantiles([row.ratio for row in rows], n=10, method="inclusive")
-    return Comparable(deciles[0], deciles[-1], len(rows), sorted(rows, key=distance)[:closest])
+    return sorted(rows, key=distance)
 
 
 def model_of(gpu: str) -> str:

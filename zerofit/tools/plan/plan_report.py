@@ -1,6 +1,7 @@
 """The output of `zerofit plan`: the ranked table, what does not fit, and what is not possible."""
 
 import re
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +18,7 @@ from zerofit.tools.plan.prediction import LayoutOutcome, Prediction
 from zerofit.training.auto_compile import choose
 
 WORTH = 1.01  # times the speed: what is advised gains more
+NEAREST = 2  # published runs that are named
 _FILE = re.compile(r"^\S+\.(json|yaml): ")  # of a pair, which the label names
 
 
@@ -178,18 +180,18 @@ class PlanReport:
         is_divided = layout.tensor * layout.pipeline * layout.sequence > 1
         kind = kind_of(best.strategy, is_divided, recipe.lora)
         found = comparable(kind, gpu, parameters, length, length * best.micro_batch, gpus=layout.world_size)
-        if found is None:
+        if not found:
             return [f"  nothing comparable has been measured: {kind} on {gpu}"]
         seconds = best.speed.time.seconds
-        low, high = (rounded(factor * seconds) for factor in (found.low, found.high))
+        low, *_, high = statistics.quantiles([row.ratio for row in found], n=10, method="inclusive")
         near = "; ".join(
             f"{row.model} on {row.gpus}, {row.micro_batch} x {row.length:,} tokens: {rounded(row.seconds)} measured, "
             f"{rounded(row.predicted)} predicted"
-            for row in found.nearest
+            for row in found[:NEAREST]
         )
         return [
-            f"  s/update of {best.label}: {low} to {high}, as 8 of 10 of {found.count} published runs ({kind}, "
-            f"{model_of(gpu)}); nearest: {near}"
+            f"  s/update of {best.label}: {rounded(low * seconds)} to {rounded(high * seconds)}, as 8 of 10 of "
+            f"{len(found)} published runs ({kind}, {model_of(gpu)}); nearest: {near}"
         ]
 
     @property
