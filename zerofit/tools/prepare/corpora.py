@@ -35,7 +35,7 @@ def prepare(options: Any) -> list[str]:
     prefixes = [f"{start}_{key}_document" for key in options.json_keys]
     check_free(prefixes, options.overwrite)
     files = find_input(options.input)
-    if any(file.kind == "text" for file in files) and options.json_keys != ["text"]:
+    if "text" in files.values() and options.json_keys != ["text"]:
         raise UserError(f"json_keys = {' '.join(options.json_keys)}: plain text has `text` only")
     silence_libraries()
     if options.vocab_file and options.merge_file:
@@ -50,8 +50,9 @@ def prepare(options: Any) -> list[str]:
         writers = [stack.enter_context(CorpusWriter(prefix, encoder.dtype)) for prefix in prefixes]
         workers = stack.enter_context(Workers(options.processes, encoder))
         line, started = stack.enter_context(closing(StatusLine())), time.perf_counter()
-        names = [str(file.path) for file in files]
-        parts = (part for file in files for part in parts_of(file, data, encoder.keys, options.document_separator))
+        names = [str(file) for file in files]
+        separator = options.document_separator
+        parts = (part for file, kind in files.items() for part in parts_of(file, kind, data, encoder.keys, separator))
         for part, (columns, bad) in workers.encode(parts):
             if bad and not options.skip_bad_lines:
                 is_encoded = "not UTF-8" in bad[0]

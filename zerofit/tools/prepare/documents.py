@@ -9,7 +9,7 @@ import io
 import os
 from codecs import BOM_UTF8, getincrementaldecoder
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -34,22 +34,14 @@ ROWS = 256  # of a table, read at a time
 UNITS = {"line": b"\n", "paragraph": b"\n\n", "file": None}  # of plain text, and what stands between two
 
 
-@dataclass(frozen=True)
-class InputFile:
-    """A file and its kind, a value of FORMATS."""
-
-    path: Path
-    kind: str
-
-
-def find_input(inputs: list[str]) -> list[InputFile]:
-    """The files of these paths, folders and globs, each once, in the order of `inputs` and sorted within a folder or a
-    glob, where hidden files, empty files and corpora are skipped.
+def find_input(inputs: list[str]) -> dict[Path, str]:
+    """{file: its kind, a value of FORMATS} of these paths, folders and globs, in the order of `inputs` and sorted
+    within a folder or a glob, where hidden files, empty files and corpora are skipped.
 
     Raises:
         UserError: a name without a file, an empty file, a file of an unknown kind.
     """
-    files: dict[Path, InputFile] = {}
+    files: dict[Path, str] = {}
     for name in map(os.path.expanduser, inputs):
         for path in find_files("input", [f"{glob.escape(name)}/**/*" if os.path.isdir(name) else name]):
             # a corpus, or what a killed job has left of one, may lie among the texts
@@ -58,19 +50,19 @@ def find_input(inputs: list[str]) -> list[InputFile]:
             is_named = str(path) == os.path.realpath(name)
             is_skipped = is_corpus or path.suffix == PARTIAL or INDICES in path.parts
             if path not in files and (is_named or not is_skipped):
-                files[path] = _describe(path)
+                files[path] = _kind_of(path)
     if not files:
         raise UserError(f"input = {' '.join(inputs)}: there is no file of text")
-    return list(files.values())
+    return files
 
 
-def _describe(path: Path) -> InputFile:
+def _kind_of(path: Path) -> str:
     kind = KINDS.get(ending_of(path))
     if (kind == "parquet" and path.suffix.lower() in PACKED) or not (kind or _begins_an_object(path)):
         raise UserError(
             f"input = {str(path)!r}: unknown file extension. Known are {', '.join(KINDS)}; also {', '.join(PACKED)}"
         )
-    return InputFile(path, kind or "json")
+    return kind or "json"
 
 
 def _begins_an_object(path: Path) -> bool:
@@ -81,7 +73,9 @@ def _begins_an_object(path: Path) -> bool:
 # --------------------------------------------------------------------------------------------------------------- parts
 
 
-def parts_of(file: InputFile, options: DataOptions, keys: tuple[str, ...], separator: str | None) -> Iterator[Part]:
+def parts_of(
+    file: Path, kind: str, options: DataOptions, keys: tuple[str, ...], separator: str | None
+) -> Iterator[Part]:
     """The parts of a file, in order.
 
     Args:
@@ -94,11 +88,10 @@ def parts_of(file: InputFile, options: DataOptions, keys: tuple[str, ...], separ
     """
     try:
         records: Iterator[tuple[int, bytes | dict[str, Any]]]
-        kind = file.kind
         if kind == "text":
-            records = _documents(file.path, separator, options.recipe.encoding)
-        elif kind == "json" and next(_blocks(file.path, options.recipe.encoding), b"").lstrip()[:1] != b"[":
-            records = _split(_blocks(file.path, options.recipe.encoding), b"\n")
+            records = _documents(file, separator, options.recipe.encoding)
+        elif kind == "json" and next(_blocks(file, options.recipe.encoding), b"").lstrip()[:1] != b"[":
+            records = _split(_blocks(file, options.recipe.encoding), b"\n")
         else:  # a table, or one list of objects
             kind, records = "table", _rows(file, options, keys)
         held, size = [], 0
@@ -106,12 +99,12 @@ def parts_of(file: InputFile, options: DataOptions, keys: tuple[str, ...], separ
             held.append((line, record))
             size += sum(len(str(value)) for value in record.values()) if isinstance(record, dict) else len(record)
             if size >= PART:
-                yield Part(str(file.path), kind, held)
+                yield Part(str(file), kind, held)
                 held, size = [], 0
         if held:
-            yield Part(str(file.path), kind, held)
+            yield Part(str(file), kind, held)
     except DAMAGED as error:
-        raise UserError(f"{file.path} cannot be read: {first_line(error)}. Is it cut off?") from None
+        raise UserError(f"{file} cannot be read: {first_line(error)}. Is it cut off?") from None
 
 
 def _blocks(path: Path, encoding: str | None) -> Iterator[bytes]:
@@ -159,12 +152,12 @@ def _plain_newlines(blocks: Iterator[bytes]) -> Iterator[bytes]:
     yield decoder.decode(b"", final=True).encode("utf-8", "surrogateescape")
 
 
-def _rows(file: InputFile, options: DataOptions, keys: tuple[str, ...]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _rows(file: Path, options: DataOptions, keys: tuple[str, ...]) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number, row) of a table or a JSON list."""
     with one_process_at_a_time(options.cache):
-        own = replace(options, patterns={"train": [str(file.path)]}, lowercases=False)
+        own = replace(options, patterns={"train": [str(file)]}, lowercases=False)
         read = read_source(own).first
     if missing := [key for key in keys if key not in read.column_names]:
         has = ", ".join(read.column_names)
-        raise UserError(f"{file.path} has no column {', '.join(missing)}; it has {has}. See --json_keys")
+        raise UserError(f"{file} has no column {', '.join(missing)}; it has {has}. See --json_keys")
     yield from enumerate(chain.from_iterable(map(records_of, read.select_columns(list(keys)).iter(ROWS))), 1)
