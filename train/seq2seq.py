@@ -29,10 +29,10 @@ from zerofit.strategy.optimizers import make_optimizer
 from zerofit.training.evaluation import eval_batches, held_out_batches, held_out_loss
 from zerofit.training.generation import (
     FIGURES,
+    cut_texts,
     evaluate_generation,
     generation_settings,
     predict_texts,
-    remarks_on_texts,
     shown,
 )
 from zerofit.training.prepare import add_lora, build_model
@@ -81,7 +81,7 @@ def main(start: Start) -> int:
         return predict_texts(engine, data, recipe.per_device_eval_batch_size, run.folder, settings)
 
     def remarks() -> list[str]:
-        return remarks_on_texts(data, settings)
+        return cut_texts(data.cut, len(data.targets), "val_max_target_length", settings)
 
     run.log_start(data)
     if not recipe.trains:

@@ -58,10 +58,8 @@ def resolve(task: str, recipe: TaskRecipe) -> RunConfiguration:
         UserError: any contradiction between recipe, YAML, JSON and earlier run, with both values and both sources.
         NothingToDo: the output folder holds this very run, and it is finished.
     """
-    recipe, problems, adapter = recipe.draft(), Problems(), None
-    with problems.collected():
-        adapter = to_train_on(recipe, task)
-    problems.raise_found()
+    recipe, problems = recipe.draft(), Problems()
+    adapter = to_train_on(recipe, task)
     folder = RunFolder(output_folder(task, recipe))
     earlier = EarlierRuns.read(recipe, folder)
     given_for, notes = 1, list[str]()

@@ -164,11 +164,6 @@ def _lines(data: PairData, texts: list[str]) -> Iterator[dict[str, str]]:
         yield {"source": source, "target": target, "prediction": text}
 
 
-def remarks_on_texts(data: PairData, settings: dict[str, Any]) -> list[str]:
-    """Lines for the log, below the held-out figures: how many texts were cut."""
-    return cut_texts(data.cut, len(data.targets), "val_max_target_length", settings)
-
-
 def shown(run: Any, recipe: Seq2SeqRecipe) -> list[str]:
     """The first generated text of each of the first batches, for the log; nothing where the run has stopped."""
     batch_size, num_batches = recipe.per_device_eval_batch_size, recipe.n_val_batch_generations

@@ -163,7 +163,6 @@ class Run:
         if self.recipe.precision:
             self.recipe.precision = precision
         self.strategy = self.strategy.with_precision(precision)
-        self.config = replace(self.config, strategy=self.strategy)
 
     def start(self, data: TaskData) -> None:
         """Fix the number of updates, and start the ranks' process group: not before, since reading data may take long.

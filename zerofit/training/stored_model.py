@@ -101,11 +101,6 @@ class StoredModel:
                 f"random. Name a model that was trained for {self.task}"
             )
 
-    def describe(self, num_parameters: int) -> list[str]:
-        """For the log."""
-        base = f" on {self.base}" if self.adapter else ""
-        return [f"model     {self.asked_for}{base}: {num_parameters:,} parameters"]
-
 
 def trained_with(name: str) -> dict[str, Any]:
     """The options that shaped the inputs of a model in training; empty where nothing says it."""

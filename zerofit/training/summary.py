@@ -18,7 +18,9 @@ def about_the_run(run: "Run", data: Any) -> list[str]:
     """Lines for the log before the first update: the model, the strategy, the data, and what was noted."""
     recipe, strategy, schedule, length = run.recipe, run.strategy, run.schedule, list[str]()
     if run.stored is not None:
-        model, layout = run.stored.describe(run.parameters), strategy.describe_layout
+        base = f" on {run.stored.base}" if run.stored.adapter else ""
+        model = [f"model     {run.stored.asked_for}{base}: {run.parameters:,} parameters"]
+        layout = strategy.describe_layout
     else:
         origin = recipe.model_name_or_path or f"{recipe.config_name or recipe.model_type} from scratch"
         share = f"{run.trainable:,} ({run.trainable / run.parameters:.2%})"
