@@ -101,14 +101,6 @@ def read_record(path: Path) -> dict[str, Any]:
         return {}
 
 
-def parse_number(text: str) -> float | None:
-    """The number that a text is; None: it is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
 def parse_bytes(text: str) -> int:
     """24GiB -> 25769803776. Powers of 1024 are KiB, MiB, GiB, TiB, powers of 1000 kB, MB, GB, TB; the B may be
     missing, and then G is GiB. Raises ValueError: it is not a positive size."""

@@ -20,7 +20,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.fields import option
 from zerofit.recipe.inference_options import InferenceOptions
 from zerofit.recipe.options import TrainingRecipe
-from zerofit.recipe.parsing import parse_number, read_yaml
+from zerofit.recipe.parsing import read_yaml
 
 GLUE_TASKS = ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli")
 GLUE_ON_THE_HUB = "nyu-mll/glue"
@@ -135,14 +135,14 @@ class ClassLossOptions(Recipe, phase="train"):
     )
 
     @property
-    def weight_of_class(self) -> dict[str, float | None]:
-        """{class: weight} of the words NAME=WEIGHT; None where there is no number."""
+    def weight_of_class(self) -> dict[str, float]:
+        """{class: weight} of the words NAME=WEIGHT; empty where the classes are balanced."""
         pairs = (word.rpartition("=") for word in self.class_weights or [])
-        return {name: parse_number(weight) for name, _, weight in pairs}
+        return {name: float(weight) for name, _, weight in pairs if name}
 
     def problems(self) -> list[str]:
         problems, words = super().problems(), self.class_weights or []
-        if len(self.weight_of_class) < len(words) or (BALANCED in words and len(words) > 1):
+        if len(self.weight_of_class) < len(words) and words != [BALANCED]:
             problems.append(f"class_weights = {' '.join(words)}: name each class once, or say {BALANCED} alone")
         return problems
 

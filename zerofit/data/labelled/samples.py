@@ -232,7 +232,7 @@ def class_weights(recipe: ClsRecipe, data: ExampleData) -> list[float] | None:
             counts += times * np.bincount(each.labels, minlength=len(names))
         present = np.count_nonzero(counts)
         return np.where(counts > 0, counts.sum() / (present * np.where(counts > 0, counts, 1.0)), 1.0).tolist()
-    given = {name: weight for name, weight in recipe.weight_of_class.items() if weight is not None}
+    given = recipe.weight_of_class
     if unknown := given.keys() - set(names):
         raise UserError(
             f"class_weights: {', '.join(sorted(unknown))} is not a class of the data ({', '.join(names[:20])}"
