@@ -13,7 +13,7 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 498,  # 800
     "zerofit": 142,  # cli.py
-    "zerofit/recipe": 3_597,  # 2,700
+    "zerofit/recipe": 3_590,  # 2,700
     "zerofit/model": 5_859,  # 4,700
     "zerofit/compat": 604,  # 600
     "zerofit/data": 6_890,  # 6,000
@@ -22,7 +22,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/record": 1_577,  # 4,300 with health and checkpoint
     "zerofit/health": 1_396,
     "zerofit/checkpoint": 1_826,
-    "zerofit/training": 3_224,  # 2,000
+    "zerofit/training": 3_213,  # 2,000
     "zerofit/launch": 1_567,  # 1,300
     "zerofit/tools": 10_702,  # 10,600
     "benchmarks": 1_899,  # 1,800
