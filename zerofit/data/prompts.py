@@ -1,5 +1,6 @@
 """The records of predict_file as token ids: prompts and, for encoder-decoders, sources."""
 
+import sys
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
@@ -97,7 +98,9 @@ def read_causal_prompts(
         notes += unread_note([name for name in source.first.column_names if name not in form.columns], keys)
         ids, ends = [renderer.ids(turns) for turns in conversations], renderer.end_of_turn()
     longest = longest_answer(recipe.max_new_tokens, bool(recipe.source("max_new_tokens")), config)
-    ids, cut_tokens = _with_room(ids, longest, config)
+    room = (usable_positions(config) or sys.maxsize) - longest
+    cut_tokens = [max(0, len(row) - room) for row in ids]
+    ids = [row[-room:] for row in ids]  # the end of each, which leaves room for the answer
     if cut := sum(map(bool, cut_tokens)):
         notes.append(f"warning   {cut:,} of {len(ids):,} prompts lose their beginning to max_new_tokens = {longest}")
     prompts = Prompts(ids, records, form is not None, ends, sum(cut_tokens))
@@ -128,12 +131,3 @@ def longest_answer(max_new_tokens: int, is_set: bool, config: PretrainedConfig) 
     if positions and max_new_tokens >= positions:
         raise UserError(f"max_new_tokens = {max_new_tokens}: the model has {positions:,} positions. Choose fewer")
     return max_new_tokens
-
-
-def _with_room(ids: list[list[int]], longest: int, config: PretrainedConfig) -> tuple[list[list[int]], list[int]]:
-    """(the end of each prompt, which leaves room for the answer; the number of tokens cut from each)."""
-    positions = usable_positions(config)
-    if not positions:
-        return ids, [0] * len(ids)
-    room = positions - longest
-    return [row[-room:] for row in ids], [max(0, len(row) - room) for row in ids]

@@ -10,7 +10,7 @@ A micro-batch of m full rows becomes one of r x m rows, which takes no more memo
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,13 +23,9 @@ from zerofit.recipe.errors import UserError
 WINDOW = 16  # updates whose samples are sorted together
 
 
-@dataclass(frozen=True)
-class _Epoch:
-    """An epoch, laid out. `samples`: (samples,) in the order in which they are trained on. `ends`: (updates,) where
-    each ends in it."""
-
-    samples: np.ndarray
-    ends: np.ndarray
+class _Epoch(NamedTuple):
+    samples: np.ndarray  # (samples,) in the order in which they are trained on
+    ends: np.ndarray  # (updates,) where each ends in it
 
 
 class TokenUpdates:
