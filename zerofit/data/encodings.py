@@ -33,18 +33,14 @@ def open_text(path: Path, encoding: str | None = None, newline: str | None = Non
             yield io.TextIOWrapper(data, encoding="utf-8-sig", newline=newline)
     except UnicodeDecodeError:
         with open_bytes(path) as file:
-            raise UserError(not_utf8(path, file.read())) from None
-
-
-def not_utf8(path: Path, data: bytes) -> str:
-    """The message for a file that is not UTF-8: where, and which encodings are likely."""
-    try:
-        data.decode("utf-8")
-    except UnicodeDecodeError as wrong:
-        line = data.count(b"\n", 0, wrong.start) + 1
-        where = f"byte 0x{data[wrong.start]:02x} at offset {wrong.start} (line {line})"
-        return f"{path} is not UTF-8: {where}. {proposal(data)}"
-    raise AssertionError("it is UTF-8")
+            content = file.read()
+        try:
+            content.decode("utf-8")
+        except UnicodeDecodeError as wrong:
+            line = content.count(b"\n", 0, wrong.start) + 1
+            where = f"byte 0x{content[wrong.start]:02x} at offset {wrong.start} (line {line})"
+            raise UserError(f"{path} is not UTF-8: {where}. {proposal(content)}") from None
+        raise
 
 
 def proposal(data: bytes) -> str:
