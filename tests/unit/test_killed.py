@@ -199,7 +199,7 @@ def test_patience_runs_out_at_the_same_update_wherever_a_run_was_killed(tmp_path
     undisturbed = Launches(tmp_path / "undisturbed", held_out, **options)
     expected = undisturbed.launch()
     assert expected.updates < UPDATES
-    for killed_after in range(1 + number % 2, expected.updates + 1, 1 + number % 2):
+    for killed_after in range(1 + number % 2, expected.updates + 1, 2):
         run = Launches(tmp_path / f"{killed_after}", held_out, **options)
         run.launch(killed_after)
         state = run.launch()
@@ -234,7 +234,7 @@ def test_a_best_model_without_a_state_keeps_no_run_from_starting_over(tmp_path):
 
 
 @pytest.mark.parametrize(("before", "now"), [("accuracy", "loss"), ("loss", "accuracy")])
-@pytest.mark.parametrize("killed_after", [4, 5, 6, 7])
+@pytest.mark.parametrize("killed_after", [4, 7])
 def test_another_metric_is_never_compared_with_the_old_value(tmp_path, before, now, killed_after):
     """A loss of 1 is no better than an accuracy of 0.5, nor an accuracy better than it."""
     held_out = {
