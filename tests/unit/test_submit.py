@@ -15,7 +15,7 @@ from zerofit.launch import command as start
 from zerofit.tools.submit import submit
 
 RECIPES = sorted((ROOT / "recipes").glob("*/*.yaml"))
-FAST = (("zero2", 1), ("zero3", 2), ("fsdp2", 16))
+FAST = (("zero2", 1), ("fsdp2", 16))
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "zero3_offload")
 KINDS = tuple(submit.SCHEDULERS)
 RECIPE = "recipes/clm/stdlib-gpt2.yaml"
