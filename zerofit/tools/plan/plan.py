@@ -35,7 +35,7 @@ from zerofit.tools.plan.layouts import Degrees, read_pair
 from zerofit.tools.plan.parallel import find_all
 from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.plan.plan_report import PlanReport, refusals
-from zerofit.tools.plan.planner import Check, LengthPlanner, Planner, possible_lengths
+from zerofit.tools.plan.planner import Check, Planner, possible_lengths
 from zerofit.tools.plan.prediction import Budget, LayoutOutcome
 from zerofit.tools.plan.write import make_folder, write_pairs, write_recipe
 from zerofit.tools.tool_recipe import read_with_recipe
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def finder(by: Planner, misfit: LayoutOutcome | None = None) -> Callable[[LayoutOutcome], None]:
         if lengths:
-            return LengthPlanner(by, lengths).find
+            return partial(by.find_longest, lengths=lengths)
         sizes = options.micro_batches
         if sizes and misfit is not None and misfit.smallest_misfit:
             sizes = [misfit.smallest_misfit.micro_batch]

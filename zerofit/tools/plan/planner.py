@@ -80,6 +80,26 @@ class Planner:
             outcome.predictions = search(candidates, predict, self.budget.device)
             self._add_fastest(outcome, candidates)
 
+    def find_longest(self, outcome: LayoutOutcome, lengths: list[int]) -> None:
+        """Add the predictions of rows that a search for the longest needed, at the recipe's micro-batch, else one row;
+        or why there are none. Each length is traced.
+
+        Args:
+            lengths: tokens of a row, ascending.
+        """
+        name, layout = "per_device_train_batch_size", outcome.resolved.layout
+        size = getattr(self.recipe, name) if self.recipe.source(name) else 1
+        if not self.possible([size], layout.data_size):
+            outcome.refused = self.no_batch([size], layout)
+            return
+
+        def predict(length: int) -> Prediction:
+            model = self.model.with_options(self.recipe, replace(self.model.rows, length=length))
+            planner = Planner(self.recipe, model, self.budget, self.timing and self.timing.of(model))
+            return planner.predict(outcome.resolved, size)
+
+        outcome.predictions = search(lengths, predict, self.budget.device)
+
     def predict(self, resolved: PlannedStrategy, micro_batch: int) -> Prediction:
         """One micro-batch under one strategy."""
         layout = resolved.layout
@@ -266,34 +286,3 @@ def possible_lengths(options: PlanOptions, config: Any) -> list[int]:
         given = " ".join(options.lengths or ())
         raise UserError(f"lengths = {given}: the model has {positions} positions. Choose less")
     return options.named_lengths
-
-
-class LengthPlanner:
-    """Searches among lengths of rows, at one micro-batch: the recipe's, else one row. Each length is traced.
-
-    Args:
-        planner: of the recipe, whatever the length of its own rows.
-        lengths: tokens of a row, ascending.
-    """
-
-    def __init__(self, planner: Planner, lengths: list[int]):
-        name = "per_device_train_batch_size"
-        self.planner, self.lengths = planner, lengths
-        self.micro_batch = getattr(planner.recipe, name) if planner.recipe.source(name) else 1
-        self._planners: dict[int, Planner] = {}
-
-    def find(self, outcome: LayoutOutcome) -> None:
-        """Add the predictions that the search needed, or why there are none."""
-        resolved, sizes = outcome.resolved, [self.micro_batch]
-        if not self.planner.possible(sizes, resolved.layout.data_size):
-            outcome.refused = self.planner.no_batch(sizes, resolved.layout)
-            return
-        outcome.predictions = search(self.lengths, partial(self.predict, resolved), self.planner.budget.device)
-
-    def predict(self, resolved: PlannedStrategy, length: int) -> Prediction:
-        """One length under one strategy."""
-        if length not in self._planners:
-            recipe, model, timing = self.planner.recipe, self.planner.model, self.planner.timing
-            model = model.with_options(recipe, replace(model.rows, length=length))
-            self._planners[length] = Planner(recipe, model, self.planner.budget, timing and timing.of(model))
-        return self._planners[length].predict(resolved, self.micro_batch)
