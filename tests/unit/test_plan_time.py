@@ -42,7 +42,7 @@ class FlatLinks:
 
 
 def test_an_update_hides_what_runs_beside_it_and_no_more(monkeypatch):
-    flat = Speeds({}, GIGA, 0.0, GIGA, GIGA, GIGA, "here", 1)
+    flat = Speeds({}, GIGA, 0.0, GIGA, GIGA, GIGA, 1)
     passes = PassTime(1.0, 2.0, {MATRIX: 3.0})
 
     def seconds(bytes, hidden=True, accumulation=1, **settings) -> float:

@@ -52,6 +52,7 @@ NETWORK = 12.5e9
 HOST_ADAM, NEWER_HOST_ADAM, ADAM_OF_ONE = 1e9, 6.4e9, 0.5
 
 
+SOURCE = "makers' peaks, and efficiencies fitted on published runs (docs/plan.md); not measured"
 HOPPER_KERNELS = ("flash_attention_3", "flash_attention_4")
 OVERRIDES = ("peak_tflops", "memory_bandwidth", "link_bandwidth")
 STAND_IN = GPUS["a100-80gb"]  # whose speed ranks layouts where that of the device is not known
@@ -75,7 +76,7 @@ def device_speeds(options: Any, gpu: Gpu | None, on_gpu: bool) -> tuple[Speeds |
         which, other = (f" of {gpu.name}", "") if gpu else ("", ", or --gpu")
         return None, None, f"not known{which}: set {missing}{other}"
     between = f"; {network / GIGA:g} GB/s to other machines" if options.num_gpus > local else ""
-    return of_maker, links, f"{of_maker.source}{between}"
+    return of_maker, links, f"{SOURCE}{between}"
 
 
 def stand_in_speeds(options: Any) -> tuple[Speeds, Links]:
@@ -113,11 +114,10 @@ def _of_maker(options: Any, gpu: Gpu | None) -> tuple[Speeds | None, str]:
     if gpu is not None and gpu.single:
         rates[MATRIX, False] = rates[ATTENTION, False] = gpu.single * best
     pcie = OF_PCIE * gpu.pcie if gpu is not None and gpu.pcie else OF_PCIE * 16 * GIGA
-    source = "makers' peaks, and efficiencies fitted on published runs (docs/plan.md); not measured"
     local = min(options.num_gpus, options.gpus_per_node)
     adam = (NEWER_HOST_ADAM if is_newer else HOST_ADAM) * min(1.0, local * ADAM_OF_ONE)
     multiprocessors = (gpu and gpu.sms) or MULTIPROCESSORS
-    found = Speeds(rates, reached, OPERATION_S, adam, pcie, half, source, multiprocessors)
+    found = Speeds(rates, reached, OPERATION_S, adam, pcie, half, multiprocessors)
     if is_alone:
         step_s = STEP_OPERATIONS * NEWER_OPERATION_S
         found = replace(found, operation_s=NEWER_OPERATION_S, fused=FUSED_ALONE, tensor_s=step_s)

@@ -73,7 +73,6 @@ class Speeds:
         adam: elements/s of the host's Adam, of all processes of a machine together.
         host_link: bytes/s between the host and this device, in one direction.
         peak_half: FLOP/s of half precision that a utilisation refers to.
-        source: where these figures are from.
         fused: what torch.compile leaves of the time of operations that move bytes.
         tensor_s: in which DeepSpeed's step handles a tensor while the device waits.
     """
@@ -84,7 +83,6 @@ class Speeds:
     adam: float
     host_link: float
     peak_half: float
-    source: str
     multiprocessors: int
     fused: float = FUSED
     tensor_s: float = 0.0
