@@ -252,9 +252,13 @@ class Engine:
         """Return the gradients that this rank has now."""
         return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
 
+    def shards(self) -> list[torch.Tensor]:
+        """Return what the module has of the weights on this rank."""
+        return [*self.module.parameters()]
+
     def live_tensors(self) -> list[torch.Tensor]:
         """Return the weights of this rank and its buffers: what training changes in memory."""
-        return [*self.module.parameters(), *self.module.buffers()]
+        return [*self.shards(), *self.module.buffers()]
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The full weights and stored buffers by name, one after another on the CPU; nothing but on the main process.
@@ -368,7 +372,7 @@ class Engine:
         """Return the bytes that this rank keeps from update to update, on device or host: its shard of the weights
         (`parameters`), and the optimizer's moments and fp32 copies of what is trained (`optimizer`)."""
         copies = ("ds_tensor", "ds_secondary_tensor")  # ZeRO-3's shard, and ZeRO++'s copy within a machine
-        shards = [(p, *(getattr(p, name, None) for name in copies)) for p in self.module.parameters()]
+        shards = [(each, *(getattr(each, name, None) for name in copies)) for each in self.shards()]
         held = [tensor for tensors in shards for tensor in tensors if tensor is not None]
         state = self.torch_optimizer.state if self.torch_optimizer is not None else {}
         states = [tensor for parameter in state for tensor in (parameter, *state[parameter].values())]

@@ -16,14 +16,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.optim.adamw import adamw
 
 from zerofit.model.compilation import blocks_of, ends_of
 from zerofit.model.parameters import replace_parameters
 from zerofit.model.stages import empty_parameters, without_weights
 from zerofit.model.tensor_parallel.cut import rows_of
 from zerofit.recipe.options import OptimizerOptions
-from zerofit.strategy.engine import storages
 from zerofit.strategy.expert_parallel import dispatch, experts_of, mesh_of_one
 from zerofit.strategy.state import OptimizerState, RowState
 from zerofit.strategy.torch_engine import TorchEngine
@@ -35,6 +33,8 @@ class FullyShardedEngine(TorchEngine):
     Attributes:
         sharded: {name: parameter} of the module, each a DTensor; the module itself may have one in full for a while.
         experts: those of the parameters that are never gathered, as tokens travel to them.
+        rows: {parameter that is trained: this rank's rows of it, a plain tensor in the same memory}. The optimizer has
+            these: torch's fused step does not take `found_inf` and `grad_scale` together with DTensors.
     """
 
     def _prepare(self, model: Any, recipe: OptimizerOptions, optimizer: Any) -> Any:
@@ -48,10 +48,11 @@ class FullyShardedEngine(TorchEngine):
         self.sharded: dict[str, Any] = dict(model.named_parameters())  # DTensors
         self.experts: list[Any] = [parameter for module in modules for parameter in module.parameters()]
         self.parameters: list[Any] = [parameter for parameter in self.sharded.values() if parameter.requires_grad]
+        self.rows = {parameter: parameter.detach().to_local() for parameter in self.parameters}
         if optimizer is not None:
             sharded = {id(parameter): self.sharded[name] for name, parameter in before.items()}
             for group in optimizer.param_groups:
-                group["params"] = [sharded[id(parameter)] for parameter in group["params"]]
+                group["params"] = [self.rows[sharded[id(parameter)]] for parameter in group["params"]]
         return model
 
     def _shard(self, model: Any, experts: list[torch.nn.Module]) -> None:
@@ -120,44 +121,10 @@ class FullyShardedEngine(TorchEngine):
         return contextlib.nullcontext()
 
     @torch.no_grad()  # with it DTensor.to_local starts an autograd function each time
-    def _step_unless(self, refused: torch.Tensor, divisor: torch.Tensor | None) -> None:
-        """Step torch's fused AdamW on this rank's rows. `optimizer.step` cannot be used: it does not take the plain
-        tensors `found_inf` and `grad_scale` together with parameters that are DTensors."""
-        for group in self.optimizer.param_groups:
-            parameters = [each for each in group["params"] if each.grad is not None]
-            states = [self.optimizer.state[each] for each in parameters]
-            for parameter, state in zip(parameters, states):
-                if not state:
-                    state["step"] = torch.zeros((), device=self.device)
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-            settings: dict[str, Any] = {name: group[name] for name in ("lr", "weight_decay", "eps")}
-            settings |= zip(("beta1", "beta2"), group["betas"])
-            settings |= {
-                "fused": True,
-                "grad_scale": divisor,
-                "found_inf": refused,
-                "amsgrad": False,
-                "maximize": False,
-            }
-            adamw(
-                [each.detach().to_local() for each in parameters],
-                [each.grad.to_local() for each in parameters],
-                [state["exp_avg"].to_local() for state in states],
-                [state["exp_avg_sq"].to_local() for state in states],
-                [],
-                [state["step"] for state in states],
-                **settings,
-            )
-
-    @torch.no_grad()
     def trained(self) -> list[torch.Tensor]:
-        """This rank's rows of what has a gradient, as plain tensors that have its rows of the gradient as theirs."""
-        shards = []
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                shards.append(parameter.detach().to_local())
-                shards[-1].grad = parameter.grad.to_local()
-        return shards
+        for parameter, rows in self.rows.items():
+            rows.grad = parameter.grad.to_local() if parameter.grad is not None else None
+        return list(self.rows.values())
 
     @torch.no_grad()
     def _take_norm(self) -> torch.Tensor:
@@ -169,7 +136,8 @@ class FullyShardedEngine(TorchEngine):
         return (square / self.layout.dp_replicate).sqrt()
 
     def _drop_gradients(self) -> None:
-        self.optimizer.zero_grad()
+        for tensor in (*self.rows.keys(), *self.rows.values()):
+            tensor.grad = None
 
     def _state(self) -> OptimizerState:
         return RowState(self)
@@ -180,8 +148,8 @@ class FullyShardedEngine(TorchEngine):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def live_tensors(self) -> list[torch.Tensor]:
-        return [*self._shards().values(), *self.module.buffers()]
+    def shards(self) -> list[torch.Tensor]:
+        return [parameter.detach().to_local() for parameter in self.sharded.values()]
 
     def _named_parameters(self) -> dict[str, Any]:
         return self.sharded
@@ -197,17 +165,6 @@ class FullyShardedEngine(TorchEngine):
             return super().generate(input_ids, attention_mask, **kwargs)
         finally:
             self.forget_gathered()
-
-    def held_bytes(self) -> dict[str, int]:
-        state = self.optimizer.state.values() if self.optimizer is not None else ()
-        moments = [each for entry in state for each in entry.values() if torch.is_tensor(each)]
-        moments = [each.to_local() if isinstance(each, DTensor) else each for each in moments]
-        weights = self._shards().values()
-        return {"parameters": sum(storages(weights).values()), "optimizer": sum(storages(moments).values())}
-
-    def _shards(self) -> dict[str, torch.Tensor]:
-        """This rank's rows of each parameter."""
-        return {name: parameter.detach().to_local() for name, parameter in self.sharded.items()}
 
     def effective_strategy(self) -> dict[str, Any]:
         fsdp = {

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed.tensor import DTensor
 
 from zerofit.compat.torch import leave_scaling_to_scaler
 from zerofit.model.parameters import decay_groups, hidden_matrices, true_shape
@@ -153,9 +152,8 @@ class Muon(torch.optim.AdamW):
 
 
 def flat(tensor: Any) -> torch.Tensor:
-    """This rank's elements, in one dimension."""
-    detached = tensor.detach()
-    return (detached.to_local() if isinstance(detached, DTensor) else detached).view(-1)
+    """A view of a tensor's elements in one dimension, without a gradient."""
+    return tensor.detach().view(-1)
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:

@@ -300,6 +300,9 @@ class RowState(OptimizerState):
         first, last = rows_of(len(parameter), layout.shard_rank, layout.shard_size)
         return first * inner, last * inner
 
+    def _held_in(self, parameter: Any) -> tuple[torch.Tensor, int]:
+        return self.engine.rows[parameter], 0
+
     def _weights_follow(self) -> None:
         self.engine.forget_gathered()
 
