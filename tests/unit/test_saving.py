@@ -69,9 +69,6 @@ class Alone:
     def weights(self):
         return dict(self.module.state_dict())
 
-    def _named_parameters(self):
-        return dict(self.module.named_parameters())
-
     def _in_full(self, parameters):
         return parameters.items()
 

@@ -274,8 +274,7 @@ class Engine:
 
     def trained_state(self) -> dict[str, torch.Tensor] | None:
         """The weights that are trained, on the main process; None elsewhere."""
-        trained = {name: each for name, each in self._named_parameters().items() if each.requires_grad}
-        return dict(self._gathered_weights(trained)) or None
+        return dict(self._gathered_weights(self.state.parameters)) or None
 
     def _named_parameters(self) -> dict[str, Any]:
         return dict(self.module.named_parameters())
@@ -283,10 +282,9 @@ class Engine:
     def weight_samples(self) -> dict[str, list[float]]:
         """{name: the values of its sampled elements (state.py)} of this rank's trained weights, as the model computes
         with them. Each is gathered for a moment."""
-        trained = {name: each for name, each in self._named_parameters().items() if each.requires_grad}
         return {
             name: full.flatten()[torch.from_numpy(sampled_elements(full.numel()))].tolist()
-            for name, full in self._in_full(trained)
+            for name, full in self._in_full(self.state.parameters)
         }
 
     def _gathered_weights(self, parameters: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
