@@ -1,5 +1,7 @@
 """`zerofit plan`, time: operations against torch's own count, links and updates against formulas, the search."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from test_plan import ON_GPUS, gpt2, planned, tracer
@@ -34,15 +36,9 @@ def test_traced_products_are_those_of_a_real_pass():
 # ----------------------------------------------------------------------------------------------- rates, links, updates
 
 
-class FlatLinks:
-    """A GB/s, whatever is exchanged."""
-
-    def seconds(self, exchange: Exchange, world_size: int, per_machine: int) -> float:
-        return exchange.bytes / GIGA
-
-
 def test_an_update_hides_what_runs_beside_it_and_no_more(monkeypatch):
     flat = Speeds({}, GIGA, 0.0, GIGA, GIGA, GIGA, 1)
+    links = SimpleNamespace(seconds=lambda exchange, *_: exchange.bytes / GIGA)
     passes = PassTime(1.0, 2.0, {MATRIX: 3.0})
 
     def seconds(bytes, hidden=True, accumulation=1, **settings) -> float:
@@ -51,7 +47,7 @@ def test_an_update_hides_what_runs_beside_it_and_no_more(monkeypatch):
             passes,
             exchanges,
             flat,
-            FlatLinks(),
+            links,
             accumulation,
             world_size=2,
             per_machine=8,
