@@ -13,12 +13,10 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     sources = ["zerofit", "train", "accelerate_configs", "ds_configs", "recipes", "pyproject.toml", "setup.py"]
-    tree = folder / "tree"  # building writes into it
-    tree.mkdir()
+    tree = tmp_path_factory.mktemp("tree")  # building writes into it
     subprocess.run(["cp", "-r", *(str(ROOT / name) for name in [*sources, "README.md", "LICENSE"]), tree], check=True)
-    subprocess.run(
-        [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, tree], check=True, capture_output=True
-    )
+    build = ["wheel", "-q", "--no-deps", "--no-build-isolation", "-w"]
+    subprocess.run([*pip, *build, folder, tree], check=True, capture_output=True)
     (wheel,) = folder.glob("*.whl")
     site, empty = folder / "site", folder / "empty"
     subprocess.run([*pip, "install", "-q", "--no-deps", "--target", site, wheel], check=True, capture_output=True)
