@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_567,  # 1,300
     "zerofit/tools": 10_691,  # 10,600
     "benchmarks": 1_899,  # 1,800
-    "tests": 26_171,  # 21,500
+    "tests": 26_169,  # 21,500
 }
 
 
