@@ -80,3 +80,16 @@ def test_of_several_machines_each_says_which_it_is(tmp_path, in_root):
     assert (arguments.machine_rank, arguments.main_process_ip) == (1, "10.0.0.1")
     content = yaml.safe_load(Path(arguments.config_file).read_text())
     assert (content["num_processes"], content["num_machines"]) == (16, 2)
+
+
+@pytest.mark.parametrize(("model", "gpu", "flags", "reshards"), [
+    ("gpt2", "a100-80gb", ("--train_tokenizer_vocab_size", "300", "--block_size", "64"), False),
+    ("llama-2-13b", "v100-16gb", ("--gradient_checkpointing", "true"), True),
+])  # fmt: skip
+def test_what_is_written_keeps_blocks_gathered_where_they_fit(tmp_path, in_root, model, gpu, flags, reshards):
+    folder = tmp_path / "pairs"
+    words = ["--task", "clm", "--config_name", model, "--precision", "bf16", "--gpu", gpu, "--num_gpus", "32", *flags]
+    assert main(["plan", *words, "--batch_sizes", "1", "--strategies", "fsdp2", "--write", str(folder)]) == 0
+    settings = yaml.safe_load((folder / "fsdp2.yaml").read_text())["fsdp_config"]
+    assert settings["fsdp_reshard_after_forward"] is reshards
+    assert settings["fsdp_sync_each_batch"] is True  # the rest is the strategy's

@@ -78,7 +78,9 @@ def main(argv: list[str] | None = None) -> int:
             Remedies(planner, check, finder).add,
             lambda done, count: say_now(f"remedies: {done} of {count} groups of layouts"),
         )
-    scripts = write_pairs(report.rows[: options.top], folder, options, recipe) if folder else []
+    scripts = []
+    if folder:
+        scripts = write_pairs(report.rows[: options.top], folder, options, recipe, keeping=report.keeping)
     if _writes_json(report.to_json(), options.json):
         return 0
     said = {
@@ -136,7 +138,7 @@ def _search(prepared: "Prepared", options: PlanOptions, recipe: type[TaskRecipe]
         raise UserError("search: nothing fits. Set a larger --num_gpus or another --gpu, or say --lora")
     (best, prediction), *_ = found
     file = write_recipe(folder, best.planner.recipe, recipe)
-    (script,) = write_pairs([prediction], folder, best.planner.recipe, recipe, file)
+    (script,) = write_pairs([prediction], folder, best.planner.recipe, recipe, recipe_file=file)
     if _writes_json([{**one.to_dict(), "options": combination.options} for combination, one in found], options.json):
         return 0
     report = PlanReport([], planner)

@@ -150,25 +150,40 @@ class PlanReport:
             f"the table is without, {rounded(before_s)} s"
         ]
 
+    @cached_property
+    def keeping(self) -> dict[str, Prediction]:
+        """{strategy that shards weights fully: its best prediction where blocks stay gathered until their backward
+        pass}, of those where that fits and is faster."""
+        found: dict[str, Prediction] = {}
+        if self.lengths is not None or not self.planner.model.on_gpu:
+            return found
+        for one in self.outcomes:
+            if not (one.best and one.best.timed):
+                continue
+            sharding = one.resolved.sharding
+            if isinstance(sharding, FullyShards) and sharding.reshards is True:
+                resolved = replace(one.resolved, sharding=replace(sharding, reshards=False))
+                kept = self.planner.predict(resolved, one.best.micro_batch)
+                if kept.fits and kept.speed and kept.tokens_per_s > WORTH * one.best.tokens_per_s:
+                    found[one.label] = kept
+        return found
+
     def _advice(self) -> list[str]:
         """Advise what is predicted to be faster on several GPUs than what was asked for: fsdp2 in place of zero3, and
         weights that stay in full between the passes."""
-        found = {one.strategy: (one.best, one.resolved) for one in self.outcomes if one.best and one.best.timed}
+        found = {one.strategy: one.best for one in self.outcomes if one.best and one.best.timed}
         if "fsdp2" not in found or self.lengths is not None or not self.planner.model.on_gpu:
             return []
-        (best, resolved), (zero3, _) = found["fsdp2"], found.get("zero3", (None, None))
-        lines, fast = [], best.tokens_per_s
+        lines, fast, zero3 = [], found["fsdp2"].tokens_per_s, found.get("zero3")
         if zero3 is not None and fast > WORTH * zero3.tokens_per_s:
             gain = fast / zero3.tokens_per_s - 1
             lines.append(f"  fsdp2 shards as much as zero3, and is predicted to make {gain:.0%} more tokens/s")
-        if isinstance(resolved.sharding, FullyShards) and resolved.sharding.reshards is True:
-            keeping = replace(resolved, sharding=replace(resolved.sharding, reshards=False))
-            kept = self.planner.predict(keeping, best.micro_batch)
-            if kept.fits and kept.speed and kept.tokens_per_s > WORTH * fast:
-                lines.append(
-                    f"  {RESHARDS}: false in the YAML of fsdp2 fits, too: {rounded(kept.speed.time.seconds)} s/update "
-                    f"in {size(kept.peak.needed)}"
-                )
+        kept = self.keeping.get("fsdp2")
+        if kept and kept.speed:
+            lines.append(
+                f"  {RESHARDS}: false in the YAML of fsdp2 fits, too: {rounded(kept.speed.time.seconds)} s/update in "
+                f"{size(kept.peak.needed)}. --write sets it"
+            )
         return [*lines, ""]
 
     def trust(self, best: Prediction) -> list[str]:

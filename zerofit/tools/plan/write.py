@@ -2,7 +2,9 @@
 
 import dataclasses
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -10,6 +12,7 @@ from zerofit.launch.command import program_of
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.terminal import rounded, size
+from zerofit.strategy.fsdp import RESHARDS
 from zerofit.tools.plan.layouts import labelled, read_pair
 from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.plan.prediction import Prediction
@@ -49,7 +52,9 @@ def write_pairs(
     folder: Path,
     options: PlanOptions,
     recipe: type[TaskRecipe],
+    *,
     recipe_file: Path | None = None,
+    keeping: Mapping[str, Prediction] | None = None,
 ) -> list[Path]:
     """NAME.yaml, NAME.json (of ZeRO) and NAME.sh of each prediction; NAME has the degrees of parallelism: tp_x4.
 
@@ -57,21 +62,32 @@ def write_pairs(
         options: of the plan and the recipe, whose flags go into the command.
         recipe: the type of the task's recipe.
         recipe_file: has all options; None: the command has those that were given.
+        keeping: {strategy: the prediction where its blocks stay gathered until their backward pass}, which is written
+            in place of the first.
 
     Returns: the scripts.
     """
     flags = ["--config", str(recipe_file)] if recipe_file else options.flags_given(recipe, without=SET_HERE)
-    return [_write_pair(prediction, folder, options, flags) for prediction in predictions]
+    keeping = keeping or {}
+    return [_write_pair(each, keeping.get(each.label), folder, options, flags) for each in predictions]
 
 
-def _write_pair(prediction: Prediction, folder: Path, options: PlanOptions, flags: list[str]) -> Path:
+def _write_pair(
+    prediction: Prediction, kept: Prediction | None, folder: Path, options: PlanOptions, flags: list[str]
+) -> Path:
     pair = read_pair(prediction.strategy)
     file = folder / f"{labelled(pair.source.stem, prediction.degrees).replace(' ', '_')}.yaml"
     if file.resolve() == pair.source.resolve():
         raise UserError(f"write = {str(folder)!r}: {file} is the strategy itself. Set --write to another folder")
-    machines, said = -(-prediction.layout.world_size // options.gpus_per_node), _said(prediction)
-    processes = {"num_machines": machines, "num_processes": prediction.layout.world_size, "machine_rank": 0}
-    pair.with_degrees(prediction.degrees).write(file, f"# {said}\n", processes)
+    machines, said = -(-prediction.layout.world_size // options.gpus_per_node), _said(kept or prediction)
+    changes: dict[str, Any] = {
+        "num_machines": machines,
+        "num_processes": prediction.layout.world_size,
+        "machine_rank": 0,
+    }
+    if kept is not None:
+        changes["fsdp_config"] = {**pair.content["fsdp_config"], RESHARDS: False}
+    pair.with_degrees(prediction.degrees).write(file, f"# {said}\n", changes)
     script = file.with_suffix(".sh")
     program = shlex.join([*program_of([options.task]), *flags, *batch_flags(prediction, options)])
     each, rendezvous = (f"# {EACH_MACHINE.format(machines)}\n", f"{RENDEZVOUS} ") if machines > 1 else ("", "")
