@@ -232,7 +232,8 @@ class Run:
         if chosen and not recipe.compiles:
             self.compilation = "auto: false, the model's code names no blocks"
         if recipe.trains:
-            self.notes += filter(None, [without_mfu(self.device, strategy.precision)])
+            faster = strategy.faster_strategy(recipe, self.device)
+            self.notes += filter(None, [without_mfu(self.device, strategy.precision), faster])
         self.parameters, self.trainable = count_parameters(whole_model(model))
         self.engine, self.schedule = prepare_engine(strategy, self.accelerator, model, recipe, optimizer), schedule
         self.starting.close()
