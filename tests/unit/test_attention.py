@@ -14,8 +14,9 @@ import transformers
 from helpers import TINY, refusal, tiny_model
 
 import zerofit.model.attention as attention
+from zerofit.compat.transformers import attention_of
 from zerofit.data.collate import CausalCollator
-from zerofit.model.attention import VARLEN, check_installed, choose_attention, kernel_of, takes_lengths
+from zerofit.model.attention import SDPA, VARLEN, check_installed, choose_attention, kernel_of, takes_lengths
 from zerofit.model.loss import install_loss
 from zerofit.model.preflight import check_packing
 from zerofit.recipe import ClmRecipe
@@ -205,6 +206,22 @@ def test_a_mask_is_converted_once_and_not_in_each_layer(family, dtype):
     found = [kept(model) for model in (plain, chosen)]
     assert [number for number, _ in found] == [5, 1]
     assert torch.equal(found[0][1], found[1][1])  # bit for bit
+
+
+def test_our_names_stay_in_this_process_and_transformers_own_mean_what_they_meant(gpu, tmp_path):
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    for name, precision in ((SDPA, "fp32"), (VARLEN, "bf16")):
+        model = tiny_model("llama", "sdpa")
+        choose_attention(model, None, precision, gpu)
+        assert attention_of(model.config) == name
+        model.save_pretrained(tmp_path / name)
+        written = (tmp_path / name / "config.json").read_text()
+        assert not [each for each in (SDPA, VARLEN) if each in written]
+        assert kernel_of(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)) == "sdpa"
+    assert transformers.AttentionInterface()["sdpa"] is sdpa_attention_forward
+    assert transformers.AttentionMaskInterface()["sdpa"] is sdpa_mask
 
 
 @pytest.mark.parametrize(("name", "said"), [
