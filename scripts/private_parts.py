@@ -25,10 +25,10 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("zerofit", "train")
 COMPAT = "zerofit/compat"
 DEVICE = "zerofit/tools/simulate/device"  # a backend of these libraries, in processes that import nothing of zerofit
-# Private by name alone: these are documented.
+# Private by name alone: these are documented. A metric of the evaluate library has to define `_info`.
 MEMORY = "torch.cuda.memory"
 DOCUMENTED = {
-    *("_asdict", "_replace", "_fields", "_make", "os._exit"),
+    *("_asdict", "_replace", "_fields", "_make", "os._exit", "evaluate.Metric._info"),
     *(f"{MEMORY}._record_memory_history", f"{MEMORY}._dump_snapshot"),  # "Understanding CUDA Memory Usage"
 }
 # Settings that a library asks its users to assign, and an object of this process that is found by a name of a module.
@@ -36,7 +36,7 @@ SETTINGS = re.compile(r"torch\.(backends|compiler\.config|distributed\.group\.WO
 CALLED_BY_NAME = {"forward"}  # what a module of torch does when it is called: its own attribute comes first
 # Libraries whose objects meet ours. A name that the syntax tree leads to none of them is looked up in their sources.
 LIBRARIES = (
-    "deepspeed torch accelerate peft transformers datasets tokenizers trackio lm_eval megatron wandb tqdm"
+    "deepspeed torch accelerate peft transformers datasets tokenizers trackio lm_eval evaluate megatron wandb tqdm"
 ).split()
 CHANGES = ("setattr", "delattr", "patch.object", "mock.patch.object", "replaced")  # (object, ...)
 TABLE_CHANGES = ("update", "pop", "setdefault", "clear", "popitem")

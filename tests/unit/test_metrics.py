@@ -16,8 +16,8 @@ from zerofit.recipe import ClsRecipe
 from zerofit.record.run_folder import RunFolder
 from zerofit.training.best_metric import BestMetricTracker, make_best_tracker
 from zerofit.training.classification import report_classes
+from zerofit.training.evaluation import compute
 from zerofit.training.generation import FIGURES
-from zerofit.training.metrics import of_classes, of_numbers, of_texts
 
 RNG = np.random.default_rng(0)
 NAN = float("nan")
@@ -27,7 +27,7 @@ NAN = float("nan")
 def test_classification(classes):
     truth = RNG.integers(0, classes, 200)
     predictions = np.where(RNG.random(200) < 0.6, truth, RNG.integers(0, classes, 200))
-    found = of_classes(predictions.tolist(), truth.tolist(), classes)
+    found = compute("classification", predictions.tolist(), truth.tolist(), num_labels=classes)
     f1 = {"f1_macro": sk.f1_score(truth, predictions, average="macro")}
     f1 |= {"f1": sk.f1_score(truth, predictions)} if classes == 2 else {}
     matthews = sk.matthews_corrcoef(truth, predictions)
@@ -38,7 +38,7 @@ def test_classification(classes):
 def test_regression():
     truth, noise = RNG.normal(size=100), RNG.normal(size=100)
     predictions = truth**3 + noise
-    found = of_numbers(predictions.tolist(), truth.tolist())
+    found = compute("regression", predictions.tolist(), truth.tolist())
     assert found == pytest.approx({
         "pearson": stats.pearsonr(truth, predictions).statistic,
         "spearmanr": stats.spearmanr(truth, predictions).statistic,
@@ -50,14 +50,14 @@ def test_regression():
 @pytest.mark.parametrize(("predictions", "mse"), [([1.0, 1.0, 1.0], 5 / 3), ([1.0, NAN, 3.0], NAN)])
 def test_regression_where_nothing_correlates(predictions, mse):
     """A constant model, and a run that has diverged: nan, and the run goes on."""
-    found = of_numbers(predictions, [1.0, 2.0, 3.0])
+    found = compute("regression", predictions, [1.0, 2.0, 3.0])
     assert found == pytest.approx({"pearson": NAN, "spearmanr": NAN, "mse": mse}, nan_ok=True)
 
 
 def test_generation():
     truth = ["The cat sat on the mat today.", "I like music a lot.", "Hello, how are you doing?"]
     predictions = ["The cats sat on a mat today.", "I like music a lot.", ""]
-    found = of_texts(predictions, truth)
+    found = compute("generation", predictions, truth)
     assert found["bleu"] == pytest.approx(sacrebleu.corpus_bleu(predictions, [truth]).score)
     scorer = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
     scores = [scorer.score(reference, written) for reference, written in zip(truth, predictions)]
@@ -65,7 +65,7 @@ def test_generation():
         assert found[name] == pytest.approx(100 * np.mean([score[name].fmeasure for score in scores]))
     assert set(found) == set(FIGURES)
     assert 20 < found["bleu"] < 100
-    assert of_texts(truth, truth) == pytest.approx(dict.fromkeys(FIGURES, 100.0))
+    assert compute("generation", truth, truth) == pytest.approx(dict.fromkeys(FIGURES, 100.0))
 
 
 # ---------------------------------------------------------------------------------------------------------------- best

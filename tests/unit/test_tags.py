@@ -22,7 +22,7 @@ from zerofit.record.run_folder import RunFolder
 from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.tool_recipe import read_with_recipe
 from zerofit.training.classification import figures_of, report_classes
-from zerofit.training.metrics import of_tags
+from zerofit.training.evaluation import compute
 
 WORDS = ["Licensor", "Apache", "is", "unquestionably", "here"]
 TAGS = ["B-WHO", "I-WHO", "O", "O", "B-WHERE"]
@@ -87,7 +87,7 @@ def test_entities_are_those_of_seqeval():
     for tags, expected in SEQEVAL.items():
         assert entities(tags.split()) == expected
         assert Labels(tuple(tags.split()), of_words=True).entities
-    figures = of_tags([["B-A", "I-A", "O", "B-B"]], [["B-A", "O", "O", "B-B"]])
+    figures = compute("entities", [["B-A", "I-A", "O", "B-B"]], [["B-A", "O", "O", "B-B"]])
     assert figures == {"f1": 0.5, "precision": 0.5, "recall": 0.5, "accuracy": 0.75}
 
 

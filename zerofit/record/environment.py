@@ -30,6 +30,7 @@ PACKAGES = (
     "tokenizers",
     "peft",
     "megatron-core",
+    "evaluate",
     "scikit-learn",
     "sacrebleu",
     "numpy",

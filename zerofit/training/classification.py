@@ -29,7 +29,7 @@ from zerofit.record.plot import plot_confusion
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import decimals, screen_width, table
 from zerofit.strategy.engine import Engine
-from zerofit.training.evaluation import gather_by_index, mean_losses
+from zerofit.training.evaluation import compute, gather_by_index, mean_losses
 
 MAX_ROWS, MAX_PICTURED = 20, 60  # classes of a table, and of a picture
 
@@ -126,17 +126,15 @@ def _answered(
 
 
 def _measured(predictions: list[Any], truth: list[Any], labels: Labels) -> dict[str, float]:
-    from zerofit.training import metrics  # with libraries that take seconds
-
     if labels.names is None:
-        return metrics.of_numbers(predictions, truth)
+        return compute("regression", predictions, truth)
     if labels.of_words:
         sentences = ([[labels.names[tag] for tag in row] for row in rows] for rows in (predictions, truth))
-        figures = metrics.of_tags(*sentences)
+        figures = compute("entities", *sentences)
         return figures if labels.entities else {"accuracy": figures["accuracy"]}
     if labels.of_sets:
-        return metrics.of_label_sets(predictions, truth, len(labels.names))
-    figures = metrics.of_classes(predictions, truth, len(labels.names))
+        return compute("label sets", predictions, truth, num_labels=len(labels.names))
+    figures = compute("classification", predictions, truth, num_labels=len(labels.names))
     return {"accuracy": figures["accuracy"]} if labels.choices else figures
 
 
@@ -201,8 +199,6 @@ def report_classes(folder: RunFolder, labels: Labels, held_out: list[HeldOut]) -
     if labels.names is None or labels.choices:
         return []
     lines, keys = [], ("label", "prediction")
-    truth: set[Any]
-    predicted: set[Any]
     for part in held_out:
         rows = folder.predictions(part.suffix, keys)
         if not rows:  # of an earlier launch, and damaged since

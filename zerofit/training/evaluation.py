@@ -99,3 +99,12 @@ def gather_by_index(engine: Engine, rows: dict[int, Any]) -> list[Any] | None:
     of_example = {index: row for rank in ranks for index, row in rank.items()}
     assert sorted(of_example) == list(range(len(of_example))), "every example once"
     return [of_example[index] for index in range(len(of_example))]
+
+
+def compute(name: str, predictions: list[Any], references: list[Any], **options: Any) -> dict[str, float]:
+    """The figures of a metric of metrics.py, by the evaluate library."""
+    from zerofit.training.metrics import METRICS  # with libraries that take seconds
+
+    metric: Any = METRICS[name](keep_in_memory=True)
+    figures: dict[str, float] = metric.compute(predictions=predictions, references=references, **options)
+    return figures

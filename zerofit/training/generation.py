@@ -20,7 +20,7 @@ from zerofit.recipe.tasks import ClmRecipe, Seq2SeqRecipe
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import log_lines
 from zerofit.strategy.engine import Engine
-from zerofit.training.evaluation import eval_batches, gather_by_index
+from zerofit.training.evaluation import compute, eval_batches, gather_by_index
 
 FIGURES = ("bleu", "rouge1", "rouge2", "rougeL")
 
@@ -50,12 +50,10 @@ def evaluate_generation(
     """BLEU and ROUGE of the generated texts against the whole targets; the main process also writes them down."""
     written, figures = _written(engine, batches, data.tokenizer, settings), dict[str, float]()
     if written is not None:
-        from zerofit.training.metrics import of_texts  # with libraries that take seconds
-
         texts = [text.strip() for text, _ in written]
         data.cut = sum(is_cut for _, is_cut in written)
         folder.write_predictions(_lines(data, texts))
-        figures = of_texts(texts, data.targets)
+        figures = compute("generation", texts, data.targets)
     figures = engine.from_main(figures)
     return {f"eval_{name}": value for name, value in figures.items()}
 
