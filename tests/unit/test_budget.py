@@ -17,16 +17,16 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/model": 5_859,  # 4,700
     "zerofit/compat": 604,  # 600
     "zerofit/data": 6_876,  # 6,000
-    "zerofit/strategy": 5_015,  # 4,800
+    "zerofit/strategy": 5_028,  # 4,800
     "zerofit/estimate": 4_760,  # 4,700
-    "zerofit/record": 1_577,  # 4,300 with health and checkpoint
+    "zerofit/record": 1_578,  # 4,300 with health and checkpoint
     "zerofit/health": 1_396,
     "zerofit/checkpoint": 1_826,
-    "zerofit/training": 3_212,  # 2,000
+    "zerofit/training": 3_258,  # 2,000
     "zerofit/launch": 1_567,  # 1,300
-    "zerofit/tools": 10_691,  # 10,600
+    "zerofit/tools": 10_724,  # 10,600
     "benchmarks": 1_899,  # 1,800
-    "tests": 26_169,  # 21,500
+    "tests": 26_244,  # 21,500
 }
 
 

@@ -204,6 +204,8 @@ def report_classes(folder: RunFolder, labels: Labels, held_out: list[HeldOut]) -
         if not rows:  # of an earlier launch, and damaged since
             continue
         names, what = labels.names, ("class", "words" if labels.of_words else "examples")
+        truth: set[Any]
+        predicted: set[Any]
         if labels.entities:
             heading, what = "entities    of the held-out sentences, by kind", ("kind", "entities")
             sentences = [_words(row) for row in rows]
