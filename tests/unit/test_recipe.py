@@ -27,7 +27,7 @@ def recipe_file(tmp_path, text: str) -> list[str]:
 
 
 def test_flags_override_the_file_and_both_are_remembered(tmp_path):
-    file = recipe_file(tmp_path, "learning_rate: 5e-4\nweight_decay: 1\nblock_size: 64\n")
+    file = recipe_file(tmp_path, 'learning_rate: 5e-4\nweight_decay: "1"\nblock_size: 64\n')
     recipe = parse(*file, "--learning_rate", "1e-5")
     assert (recipe.learning_rate, recipe.weight_decay, recipe.block_size) == (1e-5, 1.0, 64)
     assert recipe.source("learning_rate") == "--learning_rate"
