@@ -139,7 +139,7 @@ def rank_server():
 
     from zerofit.tools.simulate import build
 
-    devices = {**build.environment(build.build()), "SIMGPU_MEMORY": ",".join(["4294967296"] * 4)}
+    devices = {**build.environment(build.build_device()), "SIMGPU_MEMORY": ",".join(["4294967296"] * 4)}
     return RankServer({**environment(), **devices})
 
 

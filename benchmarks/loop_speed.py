@@ -55,8 +55,8 @@ from zerofit.record.terminal import table
 from zerofit.strategy.optimizers import make_optimizer
 from zerofit.training.causal import choose_loss_and_attention
 from zerofit.training.entry import Start
-from zerofit.training.prepare import build_model
 from zerofit.training.run import Run
+from zerofit.training.setup import build_model
 
 RATIOS = (("zerofit", "bare"), ("zerofit", "Trainer"))  # whose tokens/s, divided by whose
 SAME_LOSS = 1e-3  # relative; far above rounding, far below any other training

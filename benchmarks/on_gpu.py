@@ -61,7 +61,7 @@ ROUNDS = 3
 # (module, name, what stands there instead): what makes an update fast, and has no option of its own.
 BEFORE = [
     ("zerofit.model.norms", "is_llama_norm", "lambda module: False"),
-    ("zerofit.training.prepare", "round_embeddings", "lambda model: None"),
+    ("zerofit.training.setup", "round_embeddings", "lambda model: None"),
     ("zerofit.data.collate", "GPU_MULTIPLE", "8"),
 ]
 EAGER = {"torch_compile": False}

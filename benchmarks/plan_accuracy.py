@@ -35,7 +35,7 @@ from provenance import provenance
 from zerofit.launch.runs import LaunchedRun
 from zerofit.tools.compare.candidates import make_recipe
 from zerofit.tools.compare.compare import CompareOptions
-from zerofit.tools.compare.trial import peak_of, run_trial
+from zerofit.tools.compare.trial import peak_bytes, run_trial
 from zerofit.tools.tool_recipe import read_with_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -296,7 +296,11 @@ def measure(configuration: Configuration, output: Path) -> dict[str, int]:
     options, cls = read_with_recipe(CompareOptions, [*flags, "--num_processes", str(processes)], "measure")
     recipe.write_text(yaml.safe_dump(make_recipe(options, cls).values))
     sizes = ",".join([str(16 * GIB)] * processes)
-    environment = {**simgpu_build.environment(simgpu_build.build()), "SIMGPU_MEMORY": sizes, "OMP_NUM_THREADS": "1"}
+    environment = {
+        **simgpu_build.environment(simgpu_build.build_device()),
+        "SIMGPU_MEMORY": sizes,
+        "OMP_NUM_THREADS": "1",
+    }
     peaks = {}
     for size in configuration.tried:
         pair = ROOT / "accelerate_configs" / f"{configuration.strategy}.yaml"
@@ -306,7 +310,7 @@ def measure(configuration: Configuration, output: Path) -> dict[str, int]:
         result = run_trial(trial, processes, uuid.uuid4().hex, request, environment, patience_s=PATIENCE_S)
         if result["outcome"] != "fits":
             raise RuntimeError(f"{configuration.name}: see {folder / str(size)}")
-        peaks[str(size)] = peak_of(result, "allocated")
+        peaks[str(size)] = peak_bytes(result, "allocated")
     return peaks
 
 
@@ -318,7 +322,7 @@ class Predictor:
 
     def __init__(self, configuration: Configuration):
         from zerofit.estimate.read_model import read_planned_model
-        from zerofit.tools.plan.layouts import resolve
+        from zerofit.tools.plan.layouts import resolve_layout
         from zerofit.tools.plan.plan_options import PlanOptions
         from zerofit.tools.plan.planner import Planner
         from zerofit.tools.plan.prediction import Budget
@@ -328,7 +332,7 @@ class Predictor:
         model = replace(read_planned_model(options, configuration.task, True), cpu_kernels=True)
         budget = Budget(16 * GIB, None, configuration.processes, configuration.processes)
         self.planner = Planner(options, model, budget)
-        self.resolved = resolve(configuration.strategy, options, model, budget.num_gpus, budget.gpus_per_node)
+        self.resolved = resolve_layout(configuration.strategy, options, model, budget.num_gpus, budget.gpus_per_node)
 
     def peak(self, micro_batch: int):
         """The Peak, without the workspace and the unused blocks that the simulated accelerator does not have."""

@@ -6,7 +6,7 @@ import json
 import numpy as np
 
 from zerofit.data.chat.instructions import Form
-from zerofit.data.chat.prepare import ChatEncoder
+from zerofit.data.chat.samples import ChatEncoder
 from zerofit.model.chat import install_template
 from zerofit.model.configuration import load_configuration
 from zerofit.model.loss import IGNORE

@@ -37,8 +37,8 @@ from zerofit.training.classification import (
     report_classes,
 )
 from zerofit.training.evaluation import eval_batches, held_out_batches
-from zerofit.training.prepare import add_lora, build_model
 from zerofit.training.run import Run
+from zerofit.training.setup import add_lora, build_model
 
 
 def main(start: Start) -> int:

@@ -24,8 +24,8 @@ from zerofit.strategy.optimizers import make_optimizer
 from zerofit.training.causal import choose_loss_and_attention, fit_vocabulary, try_kernels
 from zerofit.training.evaluation import held_out_batches, held_out_loss
 from zerofit.training.generation import continue_prompts, sample_text
-from zerofit.training.prepare import add_lora, build_model
 from zerofit.training.run import Run
+from zerofit.training.setup import add_lora, build_model
 from zerofit.training.teacher import load_teacher
 
 

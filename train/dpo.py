@@ -25,8 +25,8 @@ from zerofit.training.causal import choose_loss_and_attention, fit_vocabulary, t
 from zerofit.training.evaluation import held_out_batches
 from zerofit.training.generation import continue_prompts, sample_text
 from zerofit.training.preferences import held_out_pairs, measure_reference, preference_loss
-from zerofit.training.prepare import add_lora, build_model
 from zerofit.training.run import Run
+from zerofit.training.setup import add_lora, build_model
 
 
 def main(start: Start) -> int:

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 from transformers import AutoModelForSeq2SeqLM
 
 from zerofit.data.collate import PairCollator, multiple_for
-from zerofit.data.pairs.prepare import prepare_pairs
+from zerofit.data.pairs.samples import prepare_pairs
 from zerofit.data.prompts import read_sources
 from zerofit.model.languages import first_target_tokens
 from zerofit.model.loss import model_loss
@@ -33,10 +33,10 @@ from zerofit.training.generation import (
     evaluate_generation,
     generation_settings,
     predict_texts,
-    shown,
+    prediction_lines,
 )
-from zerofit.training.prepare import add_lora, build_model
 from zerofit.training.run import Run
+from zerofit.training.setup import add_lora, build_model
 
 
 def main(start: Start) -> int:
@@ -102,7 +102,7 @@ def main(start: Start) -> int:
             run.save(update)
 
     run.export(remarks)  # model/: what from_pretrained loads
-    run.log_lines(*shown(run, recipe))
+    run.log_lines(*prediction_lines(run, recipe))
     return run.finish()
 
 

@@ -18,7 +18,7 @@ def device():
     """device(bytes, ...) -> what makes the environment of a launch one with simulated devices of these sizes."""
     if simgpu_build.missing():
         pytest.skip(f"the simulated device cannot be built: {simgpu_build.missing()}")
-    library = simgpu_build.build()
+    library = simgpu_build.build_device()
 
     def environment(*sizes: int) -> dict[str, str]:
         return {**simgpu_build.environment(library), "SIMGPU_MEMORY": ",".join(map(str, sizes))}

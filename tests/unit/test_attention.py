@@ -16,7 +16,7 @@ from helpers import TINY, refusal, tiny_model
 import zerofit.model.attention as attention
 from zerofit.compat.transformers import attention_of
 from zerofit.data.collate import CausalCollator
-from zerofit.model.attention import SDPA, VARLEN, check_installed, choose_attention, kernel_of, takes_lengths
+from zerofit.model.attention import SDPA, VARLEN, check_attention_installed, choose_attention, kernel_of, takes_lengths
 from zerofit.model.loss import install_loss
 from zerofit.model.preflight import check_packing
 from zerofit.recipe import ClmRecipe
@@ -231,6 +231,6 @@ def test_our_names_stay_in_this_process_and_transformers_own_mean_what_they_mean
 def test_a_kernel_that_is_not_installed_is_refused_with_what_to_install(monkeypatch, name, said):
     monkeypatch.setattr(transformers.utils.import_utils, "is_kernels_available", lambda: False)
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
-    problem = refusal(check_installed, name)
+    problem = refusal(check_attention_installed, name)
     assert f"attn_implementation = {name!r}" in problem
     assert said in problem

@@ -8,7 +8,7 @@ import torch
 from chats import LONG_TALK, PROMPT, encoded, encoder_of
 from helpers import refusal, tiny_model, write_records
 
-from zerofit.data.chat.prepare import best_fit
+from zerofit.data.chat.samples import best_fit
 from zerofit.data.collate import CausalCollator
 from zerofit.model.loss import IGNORE, install_loss, model_loss
 

@@ -15,12 +15,12 @@ from zerofit.data.collate import CausalCollator, ExampleCollator
 from zerofit.recipe.parse import parse_recipe
 from zerofit.tools.compare.candidates import check_overrides, make_recipe, read_candidates
 from zerofit.tools.compare.compare import CompareOptions
-from zerofit.tools.compare.devices import TrialMachine, choose_limit, without_weights
 from zerofit.tools.compare.finish import batch_to_train, values_to_finish
 from zerofit.tools.compare.report import ComparisonReport
 from zerofit.tools.compare.results import StrategyRow, conclusion, spread
 from zerofit.tools.compare.search import bounds, next_size
 from zerofit.tools.compare.trial import Journal, outcome_of
+from zerofit.tools.compare.trial_machine import TrialMachine, choose_limit, recipe_without_weights
 from zerofit.tools.machine import Device
 from zerofit.tools.tool_recipe import read_with_recipe
 from zerofit.training.measurement import longest_rows
@@ -159,7 +159,7 @@ def test_every_recipe_in_the_tree_makes_trials_with_and_without_weights(path, tm
     assert again.global_batch_size is None
     assert again.save_strategy == "no"
     assert bool(given.global_batch_size and not given.gradient_accumulation_steps) == bool(made.notes)
-    file.write_text(yaml.safe_dump(without_weights(made.values)))
+    file.write_text(yaml.safe_dump(recipe_without_weights(made.values)))
     assert not parse_recipe(cls, ["--config", str(file)]).model_name_or_path
 
 

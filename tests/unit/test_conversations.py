@@ -7,7 +7,7 @@ from datasets import Dataset
 from helpers import read_data, refusal, write_records
 
 from zerofit.data.pairs.columns import Columns, Pair, find_columns
-from zerofit.data.pairs.prepare import (
+from zerofit.data.pairs.samples import (
     PairEncoder,
     prepare_pairs,
     turn_separator,

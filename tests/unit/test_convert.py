@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from zerofit.cli import main
 from zerofit.tools.convert.meta import conversion
-from zerofit.tools.convert.meta.layout import same_bits
+from zerofit.tools.convert.meta.weight_names import same_bits
 
 pytestmark = pytest.mark.usefixtures("tools")
 IDS = torch.arange(3, 67).view(2, 32) * 7 % 512

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer
 from tests.helpers import ROOT, check_refusal, refusal, tiny_model
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.collate import CausalCollator
-from zerofit.data.megatron.blend import Blend, build
+from zerofit.data.megatron.blend import Blend, build_samples
 from zerofit.data.megatron.corpus import INDICES, Card, megatron, open_corpus, tokenizer_fingerprint
 from zerofit.data.order import FixedOrder, MicroBatches, loader
 from zerofit.model.configuration import load_configuration
@@ -65,7 +65,7 @@ def recipe_of(*flags: str):
 def samples_of(prefix: str, count: int, cache: Path, size: int = 16, vocabulary: int = VOCABULARY):
     """Training samples of a whole corpus."""
     blend = Blend([open_corpus("data_path", prefix)], None, "1", size, 0)
-    return build(blend, count, 0, vocabulary, EOD, resets=(), root=cache)[0]
+    return build_samples(blend, count, 0, vocabulary, EOD, resets=(), root=cache)[0]
 
 
 def megatrons(blend: list[str], split: str, size: int, samples: int, held_out: int, seed: int, flags: dict):
@@ -109,7 +109,7 @@ def test_samples_are_those_of_megatron(prefixes, tmp_path, weights, split, sampl
     blend = Blend(corpora, None if weights[0] is None else weights, recipe.split, size, seed=5)
     blend.check()
     held_out = 0 if split in ("1",) else min(7, blend.max_samples_without_repeats(1))
-    train, validation = build(blend, samples, held_out, VOCABULARY, EOD, **indices(recipe))
+    train, validation = build_samples(blend, samples, held_out, VOCABULARY, EOD, **indices(recipe))
     theirs = megatrons(words, split, size, samples, held_out, 5, {name: name in flags for name in FLAGS})
     compared = 0
     for ours, reference, count in ((train, theirs[0], samples), (validation, theirs[1], held_out)):
@@ -122,7 +122,9 @@ def test_samples_are_those_of_megatron(prefixes, tmp_path, weights, split, sampl
                 assert sample["position_ids"].tolist() == found["position_ids"].tolist()
             compared += 1
     assert compared == samples + held_out
-    again, _ = build(blend, samples, held_out, VOCABULARY, EOD, **indices(recipe))  # mapped from the index, not made
+    again, _ = build_samples(
+        blend, samples, held_out, VOCABULARY, EOD, **indices(recipe)
+    )  # mapped from the index, not made
     assert again[samples - 1]["input_ids"].tolist() == train[samples - 1]["input_ids"].tolist()
 
 
@@ -135,7 +137,9 @@ def test_evaluation_is_the_same_however_long_the_run(prefixes, tmp_path):
     assert most == blend.samples_per_epoch(1) == sum(blend.samples(corpus, 1) for corpus in corpora)
     seen = []
     for passes in (1, 3):
-        _, held_out = build(blend, passes * blend.samples_per_epoch(0), most, VOCABULARY, EOD, **indices(recipe))
+        _, held_out = build_samples(
+            blend, passes * blend.samples_per_epoch(0), most, VOCABULARY, EOD, **indices(recipe)
+        )
         rows = [held_out[index]["input_ids"].tolist() for index in range(most)]
         origins = np.bincount([int(held_out.dataset[index]["dataset_id"]) for index in range(most)])
         assert origins.tolist() == [blend.samples(corpus, 1) for corpus in corpora]
@@ -149,7 +153,7 @@ def test_with_weights_no_held_out_sample_comes_twice(prefixes, tmp_path, weights
     blend = Blend([open_corpus("data_path", prefix) for prefix in prefixes], weights, "80,20", 16, seed=1)
     recipe = recipe_of("--data_path", *prefixes, "--cache_dir", str(tmp_path))
     most = blend.max_samples_without_repeats(1)
-    _, held_out = build(blend, 50, most, VOCABULARY, EOD, **indices(recipe))
+    _, held_out = build_samples(blend, 50, most, VOCABULARY, EOD, **indices(recipe))
     rows = [tuple(held_out[index]["input_ids"].tolist()) for index in range(most)]
     assert len(set(rows)) == most > 0
 
@@ -161,7 +165,7 @@ def test_the_model_sees_what_megatrons_masks_say(prefixes, tmp_path, family, fla
     given = [f"--{name}" for name in flags]
     recipe = recipe_of("--data_path", prefixes[0], "--split", "1", "--cache_dir", str(tmp_path), *given)
     blend = Blend([open_corpus("data_path", prefixes[0])], None, "1", 48, seed=2)
-    train, _ = build(blend, 12, 0, VOCABULARY, EOD, **indices(recipe))
+    train, _ = build_samples(blend, 12, 0, VOCABULARY, EOD, **indices(recipe))
     theirs = megatrons(prefixes[:1], "1", 48, 12, 0, 2, {name: name in flags for name in FLAGS})[0]
     rows = [theirs[index] for index in range(12)]
     assert sum(int((row["tokens"] == EOD).sum()) for row in rows) > 20

@@ -5,7 +5,7 @@ import fcntl
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from helpers import refusal
 
-from zerofit.strategy.disk import check_async_io, own_folder, remove
+from zerofit.strategy.disk import check_async_io, own_folder, remove_disk_folder
 
 
 def test_without_libaio_a_run_ends_with_the_remedy(monkeypatch):
@@ -38,5 +38,5 @@ def test_a_process_has_a_folder_of_its_own_and_clears_up_after_the_dead(tmp_path
     assert not killed.with_suffix(".lock").exists()
 
     for folder in (one, other, third):
-        remove(folder)
+        remove_disk_folder(folder)
     assert {path.name for path in disk.iterdir()} == {alive.name, f"{alive.name}.lock", strangers.name}

@@ -17,7 +17,7 @@ from zerofit.estimate.read_model import read_planned_model
 from zerofit.model.chunked_loss import Distillation, TokenLoss
 from zerofit.model.loss import install_loss
 from zerofit.recipe.errors import UserError
-from zerofit.training.configuration import check_teacher
+from zerofit.training.run_configuration import check_teacher
 from zerofit.training.teacher import Teacher
 
 VOCABULARY = 97

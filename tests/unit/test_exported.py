@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, GPT2LMHeadModel
 
 from zerofit.model.export import export_model
-from zerofit.model.exported import review_export
+from zerofit.model.export_review import review_export
 from zerofit.model.load import load_model
 
 

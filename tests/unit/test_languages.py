@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from zerofit.data.pairs.prepare import prepare_pairs
+from zerofit.data.pairs.samples import prepare_pairs
 from zerofit.data.prompts import read_sources
 from zerofit.data.rendering import Renderer
 from zerofit.model.folders import TRAINED_WITH

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from zerofit.model.parameters import flops_per_token
 from zerofit.record.meters import ThroughputMeter, peak_flops
-from zerofit.strategy.gpu_table import peak_of
+from zerofit.strategy.gpu_table import peak_flops_of
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from zerofit.strategy.gpu_table import peak_of
     ],
 )  # fmt: skip
 def test_peaks_by_name(name, tera):
-    assert peak_of(name) == (tera and tera * 1e12)
+    assert peak_flops_of(name) == (tera and tera * 1e12)
 
 
 def test_a_cpu_has_no_known_peak():

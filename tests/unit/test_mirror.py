@@ -16,7 +16,7 @@ from zerofit.checkpoint.directory import ASKED, CheckpointDirectory, flaw
 from zerofit.checkpoint.mirror import Mirror, MirrorStore, files_of, open_mirror
 from zerofit.recipe import addresses
 from zerofit.recipe.errors import UserError
-from zerofit.record.run_folder import RunFolder, identity
+from zerofit.record.run_folder import RunFolder, identity_options
 from zerofit.record.written_files import NAMES
 
 
@@ -114,7 +114,7 @@ class Scene:
 
     @property
     def identity(self) -> dict:
-        return identity(self.recipe, 8)
+        return identity_options(self.recipe, 8)
 
     def there(self) -> list[int]:
         """The updates of the checkpoints in the store that are whole."""

@@ -26,8 +26,8 @@ from zerofit.model.parameters import count_parameters
 from zerofit.model.pretrained_io import read_model
 from zerofit.model.tokenizer import check_vocabulary, load_tokenizer
 from zerofit.recipe import ClmRecipe
-from zerofit.training.configuration import check_layerdrop, check_model
-from zerofit.training.prepare import notes_on_weights
+from zerofit.training.run_configuration import check_layerdrop, check_model
+from zerofit.training.setup import notes_on_weights
 
 PUBLISHED = {  # parameters, from the papers or the hub's model pages
     "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,

@@ -10,7 +10,7 @@ from test_saving import Alone, save, saver_of
 
 from zerofit.checkpoint.resume import EarlierRuns, differences_from
 from zerofit.recipe.options import OPTIMIZERS
-from zerofit.record.run_folder import identity
+from zerofit.record.run_folder import identity_options
 from zerofit.strategy.optimizers import KEPT, ReplicatedOptimizerState, check_kept, make_optimizer, state_bytes
 
 CPU = torch.device("cpu")
@@ -75,7 +75,7 @@ def test_a_run_does_not_resume_with_another_optimizer(tmp_path):
     named = SimpleNamespace(**{**vars(now), "resume": "RUN"})
     named.to_dict, named.names_with = now.to_dict, now.names_with
     assert "one optimizer cannot read what another has kept" in refusal(
-        differences_from, named, 8, identity(recipe(), 8)
+        differences_from, named, 8, identity_options(recipe(), 8)
     )
 
 

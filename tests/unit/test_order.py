@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from zerofit.data.collate import CausalCollator
-from zerofit.data.order import MicroBatches, SampleOrder, shortened
+from zerofit.data.order import MicroBatches, SampleOrder, first_tokens
 from zerofit.recipe.batch_options import Warmup
 from zerofit.strategy.batches import BatchSizes
 
@@ -42,7 +42,7 @@ def test_updates_that_grow_see_the_same_samples_in_every_layout(layout):
 
 def test_samples_are_cut_with_all_that_belongs_to_their_tokens():
     sample = {"input_ids": np.arange(8), "labels": np.arange(8), "position_ids": np.arange(8), "num_tokens": 6}
-    rows = [((shortened(sample, 5), 0)), (shortened({**sample, "num_tokens": 3}, 5), 1)]
+    rows = [((first_tokens(sample, 5), 0)), (first_tokens({**sample, "num_tokens": 3}, 5), 1)]
     batch = CausalCollator(pad_id=0)(rows)
     assert (batch.num_targets, batch.num_tokens, batch.num_positions) == (8, 8, 10)
     assert {tuple(tensor.shape) for tensor in batch.inputs.values()} == {(2, 5)}

@@ -10,7 +10,7 @@ from zerofit.recipe import ClmRecipe, UserError
 from zerofit.strategy import launch as launch_module
 from zerofit.strategy.batches import resolve_batches
 from zerofit.strategy.deepspeed_config import resolve_config
-from zerofit.strategy.deepspeed_json import read_config
+from zerofit.strategy.deepspeed_json import read_deepspeed_config
 from zerofit.strategy.fsdp import HONOURED
 from zerofit.strategy.launch import Launch, check_launch, find_launch
 from zerofit.strategy.layout import ParallelLayout, take_degrees
@@ -60,7 +60,7 @@ def test_json_through_deepspeed(path, precision, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    config, source, _ = read_config(launch(path))
+    config, source, _ = read_deepspeed_config(launch(path))
     options = recipe_of(precision=precision, global_batch_size=16, per_device_train_batch_size=4, adam_beta2=0.95)
     layout = layout_of(config, 4)
     assert (layout.tensor > 1) == path.stem.startswith(("tp", "3d"))
@@ -90,7 +90,7 @@ def test_json_through_deepspeed(path, precision, monkeypatch):
 def resolve(tmp_path, content: dict, options: ClmRecipe) -> tuple[dict, ClmRecipe]:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 2}, **content}))
-    config, source, _ = read_config(launch(path))
+    config, source, _ = read_deepspeed_config(launch(path))
     resolved, _ = resolve_config(config, source, options, layout_of(config))
     return resolved, options
 
@@ -195,7 +195,7 @@ def test_wrong_types_and_unknown_keys(tmp_path, content, words):
 
 def read(tmp_path, **content) -> tuple[dict, list[str]]:
     (tmp_path / "mine.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, **content}))
-    config, _, notes = read_config(launch(tmp_path / "mine.json"))
+    config, _, notes = read_deepspeed_config(launch(tmp_path / "mine.json"))
     return config, notes
 
 
@@ -258,7 +258,7 @@ def test_numbers_and_truth_values_in_quotes_are_read(tmp_path):
     content = {"wall_clock_breakdown": "true", "gradient_clipping": "1.0", "zero_optimization": {"stage": 2},
                "optimizer": {"type": "AdamW", "params": {"lr": "5e-4"}}}  # fmt: skip
     path.write_text(json.dumps({**content, "zero_optimization": {"stage": 2, "reduce_bucket_size": "2e8"}}))
-    config, _, notes = read_config(launch(path))
+    config, _, notes = read_deepspeed_config(launch(path))
     assert (config["wall_clock_breakdown"], config["gradient_clipping"]) == (True, 1)
     assert config["optimizer"]["params"]["lr"] == 5e-4
     assert config["zero_optimization"]["reduce_bucket_size"] == 200_000_000
@@ -271,7 +271,7 @@ def test_a_broken_json(tmp_path):
         ('{"bf16": {"enabled": 1, "enabled": 0}}', "enabled is there twice"),
     ):
         (tmp_path / "broken.json").write_text(text)
-        assert words in refusal(read_config, launch(tmp_path / "broken.json"))
+        assert words in refusal(read_deepspeed_config, launch(tmp_path / "broken.json"))
 
 
 # ------------------------------------------------------------------------------------------------ what accelerate says

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from zerofit.estimate import timing
-from zerofit.estimate.exchanges import Exchange, Exchanges
+from zerofit.estimate.exchanges import Collectives, Exchanges
 from zerofit.estimate.operations import ALL_REDUCE, MATRIX
 from zerofit.estimate.planned_rows import Rows
 from zerofit.estimate.speeds import Speeds
@@ -42,7 +42,7 @@ def test_an_update_hides_what_runs_beside_it_and_no_more(monkeypatch):
     passes = PassTime(1.0, 2.0, {MATRIX: 3.0})
 
     def seconds(bytes, hidden=True, accumulation=1, **settings) -> float:
-        exchanges = Exchanges(last_backward=[Exchange(ALL_REDUCE, bytes)], hidden=hidden)
+        exchanges = Exchanges(last_backward=[Collectives(ALL_REDUCE, bytes)], hidden=hidden)
         return update_time(
             passes,
             exchanges,

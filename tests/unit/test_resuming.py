@@ -8,10 +8,10 @@ import yaml
 from helpers import ROOT, refusal
 from test_run_folder import checkpoint
 
-from zerofit.checkpoint.resume import EarlierRuns, check_data, differences_from, fingerprint
+from zerofit.checkpoint.resume import EarlierRuns, check_data, data_fingerprint, differences_from
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.recipe.errors import NothingToDo
-from zerofit.record.run_folder import RunFolder, identity
+from zerofit.record.run_folder import RunFolder, identity_options
 from zerofit.record.written_files import NAMES
 from zerofit.strategy.batches import resolve_batches
 from zerofit.strategy.deepspeed_config import resolve_config
@@ -24,7 +24,7 @@ def recipe(*flags: str) -> ClmRecipe:
 
 
 def leave_a_run(folder, options: ClmRecipe, global_batch: int, processes: int) -> RunFolder:
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(identity(options, global_batch)))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(identity_options(options, global_batch)))
     (folder / "strategy.yaml").write_text(yaml.safe_dump({"options_given_for": processes}))
     (folder / "metrics.jsonl").write_text('{"update": 1, "loss": 2.0}\n{"update": 2, "lo')
     run = RunFolder(folder)
@@ -114,7 +114,7 @@ def test_the_same_command_resumes_it_again_on_what_is_left(tmp_path):
         resumed = Resume(options, folder, 1)
         assert resolve_batches(options, 1).accumulation == 6
         assert "the accumulation follows" in resumed.note
-        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**options.to_dict(), **identity(options, 24)}))
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**options.to_dict(), **identity_options(options, 24)}))
         laid_out = {"num_processes": 1, "data_parallel": 1, "options_given_for": resumed.given_for}
         (tmp_path / "strategy.yaml").write_text(yaml.safe_dump(laid_out))
     options = recipe(*flags)
@@ -178,7 +178,7 @@ def test_a_checkpoint_that_is_named_may_be_of_another_recipe(tmp_path):
         "resumes with a change: num_train_epochs was 3.0, now 9.0",
     ]
     assert origin.sources == [str(named)]
-    recorded = {**identity(recipe(), 8), "num_processes": 2}
+    recorded = {**identity_options(recipe(), 8), "num_processes": 2}
     for flags, global_batch, text in ((["--seed", "1"], 8, "seed was 42, now 1"), ([], 16, "was 8, now 16")):
         message = refusal(differences_from, recipe("--resume", str(named), *flags), global_batch, recorded)
         assert text in message
@@ -209,11 +209,11 @@ class Samples(list):
 
 def test_data_that_has_changed_is_refused(tmp_path):
     data = [[index, index + 1] for index in range(500)]
-    before = fingerprint(Samples(data), "none")
+    before = data_fingerprint(Samples(data), "none")
     check_data(before, json.loads(json.dumps(before)), tmp_path)
-    more = fingerprint(Samples([*data, [7]]), "none")
+    more = data_fingerprint(Samples([*data, [7]]), "none")
     assert "has 501 samples, and had 500" in refusal(check_data, more, before, tmp_path)
-    moved = fingerprint(Samples(data[::-1]), "none")
+    moved = data_fingerprint(Samples(data[::-1]), "none")
     assert "has other samples than it had" in refusal(check_data, moved, before, tmp_path)
-    grouped = fingerprint(Samples(data), "window")
+    grouped = data_fingerprint(Samples(data), "window")
     assert "was by 'none'" in refusal(check_data, grouped, before, tmp_path)

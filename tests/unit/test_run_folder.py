@@ -25,7 +25,7 @@ from zerofit.recipe.tasks import TASKS, task_of_recipe
 from zerofit.record.jsonl import JsonlFile
 from zerofit.record.metrics import UpdateMetrics, line_of_metrics
 from zerofit.record.plot import plot_run
-from zerofit.record.run_folder import RunFolder, identity
+from zerofit.record.run_folder import RunFolder, identity_options
 from zerofit.tools.doctor.doctor import DoctorOptions, read_options
 from zerofit.tools.show.show import table_of_runs
 from zerofit.tools.show.watched_run import runs_in
@@ -47,7 +47,7 @@ def checkpoint(path: Path, update: int, with_state: bool = True) -> Path:
     (partial / "model" / "weights").write_text("1")
     if with_state:
         (partial / "state").mkdir()
-        run = {**identity(recipe(), 8), "options_given_for": 2, "strategy": "ddp"}
+        run = {**identity_options(recipe(), 8), "options_given_for": 2, "strategy": "ddp"}
         (partial / "state" / "progress.json").write_text(json.dumps({"run": run}))
     checkpoints.finish(update, ASKED if with_state else BEST, False, {})
     return checkpoints.folder(update)

@@ -5,7 +5,7 @@ from helpers import check_refusal
 from transformers import AutoConfig
 
 from zerofit.recipe import ClmRecipe
-from zerofit.strategy.sequence import check_model
+from zerofit.strategy.sequence import check_sequence_parallel
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 6, "long_factor": [2.0] * 6,
             "original_max_position_embeddings": 64}  # fmt: skip
@@ -22,15 +22,15 @@ def config(model_type: str = "llama", heads: int = 8, kv_heads: int = 2, **chang
      (config("mistral", sliding_window=None), 2), (AutoConfig.for_model("gpt2"), 12)],
 )  # fmt: skip
 def test_heads_that_the_ranks_can_share(model, degree):
-    check_model(model, degree, "mine.json", ClmRecipe(), "fp32")
+    check_sequence_parallel(model, degree, "mine.json", ClmRecipe(), "fp32")
 
 
 def test_more_ranks_pass_keys_and_values_on():
     plain = ClmRecipe(packing="concatenate")
     for model in (config(), config(heads=6, kv_heads=2), AutoConfig.for_model("gpt2", attn_pdrop=0.0)):
-        check_model(model, 5, "mine.json", plain, "bf16")
+        check_sequence_parallel(model, 5, "mine.json", plain, "bf16")
     words = ["sequence_parallel_size = 5", "ring attention", "packing", "attn_pdrop=0", "Use 2 or 3 or 4 or 6 or 12"]
-    check_refusal(words, check_model, AutoConfig.for_model("gpt2"), 5, "mine.json", ClmRecipe(), "bf16")
+    check_refusal(words, check_sequence_parallel, AutoConfig.for_model("gpt2"), 5, "mine.json", ClmRecipe(), "bf16")
 
 
 @pytest.mark.parametrize(
@@ -45,4 +45,4 @@ def test_more_ranks_pass_keys_and_values_on():
 )
 def test_the_others_are_refused_with_the_remedy(model, degree, words):
     words = ["mine.json: sequence_parallel_size = ", *words]
-    check_refusal(words, check_model, model, degree, "mine.json", ClmRecipe(), "fp32")
+    check_refusal(words, check_sequence_parallel, model, degree, "mine.json", ClmRecipe(), "fp32")

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import recipe_of, refusal, write_records
 
-from zerofit.checkpoint.resume import fingerprint
+from zerofit.checkpoint.resume import data_fingerprint
 from zerofit.data import stream_reader
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.order import SampleOrder
@@ -137,7 +137,7 @@ def test_a_stream_is_the_same_however_long_the_run(prepared, tmp_path):
     folder = write_shards(tmp_path / "data")
     short, long = (prepared(folder / "*.jsonl", streaming="2KiB", max_train_steps=steps).train for steps in (20, 500))
     assert len(long) == 25 * len(short)
-    assert fingerprint(short, "none") == fingerprint(long, "none")
+    assert data_fingerprint(short, "none") == data_fingerprint(long, "none")
     assert len(long.known) <= 1
     samples_at(short, 0, 160)
     named = tmp_path / "run" / "checkpoints" / "update_00000010"
@@ -146,13 +146,13 @@ def test_a_stream_is_the_same_however_long_the_run(prepared, tmp_path):
         folder / "*.jsonl", streaming="2KiB", max_train_steps=500, resume=str(named), output_dir=str(run)
     )
     assert len(resumed.train.known) > 2, "it finds its window by the file of the run that it resumes"
-    assert fingerprint(resumed.train, "none") == fingerprint(long, "none")
+    assert data_fingerprint(resumed.train, "none") == data_fingerprint(long, "none")
     for other in (
         prepared(folder / "*.jsonl", streaming="4KiB", max_train_steps=20, resume="never"),
         prepared(folder / "*.jsonl", streaming="2KiB", max_train_steps=20, resume="never", seed=1),
         prepared(folder / "[01].jsonl", streaming="2KiB", max_train_steps=20, resume="never"),
     ):
-        assert fingerprint(other.train, "none") != fingerprint(long, "none")
+        assert data_fingerprint(other.train, "none") != data_fingerprint(long, "none")
 
 
 def test_evaluating_reads_no_shard(prepared, tmp_path):

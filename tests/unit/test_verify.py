@@ -14,7 +14,7 @@ from zerofit.record.run_folder import check_folder_of
 from zerofit.strategy.builds import drop_abandoned_locks, lock_files
 from zerofit.tools.tool_recipe import read_with_recipe
 from zerofit.tools.verify.killing import Killed
-from zerofit.tools.verify.proof import Outcome
+from zerofit.tools.verify.proof import ComparedRun
 from zerofit.tools.verify.record_comparison import compare_metrics, compare_samples
 from zerofit.tools.verify.shorten import shorten
 from zerofit.tools.verify.verify import VerifyOptions
@@ -35,9 +35,9 @@ def without(lines: list[dict], update: int) -> list[dict]:
 # ---------------------------------------------------------------------------------------------------------- comparison
 
 
-def outcome(lines=LINES, ledger=LEDGER, **more) -> Outcome:
+def outcome(lines=LINES, ledger=LEDGER, **more) -> ComparedRun:
     difference = compare_metrics(lines, LINES, 5)
-    return Outcome("zero2", [2], difference=difference, ledger=compare_samples(ledger, LEDGER), **more)
+    return ComparedRun("zero2", [2], difference=difference, ledger=compare_samples(ledger, LEDGER), **more)
 
 
 @pytest.mark.parametrize("figure", ["loss", "grad_norm", "learning_rate"])
@@ -67,7 +67,7 @@ def test_what_is_no_number_agrees_with_nothing(value):
         (outcome([]), "updates missing: 1, 2, 3, 4, 5"),
         (outcome(ledger=without(LEDGER, 2)), "1 updates have other samples"),
         (outcome(killed=Killed(kills=3)), "no kill was followed by a resume"),
-        (Outcome("zero2", [2], "left with exit code 1"), "exit code 1"),
+        (ComparedRun("zero2", [2], "left with exit code 1"), "exit code 1"),
     ],
 )
 def test_an_outcome_says_what_is_wrong(wrong, said):

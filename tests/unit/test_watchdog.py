@@ -307,8 +307,8 @@ def test_records_of_nccl_are_read(tmp_path):
         record = {"version": "2.10", "pg_config": config, "entries": of_nccl(*of_rank)}
         (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(record))
     (tmp_path / "rank_3").write_bytes(pickle.dumps(subprocess.run))
-    (line,) = flight.describe(flight.read_records(str(tmp_path)))
+    (line,) = flight.describe(flight.read_flight_records(str(tmp_path)))
     assert line == ("nccl:_reduce_scatter_base of [[16]], number 2 in group default_pg: rank 0, 1 waits, rank 2 has "
                     "not come to it, rank 3 has left no record"), "a record runs no code"  # fmt: skip
-    assert flight.read_records(str(tmp_path), since=time.time() + 60) == {}, "of a launch before"
+    assert flight.read_flight_records(str(tmp_path), since=time.time() + 60) == {}, "of a launch before"
     assert flight.describe({2: {"pg_config": config, "entries": of_nccl("completed")}}) == []

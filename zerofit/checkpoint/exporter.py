@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from zerofit.model.adapter_folder import BASE_SAMPLE, differs
 from zerofit.model.export import Weights, export_model, write_beside, write_card
-from zerofit.model.exported import review_export
+from zerofit.model.export_review import review_export
 from zerofit.model.folders import TRAINED_WITH
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.parsing import read_record

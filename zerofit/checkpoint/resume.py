@@ -18,7 +18,7 @@ from zerofit.record.run_folder import (
     RunFolder,
     differing_options,
     evident_differences,
-    identity,
+    identity_options,
     is_count,
 )
 from zerofit.record.written_files import CHECKPOINTS
@@ -122,7 +122,7 @@ class EarlierRuns:
             UserError: the folder holds another run, or the checkpoint's place in the data would be another.
             NothingToDo: the folder holds this very run, and it is finished.
         """
-        now = identity(recipe, global_batch)
+        now = identity_options(recipe, global_batch)
         differing = differing_options(now, self.own or {})
         if differing and not recipe.overwrite_output_dir:
             folder.refuse_a_different_run(differing)
@@ -196,7 +196,7 @@ def differences_from(recipe: TrainingRecipe, global_batch: int, recorded: dict[s
     """The options in which a run differs from the one of the checkpoint that was named. Raises UserError: another
     optimizer; no mean of the weights where there shall be one; another seed or batch, with which the checkpoint's
     place in the data is another place."""
-    differing = differing_options(identity(recipe, global_batch), recorded)
+    differing = differing_options(identity_options(recipe, global_batch), recorded)
     missing = {
         "optim ": "one optimizer cannot read what another has kept",
         "ema_decay was 0.0,": "it has no mean of the weights",
@@ -216,7 +216,7 @@ def differences_from(recipe: TrainingRecipe, global_batch: int, recorded: dict[s
     return differing
 
 
-def fingerprint(samples: SampleSet, grouping: str) -> dict[str, Any]:
+def data_fingerprint(samples: SampleSet, grouping: str) -> dict[str, Any]:
     """The fingerprint of a training set: its size, a checksum over some of its samples, and how it is grouped. Of
     a stream, which has no size and is not read for this, what it is made of."""
     digest = xxhash.xxh3_64()

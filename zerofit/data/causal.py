@@ -10,16 +10,16 @@ from transformers import PretrainedConfig
 
 from zerofit.data.chat.instructions import KINDS, Form, find_form
 from zerofit.data.chat.preferences import find_preferences
-from zerofit.data.chat.prepare import prepare_chat
+from zerofit.data.chat.samples import prepare_chat
 from zerofit.data.lengths import DEFAULT_BLOCK_SIZE, choose_length
-from zerofit.data.megatron.prepare import prepare_corpora
+from zerofit.data.megatron.samples import prepare_corpora
 from zerofit.data.mixture import mixed, named, options_of_sources
 from zerofit.data.options import DataOptions
 from zerofit.data.pack import SampleSet, TextData
 from zerofit.data.prompts import read_causal_prompts
 from zerofit.data.sources import Source
 from zerofit.data.stream_reader import find_shards
-from zerofit.data.tables import columns_present, identity, one_process_at_a_time
+from zerofit.data.tables import columns_present, one_process_at_a_time, table_key
 from zerofit.data.text import prepare_text, read_records, take_texts
 from zerofit.data.windows import LAG_UPDATES, StreamedSamples
 from zerofit.model.tokenizer import get_tokenizer
@@ -80,7 +80,7 @@ def _prepare_text_or_chat(
     parts = take_texts(source, recipe, options)
     texts = next(iter(parts.values()))
     every = (text for batch in texts.iter(100) for text in batch["text"])
-    tokenizer = get_tokenizer(recipe, config, lambda: every, identity(texts))
+    tokenizer = get_tokenizer(recipe, config, lambda: every, table_key(texts))
     data = prepare_text(parts, tokenizer, recipe, options, block_size)
     data.notes[:0] = source.notes
     return data

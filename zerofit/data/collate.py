@@ -90,7 +90,7 @@ class CausalCollator:
         width = lengths[0] if same_length else round_up(max(lengths), self.multiple)
         inputs = {name: stack(rows, name, width, filler) for name, filler in names.items() if name in rows[0]}
         targets = inputs["next_tokens"] if "next_tokens" in inputs else inputs["labels"]
-        targets[~counted(indices)] = IGNORE
+        targets[~is_sample(indices)] = IGNORE
         if not packed and not same_length:
             inputs["attention_mask"] = mask(lengths, width)
         if "documents" in inputs:
@@ -98,7 +98,7 @@ class CausalCollator:
         first = 1 if "labels" in inputs else 0  # nothing predicts the first label
         num_targets = int((targets[:, first:] != IGNORE).sum())
         counts = [int(row.get("num_tokens", len(row["input_ids"]))) for row in rows]
-        num_tokens = total(counts, indices)
+        num_tokens = total_length(counts, indices)
         if self.marks_filling and packed:
             inputs["is_token"] = mask(counts, width)
         ends: dict[str, torch.Tensor | int] = {}
@@ -148,8 +148,8 @@ class ExampleCollator:
                 row[sample["starts"][is_read]] = torch.from_numpy(sample["tags"][is_read])
         else:
             labels = torch.from_numpy(np.stack([sample["label"] for sample, _ in samples]))
-        labels[~counted(indices)] = IGNORE if labels.dtype == torch.int64 else torch.nan
-        tokens = total([len(sample["input_ids"]) for sample, _ in samples], indices)  # without missing choices
+        labels[~is_sample(indices)] = IGNORE if labels.dtype == torch.int64 else torch.nan
+        tokens = total_length([len(sample["input_ids"]) for sample, _ in samples], indices)  # without missing choices
         targets = labels[:, 0] if labels.is_floating_point() and labels.dim() == 2 else labels
         targets = targets[(targets != IGNORE) & ~targets.isnan()]
         num_targets: float = len(targets)
@@ -176,8 +176,8 @@ class PairCollator:
             "attention_mask": mask(sources, widths[0]),
             "labels": stack(rows, "labels", widths[1], IGNORE),
         }
-        inputs["labels"][~counted(indices)] = IGNORE
-        tokens = total(sources, indices) + total(targets, indices)
+        inputs["labels"][~is_sample(indices)] = IGNORE
+        tokens = total_length(sources, indices) + total_length(targets, indices)
         return Batch(inputs, int((inputs["labels"] != IGNORE).sum()), tokens, len(rows) * sum(widths), indices)
 
 
@@ -204,9 +204,9 @@ class PreferenceCollator:
             "labels": stack(rows, "labels", width, IGNORE),
         }
         reference = torch.from_numpy(np.stack([sample["reference"] for sample, _ in samples]))  # (B, 2)
-        reference[~counted(indices)] = torch.nan
-        tokens = total([chosen + rejected for chosen, rejected in zip(lengths[::2], lengths[1::2])], indices)
-        return Batch(inputs, int(counted(indices).sum()), tokens, len(rows) * width, indices, reference)
+        reference[~is_sample(indices)] = torch.nan
+        tokens = total_length([chosen + rejected for chosen, rejected in zip(lengths[::2], lengths[1::2])], indices)
+        return Batch(inputs, int(is_sample(indices).sum()), tokens, len(rows) * width, indices, reference)
 
 
 @dataclass
@@ -225,7 +225,9 @@ class PromptCollator:
         if self.left:
             moved = (torch.arange(width)[None] + torch.tensor(lengths)[:, None]) % width
             ids, seen = ids.gather(1, moved), seen.gather(1, moved)
-        return Batch({"input_ids": ids, "attention_mask": seen}, 0, total(lengths, indices), ids.numel(), indices)
+        return Batch(
+            {"input_ids": ids, "attention_mask": seen}, 0, total_length(lengths, indices), ids.numel(), indices
+        )
 
 
 def multiple_for(device: torch.device, config: Any) -> int:
@@ -247,12 +249,12 @@ def round_up(length: Lengths, multiple: int) -> Lengths:
     return rounded if isinstance(length, np.ndarray) else int(rounded)
 
 
-def counted(indices: list[int]) -> torch.Tensor:
+def is_sample(indices: list[int]) -> torch.Tensor:
     """(B,) whether a row is a sample, not FILLER."""
     return torch.tensor(indices) != FILLER
 
 
-def total(lengths: list[int], indices: list[int]) -> int:
+def total_length(lengths: list[int], indices: list[int]) -> int:
     """The sum of the lengths of rows that are samples."""
     return sum(length for length, index in zip(lengths, indices) if index != FILLER)
 

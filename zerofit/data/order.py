@@ -164,7 +164,7 @@ class MicroBatches(torch.utils.data.Sampler[list[Any]]):
                     yield list(zip(micro_batch, itertools.repeat(next(lengths))))
 
 
-def shortened(sample: Sample, length: int) -> Sample:
+def first_tokens(sample: Sample, length: int) -> Sample:
     """The first `length` tokens of a sample."""
     return {
         name: np.minimum(value, length) if name == "num_tokens" else value[:length] for name, value in sample.items()
@@ -183,7 +183,7 @@ class _Indexed(torch.utils.data.Dataset[tuple[Sample, int]]):
     def __getitem__(self, place: int | tuple[int, int]) -> tuple[Sample, int]:
         if isinstance(place, tuple):
             index, length = place
-            return shortened(self.samples[max(index, 0)], length), index
+            return first_tokens(self.samples[max(index, 0)], length), index
         return self.samples[max(place, 0)], place
 
 

@@ -1,5 +1,5 @@
 """From tables of token ids to samples: packed blocks with or without document boundaries, or a row per record.
-Conversations are packed in zerofit/data/chat/prepare.py.
+Conversations are packed in zerofit/data/chat/samples.py.
 
 No library for tables is imported here: `zerofit plan` reads no data.
 """

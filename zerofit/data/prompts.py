@@ -9,10 +9,10 @@ import numpy as np
 from transformers import PretrainedConfig
 
 from zerofit.data.chat.instructions import find_form
-from zerofit.data.chat.prepare import unread_note
+from zerofit.data.chat.samples import unread_note
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.pack import DatasetStats, Sample, TextData
-from zerofit.data.pairs.prepare import PairData, chosen_widths, open_pairs
+from zerofit.data.pairs.samples import PairData, chosen_widths, open_pairs
 from zerofit.data.records import read_parts
 from zerofit.data.rendering import Renderer
 from zerofit.data.sources import Source, read_source

@@ -41,7 +41,7 @@ class RecordReader(Protocol):
 
 
 @dataclass
-class Part:
+class RecordSet:
     """Records of a part of the data, all of which can be read."""
 
     table: Dataset
@@ -53,7 +53,7 @@ class Part:
     def __len__(self) -> int:
         return len(self.table)
 
-    def select(self, places: Sequence[int] | np.ndarray) -> "Part":
+    def select(self, places: Sequence[int] | np.ndarray) -> "RecordSet":
         table = select(self.table, places)
         return replace(self, table=table, numbers=self.numbers[places], records=self.records.select(places))
 
@@ -84,7 +84,7 @@ def records_of(batch: Columns) -> list[dict[str, Any]]:
 
 def read_parts(
     source: Source, readers: Mapping[str, RecordReader], options: DataOptions
-) -> tuple[dict[str, Part], list[str]]:
+) -> tuple[dict[str, RecordSet], list[str]]:
     """(the parts that a run uses, without the records that cannot be used; notes about these).
 
     A held-out part is split off if there is none; there is training data only if the run trains. Raises UserError: a
@@ -96,7 +96,7 @@ def read_parts(
         if missing := [column for column in reader.columns if column not in table.column_names]:
             raise UserError(f"{where} has no column {', '.join(missing)}; {columns_present(table)}")
         read = derived(table.select_columns(reader.columns), table)
-        part = Part(read, reader, where, np.arange(len(table)), table)
+        part = RecordSet(read, reader, where, np.arange(len(table)), table)
         bad = _bad_records(part, [column for column in MEDIA if column in table.column_names], options.cache)
         if len(bad):
             notes += _report(bad, part, options)
@@ -108,7 +108,7 @@ def read_parts(
     return {name: part for name, part in parts.items() if options.trains or name != "train"}, notes
 
 
-def _bad_records(part: Part, media: list[str], cache: Path) -> Dataset:
+def _bad_records(part: RecordSet, media: list[str], cache: Path) -> Dataset:
     """The records that cannot be read: their places, and why. A text with a place for what is in a column of `media`
     (pictures, films, sounds) is none to train on."""
     reader = part.reader
@@ -131,7 +131,7 @@ def _bad_records(part: Part, media: list[str], cache: Path) -> Dataset:
     return encode_table(part.table, check, features, ("problems", reader, media), cache)
 
 
-def _report(bad: Dataset, part: Part, options: DataOptions) -> list[str]:
+def _report(bad: Dataset, part: RecordSet, options: DataOptions) -> list[str]:
     """Notes about records that are skipped. Raises UserError unless they may be."""
     first = f"record {bad[0]['record'] + 1}: {bad[0]['problem']}"
     if len(bad) == len(part):

@@ -12,7 +12,7 @@ from zerofit.recipe.errors import UserError, first_line
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from zerofit.data.pairs.prepare import PairEncoder
+    from zerofit.data.pairs.samples import PairEncoder
 
 Languages = tuple[str | None, str | None]
 Messages = list[dict[str, Any]]  # [{"role": "user", "content": "..."}, ...]
@@ -53,7 +53,7 @@ class Renderer:
 
     def _encoder(self, raw: bool, languages: Languages) -> "PairEncoder":
         """The encoder of sources, in the format of training; the system prompt is never cut."""
-        from zerofit.data.pairs.prepare import PairEncoder, turn_separator
+        from zerofit.data.pairs.samples import PairEncoder, turn_separator
 
         trained = self.tokenizer.init_kwargs.get(TRAINED_WITH, {})
         positions = usable_positions(self.config) or sys.maxsize

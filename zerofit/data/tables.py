@@ -171,7 +171,7 @@ def keyed(dataset: Dataset, *words: object) -> Dataset:
 
 def derived(dataset: Dataset, origin: Dataset, *words: object) -> Dataset:
     """Note that a table follows from another one, and by what. Returns it."""
-    return keyed(dataset, identity(origin), *words)
+    return keyed(dataset, table_key(origin), *words)
 
 
 def select(records: Records, places: Sequence[int] | np.ndarray) -> Records:
@@ -183,7 +183,7 @@ def select(records: Records, places: Sequence[int] | np.ndarray) -> Records:
     return chosen
 
 
-def identity(dataset: Dataset) -> str:
+def table_key(dataset: Dataset) -> str:
     """A key of the rows of a table, the same in every process and in every run on the same data: of what was noted
     (see `keyed`), of the library's files on the disk, or of all rows of a table in memory."""
     if dataset not in _KEYS:
@@ -261,7 +261,7 @@ def encode_table(
     cache, named after everything that it depends on, and memory-mapped. `key`: what it depends on beside the table,
     such as options and the tokenizer's fingerprint."""
     code = digest_of_code(Path(__file__).parent)  # tables of another version are not used
-    text = " ".join(map(str, (identity(dataset), features, code, *key)))
+    text = " ".join(map(str, (table_key(dataset), features, code, *key)))
     name = sha256(text.encode()).hexdigest()[:32]
     encoded = dataset.map(
         encode,
@@ -277,7 +277,7 @@ def encode_table(
     return keyed(encoded, name)
 
 
-def fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
+def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
     """A hash of everything that decides the token ids of a text; the same in every process."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))

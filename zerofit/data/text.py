@@ -161,7 +161,7 @@ def tokenize_texts(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, append_
         return {"input_ids": [row for row in ids if len(row)]}
 
     columns = Features({"input_ids": tables.IDS})
-    return tables.encode_table(dataset, encode, columns, (tables.fingerprint(tokenizer), append_eos), cache)
+    return tables.encode_table(dataset, encode, columns, (tables.tokenizer_hash(tokenizer), append_eos), cache)
 
 
 def _groups(texts: list[str]) -> Iterator[list[str]]:

@@ -96,7 +96,7 @@ def _links(options: Any, gpu: Gpu | None, network: float) -> Links | None:
 def _of_maker(options: Any, gpu: Gpu | None) -> tuple[Speeds | None, str]:
     """The maker's peaks, with stated efficiencies."""
     half = (options.peak_tflops or 0) * TERA or (gpu and gpu.half)
-    memory = (options.memory_bandwidth or 0) * GIGA or (gpu and gpu.memory)
+    memory = (options.memory_bandwidth or 0) * GIGA or (gpu and gpu.memory_bandwidth)
     if not half or not memory:
         lacking = [name for name, value in (("--peak_tflops", half), ("--memory_bandwidth", memory)) if not value]
         return None, f"{' and '.join(lacking)}, in TFLOP/s and GB/s" if len(lacking) > 1 else lacking[0]

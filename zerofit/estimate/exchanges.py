@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from zerofit.estimate.fully_sharded import FullyShards
-from zerofit.estimate.model_states import offload_device
+from zerofit.estimate.model_states import offload_target
 from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, MATRIX, REDUCE_SCATTER, Operation
 from zerofit.estimate.weights import NORM_BYTES, Weights
 from zerofit.strategy.muon import ITERATIONS
@@ -46,7 +46,7 @@ MUON_MOVED_BYTES = 44
 DISK_BYTES = 2 * 16
 
 
-class Exchange(NamedTuple):
+class Collectives(NamedTuple):
     """Collectives of one kind, one after another.
 
     Attributes:
@@ -83,7 +83,7 @@ class Links:
     network: float
     over_pcie: bool = False
 
-    def seconds(self, exchange: Exchange, world_size: int, per_machine: int) -> float:
+    def seconds(self, exchange: Collectives, world_size: int, per_machine: int) -> float:
         """Time of collectives, as NCCL's own model has it (src/graph/tuning.cc): hops, and the volume over the
         slowest link."""
         if world_size < 2 or not exchange.bytes:
@@ -132,10 +132,10 @@ class Exchanges:
         tensors: trained tensors, which DeepSpeed's Python handles one by one in its step.
     """
 
-    forward: list[Exchange] = field(default_factory=list)
-    backward: list[Exchange] = field(default_factory=list)
-    last_backward: list[Exchange] = field(default_factory=list)
-    step: list[Exchange] = field(default_factory=list)
+    forward: list[Collectives] = field(default_factory=list)
+    backward: list[Collectives] = field(default_factory=list)
+    last_backward: list[Collectives] = field(default_factory=list)
+    step: list[Collectives] = field(default_factory=list)
     hidden: bool = True
     down: float = 0.0
     up: float = 0.0
@@ -154,7 +154,7 @@ def torch_exchanges(weights: Weights, world_size: int, on_gpu: bool, optim: str 
     size = 4 * weights.trained
     is_ddp = world_size > 1
     norm = size + (0 if on_gpu else 2 * NORM_BYTES * weights.trained)
-    reduced = [Exchange(ALL_REDUCE, size, max(1, math.ceil(size / DDP_BUCKET)))] if is_ddp else []
+    reduced = [Collectives(ALL_REDUCE, size, max(1, math.ceil(size / DDP_BUCKET)))] if is_ddp else []
     return Exchanges(
         last_backward=reduced,
         micro_moved=3 * size if is_ddp else 0,  # added to the bucket
@@ -181,12 +181,12 @@ def fully_sharded_exchanges(
     blocks = len({weights.place_of(one.name) for one in gathered} - {None})
     shard = weights.trained / world_size
     wide, is_half = fsdp.reduce_width, fsdp.reduce_width < 4
-    reduced = [Exchange(REDUCE_SCATTER, wide * trained, groups, is_half)] * bool(trained)
-    between = [Exchange(ALL_REDUCE, wide * trained / world_size, groups, is_half, replicas, world_size)]
+    reduced = [Collectives(REDUCE_SCATTER, wide * trained, groups, is_half)] * bool(trained)
+    between = [Collectives(ALL_REDUCE, wide * trained / world_size, groups, is_half, replicas, world_size)]
     between = between if trained and replicas > 1 else []
     return Exchanges(
-        forward=[Exchange(ALL_GATHER, width * total, groups, half)],
-        backward=[Exchange(ALL_GATHER, width * in_blocks, blocks, half, fsdp.kept_among)] * bool(in_blocks)
+        forward=[Collectives(ALL_GATHER, width * total, groups, half)],
+        backward=[Collectives(ALL_GATHER, width * in_blocks, blocks, half, fsdp.kept_among)] * bool(in_blocks)
         + reduced * fsdp.syncs,
         last_backward=reduced * (not fsdp.syncs) + between,
         micro_moved=2 * width * (total + in_blocks) + (width + wide) * trained,  # out of flat tensors, and into them
@@ -204,18 +204,18 @@ def first_stages_exchanges(weights: Weights, zero: Any, world_size: int, width: 
     size = width * trained
     buckets = max(1, math.ceil(trained / int(zero.reduce_bucket_size)))
     # use_multi_rank_bucket_allreduce: an all-reduce, of which each rank keeps its shard.
-    reduced = [Exchange(ALL_REDUCE, size, buckets, half)]
+    reduced = [Collectives(ALL_REDUCE, size, buckets, half)]
     gathers = max(1, math.ceil(trained / int(zero.allgather_bucket_size)))
     in_each = int(zero.stage) == 2
     common: dict[str, Any] = {
         "backward": reduced if in_each else [],
         "last_backward": [] if in_each else reduced,
-        "step": [Exchange(ALL_GATHER, size, gathers, half)],
+        "step": [Collectives(ALL_GATHER, size, gathers, half)],
         "hidden": bool(zero.overlap_comm),
         "tensors": len(weights.sizes),
         "micro_moved": 6 * size,  # into the bucket, divided, and out of it
     }
-    if offload_device(zero.offload_optimizer) != "none":
+    if offload_target(zero.offload_optimizer) != "none":
         kept = width * shard if accumulates else 0  # what was accumulated goes up, is added to, and comes down
         return Exchanges(down=4 * shard + kept, up=kept, step_up=width * shard, adam=shard, **common)
     moved = (
@@ -233,25 +233,25 @@ def third_stage_exchanges(weights: Weights, zero: Any, world_size: int, width: i
     in_layers = sum(one.size for one in weights.all if one.name.startswith(weights.stacks) and one.size > threshold)
     kept = near if keeps_layers else min(near, total - in_layers)  # from the forward to the backward pass
     again = (total - kept) / total if total else 0  # of the weights; the others are gathered once
-    gathered = Exchange(ALL_GATHER, width * total, max(1, count), half)
+    gathered = Collectives(ALL_GATHER, width * total, max(1, count), half)
     within = int(zero.zero_hpz_partition_size)  # ZeRO++: from the copies within a machine
     within_machine = within if within > 1 else 0
-    regathered = Exchange(ALL_GATHER, again * width * total, max(1, round(again * count)), half, within_machine)
+    regathered = Collectives(ALL_GATHER, again * width * total, max(1, round(again * count)), half, within_machine)
     buckets = max(1, math.ceil(weights.trained / max(1, int(zero.reduce_bucket_size))))
     persistent = sum(size for size in weights.sizes.values() if size <= threshold)
-    fetched = width * total / world_size * (1 + again) if offload_device(zero.offload_param) != "none" else 0
+    fetched = width * total / world_size * (1 + again) if offload_target(zero.offload_param) != "none" else 0
     common: dict[str, Any] = {
         "forward": [gathered] if total else [],
-        "backward": [regathered, Exchange(REDUCE_SCATTER, width * weights.trained, buckets, half)],
-        "step": [Exchange(ALL_GATHER, width * persistent, 1, half)] if persistent else [],
+        "backward": [regathered, Collectives(REDUCE_SCATTER, width * weights.trained, buckets, half)],
+        "step": [Collectives(ALL_GATHER, width * persistent, 1, half)] if persistent else [],
         "hidden": zero.overlap_comm is not False,  # by default it is on in this stage
         "tensors": len(weights.sizes),
         "up": fetched,
         "micro_moved": 2 * width * total * (1 + again) + 6 * width * weights.trained,
     }
-    if offload_device(zero.offload_optimizer) != "none":
-        up = 0 if offload_device(zero.offload_param) != "none" else width * trained_shard
-        on_disk = offload_device(zero.offload_optimizer) == "nvme"
+    if offload_target(zero.offload_optimizer) != "none":
+        up = 0 if offload_target(zero.offload_param) != "none" else width * trained_shard
+        on_disk = offload_target(zero.offload_optimizer) == "nvme"
         disk = DISK_BYTES * trained_shard if on_disk else 0
         return Exchanges(down=width * trained_shard, step_up=up, adam=trained_shard, disk=disk, **common)
     moved = (width + 4) + 2 * NORM_BYTES + 8 + ADAM_BYTES + 4 + width
@@ -271,7 +271,7 @@ def with_muon(exchanges: Exchanges, weights: Weights, half: bool, ranks: int, is
             moved = (2 if half else 4) * count * (shape[1] * shape[2] + shape[1] * shape[3] + shape[2] * shape[3])
             products.append(Operation(MATRIX, half, 2 * math.prod(shape), moved, shape))
     rounds = 2 * math.ceil(len(weights.matrices) / ranks)
-    sent = Exchange(ALL_TO_ALL, 2 * (2 if half else 4) * size / ranks, rounds, half)
+    sent = Collectives(ALL_TO_ALL, 2 * (2 if half else 4) * size / ranks, rounds, half)
     return replace(
         exchanges,
         step=[*exchanges.step, *([sent] if is_split else [])],

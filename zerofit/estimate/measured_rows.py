@@ -26,7 +26,7 @@ class MeasuredRow(SimpleNamespace):
 
     @property
     def kind(self) -> str:
-        return kind_of(self.strategy, self.tensor * self.pipeline > 1, bool(self.lora_r))
+        return run_kind(self.strategy, self.tensor * self.pipeline > 1, bool(self.lora_r))
 
     @property
     def parameters(self) -> float:
@@ -39,7 +39,7 @@ class MeasuredRow(SimpleNamespace):
         return self.seconds / self.predicted
 
 
-def kind_of(strategy: str, is_divided: bool, is_lora: bool) -> str:
+def run_kind(strategy: str, is_divided: bool, is_lora: bool) -> str:
     """Return the kind of run, which decides how well seconds are predicted."""
     if is_lora:
         return LORA

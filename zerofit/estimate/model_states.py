@@ -239,7 +239,7 @@ def first_stages_states(
     shards = [group.partition for group in groups]
     shard, offload, all_kept = sum(shards), zero.offload_optimizer, kept_by_rank(groups, weights.sizes)
     fullest = max(all_kept, key=all_kept.__getitem__)
-    offloads = offload_device(offload) != "none"
+    offloads = offload_target(offload) != "none"
     kept = 0 if offloads else width * all_kept[fullest]  # grads_in_partition
     held = width * shard * world_size + weights.frozen_bytes(dtype)
 
@@ -287,16 +287,16 @@ def third_stage_states(
     groups = [shard_of(group) for group in weights.groups]
     shard, trained = shard_of(weights.all), sum(groups)
     optimizer = sum((MASTER_BYTES + group[0].moments_bytes) * size for group, size in zip(weights.groups, groups))
-    offloads_weights = offload_device(zero.offload_param) != "none"
+    offloads_weights = offload_target(zero.offload_param) != "none"
     copies = world_size > 1 or offloads_weights  # alone, a rank reads its shards in place (_no_gather_coalesced)
     persistent = weights.persistent(int(zero.param_persistence_threshold)) if copies else 0
-    offloads = offload_device(zero.offload_optimizer) != "none"
+    offloads = offload_target(zero.offload_optimizer) != "none"
     wide = 0 if width == MASTER_BYTES else MASTER_BYTES  # gradients of the step in fp32
     host: dict[str, int] = {}
     if offloads_weights:
         host["weights"] = _pinned(width * shard, zero.offload_param, on_gpu)
     largest = part_of(weights.largest)
-    on_disk = offload_device(zero.offload_optimizer) == "nvme"
+    on_disk = offload_target(zero.offload_optimizer) == "nvme"
     if on_disk:  # what is brought at a time: as many buffers as a sub-group has tensors (SwapBufferManager)
         brought = min(int(zero.sub_group_size) + largest, max(groups, default=0))
         host["optimizer"] = int(zero.offload_optimizer.buffer_count) * MASTER_BYTES * brought
@@ -325,7 +325,7 @@ def third_stage_states(
     )
 
 
-def offload_device(offload: Any) -> str:
+def offload_target(offload: Any) -> str:
     """none, cpu or nvme, of one of DeepSpeed's offload sections."""
     device = getattr(offload, "device", None) or "none"
     return str(getattr(device, "value", device))

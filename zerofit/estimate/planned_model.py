@@ -230,7 +230,7 @@ class PlannedModel:
     def _build(self, settings: TraceSettings, trained: torch.dtype, rows: Rows) -> Callable[[Any], torch.nn.Module]:
         def build(config: Any) -> torch.nn.Module:
             model = make_model(config, self.task, settings.dtype, self.recipe.attn_implementation, traced=True)
-            add_lora(model, self.recipe, self.task)
+            add_planned_lora(model, self.recipe, self.task)
             split_layers(model, settings.tensor)
             divide_experts(model, settings.experts, settings.dtype)
             for parameter in model.parameters():
@@ -263,7 +263,7 @@ def make_model(
     return build(None)
 
 
-def add_lora(model: Any, recipe: Any, task: str) -> None:
+def add_planned_lora(model: Any, recipe: Any, task: str) -> None:
     """Put the recipe's adapter into the model, without reading a weight (zerofit/model/lora.py reads some)."""
     if not recipe.lora:
         return

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from zerofit.data.collate import multiple_for, round_up
-from zerofit.estimate.planned_model import PlannedModel, add_lora, make_model
+from zerofit.estimate.planned_model import PlannedModel, add_planned_lora, make_model
 from zerofit.estimate.planned_rows import LONGEST_BLOCK, OF_WORDS, TASKS, PlannedHead, Rows
 from zerofit.model.adapter_folder import open_adapter, recorded_base, trained_on_configuration
 from zerofit.model.chunked_loss import terms_of
@@ -56,10 +56,10 @@ def read_planned_model(recipe: Any, task: str, on_gpu: bool) -> PlannedModel:
         config.decoder_start_token_id = 0
     with torch.device("meta"):
         full = make_model(config, task, torch.float32, None, traced=False)
-    add_lora(full, recipe, task)
+    add_planned_lora(full, recipe, task)
     if recipe.gradient_checkpointing:
         check_recomputation(full, recipe.gradient_checkpointing)
-    rows, teacher = rows_of(recipe, task, config, full, on_gpu), _teacher_of(recipe)
+    rows, teacher = longest_rows(recipe, task, config, full, on_gpu), _teacher_of(recipe)
     if teacher is not None:
         assert rows.terms.distillation is not None, "the recipe names a divergence"
         head = PlannedHead(teacher.config.get_text_config().hidden_size, teacher.config.get_text_config().vocab_size)
@@ -116,7 +116,7 @@ def _set_vocabulary(config: Any, recipe: Any) -> None:
     config.vocab_size = -(-size // multiple) * multiple
 
 
-def rows_of(recipe: Any, task: str, config: Any, full: Any, on_gpu: bool) -> Rows:
+def longest_rows(recipe: Any, task: str, config: Any, full: Any, on_gpu: bool) -> Rows:
     """Return the longest rows that a recipe trains on, as wide as a batch of different lengths pads them."""
     fixed = getattr(recipe, "pad_to_max_length", False)
     multiple = multiple_for(torch.device("cuda" if on_gpu and not fixed else "cpu"), config)

@@ -10,7 +10,7 @@ from typing import Any
 
 from zerofit.estimate.exchanges import (
     ADAM_BYTES,
-    Exchange,
+    Collectives,
     Exchanges,
     Links,
     first_stages_exchanges,
@@ -192,7 +192,7 @@ def update_time(
     """
     local = min(world_size, per_machine)
 
-    def exchanged(several: list[Exchange]) -> float:
+    def exchanged(several: list[Collectives]) -> float:
         return sum(links.seconds(one, one.among or world_size, max(1, per_machine // one.apart)) for one in several)
 
     def exposed(beside: float, compute: float) -> float:
@@ -352,7 +352,7 @@ class Timing:
             return 0.0
         hidden = self.model.hidden_bytes(resolved.precision, layout, micro_batch)
         far = layout.world_size > self.gpus_per_node  # some stage has its next one there, and all wait for it
-        both = Exchange(ALL_GATHER, 2 * hidden, 1, resolved.precision != "fp32")  # of two: each sends half of it
+        both = Collectives(ALL_GATHER, 2 * hidden, 1, resolved.precision != "fp32")  # of two: each sends half of it
         return self.links.seconds(both, 2, 1 if far else 2)
 
     def _exchanged(self, resolved: PlannedStrategy) -> Callable[[Operation], float]:
@@ -362,7 +362,7 @@ class Timing:
         together = layout.data_size if resolved.divides_experts else layout.tensor * layout.sequence
 
         def seconds(operation: Operation) -> float:
-            exchange = Exchange(operation.kind, operation.bytes, 1, operation.half)
+            exchange = Collectives(operation.kind, operation.bytes, 1, operation.half)
             return WAITED * self.links.seconds(exchange, together, self.gpus_per_node)
 
         return seconds

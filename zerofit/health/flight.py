@@ -56,7 +56,7 @@ class PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"a record holds no {module}.{name}")
 
 
-def read_records(folder: str, since: float = 0.0) -> dict[int, dict[str, Any]]:
+def read_flight_records(folder: str, since: float = 0.0) -> dict[int, dict[str, Any]]:
     """{rank: its record}, of those that were written after `since`."""
     found = {}
     for rank, path in recorded(folder, since).items():

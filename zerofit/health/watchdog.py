@@ -117,7 +117,7 @@ class Watchdog:
         if self._flight is None:
             return []
         flight.write_record(self._flight, self.rank)
-        records = flight.read_records(self._flight, self._began)
+        records = flight.read_flight_records(self._flight, self._began)
         waits = flight.describe(records, self.world_size, self.machines)
         return waits or (flight.last(records[self.rank]) if self.rank in records else [])
 

@@ -170,7 +170,7 @@ def crash_report(messages: RankMessages, status: int | None, samples: list[Sampl
     return "\n  ".join(lines)
 
 
-def log_lines(text: str) -> None:
+def write_log(text: str) -> None:
     """Print a text in one write, so that the messages of several ranks do not mix."""
     if text:
         with contextlib.suppress(OSError):
@@ -236,12 +236,12 @@ class Watch:
         status = state[2] if state and state[1] else None
         now = take_sample(self.pid, self.groups)
         report = crash_report(self.messages, status, self.samples, now)
-        log_lines("\n  waiting  ".join([report, *self.waiting()]) if report else "")
+        write_log("\n  waiting  ".join([report, *self.waiting()]) if report else "")
 
     def waiting(self) -> list[str]:
         """Return lines on the collectives that ranks wait in, by the records that there are of this launch."""
         known = self.messages
-        records = flight.read_records(known.flight, self.began) if known.flight else {}
+        records = flight.read_flight_records(known.flight, self.began) if known.flight else {}
         return flight.describe(records, known.world_size, known.machines)
 
     def look_for_stop(self, is_stopped: bool) -> None:
@@ -256,7 +256,7 @@ class Watch:
         launcher = state_and_parent(self.pid)[1]
         if now - self.stopped_at > self.limit_s and state_and_parent(launcher)[0] not in ("T", "t"):  # a whole job
             self.stopped_at = math.inf
-            log_lines(
+            write_log(
                 f"{self.messages.named} is stopped (state T: SIGSTOP, or a debugger), in "
                 f"{self.messages.where}: other ranks may wait for it. It continues with: kill -CONT {self.pid}"
             )
@@ -264,7 +264,7 @@ class Watch:
     def give_up(self, silent_s: float) -> bool:
         """Have the rank's stacks printed and end it; False if it has spoken meanwhile."""
         span = f"{silent_s / 60:.0f} minutes" if silent_s >= 90 else f"{silent_s:.0f} s"
-        log_lines(
+        write_log(
             f"{self.messages.named} has shown no sign of life for {span} in "
             f"{self.messages.where}, most likely because another rank has died, is stopped or waits elsewhere. Where "
             "it stands, by its Python stacks:"
@@ -283,10 +283,10 @@ class Watch:
             if os.getppid() != self.pid:
                 return True
         if self.messages_at > asked_at:
-            log_lines(f"rank {self.rank} continues after all, in {self.messages.where}")
+            write_log(f"rank {self.rank} continues after all, in {self.messages.where}")
             return False
-        log_lines("\n".join(f"rank {self.rank} by the flight recorder: {line}" for line in self.waiting()))
-        log_lines(
+        write_log("\n".join(f"rank {self.rank} by the flight recorder: {line}" for line in self.waiting()))
+        write_log(
             f"rank {self.rank} (pid {self.pid}) is ended now, so that nothing hangs (--watchdog_minutes); {RESUME}"
         )
         send(self.pid, signal.SIGKILL)

@@ -22,7 +22,7 @@ from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.model_options import merge_command
 from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.paths import why_no_model
-from zerofit.recipe.tasks import kind_of
+from zerofit.recipe.tasks import model_kind
 
 if TYPE_CHECKING:
     import torch
@@ -182,7 +182,7 @@ def to_train_on(recipe: Any, task: str | None) -> AdapterFolder | None:
             raise UserError(contradictions)
         folder = open_adapter(name, "model_name_or_path")
         kind = folder.settings.get("task_type")
-        if kind and task and TASK_TYPES[kind][0] != kind_of(task):
+        if kind and task and TASK_TYPES[kind][0] != model_kind(task):
             raise UserError(f"model_name_or_path = {name!r} is an adapter of train/{TASK_TYPES[kind][0]}.py")
         _check_trainable(folder, f"model_name_or_path = {name!r}")
         option, base, config = find_base(

@@ -79,7 +79,7 @@ def kernel_of(model: Any) -> str | None:
     return "sdpa" if name == SDPA else name
 
 
-def check_installed(requested: str | None) -> None:
+def check_attention_installed(requested: str | None) -> None:
     """Raises UserError where attn_implementation names a flash kernel whose package is not installed: flash-attn, or
     else the kernels package, with which transformers takes one of the hub."""
     from transformers.integrations.hub_kernels import is_kernel

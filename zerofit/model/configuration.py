@@ -63,9 +63,9 @@ def load_configuration(recipe: ModelOptions, auto_class: Any = None) -> "Pretrai
     needs; None: any. Raises UserError where there is none, or an override names nothing in it."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    from zerofit.model.attention import check_installed  # imports torch, which tokenizers do not need
+    from zerofit.model.attention import check_attention_installed  # imports torch, which tokenizers do not need
 
-    check_installed(recipe.attn_implementation)
+    check_attention_installed(recipe.attn_implementation)
     if recipe.model_type and not recipe.config_name:
         if recipe.model_type not in CONFIG_MAPPING:
             close = nearest(recipe.model_type, CONFIG_MAPPING.keys())

@@ -32,7 +32,7 @@ from zerofit.model.parameters import true_shape
 from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.model_options import LoraOptions
 from zerofit.recipe.options import TrainingRecipe
-from zerofit.recipe.tasks import kind_of
+from zerofit.recipe.tasks import model_kind
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -194,7 +194,7 @@ def make_trainable(
 
 def _task_type(task: str, model_class: str) -> str:
     """peft's name of the task."""
-    kinds = [kind for kind, (script, _) in TASK_TYPES.items() if script == kind_of(task)]
+    kinds = [kind for kind, (script, _) in TASK_TYPES.items() if script == model_kind(task)]
     return next((kind for kind in kinds if TASK_TYPES[kind][1] in model_class), kinds[0])
 
 

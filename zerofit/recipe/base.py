@@ -125,7 +125,7 @@ class Recipe(Findings):
                 words += [f"--{field.name}", "null"]
             if self.source(field.name) == f"--{field.name}" and field.name not in without:
                 value = getattr(self, field.name)
-                words += [f"--{field.name}", *map(shown, value if isinstance(value, list) else [value])]
+                words += [f"--{field.name}", *map(as_text, value if isinstance(value, list) else [value])]
         return words
 
     def problems(self) -> list[str]:
@@ -147,12 +147,12 @@ class Recipe(Findings):
             for need in (*needs, *noted):
                 others, text = self._broken(need)
                 if text:
-                    what = f"{field.name} = {shown(getattr(self, field.name))}" if need[0] == "!" else field.name
+                    what = f"{field.name} = {as_text(getattr(self, field.name))}" if need[0] == "!" else field.name
                     found.append(Clash(field.name, others, f"{what} has no effect {text}", is_noted=need in noted))
             for excluded in field.metadata["excludes"].split() if is_set(getattr(self, field.name)) else ():
                 others, text = self._broken(f"!{excluded}")
                 if text:
-                    pair = " and ".join(f"{name} = {shown(getattr(self, name))}" for name in (field.name, *others))
+                    pair = " and ".join(f"{name} = {as_text(getattr(self, name))}" for name in (field.name, *others))
                     found.append(Clash(field.name, others, f"{pair}: keep one of them", excludes=True))
         return found
 
@@ -165,7 +165,7 @@ class Recipe(Findings):
             return [], ""
         wanted = values.split("|") if values else None
         given = {name: getattr(self, name) for name in others}
-        holds = [name for name, value in given.items() if (shown(value) in wanted if wanted else is_set(value))]
+        holds = [name for name, value in given.items() if (as_text(value) in wanted if wanted else is_set(value))]
         if bool(holds) != denied:
             return [], ""
         if not denied:
@@ -173,7 +173,7 @@ class Recipe(Findings):
             return others, f"without {' or '.join(others)}{values}"
         why = next(field.metadata["why"] for field in dataclasses.fields(self) if field.name == others[0])
         why = f": {why}" if why else ""
-        return others, f"with {others[0]} = {shown(given[others[0]])}{why}. Remove one of them"
+        return others, f"with {others[0]} = {as_text(given[others[0]])}{why}. Remove one of them"
 
 
 def is_set(value: Any) -> bool:
@@ -183,10 +183,10 @@ def is_set(value: Any) -> bool:
 
 def quoted(value: Any) -> str:
     """The value of an option, in a message, with quotes around a text."""
-    return repr(value) if isinstance(value, str) else shown(value)
+    return repr(value) if isinstance(value, str) else as_text(value)
 
 
-def shown(value: Any) -> str:
+def as_text(value: Any) -> str:
     """The value of an option, in a message."""
     if isinstance(value, list):
         return " ".join(map(str, value))

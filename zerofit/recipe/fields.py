@@ -94,7 +94,7 @@ class Kind:
         return [word for word in self.values or () if word not in ("true", "false")]
 
 
-def kind_of(annotation: Any, optional: bool) -> Kind:
+def option_kind(annotation: Any, optional: bool) -> Kind:
     """The parts of a dataclass annotation: int, float, bool, str, lists of them, and `| None` of any; or a type that
     is annotated with the values of a flag that also takes words."""
     if typing.get_origin(annotation) is Annotated:
@@ -111,7 +111,7 @@ def kind_of(annotation: Any, optional: bool) -> Kind:
 def kinds_of(options: type) -> dict[str, Kind]:
     """{option: its kind} of a dataclass of options."""
     hints = typing.get_type_hints(options, include_extras=True)
-    return {each.name: kind_of(hints[each.name], each.default is None) for each in dataclasses.fields(options)}
+    return {each.name: option_kind(hints[each.name], each.default is None) for each in dataclasses.fields(options)}
 
 
 def from_text(text: str, kind: Kind) -> Any:

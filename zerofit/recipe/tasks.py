@@ -294,7 +294,7 @@ TASKS: dict[str, type[TaskRecipe]] = {  # by the name of the script in train/
 CAUSAL = ("clm", "dpo", "distill")
 
 
-def kind_of(task: str) -> str:
+def model_kind(task: str) -> str:
     """The kind of model that a task trains: clm, cls or seq2seq. That of dpo and distill is clm."""
     return "clm" if task in CAUSAL else task
 

@@ -12,7 +12,7 @@ import torch
 
 from zerofit.record.metrics import EvaluationTime
 from zerofit.strategy.devices import device_name
-from zerofit.strategy.gpu_table import NO_PEAK, peak_of
+from zerofit.strategy.gpu_table import NO_PEAK, peak_flops_of
 from zerofit.strategy.host_memory import field as field_of
 from zerofit.strategy.host_memory import read
 
@@ -26,7 +26,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     if not name or precision == "fp32":
         return None
     ask = getattr(torch.get_device_module(device), "get_device_properties", None)
-    return peak_of(name, getattr(ask(device), "multi_processor_count", None) if ask else None)
+    return peak_flops_of(name, getattr(ask(device), "multi_processor_count", None) if ask else None)
 
 
 def without_mfu(device: torch.device, precision: str) -> str | None:

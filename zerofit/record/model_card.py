@@ -7,7 +7,7 @@ from typing import Any
 from zerofit.recipe.errors import printable
 from zerofit.recipe.files import without_folders
 from zerofit.recipe.options import TrainingRecipe
-from zerofit.recipe.tasks import kind_of
+from zerofit.recipe.tasks import model_kind
 from zerofit.record.terminal import decimals
 
 HEADS = {"clm": "CausalLM", "cls": "SequenceClassification", "seq2seq": "Seq2SeqLM"}
@@ -42,7 +42,7 @@ def model_card(
     versions = ", ".join(f"{name} {packages[name]}" for name in shown)
     options = {name: value for name, value in public.items() if recipe.source(name)}
     head = next(
-        (head for head in ("MultipleChoice", "TokenClassification") if head in model_class), HEADS[kind_of(task)]
+        (head for head in ("MultipleChoice", "TokenClassification") if head in model_class), HEADS[model_kind(task)]
     )
     return "\n".join(
         [

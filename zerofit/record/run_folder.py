@@ -152,7 +152,7 @@ class RunFolder:
                 marks = earlier if isinstance(earlier, list) else []
                 environment["resumed_after"] = [*(one for one in marks if type(one) is int and one < updates), updates]
             self._clear(updates, resumed_from)
-            self._describe({**recipe.to_dict(), **identity(recipe, global_batch)}, strategy, environment)
+            self._describe({**recipe.to_dict(), **identity_options(recipe, global_batch)}, strategy, environment)
             self.metrics.start(updates)
             if recipe.record_samples:
                 self.samples.start(updates)
@@ -305,7 +305,7 @@ def check_folder_of(output: Path, file: str, what: str) -> None:
 def evident_differences(recipe: Recipe, recorded: dict[str, Any]) -> list[str]:
     """The differing options that a recipe states: those that it leaves open are filled in by the strategy later."""
     left_open = {name for name, value in recipe.to_dict().items() if value is None}
-    differing = differing_options(identity(recipe, recorded.get("global_batch_size")), recorded)
+    differing = differing_options(identity_options(recipe, recorded.get("global_batch_size")), recorded)
     return [text for text in differing if text.split()[0] not in left_open]
 
 
@@ -315,9 +315,9 @@ def differing_options(now: dict[str, Any], recorded: dict[str, Any]) -> list[str
     return [f"{name} was {recorded[name]!r}, now {now[name]!r}" for name in names]
 
 
-def identity(recipe: Recipe, global_batch: int | None) -> dict[str, Any]:
+def identity_options(recipe: Recipe, global_batch: int | None) -> dict[str, Any]:
     """The options that make a run the run that it is."""
-    names, options = recipe.names_with(identity=True), recipe.to_dict()
+    names, options = recipe.names_with(identity_options=True), recipe.to_dict()
     return {**{name: options[name] for name in names}, "global_batch_size": global_batch}
 
 

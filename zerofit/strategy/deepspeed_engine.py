@@ -12,7 +12,7 @@ from zerofit.compat.deepspeed import SplitStep
 from zerofit.model.tensor_parallel.cut import join_shares
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.deepspeed_config import fill_bucket_size
-from zerofit.strategy.disk import DiskState, own_folder, remove
+from zerofit.strategy.disk import DiskState, own_folder, remove_disk_folder
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.layout import initializing_deepspeed
 from zerofit.strategy.state import FlatState, OptimizerState, ShardedState
@@ -91,7 +91,7 @@ class DeepSpeedEngine(Engine):
     def close(self) -> None:
         super().close()
         if self._folder is not None:
-            remove(self._folder)
+            remove_disk_folder(self._folder)
 
     def loss_scale(self) -> dict[str, Any]:
         if self.strategy.precision != "fp16":

@@ -80,7 +80,7 @@ EXAMPLES = {
 }
 
 
-def read_config(launch: Launch, collected: Problems | None = None) -> tuple[dict[str, Any], str, list[str]]:
+def read_deepspeed_config(launch: Launch, collected: Problems | None = None) -> tuple[dict[str, Any], str, list[str]]:
     """Return (configuration, name of its source, notes): the JSON file, or what the accelerate YAML alone says. Raises
     UserError where it cannot be used; `collected` takes the problems of one that is whole but for them."""
     if launch.json_path is None:

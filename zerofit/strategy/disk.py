@@ -54,7 +54,7 @@ def own_folder(below: str) -> Path:
     return folder
 
 
-def remove(folder: Path) -> None:
+def remove_disk_folder(folder: Path) -> None:
     """Remove such a folder, and its lock."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.with_suffix(".lock").unlink(missing_ok=True)

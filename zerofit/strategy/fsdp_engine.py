@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from zerofit.model.compilation import blocks_of, ends_of
 from zerofit.model.parameters import replace_parameters
 from zerofit.model.stages import empty_parameters, without_weights
-from zerofit.model.tensor_parallel.cut import rows_of
+from zerofit.model.tensor_parallel.cut import shard_rows
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.expert_parallel import dispatch, experts_of, mesh_of_one
 from zerofit.strategy.state import OptimizerState, RowState
@@ -104,7 +104,7 @@ class FullyShardedEngine(TorchEngine):
         """This rank's rows of a parameter, in memory of their own."""
         if hasattr(parameter, "cut"):
             return parameter.detach()
-        start, stop = rows_of(len(parameter), self.layout.shard_rank, self.layout.shard_size)
+        start, stop = shard_rows(len(parameter), self.layout.shard_rank, self.layout.shard_size)
         return parameter.detach()[start:stop].clone()
 
     def _as_shard(self, rows: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:

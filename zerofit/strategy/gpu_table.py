@@ -37,7 +37,7 @@ class Gpu:
     # FLOP/s of dense matrix products in fp16, with sums in fp32, and in bf16 where `has_bf16`
     half: float | None = None
     single: float | None = None  # FLOP/s of fp32 without tensor cores, as torch multiplies fp32 matrices by default
-    memory: float | None = None  # bandwidth of its memory
+    memory_bandwidth: float | None = None  # bandwidth of its memory
     link: float | None = None  # to the other GPUs of a machine
     pcie: float | None = None  # to the host
     network: float | None = None  # to other machines, of one GPU, in the machine that its maker builds around it
@@ -51,7 +51,7 @@ class Gpu:
     is_newer: bool = False  # Hopper or Blackwell: it has attention kernels of its own, and stands in a newer host
 
 
-UNITS = {"usable_bytes": 2**30, "half": TERA, "single": TERA, "memory": GIGA, "link": GIGA, "network": GIGA}
+UNITS = {"usable_bytes": 2**30, "half": TERA, "single": TERA, "memory_bandwidth": GIGA, "link": GIGA, "network": GIGA}
 
 
 def _in_si(gpu: Gpu) -> Gpu:
@@ -133,7 +133,7 @@ def gpu_of(device_name: str) -> Gpu | None:
     return max(named, key=lambda gpu: len(gpu.model), default=None)
 
 
-def peak_of(device_name: str, num_sms: int | None = None) -> float | None:
+def peak_flops_of(device_name: str, num_sms: int | None = None) -> float | None:
     """FLOP/s in half precision of a device that calls itself so; None where that is not known. `num_sms`: of the
     device; a MIG slice reaches as much of the whole as it has of its multiprocessors."""
     gpu = gpu_of(device_name)

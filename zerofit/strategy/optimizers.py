@@ -174,7 +174,7 @@ def check_muon(strategy: "Strategy", recipe: TrainingRecipe) -> None:
         raise UserError(problems)
 
 
-def check_installed(recipe: OptimizerOptions) -> None:
+def check_optimizer_installed(recipe: OptimizerOptions) -> None:
     """Raises UserError where the package of `optim` is not here."""
     if recipe.optim == "adamw_8bit" and find_spec("bitsandbytes") is None:
         raise UserError(

@@ -10,7 +10,7 @@ from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parse import flag_value
 from zerofit.strategy.batches import resolve_batches
 from zerofit.strategy.deepspeed_config import resolve_config
-from zerofit.strategy.deepspeed_json import read_config, stated_precision
+from zerofit.strategy.deepspeed_json import read_deepspeed_config, stated_precision
 from zerofit.strategy.fsdp import ALONE, check_fsdp, check_replicas
 from zerofit.strategy.gpus import check_devices
 from zerofit.strategy.launch import Launch, check_launch, find_launch
@@ -69,7 +69,7 @@ def _read_torch(launch: Launch, recipe: TrainingRecipe, problems: Problems, on_l
 
 def _read_deepspeed(launch: Launch, recipe: TrainingRecipe, problems: Problems, on_layout: OnLayout) -> Strategy:
     """ZeRO of any stage."""
-    config, source, notes = read_config(launch, problems)
+    config, source, notes = read_deepspeed_config(launch, problems)
     precision, stated = "fp32", [_of_launcher(launch)]
     with problems.collected():
         stated.append(PrecisionSetting(stated_precision(config, source), source))

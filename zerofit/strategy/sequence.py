@@ -42,7 +42,7 @@ def shares_heads(config: Any, degree: int) -> bool:
     return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
 
 
-def check_model(config: Any, degree: int, source: str, recipe: Any, precision: str) -> None:
+def check_sequence_parallel(config: Any, degree: int, source: str, recipe: Any, precision: str) -> None:
     """Raises UserError: all that stands against `degree` ranks that split the rows of such a model."""
     config = config.get_text_config()
     stated, without = f"{source}: sequence_parallel_size = {degree}", "Use a strategy without it, such as zero3"

@@ -18,7 +18,7 @@ import torch
 
 from zerofit.compat.deepspeed import fragment_of, step_sub_group
 from zerofit.model.parameters import true_numel, true_shape
-from zerofit.model.tensor_parallel.cut import Cut, rows_of
+from zerofit.model.tensor_parallel.cut import Cut, shard_rows
 from zerofit.strategy.muon import Muon, flat
 
 # What AdamW keeps has the shape of the parameter, and so has Muon's mean; what other optimizers keep
@@ -297,7 +297,7 @@ class RowState(OptimizerState):
 
     def _range(self, parameter: Any) -> tuple[int, int]:
         layout, inner = self.engine.layout, parameter.shape[1:].numel()
-        first, last = rows_of(len(parameter), layout.shard_rank, layout.shard_size)
+        first, last = shard_rows(len(parameter), layout.shard_rank, layout.shard_size)
         return first * inner, last * inner
 
     def _held_in(self, parameter: Any) -> tuple[torch.Tensor, int]:

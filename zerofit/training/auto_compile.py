@@ -12,7 +12,7 @@ from zerofit.data.lengths import DEFAULT_BLOCK_SIZE, LENGTHS
 from zerofit.model.compilation import GRAPHS, failing_compiler
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import counted
-from zerofit.recipe.tasks import kind_of
+from zerofit.recipe.tasks import model_kind
 from zerofit.strategy.host_memory import usable_cores
 from zerofit.strategy.machines import everyones
 from zerofit.strategy.strategy import Strategy
@@ -77,7 +77,7 @@ def widths_of(recipe: Any) -> int:
     is_packed = getattr(recipe, "packing", "none") != "none" and not getattr(recipe, "preference_loss", None)
     if is_packed or getattr(recipe, "data_path", None):
         return 1
-    lengths = (getattr(recipe, name) or DEFAULT_BLOCK_SIZE for name in LENGTHS[kind_of(recipe.task)])
+    lengths = (getattr(recipe, name) or DEFAULT_BLOCK_SIZE for name in LENGTHS[model_kind(recipe.task)])
     return math.prod(len(np.unique(round_up(np.arange(1, length + 1), GPU_MULTIPLE))) for length in lengths)
 
 

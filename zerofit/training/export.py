@@ -26,7 +26,7 @@ from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import decimals, duration
 from zerofit.record.written_files import MODEL
 from zerofit.strategy.state import EMA
-from zerofit.training.prepare import LONG
+from zerofit.training.setup import LONG
 from zerofit.training.summary import about_evaluations, compiled, incomplete, summary, why_stopped
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def _tabulate(folder: RunFolder, recipe: TaskRecipe) -> list[str]:
     return folder.tabulate_predictions(*kind) if kind else []
 
 
-def finish(run: "Run") -> int:
+def finish_run(run: "Run") -> int:
     """Say where everything lies, leave the process group, wait for mirror and hub. Returns the exit code."""
     if run.measurement:
         run.engine.close()

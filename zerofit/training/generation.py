@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from zerofit.data.collate import Batch, PromptCollator, multiple_for
 from zerofit.data.pack import TextData
-from zerofit.data.pairs.prepare import PairData
+from zerofit.data.pairs.samples import PairData
 from zerofit.data.prompts import longest_answer
 from zerofit.data.rendering import Renderer
 from zerofit.model.tokenizer import padding_token
@@ -162,7 +162,7 @@ def _lines(data: PairData, texts: list[str]) -> Iterator[dict[str, str]]:
         yield {"source": source, "target": target, "prediction": text}
 
 
-def shown(run: Any, recipe: Seq2SeqRecipe) -> list[str]:
+def prediction_lines(run: Any, recipe: Seq2SeqRecipe) -> list[str]:
     """The first generated text of each of the first batches, for the log; nothing where the run has stopped."""
     batch_size, num_batches = recipe.per_device_eval_batch_size, recipe.n_val_batch_generations
     if run.stopped or not run.data.num_held_out or not recipe.predict_with_generate or not run.is_main:

@@ -6,7 +6,7 @@ from torch import distributed
 
 from zerofit.checkpoint.exporter import ModelExporter
 from zerofit.checkpoint.manager import CheckpointManager
-from zerofit.checkpoint.resume import fingerprint
+from zerofit.checkpoint.resume import data_fingerprint
 from zerofit.health.anomaly import AnomalyDetector
 from zerofit.health.flight import FOLDER
 from zerofit.health.slow_ranks import RankClock, SlowRanks
@@ -18,8 +18,8 @@ from zerofit.record.terminal import Bar
 from zerofit.record.trackers import start_trackers
 from zerofit.strategy.machines import check_same
 from zerofit.training.best_metric import make_best_tracker
-from zerofit.training.prepare import check_output_folder
 from zerofit.training.profiling import Profiler
+from zerofit.training.setup import check_output_folder
 
 if TYPE_CHECKING:
     from zerofit.training.run import Run
@@ -62,7 +62,7 @@ def open_record(run: "Run") -> None:
 def _resume(run: "Run") -> None:
     """Make the run's checkpoints, and continue from one; the record goes on from its update."""
     config, engine, recipe = run.config, run.engine, run.recipe
-    data = fingerprint(run.data.train, getattr(recipe, "length_grouping", "none"))
+    data = data_fingerprint(run.data.train, getattr(recipe, "length_grouping", "none"))
     check_same({"training data": data}, "Give all machines the same data and the same packages")
     about = {
         **config.resume.identity,

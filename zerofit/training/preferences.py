@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from zerofit.data.chat.prepare import PreferencePairs
+from zerofit.data.chat.samples import PreferencePairs
 from zerofit.data.collate import Batch
 from zerofit.data.order import FILLER, FixedOrder
 from zerofit.model.folders import weights_key

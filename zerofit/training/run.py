@@ -44,13 +44,13 @@ from zerofit.record.terminal import log_lines
 from zerofit.strategy.devices import synchronise
 from zerofit.strategy.engine import Bounds, Engine, Outcome
 from zerofit.strategy.optimizers import check_kept
-from zerofit.strategy.prepare import prepare_engine
+from zerofit.strategy.prepare_engine import prepare_engine
 from zerofit.strategy.strategy import Strategy
 from zerofit.training import export as ending
-from zerofit.training.configuration import RunConfiguration, check_model, resolve
 from zerofit.training.measurement import VARIABLE, Measurement
 from zerofit.training.opening import open_record
-from zerofit.training.prepare import LONG, open_process_group, prepare_activations
+from zerofit.training.run_configuration import RunConfiguration, check_model, resolve
+from zerofit.training.setup import LONG, open_process_group, prepare_activations
 from zerofit.training.stream import Totals, Update, counts_of, dropout_seed, run_length, update_batches
 from zerofit.training.summary import about_the_run
 
@@ -546,5 +546,5 @@ class Run:
     # ------------------------------------------------------------------------------------------------------ afterwards
 
     export = ending.export
-    finish = ending.finish
+    finish = ending.finish_run
     answer = ending.answer

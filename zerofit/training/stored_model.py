@@ -21,8 +21,8 @@ from zerofit.model.folders import TRAINED_WITH, is_adapter, model_folder
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import read_record
 from zerofit.recipe.paths import answers_folder
-from zerofit.recipe.tasks import TaskRecipe, kind_of
-from zerofit.record.run_folder import RunFolder, differing_options, identity
+from zerofit.recipe.tasks import TaskRecipe, model_kind
+from zerofit.record.run_folder import RunFolder, differing_options, identity_options
 from zerofit.strategy.strategy import Strategy
 
 NAMED_WITH = "adapter_config.json"
@@ -57,8 +57,8 @@ class StoredModel:
         if recipe.lora:
             adapter = open_adapter(name, "model_name_or_path")
             kind = adapter.settings.get("task_type")
-            script = TASK_TYPES[kind][0] if kind else kind_of(task)
-            if script != kind_of(task):
+            script = TASK_TYPES[kind][0] if kind else model_kind(task)
+            if script != model_kind(task):
                 raise UserError(f"model_name_or_path = {name!r} is an adapter of train/{script}.py: use that")
             if adapter.has_tokenizer and not recipe.tokenizer_name:
                 recipe.adopt("tokenizer_name", name, "the adapter")
@@ -130,5 +130,5 @@ def refuse_other_answers(folder: RunFolder, recipe: TaskRecipe) -> None:
     asked = ("model_name_or_path", "predict_file", *recipe.names_with(phase="data"))
     recorded = read_record(folder.path / "recipe.yaml")
     earlier = {name: value for name, value in recorded.items() if name in asked}
-    if differing := differing_options(identity(recipe, 0), earlier):
+    if differing := differing_options(identity_options(recipe, 0), earlier):
         folder.refuse_a_different_run(differing)

@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from zerofit.data.labelled.labels import INTEGER, Labels, is_missing, name_of
 from zerofit.data.labelled.samples import LabelledRows
-from zerofit.data.records import BadRecord, Part
+from zerofit.data.records import BadRecord, RecordSet
 from zerofit.data.tables import columns_present, holds_lists, match_columns, text_columns, text_of
 from zerofit.data.turns import blank
 from zerofit.recipe.errors import UserError
@@ -129,7 +129,7 @@ def _is_list(table: Dataset, name: str) -> bool:
     return holds_lists(table.features[name]) or isinstance(table.features[name], dict)
 
 
-def labels_of_choices(choices: Choices, parts: Iterable[Part]) -> Labels:
+def labels_of_choices(choices: Choices, parts: Iterable[RecordSet]) -> Labels:
     """The numbers of the choices, as many as an example has at most."""
     max_choices = max(len(rows) for part in parts for rows, _ in part.contents())
     return Labels(tuple(str(number + choices.start) for number in range(max_choices)), True, choices.label)

@@ -15,8 +15,8 @@ from zerofit.data.lengths import report_data_loss
 from zerofit.data.mixture import MixedSamples
 from zerofit.data.options import PARTS, PREDICT, DataOptions
 from zerofit.data.pack import LabelledSamples, TaskData, TokenizedDataset, stats_rows
-from zerofit.data.records import BadRecord, Part
-from zerofit.data.tables import IDS, fingerprint, identity, kept_columns
+from zerofit.data.records import BadRecord, RecordSet
+from zerofit.data.tables import IDS, kept_columns, table_key, tokenizer_hash
 from zerofit.data.turns import blank
 from zerofit.model.tokenizer import get_tokenizer, padding_values, read_by_words
 from zerofit.recipe.errors import UserError
@@ -101,12 +101,12 @@ class ExampleData(TaskData):
 
 
 def encode_parts(
-    options: DataOptions, config: PretrainedConfig, parts: dict[str, Part], labels: Labels, length: int
+    options: DataOptions, config: PretrainedConfig, parts: dict[str, RecordSet], labels: Labels, length: int
 ) -> ExampleData:
     """The samples of all parts, whose readers return an Example; notes say which texts are truncated."""
     parts = options.limited(parts)
     train = next(iter(parts.values()))
-    tokenizer = get_tokenizer(options.recipe, config, train.texts, identity(train.table), pairs=True)
+    tokenizer = get_tokenizer(options.recipe, config, train.texts, table_key(train.table), pairs=True)
     columns, notes = tuple(padding_values(tokenizer)), list[str]()
     sets: dict[str, TokenizedDataset] = {}
     if labels.of_words:
@@ -133,7 +133,7 @@ def encode_parts(
     )
 
 
-def _kept(part: Part) -> Dataset:
+def _kept(part: RecordSet) -> Dataset:
     """All columns of the records for predictions.jsonl, where the label is a name, also where the data has numbers."""
     label: str | None = getattr(part.reader, "label", None)
     own = ("prediction", "probability", "probabilities", *(("label",) if label else ()))
@@ -141,7 +141,7 @@ def _kept(part: Part) -> Dataset:
     return kept_columns(table, *own)
 
 
-def _encode(part: Part, tokenizer: PreTrainedTokenizerBase, length: int, cache: Path, labels: Labels) -> Dataset:
+def _encode(part: RecordSet, tokenizer: PreTrainedTokenizerBase, length: int, cache: Path, labels: Labels) -> Dataset:
     """Token ids of the rows of each record, one after another; `sizes` are their lengths, `longest` is that of the
     longest before it was cut. Of a pair that does not fit the longer text is truncated first."""
     columns = tuple(padding_values(tokenizer))
@@ -178,10 +178,10 @@ def _encode(part: Part, tokenizer: PreTrainedTokenizerBase, length: int, cache: 
             "label": List(Value("float32")) if labels.of_sets else Value("int64" if labels.names else "float32"),
         }
     )
-    return part.encode(encode, features, (fingerprint(tokenizer), length, columns), cache)
+    return part.encode(encode, features, (tokenizer_hash(tokenizer), length, columns), cache)
 
 
-def _encode_words(part: Part, tokenizer: PreTrainedTokenizerBase, length: int, cache: Path) -> Dataset:
+def _encode_words(part: RecordSet, tokenizer: PreTrainedTokenizerBase, length: int, cache: Path) -> Dataset:
     """Token ids of the words of each record; `tags` are the words' tags, `starts` the place of each one's first token:
     -1 of a word that is cut off, or has no token."""
     columns = tuple(padding_values(tokenizer))
@@ -205,7 +205,7 @@ def _encode_words(part: Part, tokenizer: PreTrainedTokenizerBase, length: int, c
     features = Features(
         {**dict.fromkeys((*columns, "tags", "starts"), IDS), **dict.fromkeys(("truncated", "longest"), Value("int32"))}
     )
-    return part.encode(encode, features, (fingerprint(tokenizer), length, columns), cache)
+    return part.encode(encode, features, (tokenizer_hash(tokenizer), length, columns), cache)
 
 
 def class_weights(recipe: ClsRecipe, data: ExampleData) -> list[float] | None:

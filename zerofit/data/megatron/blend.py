@@ -142,7 +142,7 @@ def beyond_the_vocabulary(number: int, rows: int, where: str) -> str:
     return f"data_path: {where} holds token {number:,}, the tokenizer has {rows:,}. Set tokenizer_name to its own"
 
 
-def build(
+def build_samples(
     blend: Blend, num_samples: int, num_held_out: int, rows: int, eod: int, *, resets: tuple[str, ...], root: Path
 ) -> tuple[CorpusSamples | None, CorpusSamples | None]:
     """(training, held-out) samples. The first process makes their index; all processes map it into memory. Raises

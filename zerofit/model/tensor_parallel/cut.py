@@ -69,7 +69,7 @@ def cut_parameter(parameter: torch.nn.Parameter, cut: Cut) -> None:
     vars(parameter).update(cut=cut, tensor_model_parallel=True)
 
 
-def rows_of(count: int, rank: int, size: int) -> tuple[int, int]:
+def shard_rows(count: int, rank: int, size: int) -> tuple[int, int]:
     """[first, last + 1) of `count` rows, as torch.chunk cuts them: later ranks have fewer, or none."""
     rows = -(-count // size)
     return min(rank * rows, count), min((rank + 1) * rows, count)
@@ -79,7 +79,7 @@ def keep_rows(model: torch.nn.Module, rank: int, size: int) -> None:
     """Keep this rank's rows of all parameters."""
     for parameter in model.parameters():
         vars(parameter)["ds_shape"] = parameter.shape  # where peft looks for the whole shape of GPT-2's layers
-        cut_parameter(parameter, Cut(tuple(parameter.shape), 0, (rows_of(parameter.shape[0], rank, size),)))
+        cut_parameter(parameter, Cut(tuple(parameter.shape), 0, (shard_rows(parameter.shape[0], rank, size),)))
 
 
 @torch.no_grad()

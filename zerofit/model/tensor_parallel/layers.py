@@ -48,7 +48,7 @@ class Exchange(torch.autograd.Function):
         return ctx.exchange(gradient), None, None
 
 
-def total(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+def all_reduced(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """The sum of all ranks' tensors."""
     summed = tensor.clone(memory_format=torch.contiguous_format)
     distributed.all_reduce(summed, group=group)
@@ -61,12 +61,12 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 def copied(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """Hand one tensor to every rank's share of a layer; the gradients of the shares add up."""
-    return Exchange.apply(tensor, _same, partial(total, group=group))
+    return Exchange.apply(tensor, _same, partial(all_reduced, group=group))
 
 
 def summed(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """The sum of all ranks' tensors, on every rank; each of them gets the whole gradient."""
-    return Exchange.apply(tensor, partial(total, group=group), _same)
+    return Exchange.apply(tensor, partial(all_reduced, group=group), _same)
 
 
 class Scattered(torch.autograd.Function):
@@ -137,7 +137,7 @@ class TokenParts:
         """This rank's part of the sum of all ranks' shares (B, T, H) and of a bias that all of them have."""
         if self._shape is not None:
             return Scattered.apply(share, bias, self.tensor)
-        whole = total(share, self.tensor.group)
+        whole = all_reduced(share, self.tensor.group)
         return whole if bias is None else whole + bias
 
     def leave(self, module: nn.Module, args: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -237,12 +237,12 @@ class VocabularyShare:
         max_logits = logits.amax(dim=-1, keepdim=True)
         distributed.all_reduce(max_logits, distributed.ReduceOp.MAX, group=self.tensor.group)
         logits -= max_logits
-        log_sums = total(logits.exp().sum(dim=-1, keepdim=True), self.tensor.group).log_()
+        log_sums = all_reduced(logits.exp().sum(dim=-1, keepdim=True), self.tensor.group).log_()
         return logits.sub_(log_sums), log_sums.add_(max_logits)
 
     def summed(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' tensors."""
-        return total(tensor, self.tensor.group)
+        return all_reduced(tensor, self.tensor.group)
 
     def join(self, own: torch.Tensor) -> torch.Tensor:
         """All ranks' columns side by side, on every rank; the gradient of each share is its part of the whole one."""
@@ -368,7 +368,7 @@ def _share_tokens(model: "PreTrainedModel", parts: TokenParts) -> None:
     norms = (module for module in (*layers.modules(), last) if not isinstance(module, RowLinear))
     for parameter in (each for module in norms for each in module.parameters(recurse=False)):
         if parameter.requires_grad and not hasattr(parameter, "cut"):
-            hook = partial(total, group=parts.tensor.group)
+            hook = partial(all_reduced, group=parts.tensor.group)
             parameter.register_hook(hook)
             parameter.gradient_hook = hook  # what takes the parameter's place has to have it too
 

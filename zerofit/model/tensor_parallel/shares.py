@@ -14,7 +14,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from zerofit.model.exported import stored_weights
+from zerofit.model.export_review import stored_weights
 from zerofit.model.parameters import replace_parameters
 
 if TYPE_CHECKING:

@@ -23,16 +23,16 @@ from zerofit.record.run_folder import RunFolder, check_folder_of
 from zerofit.record.terminal import log_lines
 from zerofit.tools.compare.candidates import CompareOptions, check_overrides, make_recipe, read_candidates
 from zerofit.tools.compare.comparison import Comparison
-from zerofit.tools.compare.devices import (
+from zerofit.tools.compare.finish import RECIPE as RECIPE_TO_FINISH
+from zerofit.tools.compare.finish import finish_comparison, values_to_finish
+from zerofit.tools.compare.report import ComparisonReport
+from zerofit.tools.compare.trial_machine import (
     NOT_COUNTED,
     choose_limit,
     inspect_trial_machine,
+    recipe_without_weights,
     simulated_machine,
-    without_weights,
 )
-from zerofit.tools.compare.finish import RECIPE as RECIPE_TO_FINISH
-from zerofit.tools.compare.finish import finish, values_to_finish
-from zerofit.tools.compare.report import ComparisonReport
 from zerofit.tools.tool_recipe import ToolRecipe, read_with_recipe
 
 RECIPE, JOURNAL = "recipe.yaml", "journal.jsonl"
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         machine, timer = real, None
     elif device:
         machine, timer = simulated_machine(device, options.num_processes), real
-        recipe = ToolRecipe(without_weights(recipe.values), [*recipe.notes, NOT_COUNTED])
+        recipe = ToolRecipe(recipe_without_weights(recipe.values), [*recipe.notes, NOT_COUNTED])
     else:
         raise UserError("there is no GPU here: set --memory_limit, e.g. 1GiB, for simulated devices of this size")
     stated = parse_bytes(options.memory_limit) if options.memory_limit else None
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
             log_lines("", report.for_terminal())
             if to_finish:
                 (output / RECIPE_TO_FINISH).write_text(to_finish.to_yaml(), encoding="utf-8")
-                report.finished = finish(comparison, output / RECIPE_TO_FINISH)
+                report.finished = finish_comparison(comparison, output / RECIPE_TO_FINISH)
                 report.write(output)
                 log_lines("", report.for_terminal())
         except KeyboardInterrupt:

@@ -11,10 +11,10 @@ from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.places import digest_of_code
 from zerofit.record.terminal import duration, log_lines, rounded
 from zerofit.tools.compare.candidates import Candidate, CompareOptions, one_batch
-from zerofit.tools.compare.devices import TrialMachine, launch_environment, timed_precision
 from zerofit.tools.compare.results import StrategyRow, common_size, outcome_text, with_rates_of
 from zerofit.tools.compare.search import next_size
-from zerofit.tools.compare.trial import Journal, key_of, peak_of, run_trial
+from zerofit.tools.compare.trial import Journal, key_of, peak_bytes, run_trial
+from zerofit.tools.compare.trial_machine import TrialMachine, launch_environment, timed_precision
 from zerofit.tools.tool_recipe import read_with_recipe
 
 LARGEST = 4096  # no larger batch is tried, unless it is named
@@ -180,7 +180,7 @@ class Comparison:
         if result["outcome"] == "fits":
             limit = f" of {self.limit / 2**20:,.0f}" if self.limit else ""
             rate = "" if self.machine.simulated else f", {rounded(result['samples_per_s'])} samples/s"
-            said = f"fits: {peak_of(result) / 2**20:,.0f}{limit} MiB{rate}"
+            said = f"fits: {peak_bytes(result) / 2**20:,.0f}{limit} MiB{rate}"
         log_lines(f"  {candidate.name}  {size:>5}  {said}")
 
     def _time_updates(self, timer: TrialMachine) -> None:
@@ -251,7 +251,7 @@ def predict_peaks(
 ) -> list[tuple[int, int]]:
     """(size, peak as the limit counts it) of the sizes that `zerofit plan` looks at to find the largest that fits."""
     from zerofit.estimate.read_model import read_planned_model
-    from zerofit.tools.plan.layouts import resolve
+    from zerofit.tools.plan.layouts import resolve_layout
     from zerofit.tools.plan.plan_options import PlanOptions
     from zerofit.tools.plan.planner import Planner, search
     from zerofit.tools.plan.prediction import Budget
@@ -263,7 +263,7 @@ def predict_peaks(
     model = read_planned_model(planned, options.task, on_gpu=True)
     model = replace(model, cpu_kernels=not (on_cuda or machine.simulated))
     planner = Planner(planned, model, Budget(limit + CUDA_CONTEXT_BYTES, None, processes, processes))
-    resolved = resolve(str(candidate.config), planned, model, processes, processes)
+    resolved = resolve_layout(str(candidate.config), planned, model, processes, processes)
 
     def predict(size: int) -> SimpleNamespace:
         peak = planner.predict(resolved, size).peak

@@ -17,8 +17,8 @@ from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import decimals, duration, log_lines, rounded, size
 from zerofit.tools.compare.candidates import SET_BY_EACH_RUN, Candidate, CompareOptions
 from zerofit.tools.compare.comparison import Comparison
-from zerofit.tools.compare.devices import launch_environment
 from zerofit.tools.compare.trial import key_of
+from zerofit.tools.compare.trial_machine import launch_environment
 from zerofit.tools.tool_recipe import recipe_values
 
 RECIPE, RUNS = "recipe-finish.yaml", "runs"
@@ -155,7 +155,7 @@ def agreement(runs: list[Finished]) -> str:
     )
 
 
-def finish(comparison: Comparison, recipe: Path) -> list[Finished]:
+def finish_comparison(comparison: Comparison, recipe: Path) -> list[Finished]:
     """Train under every strategy that holds a batch, one run after another.
 
     Args:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from zerofit.record.terminal import shortened
 from zerofit.tools.compare.results import StrategyRow
-from zerofit.tools.compare.trial import peak_of
+from zerofit.tools.compare.trial import peak_bytes
 
 # Distinct also for colour-blind people: Okabe and Ito, jfly.uni-koeln.de/color
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933", "#882255")
@@ -20,7 +20,7 @@ MARKERS = "os^Dv<>ph"
 def memory_plot(rows: list[StrategyRow], limit: int | None) -> Figure:
     """Peak memory of the rank that needs most against the size: a line as predicted, points as measured, and a cross
     where memory ran out."""
-    shown = [peak_of(line) for row in rows for line in row.fitting] + ([limit] if limit else [])
+    shown = [peak_bytes(line) for row in rows for line in row.fitting] + ([limit] if limit else [])
     top = max(shown, default=2**20)
     unit, name = (2**30, "GiB") if top >= 2 * 2**30 else (2**20, "MiB")
     figure, axes = _figure("batch size", f"peak memory of a process, {name}")
@@ -30,7 +30,7 @@ def memory_plot(rows: list[StrategyRow], limit: int | None) -> Figure:
         if row in predicted:
             line = [(size, peak / unit) for size, peak in sorted(row.predicted.items())]
             axes.plot(*zip(*line), color=style["color"], linewidth=1.2)
-        sizes, peaks = [line["size"] for line in lines], [peak_of(line) / unit for line in lines]
+        sizes, peaks = [line["size"] for line in lines], [peak_bytes(line) / unit for line in lines]
         axes.plot(
             sizes, peaks, linestyle="none", label=shortened(row.name if lines else f"{row.name}: none", 40), **style
         )

@@ -15,7 +15,6 @@ from zerofit.recipe.parsing import counted
 from zerofit.recipe.paths import name_of_recipe
 from zerofit.record.terminal import duration, rounded, screen_width, size, table
 from zerofit.tools.compare.comparison import Comparison
-from zerofit.tools.compare.devices import timed_precision
 from zerofit.tools.compare.finish import Finished, agreement, finished_table
 from zerofit.tools.compare.plots import memory_plot, svg, throughput_plot
 from zerofit.tools.compare.results import (
@@ -27,7 +26,8 @@ from zerofit.tools.compare.results import (
     speed_up,
     spread,
 )
-from zerofit.tools.compare.trial import peak_of
+from zerofit.tools.compare.trial import peak_bytes
+from zerofit.tools.compare.trial_machine import timed_precision
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft")
 STYLE = """
@@ -101,9 +101,9 @@ class ComparisonReport:
             "strategy": row.name,
             "largest batch": row.limit_text,
             "factor": f"{row.largest / first.largest:.2f}" if largest and first.largest else "-",
-            "its peak": size(peak_of(largest)) if largest else "-",
+            "its peak": size(peak_bytes(largest)) if largest else "-",
             "predicted": size(row.predicted_peak(row.largest)) if largest and row.predicted else "-",
-            f"peak at {self.common}": size(peak_of(common)) if common else "-",
+            f"peak at {self.common}": size(peak_bytes(common)) if common else "-",
             f"samples/s at {self.common}": rounded(common["samples_per_s"]) if common in row.timed else "-",
             "best batch": str(best["size"]) if best else "-",
             "samples/s there": rounded(best["samples_per_s"]) if best else "-",
@@ -173,7 +173,7 @@ class ComparisonReport:
             "outcome": line["outcome"],
             "where": line.get("where", ""),
             "phase": line.get("phase", ""),
-            **{f"{name}_bytes": peak_of(line, name) if fits else "" for name in ("allocated", "reserved", "host")},
+            **{f"{name}_bytes": peak_bytes(line, name) if fits else "" for name in ("allocated", "reserved", "host")},
             **{name: line.get(name, "") for name in RATES},
         }
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from zerofit.record.terminal import rounded
 from zerofit.tools.compare.search import bounds
-from zerofit.tools.compare.trial import peak_of
+from zerofit.tools.compare.trial import peak_bytes
 
 BUSY = 2  # a load average of so many times the cores, or the ranks, is that of other programs too
 RATES = (
@@ -42,7 +42,7 @@ class StrategyRow:
     @property
     def peaks(self) -> dict[int, int | None]:
         """{size: peak in bytes, None where it does not fit} of the sizes that were tried."""
-        return {line["size"]: peak_of(line) if "ranks" in line else None for line in self.trials}
+        return {line["size"]: peak_bytes(line) if "ranks" in line else None for line in self.trials}
 
     @property
     def largest(self) -> int:

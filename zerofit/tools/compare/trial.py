@@ -33,7 +33,7 @@ def key_of(**values: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def peak_of(line: dict[str, Any], name: str = "reserved") -> int:
+def peak_bytes(line: dict[str, Any], name: str = "reserved") -> int:
     """The largest peak of any rank in a result of the journal, in bytes."""
     return max(rank[name] for rank in line["ranks"])
 

@@ -38,7 +38,7 @@ from zerofit.tools.doctor.check import Installation, check_machine
 from zerofit.tools.doctor.report import ERROR, NOTE, WARNING, DoctorOptions, DoctorReport
 from zerofit.tools.rank_environment import RANKS, environment_of_a_rank
 from zerofit.training.auto_compile import choose
-from zerofit.training.configuration import check_model, resolve
+from zerofit.training.run_configuration import check_model, resolve
 
 DEFAULT = "default"
 MODELS = ("model_name_or_path", "config_name", "model_type")
@@ -101,7 +101,7 @@ def _examine_run(
     needs = here, machines, strategy.precision if strategy else None
     if task is None:
         return needs
-    report.values += recipe_values(recipe, strategy)
+    report.values += recipe_rows(recipe, strategy)
     level, downloads = _to_download(recipe, shell)
     if recipe.trains and not downloads and any(getattr(recipe, name) for name in MODELS):
         with report.collected():
@@ -210,7 +210,7 @@ def _to_download(recipe: TrainingRecipe, shell: Mapping[str, str]) -> tuple[str,
     return ERROR if offline else NOTE, messages
 
 
-def recipe_values(recipe: TrainingRecipe, strategy: Strategy | None) -> list[tuple[str, Any, str]]:
+def recipe_rows(recipe: TrainingRecipe, strategy: Strategy | None) -> list[tuple[str, Any, str]]:
     """The options of the recipe that somebody has set, and its batch, with the values that hold and who set them."""
     values = {}
     for field in dataclasses.fields(recipe):

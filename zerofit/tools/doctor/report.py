@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerofit.recipe.base import shown
+from zerofit.recipe.base import as_text
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.fields import option
 from zerofit.recipe.options import StrategyOptions
@@ -79,7 +79,8 @@ class DoctorReport:
         if self.examined:
             verdict += f": {self.examined} {'would not run' if self.exit_code else 'can run'} here"
         values = [
-            (name, shortened(shown(value).replace("\n", "\\n"), VALUE), source) for name, value, source in self.values
+            (name, shortened(as_text(value).replace("\n", "\\n"), VALUE), source)
+            for name, value, source in self.values
         ]
         launch = [f"  {self.command}"] if self.command else []
         parts = [[verdict], [f"{level:<9}{message}" for level, message in found]]

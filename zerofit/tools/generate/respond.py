@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 from zerofit.data.chat.instructions import given_in, turns_in
-from zerofit.data.chat.prepare import unread_note
+from zerofit.data.chat.samples import unread_note
 from zerofit.data.records import BadRecord
 from zerofit.data.rendering import Messages, Prompt, Renderer
 from zerofit.model.chat import TEMPLATE_ARGUMENTS, Conversation, named_template, unread_keys

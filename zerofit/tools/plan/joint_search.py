@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zerofit.estimate.read_model import read_planned_model, rows_of
+from zerofit.estimate.read_model import longest_rows, read_planned_model
 from zerofit.model.recomputation import check_recomputation
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import OPTIMIZERS
@@ -115,7 +115,7 @@ def _changed(planner: Planner, options: Options) -> Planner | None:
     if "lora" in options or "load_in_4bit" in options or "optim" in options:  # other weights, or states
         model = read_planned_model(recipe, model.task, model.on_gpu)
     else:
-        model = model.with_options(recipe, rows_of(recipe, model.task, model.config, model.full, model.on_gpu))
+        model = model.with_options(recipe, longest_rows(recipe, model.task, model.config, model.full, model.on_gpu))
     return Planner(recipe, model, planner.budget, timing and timing.of(model))
 
 

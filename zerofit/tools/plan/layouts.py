@@ -2,7 +2,7 @@
 
 The degrees stand in the pair's DeepSpeed JSON. A pair that has some is planned for each number of ranks that divides
 the GPUs of a machine, so that ranks which share layers or rows are on one machine. What a model, its heads above all,
-does not allow is refused as a run would refuse it (zerofit/training/configuration.py).
+does not allow is refused as a run would refuse it (zerofit/training/run_configuration.py).
 """
 
 import json
@@ -24,7 +24,7 @@ from zerofit.strategy.layout import PIPELINE, SEQUENCE, TENSOR, with_degrees
 from zerofit.strategy.named import find_strategies
 from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.rank_environment import strategy_of_a_launch
-from zerofit.training.configuration import check_layout, check_task, check_teacher
+from zerofit.training.run_configuration import check_layout, check_strategy_for_task, check_teacher
 
 FILE = "deepspeed_config_file"  # of an accelerate YAML
 
@@ -147,7 +147,7 @@ def _divisors(number: int, most: int) -> list[int]:
     return [count for count in range(2, min(number, most) + 1) if number % count == 0]
 
 
-def resolve(
+def resolve_layout(
     name: str, recipe: PlanOptions, model: PlannedModel, world_size: int, gpus_per_node: int
 ) -> PlannedStrategy:
     """The strategy as read_strategy has it in a process of such a launch.
@@ -161,7 +161,7 @@ def resolve(
     recipe.reset_option("global_batch_warmup")
     recipe.per_device_train_batch_size = 1
     strategy = strategy_of_a_launch(recipe, name, "--strategies", world_size, min(world_size, gpus_per_node))
-    check_task(model.task, strategy)
+    check_strategy_for_task(model.task, strategy)
     check_teacher(recipe, strategy)
     check_layout(model.config, strategy, recipe)
     if recipe.lora:
@@ -183,12 +183,12 @@ def resolve_with(
 ) -> PlannedStrategy:
     """The same for a pair with other degrees than its own: it is written with them, as `--write` does, and read."""
     if degrees == pair.degrees:
-        return resolve(name, recipe, model, world_size, gpus_per_node)
+        return resolve_layout(name, recipe, model, world_size, gpus_per_node)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{pair.source.stem}.yaml"
         pair.with_degrees(degrees).write(file)
         try:
-            found = resolve(str(file), recipe, model, world_size, gpus_per_node)
+            found = resolve_layout(str(file), recipe, model, world_size, gpus_per_node)
         except UserError as error:
             own, json_file = str(pair.source), str(file.with_suffix(".json"))
             raise UserError(

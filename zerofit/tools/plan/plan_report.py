@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from zerofit.estimate.fully_sharded import FullyShards
-from zerofit.estimate.measured_rows import comparable, kind_of, model_of
+from zerofit.estimate.measured_rows import comparable, model_of, run_kind
 from zerofit.record.terminal import rounded, size, table, wrapped
 from zerofit.strategy.fsdp import RESHARDS
 from zerofit.strategy.gpu_table import CPU
@@ -193,7 +193,7 @@ class PlanReport:
             return []
         gpu, length, parameters = recipe.gpu, model.rows.length, model.weights.trained + model.weights.frozen
         is_divided = layout.tensor * layout.pipeline * layout.sequence > 1
-        kind = kind_of(best.strategy, is_divided, recipe.lora)
+        kind = run_kind(best.strategy, is_divided, recipe.lora)
         found = comparable(kind, gpu, parameters, length, length * best.micro_batch, gpus=layout.world_size)
         if not found:
             return [f"  nothing comparable has been measured: {kind} on {gpu}"]

@@ -29,7 +29,7 @@ SELF_DESCRIBING = {"tokenizer.json", "tokenizer_config.json"}  # files that name
 SHOWN_BAD = 5  # bad records that are shown where bad ones are skipped
 
 
-def prepare(options: Any) -> list[str]:
+def prepare_corpora(options: Any) -> list[str]:
     """Write the corpora. Returns lines for the terminal. `options`: PrepareOptions, whose module imports this one."""
     start = str(Path(options.output_prefix).expanduser())
     prefixes = [f"{start}_{key}_document" for key in options.json_keys]

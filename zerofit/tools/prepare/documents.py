@@ -26,7 +26,7 @@ from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import DAMAGED, PACKED, ending_of, open_bytes, unpacked
 from zerofit.recipe.paths import find_files
 from zerofit.tools.prepare.corpus_writer import PARTIAL
-from zerofit.tools.prepare.encode import Part
+from zerofit.tools.prepare.encode import RecordChunk
 
 PART = 1 << 20  # bytes or characters; a longer record is a part by itself
 KINDS = {ending: kind for ending, kind in FORMATS.items() if kind != "conll"}
@@ -75,7 +75,7 @@ def _begins_an_object(path: Path) -> bool:
 
 def parts_of(
     file: Path, kind: str, options: DataOptions, keys: tuple[str, ...], separator: str | None
-) -> Iterator[Part]:
+) -> Iterator[RecordChunk]:
     """The parts of a file, in order.
 
     Args:
@@ -99,10 +99,10 @@ def parts_of(
             held.append((line, record))
             size += sum(len(str(value)) for value in record.values()) if isinstance(record, dict) else len(record)
             if size >= PART:
-                yield Part(str(file), kind, held)
+                yield RecordChunk(str(file), kind, held)
                 held, size = [], 0
         if held:
-            yield Part(str(file), kind, held)
+            yield RecordChunk(str(file), kind, held)
     except DAMAGED as error:
         raise UserError(f"{file} cannot be read: {first_line(error)}. Is it cut off?") from None
 

@@ -33,7 +33,7 @@ Encoded = tuple[list[list[bytes]], list[str]]  # ids of the documents of each ke
 
 
 @dataclass(frozen=True)
-class Part:
+class RecordChunk:
     """Some records of a file, in order.
 
     Args:
@@ -77,7 +77,7 @@ class Encoder:
     def _bytes(self, ids: list[int]) -> bytes:
         return array(CODES[self.dtype], ids).tobytes()
 
-    def encode(self, part: Part) -> Encoded:
+    def encode(self, part: RecordChunk) -> Encoded:
         """Cut a part into documents and encode them. The first bad record ends it, unless they are skipped."""
         columns: list[list[str]] = [[] for _ in self.keys]
         bad: list[str] = []
@@ -158,9 +158,9 @@ class Workers:
             worker.kill()
         self.pool.shutdown(wait=error is None, cancel_futures=True)  # a signal may have come within one of its locks
 
-    def encode(self, parts: Iterator[Part]) -> Iterator[tuple[Part, Encoded]]:
+    def encode(self, parts: Iterator[RecordChunk]) -> Iterator[tuple[RecordChunk, Encoded]]:
         """(part, what `Encoder.encode` makes of it) in the order of the parts. Raises UserError: a worker has died."""
-        waiting: deque[tuple[Part, Future[Encoded]]] = deque()
+        waiting: deque[tuple[RecordChunk, Future[Encoded]]] = deque()
         while True:
             for part in islice(parts, PARTS_AHEAD * self.count - len(waiting)):
                 waiting.append((part, self.pool.submit(_encode, part)))
@@ -185,5 +185,5 @@ def _begin(encoder: Encoder) -> None:
     threading.Thread(target=end_with_the_parent, daemon=True).start()
 
 
-def _encode(part: Part) -> Encoded:
+def _encode(part: RecordChunk) -> Encoded:
     return _of_this_process[0].encode(part)

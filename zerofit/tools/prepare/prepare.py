@@ -98,11 +98,11 @@ def main(argv: list[str] | None = None) -> int:
         raise
     if not argv:
         return EXIT_USER_ERROR
-    from zerofit.tools.prepare.corpora import prepare
+    from zerofit.tools.prepare.corpora import prepare_corpora
 
     try:
         with ending_in_order():
-            log_lines(*prepare(options))
+            log_lines(*prepare_corpora(options))
     except SystemExit as end:  # after a signal: the interpreter would wait for the threads of the pool
         leave(int(end.code or 0))
     return 0

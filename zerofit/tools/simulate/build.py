@@ -33,7 +33,7 @@ def missing() -> str | None:
     return None if header.is_file() else f"Python's headers are not installed ({header})"
 
 
-def build() -> Path:
+def build_device() -> Path:
     """The extension's file, built now if it is not there yet; two processes may ask at the same time.
 
     Raises:
@@ -102,5 +102,5 @@ def _command(library: Path) -> list[str]:
 if __name__ == "__main__":
     if missing():
         sys.exit(f"simulated device: {missing()}")
-    for name, value in environment(build()).items():
+    for name, value in environment(build_device()).items():
         print(f"export {name}={shlex.quote(value)}")

@@ -25,7 +25,7 @@ REFERENCE, ONE_PROCESS = "reference", "single"  # the folder, the strategy
 
 
 @dataclass
-class Outcome:
+class ComparedRun:
     """The result of a run, compared with the run that it must equal.
 
     Args:
@@ -69,9 +69,9 @@ class Proof:
     def __init__(self, options: VerifyOptions, configs: dict[str, Path], output: Path, recipe: Path):
         self.options, self.configs, self.output, self.recipe = options, configs, output, recipe
         self.save_flags = ("--save_steps", str(options.saved_every), "--save_total_limit", "2")
-        self.reference = Outcome(ONE_PROCESS, [1], "it was not launched")
-        self.agreement: list[Outcome] = []
-        self.resumed: list[Outcome] = []
+        self.reference = ComparedRun(ONE_PROCESS, [1], "it was not launched")
+        self.agreement: list[ComparedRun] = []
+        self.resumed: list[ComparedRun] = []
         self.began = time.monotonic()
 
     def run(self) -> None:
@@ -99,7 +99,7 @@ class Proof:
         shutil.rmtree(trial.output, ignore_errors=True)  # left by an earlier proof
         return trial
 
-    def _undisturbed(self, folder: str, strategy: str, num_processes: int) -> Outcome:
+    def _undisturbed(self, folder: str, strategy: str, num_processes: int) -> ComparedRun:
         trial, about = self._trial(folder, strategy), f"{strategy}, {counted(num_processes, 'process')}"
         command = trial.command(num_processes)
         with RunningLaunch(command, trial.output, self.logs / f"{folder}.log") as launch:
@@ -110,11 +110,11 @@ class Proof:
             log_lines(f"{about}: failed")
             if folder == REFERENCE and refused:
                 raise UserError(f"{about}: {refused}")
-            return Outcome(strategy, [num_processes], failed)
+            return ComparedRun(strategy, [num_processes], failed)
         log_lines(f"{about}: {counted(self.options.updates, 'update')}, {seconds:.0f} s")
-        return self._compared(Outcome(strategy, [num_processes]), trial.output, self.output / REFERENCE)
+        return self._compared(ComparedRun(strategy, [num_processes]), trial.output, self.output / REFERENCE)
 
-    def _disturbed(self, strategy: str) -> Outcome:
+    def _disturbed(self, strategy: str) -> ComparedRun:
         options, folder = self.options, _folder_name(strategy)
         trial = self._trial(f"{folder}-killed", strategy, self.save_flags)
         random = Random(folder)
@@ -128,10 +128,10 @@ class Proof:
             60 * options.launch_minutes,
             log_lines=lambda text: log_lines(f"{strategy}, {text}"),
         )
-        outcome = Outcome(strategy, killed.processes, killed.failure, killed=killed)
+        outcome = ComparedRun(strategy, killed.processes, killed.failure, killed=killed)
         return outcome if killed.failure else self._compared(outcome, trial.output, self.output / folder)
 
-    def _compared(self, outcome: Outcome, ours: Path, other: Path) -> Outcome:
+    def _compared(self, outcome: ComparedRun, ours: Path, other: Path) -> ComparedRun:
         outcome.difference = compare_metrics(_metrics(ours), _metrics(other), self.options.updates)
         outcome.ledger = compare_samples(_samples(ours), _samples(other))
         return outcome
@@ -143,7 +143,7 @@ class Proof:
         complete = len(self.agreement) == number and len(self.resumed) == (number if self.options.kills else 0)
         return complete and not any(outcome.problems(self.options.largest_difference) for outcome in self._all())
 
-    def _all(self) -> list[Outcome]:
+    def _all(self) -> list[ComparedRun]:
         return [self.reference, *self.agreement, *self.resumed]
 
     def report(self, width: int | None = None) -> str:
@@ -180,7 +180,7 @@ LEDGER = ("repeated", "skipped")  # samples
 KILLS = ("kills", "resumes")
 
 
-def _rows(outcomes: list[Outcome], tolerance: float) -> list[tuple[str, ...]]:
+def _rows(outcomes: list[ComparedRun], tolerance: float) -> list[tuple[str, ...]]:
     """The head and a row for each outcome; all of them were killed, or none."""
     rows = [("strategy", "processes", *KILLS * bool(outcomes[0].killed), *FIGURES.values(), *LEDGER, "verdict")]
     for outcome in outcomes:

@@ -167,7 +167,7 @@ class FlagLedger:
         return given + [row for name, row in self.rows.items() if name not in self.flags]
 
 
-def table(rows: list[FlagRow]) -> list[str]:
+def ledger_lines(rows: list[FlagRow]) -> list[str]:
     """Lines for a terminal: how many rows there are of each kind, then the rows."""
     kinds = ("carried over", "satisfied", "no counterpart", "unknown")
     counts = {kind: sum(row.status == kind for row in rows) for kind in kinds}

@@ -72,7 +72,7 @@ class Layout:
         return f"zero{self.stage}" if self.stage else "single" if self.world == 1 else "ddp"
 
 
-def read_machines(flags: FlagLedger, call: Call, processes: int | None) -> Layout:
+def layout_of_call(flags: FlagLedger, call: Call, processes: int | None) -> Layout:
     """Processes and machines; one kind of parallelism, that of data."""
     machines = call.machines
     world = processes or (call.processes or FALLBACK) * machines
@@ -88,7 +88,7 @@ def read_machines(flags: FlagLedger, call: Call, processes: int | None) -> Layou
 
 def read_layout(flags: FlagLedger, call: Call, processes: int | None) -> Layout:
     """Processes, degrees and ZeRO stage. Degrees that are not carried over become ZeRO-3."""
-    layout = read_machines(flags, call, processes)
+    layout = layout_of_call(flags, call, processes)
     refused: dict[str, str] = {}
     for name in filter(flags.has, DEGREES):
         degree = flags.number(name, default=1)

@@ -12,7 +12,7 @@ from typing import Any
 
 from zerofit.recipe.megatron_flags import CARRIED, SELECTIVE, shapes_the_model
 from zerofit.tools.convert.megatron_args.ledger import SEARCH, Call, FlagLedger, MegatronArgsOptions
-from zerofit.tools.convert.megatron_args.pair import DEGREES, Layout, read_layout, read_machines
+from zerofit.tools.convert.megatron_args.pair import DEGREES, Layout, layout_of_call, read_layout
 from zerofit.tools.convert.megatron_args.shape import Shape, of_weights, read_shape
 
 GPT2_VOCABULARY, LLAMA_VOCABULARY = 50257, 32000
@@ -300,7 +300,7 @@ def _trackers(done: ConvertedScript) -> None:
 def _job(flags: FlagLedger, call: Call, processes: int | None) -> Layout:
     """Processes and machines; --world-size and --local-world-size name those of a job that is not started yet."""
     total = flags.number("world_size")
-    layout = read_machines(flags, call, processes or total)
+    layout = layout_of_call(flags, call, processes or total)
     flags.carried("world_size", f"zerofit plan --num_gpus {total}")
     local = flags.number("local_world_size")
     flags.carried("local_world_size", f"zerofit plan --gpus_per_node {local}")

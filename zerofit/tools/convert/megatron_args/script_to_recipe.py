@@ -32,14 +32,14 @@ from zerofit.tools.convert.megatron_args.ledger import (
     FlagLedger,
     MegatronArgsOptions,
     call_of,
-    table,
+    ledger_lines,
 )
 from zerofit.tools.convert.megatron_args.pair import pair_of
 from zerofit.tools.convert.megatron_args.pretrain import ConvertedScript, convert_pretraining
 from zerofit.tools.plan.plan_options import MEMORY_VARIABLE
 from zerofit.tools.prepare.prepare import JoinOptions, PrepareOptions
 from zerofit.tools.rank_environment import strategy_of_a_launch
-from zerofit.training.configuration import check_layout, check_task
+from zerofit.training.run_configuration import check_layout, check_strategy_for_task
 
 TOKENIZER = ("tokenizer_type", "tokenizer_name_or_path", "tokenizer_model", "vocab_file", "merge_file", "vocab")
 EXAMPLE = "a100-80gb"  # where nobody names the GPU
@@ -72,7 +72,7 @@ def _show(call: Call, flags: FlagLedger) -> None:
     """Print the table. Raises UserError: a flag cannot be converted."""
     if flags.problems:
         raise UserError(list(dict.fromkeys(flags.problems)))
-    print(printable("\n".join([f"{call.program}:", *table(flags.finish())])), flush=True)
+    print(printable("\n".join([f"{call.program}:", *ledger_lines(flags.finish())])), flush=True)
 
 
 def _convert(call: Call, folder: Path, options: MegatronArgsOptions) -> None:
@@ -113,7 +113,7 @@ def check(done: ConvertedScript) -> None:
             recipe = parse_recipe(ClmRecipe, ["--config", f"{folder}/recipe.yaml"]).draft()
             local = layout.world // layout.machines
             strategy = strategy_of_a_launch(recipe, f"{folder}/accelerate.yaml", "--strategy", layout.world, local)
-            check_task("clm", strategy)
+            check_strategy_for_task("clm", strategy)
             if not model or Path(model).is_dir():
                 check_layout(load_configuration(recipe), strategy, recipe)
         except UserError as error:

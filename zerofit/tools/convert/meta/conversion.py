@@ -17,7 +17,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from zerofit.model.pretrained_io import atomic_folder
 from zerofit.recipe.parsing import counted
 from zerofit.tools.convert.meta.folder import DEFAULT_THETA, MetaFolder
-from zerofit.tools.convert.meta.layout import same_bits, to_hf
+from zerofit.tools.convert.meta.weight_names import same_bits, to_hf
 from zerofit.tools.meta_tokenizer import ConvertedTokenizer, convert_tokenizer, find_tokenizer
 
 LARGEST_FILE = 4 * 2**30  # bytes, about: what is in memory

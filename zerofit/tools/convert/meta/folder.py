@@ -13,7 +13,7 @@ import torch
 
 from zerofit.model.folders import read_json
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.tools.convert.meta.layout import MetaWeight, ShardCut, Sizes, find_cut, same_bits, weights
+from zerofit.tools.convert.meta.weight_names import MetaWeight, ShardCut, Sizes, find_cut, same_bits, weights
 
 IGNORED = re.compile(r"(.*\.)?rope\.freqs")  # Llama 1 and 2 store these, which follow from head_dim
 FOREIGN = ("moe", "moe_args", "sliding_window", "vision_chunk_size", "quantization", "lora_args")  # change the model

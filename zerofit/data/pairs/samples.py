@@ -14,9 +14,9 @@ from zerofit.data.mixture import mixed, options_of_sources
 from zerofit.data.options import PARTS, DataOptions
 from zerofit.data.pack import TaskData, TokenizedDataset
 from zerofit.data.pairs.columns import Columns, Pair, column_of, find_columns
-from zerofit.data.records import Part, read_parts
+from zerofit.data.records import RecordSet, read_parts
 from zerofit.data.sources import read_source
-from zerofit.data.tables import IDS, derived, fingerprint, identity, one_process_at_a_time
+from zerofit.data.tables import IDS, derived, one_process_at_a_time, table_key, tokenizer_hash
 from zerofit.model.families import family_of
 from zerofit.model.languages import check_marked, describe_languages, language_codes, set_languages
 from zerofit.model.tokenizer import end_with_eos, get_tokenizer
@@ -73,7 +73,7 @@ def _prepare_source(
     parts, columns, encoder, notes = open_pairs(recipe, options, config, widths)
     tables = {name: _encode(part, encoder, options.cache) for name, part in parts.items()}
     tables = options.limited(tables)
-    notes += truncation_notes(options, config, columns, tables, widths)
+    notes += pair_truncation_notes(options, config, columns, tables, widths)
     samples = {name: TokenizedDataset(table, COLUMNS) for name, table in tables.items()}
     data = PairData(train=samples.get("train"), tokenizer=encoder.tokenizer, widths=widths, notes=notes)
     data.validation = samples.get("validation")
@@ -84,14 +84,14 @@ def _prepare_source(
 
 def open_pairs(
     recipe: Seq2SeqRecipe, options: DataOptions, config: PretrainedConfig, widths: tuple[int, int]
-) -> tuple[dict[str, Part], Columns, "PairEncoder", list[str]]:
+) -> tuple[dict[str, RecordSet], Columns, "PairEncoder", list[str]]:
     """(the records of each part, their columns, what makes token ids of them, notes)."""
     source = read_source(options, unit_of=(lambda files: "line") if recipe.predict_file else None)
     source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
     columns = find_columns(recipe.columns_in(source.first.column_names), source.first)
     parts, notes = read_parts(source, dict.fromkeys(source.parts, columns), options)
     first = next(iter(parts.values()))
-    tokenizer = get_tokenizer(options.recipe, config, first.texts, identity(first.table), pairs=True)
+    tokenizer = get_tokenizer(options.recipe, config, first.texts, table_key(first.table), pairs=True)
     prefix = set_languages(tokenizer, recipe.source_lang, recipe.target_lang, recipe.source_prefix)
     separator = turn_separator(config, tokenizer, recipe.turn_separator)
     _check_languages(recipe, tokenizer, columns)
@@ -144,7 +144,7 @@ def split_translation_columns(table: Dataset) -> Dataset:
     return derived(flat.rename_columns(renamed), table)
 
 
-def truncation_notes(
+def pair_truncation_notes(
     options: DataOptions,
     config: PretrainedConfig,
     columns: Columns,
@@ -180,7 +180,7 @@ class PairEncoder:
         self.tokenizer, self.prefix, self.separator, self.widths = tokenizer, prefix, separator, widths
         end_with_eos(tokenizer)
         self.marks = [self._marks(**kind) for kind in ({"text": "a"}, {"text_target": "a"})]
-        self.key = (fingerprint(tokenizer), self.prefix, self.separator, self.marks, widths)
+        self.key = (tokenizer_hash(tokenizer), self.prefix, self.separator, self.marks, widths)
         self.room = widths[0] - sum(map(len, self.marks[0]))  # tokens of a source beside its special tokens
         # The tokens that prefix and separator add to a text; alone they may be more, such as a space at the end.
         text, prefixed, two = map(len, self._ids(["a", f"{self.prefix}a", f"a{self.separator}a"]))
@@ -255,7 +255,7 @@ class PairEncoder:
         ]
 
 
-def _encode(part: Part, encoder: PairEncoder, cache: Path) -> Dataset:
+def _encode(part: RecordSet, encoder: PairEncoder, cache: Path) -> Dataset:
     def encode(records: list[list[Pair]], names: list[str]) -> dict[str, list[Any]]:
         return encoder.encode([pair for pairs in records for pair in pairs])
 

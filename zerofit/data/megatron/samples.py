@@ -5,7 +5,15 @@ from collections.abc import Callable
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from zerofit.data.megatron.blend import HELD_OUT, TEST, TRAINING, Blend, CorpusSamples, beyond_the_vocabulary, build
+from zerofit.data.megatron.blend import (
+    HELD_OUT,
+    TEST,
+    TRAINING,
+    Blend,
+    CorpusSamples,
+    beyond_the_vocabulary,
+    build_samples,
+)
 from zerofit.data.megatron.corpus import INDICES, Corpus, open_corpus, tokenizer_fingerprint
 from zerofit.data.order import FixedOrder, samples_of_run
 from zerofit.data.pack import TextData
@@ -47,7 +55,7 @@ def prepare_corpora(
         raise UserError(f"split = {recipe.split!r} holds nothing out. 0,1 evaluates on all documents")
     root = cache_root(recipe.cache_dir) / INDICES
     held_out = min(held_out, recipe.max_eval_samples or held_out)
-    train, validation = build(blend, total, held_out, rows, eod, resets=resets, root=root)
+    train, validation = build_samples(blend, total, held_out, rows, eod, resets=resets, root=root)
     order, shown = FixedOrder(len(train)) if train is not None else None, ", ".join((recipe.split, *resets))
     return TextData(
         train=train,

@@ -4,7 +4,7 @@ Simulated devices (`--simulate`) hold no data: floating-point tensors are addres
 kernels are skipped (shapes come from torch's meta kernels), their collectives move nothing. Integers and masks are
 real, and the allocator counts and refuses as a GPU's does (zerofit/tools/simulate/csrc/without_data.h).
 
-`python -m zerofit.tools.compare.devices` prints its description, as another process: one that uses a GPU through
+`python -m zerofit.tools.compare.trial_machine` prints its description, as another process: one that uses a GPU through
 torch takes half a GiB of it until it ends.
 """
 
@@ -85,7 +85,7 @@ def inspect_trial_machine(simulated: dict[str, str] | None = None) -> TrialMachi
     """
     root = Path(__file__).resolve().parents[3]
     finished = subprocess.run(
-        [sys.executable, "-m", "zerofit.tools.compare.devices"],
+        [sys.executable, "-m", "zerofit.tools.compare.trial_machine"],
         capture_output=True,
         text=True,
         cwd=root,
@@ -166,7 +166,7 @@ def simulated_machine(device: str, num_processes: int) -> TrialMachine:
         log_lines("the simulated device is being compiled, once for this version of torch: about a minute")
     return inspect_trial_machine(
         {
-            **build.environment(build.build()),
+            **build.environment(build.build_device()),
             "SIMGPU_MEMORY": ",".join([str(total)] * num_processes),
             "SIMGPU_WITHOUT_DATA": "1",
             "SIMGPU_MODEL": f"simulated {gpu.name if gpu else f'device of {size(total)}'}",
@@ -175,7 +175,7 @@ def simulated_machine(device: str, num_processes: int) -> TrialMachine:
     )
 
 
-def without_weights(values: dict[str, Any]) -> dict[str, Any]:
+def recipe_without_weights(values: dict[str, Any]) -> dict[str, Any]:
     """The recipe's options for a model of the same shape that reads no weights: they would hold no data."""
     name = values.get("model_name_or_path")
     if not name:

@@ -37,7 +37,7 @@ from zerofit.strategy.engine import Engine
 from zerofit.strategy.host_memory import resident_bytes
 from zerofit.strategy.machines import SHARED_FOLDER_REMEDY, check_same
 from zerofit.training.auto_compile import decide, share_cores
-from zerofit.training.configuration import RunConfiguration
+from zerofit.training.run_configuration import RunConfiguration
 
 if TYPE_CHECKING:
     from zerofit.training.run import Run

@@ -21,7 +21,7 @@ from zerofit.data.options import PARTS, DataOptions
 from zerofit.data.pack import DatasetStats, Documents, Sample, SampleSet, TextData
 from zerofit.data.records import read_parts
 from zerofit.data.sources import Source
-from zerofit.data.tables import IDS, Columns, fingerprint, identity
+from zerofit.data.tables import IDS, Columns, table_key, tokenizer_hash
 from zerofit.model import chat
 from zerofit.model.chat import (
     BadTemplate,
@@ -63,7 +63,7 @@ def prepare_chat(
     parts, notes = read_parts(source, dict(forms), options)
     parts = options.limited(parts)
     first_of, first = next(iter(parts.items()))
-    tokenizer = get_tokenizer(recipe, config, first.texts, f"{identity(first.table)} {form}")
+    tokenizer = get_tokenizer(recipe, config, first.texts, f"{table_key(first.table)} {form}")
     template, note = install_template(tokenizer, recipe.chat_template, "none" if form.plain else None)
     notes = [note, form.describe, *notes, *missing_end_token(tokenizer, template)]
     encoder = ChatEncoder(tokenizer, template, block_size, recipe.train_on_prompt and not compares)
@@ -72,7 +72,7 @@ def prepare_chat(
     unread: list[str] = []
     for name, part in parts.items():
         table = part.encode(partial(encode, encoder), features, encoder.key, options.cache)
-        notes += truncation_notes(recipe.allow_data_loss, config, table, name, block_size)
+        notes += chat_truncation_notes(recipe.allow_data_loss, config, table, name, block_size)
         sets[name] = (PreferencePairs if compares else Conversations)(table)
         unread += (key for keys in table["unread"] for key in keys.split())
     columns = dict.fromkeys(name for table in source.parts.values() for name in table.column_names)
@@ -112,7 +112,7 @@ class ChatEncoder:
         self.block_size, self.train_on_prompt = block_size, train_on_prompt
         code = sha256(Path(chat.__file__).read_bytes()).hexdigest()
         special = sorted(tokenizer.special_tokens_map.items())
-        self.key = (fingerprint(tokenizer), special, tokenizer.chat_template, block_size, train_on_prompt, code)
+        self.key = (tokenizer_hash(tokenizer), special, tokenizer.chat_template, block_size, train_on_prompt, code)
 
     def render(self, messages: list[chat.Message], where: str) -> Rendered:
         """The text of a conversation, the answers in it, and those that are never trained on. Raises UserError if the
@@ -243,7 +243,7 @@ class PreferencePairs(Conversations):
 
     def __init__(self, table: Dataset):
         super().__init__(table, ("input_ids", "labels", "rejected_ids", "rejected_labels"))
-        self.key = identity(table)
+        self.key = table_key(table)
         self.reference = np.zeros((len(self.rows), 2), dtype=np.float32)
         self.stats = replace(self.stats, padding=None)  # it depends on the batches
 
@@ -309,7 +309,7 @@ def best_fit(lengths: np.ndarray, size: int) -> list[list[int]]:
     return blocks
 
 
-def truncation_notes(
+def chat_truncation_notes(
     allow_data_loss: bool, config: PretrainedConfig, table: Dataset, part: str, block_size: int
 ) -> list[str]:
     """Return log lines about answers that are longer than block_size. Raises UserError if none is left, or too few."""

@@ -18,15 +18,15 @@ from zerofit.model.tensor_parallel.layers import check_split
 from zerofit.recipe.errors import Problems, UserError
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.paths import output_folder
-from zerofit.recipe.tasks import CAUSAL, TaskRecipe, kind_of
+from zerofit.recipe.tasks import CAUSAL, TaskRecipe, model_kind
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.trackers import wanted_trackers
 from zerofit.strategy.batches import RESUMED
 from zerofit.strategy.expert_parallel import check_experts
 from zerofit.strategy.layout import ParallelLayout
-from zerofit.strategy.optimizers import check_installed
+from zerofit.strategy.optimizers import check_optimizer_installed
 from zerofit.strategy.read import read_strategy
-from zerofit.strategy.sequence import check_model as check_rows
+from zerofit.strategy.sequence import check_sequence_parallel as check_rows
 from zerofit.strategy.strategy import Strategy
 
 
@@ -74,7 +74,7 @@ def resolve(task: str, recipe: TaskRecipe) -> RunConfiguration:
     with problems.collected():
         trackers = tuple(wanted_trackers(recipe))
     with problems.collected():
-        check_installed(recipe)
+        check_optimizer_installed(recipe)
     with problems.collected():
         strategy = read_strategy(recipe, keep_global_batch)
     problems.raise_found()
@@ -84,7 +84,7 @@ def resolve(task: str, recipe: TaskRecipe) -> RunConfiguration:
             f"{counted(strategy.layout.data_size, 'replica')} make the global batch of {strategy.batches.global_batch}"
         )
     with problems.collected():
-        check_task(task, strategy)
+        check_strategy_for_task(task, strategy)
     with problems.collected():
         if task != "seq2seq":  # that one takes bf16 in place of fp16 for some models
             strategy.check_precision()
@@ -121,7 +121,7 @@ def check_model(task: str, recipe: TaskRecipe, strategy: Strategy | None, auto_c
     with problems.collected():
         if strategy is not None:
             check_layout(config, strategy, recipe)
-    for option, default in LENGTHS[kind_of(task)].items():
+    for option, default in LENGTHS[model_kind(task)].items():
         with problems.collected():
             asked: int = getattr(recipe, option) or default
             length = choose_length(option, asked, recipe.source(option), config)
@@ -135,7 +135,7 @@ def check_model(task: str, recipe: TaskRecipe, strategy: Strategy | None, auto_c
     return config
 
 
-def check_task(task: str, strategy: Strategy) -> None:
+def check_strategy_for_task(task: str, strategy: Strategy) -> None:
     """Check that a task supports the kinds of parallelism of a strategy. Raises UserError: it does not."""
     degrees = {"sequence": strategy.sequence, "tensor": strategy.tensor, "pipeline": strategy.pipeline}
     kinds = " and ".join(kind for kind, degree in degrees.items() if degree > 1)
