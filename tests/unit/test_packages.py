@@ -71,7 +71,7 @@ def test_no_two_modules_import_each_other():
 @pytest.mark.parametrize(
     ("modules", "late"),
     [
-        ("training.run training.export training.prepare", ("deepspeed", "peft", "scipy")),
+        ("training.run training.export training.setup", ("deepspeed", "peft", "scipy")),
         ("training.entry", ("torch", "transformers", "huggingface_hub", "fsspec")),  # before the recipe is checked
     ],
 )

@@ -5,7 +5,7 @@ is boolean, so torch converts it again in each layer and keeps the results for t
 in all. Flash kernels take the lengths of the documents. So a flash kernel runs if one is available, on rows laid out
 end to end (zerofit/data/collate.py); otherwise the mask is converted once.
 
-The way of a boundary: data/pack.py restarts positions where a document begins (chats: data/chat/prepare.py);
+The way of a boundary: data/pack.py restarts positions where a document begins (chats: data/chat/samples.py);
 collate.py hands positions on, or the documents' lengths; `choose_attention` here picks the kernel; preflight.py tries
 it, and no run trains whose documents see each other.
 """

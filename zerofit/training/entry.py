@@ -134,7 +134,7 @@ def _forget_run() -> None:
 
         unset_hf_deepspeed_config()
     logger = logging.getLogger("transformers.modeling_utils")
-    for each in list(logger.filters):  # training/prepare.py adds them
+    for each in list(logger.filters):  # training/setup.py adds them
         logger.removeFilter(each)
 
 
