@@ -12,7 +12,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from zerofit.cli import main as zerofit
-from zerofit.recipe.fields import Kind, kinds_of
+from zerofit.recipe.fields import OptionType, kinds_of
 from zerofit.recipe.help import default_text, heading, option_groups, value_text
 from zerofit.recipe.tasks import TASKS
 
@@ -77,7 +77,7 @@ def options_class(tool: str) -> type:
     return help_text.call_args.args[0]
 
 
-def table(fields: list[dataclasses.Field], kinds: dict[str, Kind]) -> str:
+def table(fields: list[dataclasses.Field], kinds: dict[str, OptionType]) -> str:
     rows = [HEAD]
     for field in sorted(fields, key=lambda field: not field.metadata["common"]):
         name = f"**`--{field.name}`**" if field.metadata["common"] else f"`--{field.name}`"

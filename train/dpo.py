@@ -24,7 +24,7 @@ from zerofit.strategy.optimizers import make_optimizer
 from zerofit.training.causal import choose_loss_and_attention, fit_vocabulary, try_kernels
 from zerofit.training.evaluation import held_out_batches
 from zerofit.training.generation import continue_prompts, sample_text
-from zerofit.training.preferences import held_out_pairs, measure_reference, preference_loss
+from zerofit.training.preferences import evaluate_pairs, measure_reference, preference_loss
 from zerofit.training.run import Run
 from zerofit.training.setup import add_lora, build_model
 
@@ -61,7 +61,7 @@ def main(start: Start) -> int:
 
     def evaluate() -> dict[str, float]:
         batches = held_out_batches(engine, data.parts, collate, recipe.per_device_eval_batch_size)
-        return held_out_pairs(engine, batches, loss_sum, data.num_held_out)
+        return evaluate_pairs(engine, batches, loss_sum, data.num_held_out)
 
     run.log_start(data)
     if not recipe.trains:

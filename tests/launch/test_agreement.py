@@ -45,7 +45,7 @@ from transformers import (
 )
 
 from zerofit.cli import main as zerofit
-from zerofit.data.tables import hold_out
+from zerofit.data.tables import random_split
 from zerofit.recipe import ClmRecipe
 
 RTOL = 1e-5
@@ -518,7 +518,7 @@ def test_plain_peft_has_the_loss_that_the_run_reported(run, llama, material, cas
     tokenizer = AutoTokenizer.from_pretrained(output / "model")
 
     records = json.loads((material / "instruct" / "english.json").read_text())
-    _, held_out = hold_out(Dataset.from_dict({"number": range(len(records))}), 0.05)
+    _, held_out = random_split(Dataset.from_dict({"number": range(len(records))}), 0.05)
     total = count = 0
     for record in (records[number] for number in held_out["number"][:17]):
         extra = f"### Input:\n{record['input'].strip()}\n\n" if record["input"] else ""

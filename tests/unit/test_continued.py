@@ -12,7 +12,13 @@ from helpers import NOT_SHARDED, Harmful, check_refusal, tiny_deberta
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from zerofit.model.adapter_folder import check_resized, find_base, open_adapter, to_train_on, trained_on_configuration
+from zerofit.model.adapter_folder import (
+    adapter_to_train_on,
+    check_resized,
+    find_base,
+    open_adapter,
+    trained_on_configuration,
+)
 from zerofit.model.adapter_loading import continue_adapter, load_with_adapter
 from zerofit.model.configuration import load_configuration
 from zerofit.model.load import load_model
@@ -65,7 +71,7 @@ def read(folder: Path, *flags: str, task: str = "clm"):
     """(the recipe that trains on the adapter, and names its base; the adapter; the model before it)."""
     words = ["--train_file", "a.jsonl", "--model_name_or_path", str(folder), *flags]
     recipe = parse_recipe(TASKS[task], words).draft()
-    adapter = to_train_on(recipe, task)
+    adapter = adapter_to_train_on(recipe, task)
     config, _ = trained_on_configuration(adapter, load_configuration(recipe), recipe)
     return (
         recipe,

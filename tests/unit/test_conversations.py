@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset
 from helpers import read_data, refusal, write_records
 
-from zerofit.data.pairs.columns import Columns, Pair, find_columns
+from zerofit.data.pairs.columns import Pair, PairReader, find_columns
 from zerofit.data.pairs.samples import (
     PairEncoder,
     prepare_pairs,
@@ -21,24 +21,24 @@ TURNS = ["Hi!", "Hello, who are you?", "A cat."]
 ROLES = [{"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), TURNS)]
 
 
-def columns_of(record: dict, **options: str) -> Columns:
+def columns_of(record: dict, **options: str) -> PairReader:
     return find_columns(Seq2SeqRecipe(**options), Dataset.from_list([record]))
 
 
 @pytest.mark.parametrize(
     ("record", "options", "expected"),
     [
-        ({"id": "1", "dialog": TURNS}, {}, Columns("dialog", None, None)),
-        ({"history": TURNS, "response": "x"}, {}, Columns("history", None, "response")),
+        ({"id": "1", "dialog": TURNS}, {}, PairReader("dialog", None, None)),
+        ({"history": TURNS, "response": "x"}, {}, PairReader("history", None, "response")),
         ({"said": TURNS, "answer": "x"}, {"dialogue_column": "said", "target_column": "answer"},
-         Columns("said", None, "answer")),
+         PairReader("said", None, "answer")),
         ({"context": "z", "question": "x", "answers": {"text": ["y"]}}, {},
-         Columns(None, "question", "answers", "context")),
-        ({"messages": ROLES, "label": False}, {}, Columns("messages", None, None, verdict="label")),
-        ({"dialogue": "a text, no list", "summary": "y"}, {}, Columns(None, "dialogue", "summary")),
-        ({"ja": "x", "en": "y"}, {"source_column": "en"}, Columns(None, "en", "ja")),
+         PairReader(None, "question", "answers", "context")),
+        ({"messages": ROLES, "label": False}, {}, PairReader("messages", None, None, verdict="label")),
+        ({"dialogue": "a text, no list", "summary": "y"}, {}, PairReader(None, "dialogue", "summary")),
+        ({"ja": "x", "en": "y"}, {"source_column": "en"}, PairReader(None, "en", "ja")),
         ({"dialog": TURNS, "a": "x", "b": "y", "c": "z"}, {"source_column": "a", "target_column": "c"},
-         Columns(None, "a", "c")),
+         PairReader(None, "a", "c")),
     ],
 )  # fmt: skip
 def test_columns_that_are_found(record, options, expected):
@@ -62,23 +62,23 @@ def test_columns_that_are_not_found(record, options, words):
     assert f"the columns are {', '.join(record)}" in message
 
 
-ASKED, WHO = Columns(None, "question", "answers", "context"), {"question": "Who?", "context": "Ann did. "}
+ASKED, WHO = PairReader(None, "question", "answers", "context"), {"question": "Who?", "context": "Ann did. "}
 EACH_TURN = [Pair(TURNS[:1], TURNS[1]), Pair(TURNS[:2], TURNS[2])]
 
 
 @pytest.mark.parametrize(
     ("columns", "record", "pairs"),
     [
-        (Columns("d", None, None), {"d": TURNS}, EACH_TURN),
-        (Columns("d", None, None), {"d": ROLES}, EACH_TURN[:1]),
-        (Columns("d", None, None), {"d": [{"from": "human", "value": "Hi!"}, {"from": "gpt", "value": "Ho!"}]},
+        (PairReader("d", None, None), {"d": TURNS}, EACH_TURN),
+        (PairReader("d", None, None), {"d": ROLES}, EACH_TURN[:1]),
+        (PairReader("d", None, None), {"d": [{"from": "human", "value": "Hi!"}, {"from": "gpt", "value": "Ho!"}]},
          [Pair(["Hi!"], "Ho!")]),
-        (Columns("d", None, None), {"d": [{"role": "Assistant", "text": "Hi!"}, {"role": "User", "text": "Ho?"},
+        (PairReader("d", None, None), {"d": [{"role": "Assistant", "text": "Hi!"}, {"role": "User", "text": "Ho?"},
                                           {"role": "Assistant", "text": "Hm."}]}, [Pair(["Hi!", "Ho?"], "Hm.")]),
-        (Columns("d", None, None), {"d": [{"speaker": "Ann", "text": "Hi!"}, {"speaker": "Bob", "text": "Ho!"}]},
+        (PairReader("d", None, None), {"d": [{"speaker": "Ann", "text": "Hi!"}, {"speaker": "Bob", "text": "Ho!"}]},
          [Pair(["Hi!"], "Ho!")]),  # nobody is an assistant: everybody replies
-        (Columns("d", None, "r"), {"d": TURNS, "r": "Oh "}, [Pair(TURNS, "Oh")]),
-        (Columns(None, "s", "t"), {"s": " some text", "t": "less\n"}, [Pair(["some text"], "less")]),
+        (PairReader("d", None, "r"), {"d": TURNS, "r": "Oh "}, [Pair(TURNS, "Oh")]),
+        (PairReader(None, "s", "t"), {"s": " some text", "t": "less\n"}, [Pair(["some text"], "less")]),
         (ASKED, {**WHO, "answers": {"text": ["Ann", "she"]}}, [Pair(["question: Who? context: Ann did."], "Ann")]),
     ],
 )  # fmt: skip
@@ -89,11 +89,15 @@ def test_pairs_of_a_record(columns, record, pairs):
 @pytest.mark.parametrize(
     ("columns", "record", "words"),
     [
-        (Columns("d", None, None), {"d": ["Hi!", " ", "Ho!"]}, "turn 2 of its d is empty"),
-        (Columns("d", None, None), {"d": [{"who": "user", "said": "x"}]}, "a turn has who, said, and none of content"),
-        (Columns("d", None, None), {"d": ["Hi!"]}, "a reply with no history"),
-        (Columns("d", None, None), {"d": []}, "a conversation without a turn"),
-        (Columns(None, "s", "t"), {"s": " ", "t": "x"}, "the s is empty"),
+        (PairReader("d", None, None), {"d": ["Hi!", " ", "Ho!"]}, "turn 2 of its d is empty"),
+        (
+            PairReader("d", None, None),
+            {"d": [{"who": "user", "said": "x"}]},
+            "a turn has who, said, and none of content",
+        ),
+        (PairReader("d", None, None), {"d": ["Hi!"]}, "a reply with no history"),
+        (PairReader("d", None, None), {"d": []}, "a conversation without a turn"),
+        (PairReader(None, "s", "t"), {"s": " ", "t": "x"}, "the s is empty"),
         (ASKED, {**WHO, "answers": {"text": []}}, "the answers is empty"),
     ],
 )
@@ -114,7 +118,7 @@ def test_conversations_by_their_name(tmp_path):
     recipe = Seq2SeqRecipe(train_file=[str(tmp_path / "*.json")], cache_dir=tmp_path)
     table = read_data(recipe).parts["train"]
     columns = find_columns(recipe, table)
-    assert columns == Columns("content", None, None)
+    assert columns == PairReader("content", None, None)
     expected = [[f"{turn} ({n})" for turn in TURNS] for n in (0, 1, 2, 10, 11, 12)]
     assert [[*pairs[-1].source, pairs[-1].target] for pairs in map(columns.read, table)] == expected
 
@@ -229,9 +233,9 @@ def test_replies_that_a_record_excludes_are_no_targets(key):
     turns = [("user", "Hi?"), ("assistant", "Hello."), ("user", "And?"), ("assistant", "Nothing.")]
     talk = [{"role": role, "content": text} for role, text in turns]
     talk[1] |= key
-    assert Columns("d", None, None).read({"d": talk}) == [Pair(["Hi?", "Hello.", "And?"], "Nothing.")]
+    assert PairReader("d", None, None).read({"d": talk}) == [Pair(["Hi?", "Hello.", "And?"], "Nothing.")]
     with pytest.raises(BadRecord, match="none of its replies is trained on"):
-        Columns("d", None, None).read({"d": talk[:2]})
+        PairReader("d", None, None).read({"d": talk[:2]})
 
 
 @pytest.mark.parametrize("column", ["image", "videos"])

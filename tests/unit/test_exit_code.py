@@ -14,7 +14,7 @@ from zerofit.health.shutdown import ShutdownHandler, StopReason
 from zerofit.launch.command import exit_code_of
 from zerofit.launch.exit_code import ExitCode, find_folder
 from zerofit.record.run_folder import RunFolder
-from zerofit.tools.submit.requeue import queue_again_refused
+from zerofit.tools.submit.requeue import reason_not_requeued
 
 TYPO = ["--learnin_rate", "1"]
 RANK = """
@@ -241,7 +241,7 @@ def test_a_job_is_queued_again_as_the_table_says(tmp_path):
     expected = {"done": 0, "requeue": 5, "requeue, not after two failures at the same update": 1}
     for code, action in documented().items():
         number = 137 if code == "none" else int(code)
-        refused = [queue_again_refused(number, tmp_path / "run", is_first=launch == 0) for launch in range(5)]
+        refused = [reason_not_requeued(number, tmp_path / "run", is_first=launch == 0) for launch in range(5)]
         queued = next((launch for launch, why in enumerate(refused) if why), 5)
         assert queued == expected[action], code
 

@@ -174,7 +174,7 @@ def test_a_function_that_cannot_be_compiled_runs_as_it_is():
     def broken(*arguments):
         raise RuntimeError("Triton: no kernel\nand why")
 
-    called = chunked_module.or_as_it_is(broken, max)
+    called = chunked_module.with_eager_fallback(broken, max)
     with pytest.warns(UserWarning, match="not compiled: RuntimeError: Triton: no kernel"):
         assert called(1, 2) == 2
     with warnings.catch_warnings():
@@ -185,4 +185,4 @@ def test_a_function_that_cannot_be_compiled_runs_as_it_is():
         raise torch.OutOfMemoryError("full")
 
     with pytest.raises(torch.OutOfMemoryError):
-        chunked_module.or_as_it_is(full, max)(1, 2)
+        chunked_module.with_eager_fallback(full, max)(1, 2)

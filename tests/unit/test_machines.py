@@ -68,7 +68,7 @@ class OneOf(Alone):
         self.layout, self.is_main = ParallelLayout(2, rank), rank == 0
 
     def from_main(self, value):
-        return machines.everyones(value)[0]
+        return machines.all_gather_objects(value)[0]
 
 
 def test_a_checkpoint_is_read_by_all_ranks_together_and_chosen_by_all_alike(ranks, tmp_path, monkeypatch):

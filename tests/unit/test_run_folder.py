@@ -29,7 +29,7 @@ from zerofit.record.run_folder import RunFolder, identity_options
 from zerofit.tools.doctor.doctor import DoctorOptions, read_options
 from zerofit.tools.show.show import table_of_runs
 from zerofit.tools.show.watched_run import runs_in
-from zerofit.tools.submit.requeue import queue_again_refused
+from zerofit.tools.submit.requeue import reason_not_requeued
 from zerofit.tools.tool_recipe import join_with_recipe
 
 USERS = ("model/net.py", "checkpoints/mine.bin", "predictions_mine.jsonl", "results.tsv", "train.log")
@@ -197,7 +197,7 @@ def test_a_damaged_record_is_passed_over_or_refused_in_a_sentence(tmp_path, name
     adapter = AdapterFolder(tmp_path / "model", {"base_model_name_or_path": "./base"}, {})
     with contextlib.suppress(UserError):
         assert recorded_base(adapter) == "./base"
-    assert queue_again_refused(1, tmp_path, is_first=True) == ""
+    assert reason_not_requeued(1, tmp_path, is_first=True) == ""
     assert isinstance(RunFolder(tmp_path).environment().get("exit_code", 0), int)
     with contextlib.suppress(UserError):
         restart(tmp_path, 2, tmp_path)

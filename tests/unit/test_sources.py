@@ -15,7 +15,7 @@ from zerofit.data import tables
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.encodings import likely, proposal
 from zerofit.data.stream_reader import find_shards, read_window
-from zerofit.data.text import split_off
+from zerofit.data.text import split_documents
 from zerofit.model.chat import named_template
 from zerofit.model.configuration import load_configuration
 from zerofit.recipe import ClmRecipe, parse_recipe
@@ -205,7 +205,7 @@ def test_records_under_a_key(tmp_path, cache):
 
 
 def test_of_a_long_text_the_end_is_held_out_at_a_line():
-    train, held = split_off(Dataset.from_dict({"text": ["\n".join(ROWS)]}), 0.1)
+    train, held = split_documents(Dataset.from_dict({"text": ["\n".join(ROWS)]}), 0.1)
     assert train["text"][0] + held["text"][0] == "\n".join(ROWS)
     assert train["text"][0].endswith("\n")
     assert 0.08 < len(held["text"][0]) / len("\n".join(ROWS)) < 0.13

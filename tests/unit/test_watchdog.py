@@ -20,8 +20,8 @@ from zerofit.health import watchdog_process as watch
 from zerofit.health.failure import died_elsewhere
 from zerofit.health.watchdog_process import (
     GIB,
+    MemoryReading,
     RankMessages,
-    Sample,
     Watch,
     cause,
     cgroups,
@@ -164,7 +164,7 @@ def test_signs_of_life_and_patience(monkeypatch, steps, signals):
 
     monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(watch.select, "poll", lambda: SimpleNamespace(poll=poll, register=lambda *_: None))
-    monkeypatch.setattr(watch, "take_sample", lambda *place: Sample())
+    monkeypatch.setattr(watch, "take_sample", lambda *place: MemoryReading())
     monkeypatch.setattr(watch, "send", lambda pid, number: sent.append(number))
     stdin = os.dup(0)
     os.dup2(reader, 0)  # where a watch reads its rank's messages
@@ -181,7 +181,7 @@ def test_signs_of_life_and_patience(monkeypatch, steps, signals):
 
 # -------------------------------------------------------------------------------------------------------------- causes
 
-PLENTY = Sample(2 * GIB, 20 * GIB, 32 * GIB, 5)
+PLENTY = MemoryReading(2 * GIB, 20 * GIB, 32 * GIB, 5)
 
 
 @pytest.mark.parametrize(

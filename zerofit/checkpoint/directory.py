@@ -33,7 +33,7 @@ STATE, PROGRESS = "state", "progress.json"
 # Why a checkpoint is written. Those that were asked for stay as long as the recipe says; the others are there to
 # resume from, and the last two of them are enough.
 ASKED, CLOCK, LEAVING, START, BEST = "asked", "clock", "leaving", "start", "best"
-AT_LEAST = 2  # if the newest has come to harm there is one before it
+MIN_CHECKPOINTS = 2  # if the newest has come to harm there is one before it
 
 
 class CheckpointDirectory:
@@ -145,7 +145,7 @@ class CheckpointDirectory:
         stay until their updates come again, and do not count."""
         folders = [folder for folder in self.folders() if _update(folder) <= self._newest]
         asked = [folder for folder in folders if _why(folder) == ASKED]
-        states = [folder for folder in folders if (folder / STATE).is_dir()][: self.limit or AT_LEAST]
+        states = [folder for folder in folders if (folder / STATE).is_dir()][: self.limit or MIN_CHECKPOINTS]
         keep = {*asked[: self.limit], *states, *map(self._best_of, states)}
         keep |= {link.resolve() for link in (self.best, self.latest) if link.is_symlink()}
         kept = {*self._read, *(folder.name for folder in keep)}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fsspec.implementations.dirfs import DirFileSystem
 
-from zerofit.checkpoint.directory import AT_LEAST, STATE, CheckpointDirectory, flaw
+from zerofit.checkpoint.directory import MIN_CHECKPOINTS, STATE, CheckpointDirectory, flaw
 from zerofit.recipe.addresses import open_address
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import atomic_file, remove, temporary_path
@@ -202,7 +202,7 @@ class Mirror:
         kept, whole = {folder.name for folder in self._directory.folders()}, 0
         for name, manifest in self.store.checkpoints().items():
             whole += manifest is not None  # of those that are no longer in the folder the newest whole ones stay
-            if name not in kept and (manifest is None or whole > AT_LEAST):
+            if name not in kept and (manifest is None or whole > MIN_CHECKPOINTS):
                 self.store.remove(f"{CHECKPOINTS}/{name}")
         for name in files_below(self._folder / MODEL, self._folder) if is_last else ():
             self.store.put(self._folder / name, name)

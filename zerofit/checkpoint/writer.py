@@ -38,7 +38,7 @@ from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import SECONDS_TO_APPEAR, appears, is_of_the_disk, is_there, remove
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.host_memory import host_memory
-from zerofit.strategy.machines import SHARED_FOLDER_REMEDY, check_same, everyones
+from zerofit.strategy.machines import SHARED_FOLDER_REMEDY, all_gather_objects, check_same
 
 TOLERANCE = 2**-7  # relative: bf16 rounds by 2**-8 at most
 SMALLEST = 2**-24  # of fp16
@@ -93,7 +93,7 @@ class AsyncCheckpointWriter:
         """
         began = time.perf_counter()
         self.wait()
-        engine, copied = self.engine, self.copies()
+        engine, copied = self.engine, self.copies_before_writing()
         if progress is not None:
             engine.state.initialize_moments()
         shards = engine.state.own() if progress is not None else []
@@ -162,7 +162,7 @@ class AsyncCheckpointWriter:
             return self._copies[part].of(tensors)
         return {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
 
-    def copies(self) -> bool:
+    def copies_before_writing(self) -> bool:
         """Return True if saves are copied first; all ranks decide alike, at the first one."""
         if self._asynchronous is None:
             room = 0.8 * host_memory()[0] / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -223,7 +223,7 @@ class AsyncCheckpointWriter:
             return problem
         seen = appears(lambda: is_there(manifest))
         check_same({f"view of {folder}": "it is there" if seen else "it is not there"}, SHARED_FOLDER_REMEDY)
-        problems = everyones(flaw(folder, engine.layout.rank, engine.layout.world_size))
+        problems = all_gather_objects(flaw(folder, engine.layout.rank, engine.layout.world_size))
         return next(filter(None, problems), None)
 
     def load(self, folder: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from datasets import Dataset, Features, Value
 from zerofit.data.lengths import report_data_loss
 from zerofit.data.options import DataOptions
 from zerofit.data.sources import Source
-from zerofit.data.tables import Columns, columns_present, derived, encode_table, hold_out, select
+from zerofit.data.tables import Columns, columns_present, derived, encode_table, random_split, select
 from zerofit.recipe.errors import UserError
 
 COLUMN_OPTIONS = ("dialogue_column", "source_column", "target_column", "text_column",
@@ -103,7 +103,7 @@ def read_parts(
             part = part.select(np.setdiff1d(part.numbers, bad["record"][:]))
         parts[name] = part
     if "train" in parts and "validation" not in parts and options.held_out_fraction > 0:
-        train, held_out = hold_out(parts["train"], options.held_out_fraction)
+        train, held_out = random_split(parts["train"], options.held_out_fraction)
         parts = {**parts, "train": train, "validation": held_out}
     return {name: part for name, part in parts.items() if options.trains or name != "train"}, notes
 

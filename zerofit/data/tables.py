@@ -45,7 +45,7 @@ def first_records(records: Records, limit: int | None) -> Records:
     return records if limit is None or limit >= len(records) else select(records, range(limit))
 
 
-def hold_out(records: Records, fraction: float) -> tuple[Records, Records]:
+def random_split(records: Records, fraction: float) -> tuple[Records, Records]:
     """(training, held-out) records, drawn at random with a fixed seed; each part keeps the order of the records.
     Raises UserError: one part would be empty."""
     shuffled = np.random.default_rng(SPLIT_SEED).permutation(len(records))

@@ -43,7 +43,7 @@ def take_texts(source: Source, recipe: ClmRecipe, options: DataOptions) -> dict[
     there is no such column; a split is empty."""
     parts = {name: _only_text(part, text_column(part, recipe.text_column)) for name, part in source.parts.items()}
     if "validation" not in parts and options.held_out_fraction > 0:
-        parts["train"], parts["validation"] = split_off(parts["train"], options.held_out_fraction)
+        parts["train"], parts["validation"] = split_documents(parts["train"], options.held_out_fraction)
     train = parts.pop("train", None)
     if not options.trains:
         return parts
@@ -90,10 +90,10 @@ def _only_text(dataset: Dataset, column: str) -> Dataset:
     return tables.derived(table, dataset, column, "with text")
 
 
-def split_off(dataset: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
+def split_documents(dataset: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
     """(training, held-out) parts: documents drawn at random with a fixed seed, or the ends of a few long documents."""
     if len(dataset) >= FEW_DOCUMENTS:
-        return tables.hold_out(dataset, fraction)
+        return tables.random_split(dataset, fraction)
     cuts = [_cut_near_the_end(text, fraction) for text in dataset["text"]]
     parts = [[text for text in part if text.strip()] for part in zip(*cuts)] if cuts else [[], []]
     if not any(parts):

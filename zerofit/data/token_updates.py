@@ -118,7 +118,7 @@ class TokenUpdates:
         """The updates of those that are left at the end of an epoch, the longest first."""
         times = -(-len(samples) // self.full_rows)
         if times <= 1 or int(self._padded[samples].max(axis=0).sum()) * times <= self.row_tokens:
-            return [samples] * bool(times)
+            return [samples] if times else []
         whole = (times - 1) * self.full_rows
         return [samples[-whole:], samples[:-whole]]
 

@@ -20,14 +20,14 @@ ROUNDING = 2 * MIB  # of larger segments
 class Block:
     """A part of a segment, between two others."""
 
-    __slots__ = ("before", "behind", "is_free", "number", "size")
+    __slots__ = ("following", "is_free", "number", "previous", "size")
 
-    def __init__(self, size: int, before: "Block | None" = None, behind: "Block | None" = None):
-        self.size, self.before, self.behind, self.is_free, self.number = size, before, behind, False, 0
+    def __init__(self, size: int, previous: "Block | None" = None, following: "Block | None" = None):
+        self.size, self.previous, self.following, self.is_free, self.number = size, previous, following, False, 0
 
     @property
     def is_segment(self) -> bool:
-        return self.before is None and self.behind is None
+        return self.previous is None and self.following is None
 
 
 class CachingAllocator:
@@ -56,10 +56,10 @@ class CachingAllocator:
             block = Block(MIDDLE_SEGMENT if size < MIDDLE else -(-size // ROUNDING) * ROUNDING)
             self.held += block.size
         if block.size - size > SMALL:
-            rest = Block(block.size - size, block, block.behind)
-            if block.behind:
-                block.behind.before = rest
-            block.behind, block.size = rest, size
+            rest = Block(block.size - size, block, block.following)
+            if block.following:
+                block.following.previous = rest
+            block.following, block.size = rest, size
             self._put(rest)
         self.alive += size
         self.most_alive = max(self.most_alive, self.alive)
@@ -73,16 +73,16 @@ class CachingAllocator:
             return
         block = blocks.pop()
         self.alive -= size
-        if block.before and block.before.is_free:
-            self._join(block, block.before)
-            block.before = block.before.before
-            if block.before:
-                block.before.behind = block
-        if block.behind and block.behind.is_free:
-            self._join(block, block.behind)
-            block.behind = block.behind.behind
-            if block.behind:
-                block.behind.before = block
+        if block.previous and block.previous.is_free:
+            self._join(block, block.previous)
+            block.previous = block.previous.previous
+            if block.previous:
+                block.previous.following = block
+        if block.following and block.following.is_free:
+            self._join(block, block.following)
+            block.following = block.following.following
+            if block.following:
+                block.following.previous = block
         self.idle += block.size if block.is_segment else 0
         self._put(block)
 
@@ -108,7 +108,7 @@ def unused_bytes(blocks: tuple[int, ...], before: tuple[int, ...] = (), between:
 
     Args:
         blocks: bytes that a pass takes, and (negative) gives back, in order.
-        before: that were taken before, and stay.
+        before: blocks that were taken before, and stay.
         between: that were taken after the first pass, and stay.
     """
     allocator = CachingAllocator()

@@ -65,7 +65,7 @@ def device_speeds(options: Any, gpu: Gpu | None, on_gpu: bool) -> tuple[Speeds |
         options: of the plan: num_gpus, gpus_per_node, and what overrides a GPU's figures.
     """
     local = min(options.num_gpus, options.gpus_per_node)
-    network = (options.network_bandwidth or 0) * GIGA or (gpu and gpu.network) or NETWORK
+    network = (options.network_bandwidth or 0) * GIGA or (gpu and gpu.network_bandwidth) or NETWORK
     if not on_gpu:
         return None, None, "not known of a CPU"
     of_maker, missing = _of_maker(options, gpu)
@@ -89,13 +89,13 @@ def stand_in_speeds(options: Any) -> tuple[Speeds, Links]:
 
 
 def _links(options: Any, gpu: Gpu | None, network: float) -> Links | None:
-    link = (options.link_bandwidth or 0) * GIGA or (gpu and gpu.link)
-    return Links(link, network, over_pcie=gpu is not None and link == gpu.pcie) if link else None
+    link = (options.link_bandwidth or 0) * GIGA or (gpu and gpu.link_bandwidth)
+    return Links(link, network, over_pcie=gpu is not None and link == gpu.host_bandwidth) if link else None
 
 
 def _of_maker(options: Any, gpu: Gpu | None) -> tuple[Speeds | None, str]:
     """The maker's peaks, with stated efficiencies."""
-    half = (options.peak_tflops or 0) * TERA or (gpu and gpu.half)
+    half = (options.peak_tflops or 0) * TERA or (gpu and gpu.half_flops_per_s)
     memory = (options.memory_bandwidth or 0) * GIGA or (gpu and gpu.memory_bandwidth)
     if not half or not memory:
         lacking = [name for name, value in (("--peak_tflops", half), ("--memory_bandwidth", memory)) if not value]
@@ -111,9 +111,9 @@ def _of_maker(options: Any, gpu: Gpu | None) -> tuple[Speeds | None, str]:
         of_attention = ATTENTION_ALONE
     reached = memory * (MEMORY_ALONE if is_alone else 1.0)
     rates = {(MATRIX, True): half * best, (ATTENTION, True): half * of_attention}
-    if gpu is not None and gpu.single:
-        rates[MATRIX, False] = rates[ATTENTION, False] = gpu.single * best
-    pcie = OF_PCIE * gpu.pcie if gpu is not None and gpu.pcie else OF_PCIE * 16 * GIGA
+    if gpu is not None and gpu.fp32_flops_per_s:
+        rates[MATRIX, False] = rates[ATTENTION, False] = gpu.fp32_flops_per_s * best
+    pcie = OF_PCIE * gpu.host_bandwidth if gpu is not None and gpu.host_bandwidth else OF_PCIE * 16 * GIGA
     local = min(options.num_gpus, options.gpus_per_node)
     adam = (NEWER_HOST_ADAM if is_newer else HOST_ADAM) * min(1.0, local * ADAM_OF_ONE)
     multiprocessors = (gpu and gpu.sms) or MULTIPROCESSORS

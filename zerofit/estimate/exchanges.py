@@ -52,16 +52,16 @@ class Collectives(NamedTuple):
     Attributes:
         bytes: of the full buffers, all of them together; of an all-to-all, of what each process has.
         count: how many collectives they are.
-        among: ranks; 0: all that shard the same weights.
-        apart: from one of them to the next; 1: they stand side by side.
+        group_size: ranks in each; 0: all that shard the same weights.
+        rank_stride: distance between neighbouring ranks of the group.
     """
 
     kind: str
     bytes: float
     count: int = 1  # type: ignore[assignment]  # of tuple
     half: bool = False
-    among: int = 0
-    apart: int = 1
+    group_size: int = 0
+    rank_stride: int = 1
 
 
 def bus_factor(kind: str, world_size: int) -> float:
@@ -127,7 +127,7 @@ class Exchanges:
         micro_moved: bytes of device memory that the engine moves beside the passes, in each micro-batch.
         step_moved: the same in the step, the optimizer's included.
         products: of the optimizer, and how often they are made on a rank (`product_rounds`).
-        adam: elements that the host's Adam moves.
+        host_adam_elements: that the host's Adam moves.
         disk: bytes that are read from a disk and written to it, in an update.
         tensors: trained tensors, which DeepSpeed's Python handles one by one in its step.
     """
@@ -144,7 +144,7 @@ class Exchanges:
     step_moved: float = 0.0
     products: list[Operation] = field(default_factory=list)
     product_rounds: float = 0.0
-    adam: float = 0.0
+    host_adam_elements: float = 0.0
     disk: float = 0.0
     tensors: int = 0
 
@@ -181,21 +181,21 @@ def fully_sharded_exchanges(
     blocks = len({weights.place_of(one.name) for one in gathered} - {None})
     shard = weights.trained / world_size
     wide, is_half = fsdp.reduce_width, fsdp.reduce_width < 4
-    reduced = [Collectives(REDUCE_SCATTER, wide * trained, groups, is_half)] * bool(trained)
+    reduced = [Collectives(REDUCE_SCATTER, wide * trained, groups, is_half)] if trained else []
     between = [Collectives(ALL_REDUCE, wide * trained / world_size, groups, is_half, replicas, world_size)]
     between = between if trained and replicas > 1 else []
+    again = [Collectives(ALL_GATHER, width * in_blocks, blocks, half, fsdp.kept_among)] if in_blocks else []
     return Exchanges(
         forward=[Collectives(ALL_GATHER, width * total, groups, half)],
-        backward=[Collectives(ALL_GATHER, width * in_blocks, blocks, half, fsdp.kept_among)] * bool(in_blocks)
-        + reduced * fsdp.syncs,
-        last_backward=reduced * (not fsdp.syncs) + between,
+        backward=(again + reduced) if fsdp.syncs else again,
+        last_backward=between if fsdp.syncs else reduced + between,
         micro_moved=2 * width * (total + in_blocks) + (width + wide) * trained,  # out of flat tensors, and into them
         step_moved=(4 + 8 + ADAM_BYTES) * shard,  # norm, clipping, AdamW
     )
 
 
 def first_stages_exchanges(weights: Weights, zero: Any, world_size: int, width: int, accumulates: bool) -> Exchanges:
-    """ZeRO-1 and ZeRO-2.
+    """The communication of an update under ZeRO-1 or ZeRO-2.
 
     Args:
         width: bytes of an element of weights and gradients.
@@ -217,7 +217,7 @@ def first_stages_exchanges(weights: Weights, zero: Any, world_size: int, width: 
     }
     if offload_target(zero.offload_optimizer) != "none":
         kept = width * shard if accumulates else 0  # what was accumulated goes up, is added to, and comes down
-        return Exchanges(down=4 * shard + kept, up=kept, step_up=width * shard, adam=shard, **common)
+        return Exchanges(down=4 * shard + kept, up=kept, step_up=width * shard, host_adam_elements=shard, **common)
     moved = (
         2 * width + (2 * width + 4) + 2 * NORM_BYTES + 8 + ADAM_BYTES + 4 + width
     )  # flat, fp32, norm, clipped, cast
@@ -253,7 +253,7 @@ def third_stage_exchanges(weights: Weights, zero: Any, world_size: int, width: i
         up = 0 if offload_target(zero.offload_param) != "none" else width * trained_shard
         on_disk = offload_target(zero.offload_optimizer) == "nvme"
         disk = DISK_BYTES * trained_shard if on_disk else 0
-        return Exchanges(down=width * trained_shard, step_up=up, adam=trained_shard, disk=disk, **common)
+        return Exchanges(down=width * trained_shard, step_up=up, host_adam_elements=trained_shard, disk=disk, **common)
     moved = (width + 4) + 2 * NORM_BYTES + 8 + ADAM_BYTES + 4 + width
     return Exchanges(step_moved=moved * trained_shard, **common)
 

@@ -67,20 +67,20 @@ class Speeds:
 
     Attributes:
         rates: {(kind, half precision): FLOP/s} of matrix products and attention.
-        memory: bytes/s, of which operations that move bytes reach a part by their size.
+        memory_bandwidth: bytes/s; an operation that moves bytes reaches a part of it, by its size (`memory_seconds`).
         operation_s: what starting an operation takes, while others run.
         multiprocessors: of the GPU, by which products are divided.
-        adam: elements/s of the host's Adam, of all processes of a machine together.
+        host_adam_rate: elements/s of the host's Adam, of all processes of a machine together.
         host_link: bytes/s between the host and this device, in one direction.
         peak_half: FLOP/s of half precision that a utilisation refers to.
-        fused: what torch.compile leaves of the time of operations that move bytes.
-        tensor_s: in which DeepSpeed's step handles a tensor while the device waits.
+        fused: the time of operations that move bytes under torch.compile, as a part of the time without it.
+        tensor_s: seconds of Python for each tensor in DeepSpeed's step, while the device waits.
     """
 
     rates: dict[tuple[str, bool], float]
-    memory: float
+    memory_bandwidth: float
     operation_s: float
-    adam: float
+    host_adam_rate: float
     host_link: float
     peak_half: float
     multiprocessors: int
@@ -104,7 +104,7 @@ class Speeds:
         interpolated on a logarithmic scale; beyond the first and the last one it stays."""
         if not moved:
             return 0.0
-        rates = [self.memory * part for _, part in OF_MEMORY_BY_BYTES]
+        rates = [self.memory_bandwidth * part for _, part in OF_MEMORY_BY_BYTES]
         place = bisect.bisect_left(OF_MEMORY_BY_BYTES, (moved, 0.0))
         if place in (0, len(rates)):
             return moved / rates[min(place, len(rates) - 1)]

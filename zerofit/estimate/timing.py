@@ -193,7 +193,9 @@ def update_time(
     local = min(world_size, per_machine)
 
     def exchanged(several: list[Collectives]) -> float:
-        return sum(links.seconds(one, one.among or world_size, max(1, per_machine // one.apart)) for one in several)
+        return sum(
+            links.seconds(one, one.group_size or world_size, max(1, per_machine // one.rank_stride)) for one in several
+        )
 
     def exposed(beside: float, compute: float) -> float:
         hidden = min(beside, compute) if exchanges.hidden else 0.0
@@ -207,7 +209,7 @@ def update_time(
     communication = accumulation * in_each + in_last + exchanged(exchanges.step)
     communication += 2 * (accumulation * min(2, pipeline - 1) + pipeline - 1) * handed_over
     copies = exposed(up, passes.forward) + exposed(down, passes.backward) + 2 * (passes.offloaded / speeds.host_link)
-    adam = HOST_STEP * exchanges.adam * local / speeds.adam + exchanges.disk * local / DISK
+    adam = HOST_STEP * exchanges.host_adam_elements * local / speeds.host_adam_rate + exchanges.disk * local / DISK
     host = accumulation * copies + exchanges.step_up / speeds.host_link + adam
     engine = accumulation * speeds.memory_seconds(exchanges.micro_moved)
     optimizer = speeds.memory_seconds(exchanges.step_moved) + exchanges.tensors * speeds.tensor_s

@@ -46,7 +46,7 @@ class Weight:
     @property
     def moments_bytes(self) -> int:
         """Bytes of moments for each element, and of its mean, under the optimizers that shards are enough for."""
-        return (MOMENTS_BYTES // 2 if self.takes_muon else MOMENTS_BYTES) + AVERAGE_BYTES * self.is_averaged
+        return (MOMENTS_BYTES // 2 if self.takes_muon else MOMENTS_BYTES) + (AVERAGE_BYTES if self.is_averaged else 0)
 
     @property
     def sides(self) -> tuple[int, int, int]:
@@ -94,7 +94,7 @@ class Weights:
         rest = "adamw" if optim == "muon" else optim
         return sum(
             state_bytes(optim if weight.takes_muon else rest, weight.shape or (weight.size,))
-            + AVERAGE_BYTES * weight.size * weight.is_averaged
+            + (AVERAGE_BYTES * weight.size if weight.is_averaged else 0)
             for weight in self.all
             if weight.trained
         )

@@ -16,7 +16,7 @@ from zerofit.strategy.engine import Engine
 from zerofit.strategy.layout import ParallelLayout
 
 SLOWER = 1.2  # times the others
-LEAST_INTERVAL = 10  # updates that are compared together: fewer are noise
+MIN_INTERVAL = 10  # updates that are compared together: fewer are noise
 IN_A_ROW = 3  # intervals, until something is said
 
 
@@ -101,7 +101,7 @@ class SlowRanks:
 
     def __init__(self, layout: ParallelLayout, interval: int, place_of: Callable[[int], str], measures: str):
         self.measures = measures
-        self.interval, self.place_of = max(interval, LEAST_INTERVAL), place_of
+        self.interval, self.place_of = max(interval, MIN_INTERVAL), place_of
         stages = np.array([layout.stage_of(rank) for rank in range(layout.world_size)])
         self._others = [
             np.flatnonzero((stages == stage) & (np.arange(len(stages)) != rank)) for rank, stage in enumerate(stages)

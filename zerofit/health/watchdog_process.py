@@ -22,7 +22,7 @@ if __name__ == "__main__":  # started alone: the package's folder is not on the 
     sys.path.insert(0, __file__.rpartition("/zerofit/")[0])
 
 from zerofit.health import flight
-from zerofit.strategy.host_memory import GIB, cgroups, field, headroom, read
+from zerofit.strategy.host_memory import GIB, cgroups, headroom, proc_field, read_or_empty
 
 TICK_S = 0.5
 SLEPT_S = 1.5  # between two looks: this process was stopped itself, and its rank surely too
@@ -39,7 +39,7 @@ ADVICE = (
 )
 
 
-class Sample(NamedTuple):
+class MemoryReading(NamedTuple):
     """The memory of rank and host at one moment, in bytes; None where this system does not say."""
 
     resident: int | None = None  # of the rank
@@ -89,17 +89,17 @@ class RankMessages(NamedTuple):
 # ------------------------------------------------------------------------------------------------------------- looking
 
 
-def take_sample(pid: int, groups: list[str]) -> Sample:
-    memory, pages = read("/proc/meminfo"), read(f"/proc/{pid}/statm").split()
-    total, available = field(memory, "MemTotal:", 1024), field(memory, "MemAvailable:", 1024)
+def take_sample(pid: int, groups: list[str]) -> MemoryReading:
+    memory, pages = read_or_empty("/proc/meminfo"), read_or_empty(f"/proc/{pid}/statm").split()
+    total, available = proc_field(memory, "MemTotal:", 1024), proc_field(memory, "MemAvailable:", 1024)
     rooms = [room for room in map(headroom, groups) if room]
     if total is not None and available is not None:
         rooms.append((total, available))
     limit, left = min(rooms, key=lambda room: room[1] / room[0]) if rooms else (None, None)
     files = [f"{group}/{name}" for group in groups[:1] for name in ("memory.events", "memory.oom_control")]
-    counts = [field(read(file), "oom_kill") for file in (*files, "/proc/vmstat")]
+    counts = [proc_field(read_or_empty(file), "oom_kill") for file in (*files, "/proc/vmstat")]
     resident = int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else None
-    return Sample(resident, left, limit, next((count for count in counts if count is not None), None))
+    return MemoryReading(resident, left, limit, next((count for count in counts if count is not None), None))
 
 
 def process_state(descriptor: int | None) -> tuple[str, bool, int] | None:
@@ -115,14 +115,16 @@ def process_state(descriptor: int | None) -> tuple[str, bool, int] | None:
 
 def state_and_parent(pid: int | str) -> tuple[str, str]:
     """The state letter of a process and its parent's number; empty if it cannot be seen."""
-    words = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    words = read_or_empty(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return (words[0], words[1]) if words else ("", "")
 
 
 # ------------------------------------------------------------------------------------------------------------- telling
 
 
-def cause(status: int | None, samples: list[Sample], now: Sample, messages: RankMessages) -> tuple[str, bool]:
+def cause(
+    status: int | None, samples: list[MemoryReading], now: MemoryReading, messages: RankMessages
+) -> tuple[str, bool]:
     """(why a rank died, whether for want of memory), from its wait status where that is known and from the samples."""
     ended_by = status & 127 if status else None
     if ended_by and ended_by != signal.SIGKILL:
@@ -142,7 +144,7 @@ def cause(status: int | None, samples: list[Sample], now: Sample, messages: Rank
     return ("somebody killed it (SIGKILL)" if ended_by else "SIGKILL, or a crash in native code"), False
 
 
-def describe_memory(sample: Sample) -> str:
+def describe_memory(sample: MemoryReading) -> str:
     parts = []
     if sample.resident:
         parts.append(f"the rank held {sample.resident / GIB:.2f} GiB when last seen")
@@ -151,7 +153,7 @@ def describe_memory(sample: Sample) -> str:
     return "; ".join(parts) or "unknown on this system"
 
 
-def crash_report(messages: RankMessages, status: int | None, samples: list[Sample], now: Sample) -> str:
+def crash_report(messages: RankMessages, status: int | None, samples: list[MemoryReading], now: MemoryReading) -> str:
     """The report on a rank that died; empty where somebody knows already: it left by itself, or was asked to."""
     ended_by = status & 127 if status is not None else None
     if ended_by == 0 or ended_by in ORDERLY or messages.was_terminated:
@@ -190,7 +192,7 @@ class Watch:
 
     def __init__(self, pid: int, rank: int, limit_s: float, machine: str = ""):
         self.pid, self.rank, self.limit_s = pid, rank, limit_s
-        self.began, self.groups = time.time(), cgroups(read(f"/proc/{pid}/cgroup"))
+        self.began, self.groups = time.time(), cgroups(read_or_empty(f"/proc/{pid}/cgroup"))
         self.state: int | None = None  # /proc/PID/stat, to be read in a hurry
         with contextlib.suppress(OSError):
             self.state = os.open(f"/proc/{pid}/stat", os.O_RDONLY)

@@ -155,7 +155,9 @@ class Rendezvous:
             return
         # A machine that was never there may be a mistake; one that was may be there again for the same command.
         is_lost = self.kind == "rank" or self.again or all(map(self._has_come, missing))
-        shown = [self._described(number) for number in missing[:8]] + ["..."] * (len(missing) > 8)
+        shown = [self._described(number) for number in missing[:8]]
+        if len(missing) > 8:
+            shown.append("...")
         message = (
             f"no sign of life within {self.limit_s / 60:g} minutes from {', '.join(shown)}. Start all "
             "machines, each with the same --num_machines, its own --machine_rank and the address of machine 0, and "

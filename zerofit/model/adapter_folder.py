@@ -169,7 +169,7 @@ TRAINABLE = {
 PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")  # of init_lora_weights: they leave the base as it is
 
 
-def to_train_on(recipe: Any, task: str | None) -> AdapterFolder | None:
+def adapter_to_train_on(recipe: Any, task: str | None) -> AdapterFolder | None:
     """The adapter that a recipe trains on, if its model is one: from now on the recipe names the base (what it records
     is still the adapter), and the adapter's tokenizer. `task`: the name of a script of train/; None: any. Raises
     UserError, with the command that merges it, where it cannot be trained on."""
@@ -201,10 +201,10 @@ def to_train_on(recipe: Any, task: str | None) -> AdapterFolder | None:
     return folder
 
 
-def on_its_base(recipe: Any, task: str | None = None, auto_class: Any = None) -> tuple[Any, Any]:
+def with_base_configuration(recipe: Any, task: str | None = None, auto_class: Any = None) -> tuple[Any, Any]:
     """(the recipe, which names the base where its model is an adapter; the configuration of the model)."""
     recipe = recipe.draft()
-    adapter = to_train_on(recipe, task)
+    adapter = adapter_to_train_on(recipe, task)
     config = load_configuration(recipe, auto_class)
     return recipe, config if adapter is None else trained_on_configuration(adapter, config, recipe)[0]
 

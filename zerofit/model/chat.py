@@ -256,7 +256,7 @@ def apply_template(
         UserError: it takes too much time or memory for one conversation.
     """
     try:
-        with limited():
+        with limit_time_and_memory():
             apply: Callable[..., Any] = tokenizer.apply_chat_template  # which returns a text with tokenize=False
             return apply(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **(given or {}))
     except BeyondLimits as error:
@@ -406,7 +406,7 @@ class BeyondLimits(BaseException):
 
 
 @contextmanager
-def limited() -> Iterator[None]:
+def limit_time_and_memory() -> Iterator[None]:
     """End the block once it takes too much: time in the main thread, where Python handles signals, and memory on
     Linux. Raises BeyondLimits."""
     is_main, statm = threading.current_thread() is threading.main_thread(), Path("/proc/self/statm")

@@ -335,10 +335,10 @@ def compiled_chunk(device: torch.device) -> Callable[..., Tensor] | None:
     if fault := failing_compiler(device):
         warnings.warn(f"the loss is not compiled, and takes longer: {fault}", stacklevel=2)
         return None
-    return or_as_it_is(torch.compile(loss_and_gradient), loss_and_gradient)
+    return with_eager_fallback(torch.compile(loss_and_gradient), loss_and_gradient)
 
 
-def or_as_it_is(compiled: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+def with_eager_fallback(compiled: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
     """The compiled function; from the first failure of its compiler on, with a warning, the function itself."""
     chosen = [compiled]
 

@@ -118,4 +118,6 @@ def ends_of(model: "PreTrainedModel") -> tuple[list[torch.nn.Module], list[torch
     modules, within = list(model.modules()), set(head.modules())
     after = modules[modules.index([*blocks[-1].modules()][-1]) + 1 :]
     norms = [each for each in after if each not in within and any(True for _ in each.parameters(recurse=False))]
-    return [embedding] * (own[0] and isinstance(embedding, torch.nn.Embedding)), [*norms, head] * own[1]
+    first: list[torch.nn.Module] = [embedding] if own[0] and isinstance(embedding, torch.nn.Embedding) else []
+    last = [*norms, head] if own[1] else []
+    return first, last

@@ -214,7 +214,7 @@ def family_of(config: "PretrainedConfig") -> Family:
     return BY_MODEL_TYPE.get(config.model_type, DEFAULT)
 
 
-def known(plan: Plan | None) -> Plan:
+def require_plan(plan: Plan | None) -> Plan:
     """The plan of a family whose model check_split or check_stages let pass: it has one."""
     assert plan is not None
     return plan

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zerofit.compat.transformers import recomputing_functions
-from zerofit.model.families import family_of, known
+from zerofit.model.families import family_of, require_plan
 from zerofit.model.parameters import true_shape
 from zerofit.recipe.errors import UserError
 
@@ -48,7 +48,7 @@ def cut_layers(model: "PreTrainedModel", stages: int) -> list[range]:
         model: all of it; its weights may be on "meta".
         stages: at least 2.
     """
-    layers = getattr(model.base_model, known(family_of(model.config).stage_plan).layers)
+    layers = getattr(model.base_model, require_plan(family_of(model.config).stage_plan).layers)
     count, head = len(layers), model.get_output_embeddings().weight.numel()
     head_in_layers = head * count / sum(parameter.numel() for parameter in layers.parameters())
 
@@ -73,7 +73,7 @@ def keep_stage(model: "PreTrainedModel", stage: int, stages: int, dtype: torch.d
     """Keep this stage's part of a causal model; `whole_model` knows the rest from then on. `dtype`: of the weights
     when the model is loaded."""
     model.__dict__["whole"] = without_weights(model, dtype)
-    plan, body = known(family_of(model.config).stage_plan), model.base_model
+    plan, body = require_plan(family_of(model.config).stage_plan), model.base_model
     is_first, is_last, table = stage == 0, stage == stages - 1, model.get_input_embeddings()
     layers = getattr(body, plan.layers)
     for index in set(range(len(layers))).difference(cut_layers(model, stages)[stage]):

@@ -72,7 +72,7 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class OptionType:
     """The type of an option in parts: `list[float] | None` is base float, many. An option is optional that has no
     value by default; one that is required has one after the check, and no None in its annotation."""
 
@@ -94,27 +94,27 @@ class Kind:
         return [word for word in self.values or () if word not in ("true", "false")]
 
 
-def option_kind(annotation: Any, optional: bool) -> Kind:
+def option_type_of(annotation: Any, optional: bool) -> OptionType:
     """The parts of a dataclass annotation: int, float, bool, str, lists of them, and `| None` of any; or a type that
     is annotated with the values of a flag that also takes words."""
     if typing.get_origin(annotation) is Annotated:
-        return Kind(bool, many=False, optional=optional, values=annotation.__metadata__[0])
+        return OptionType(bool, many=False, optional=optional, values=annotation.__metadata__[0])
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         (annotation,) = (member for member in typing.get_args(annotation) if member is not type(None))
     many = typing.get_origin(annotation) is list
     if many:
         (annotation,) = typing.get_args(annotation)
     assert issubclass(annotation, (int, float, str)), f"no such kind of option: {annotation}"
-    return Kind(annotation, many, optional)
+    return OptionType(annotation, many, optional)
 
 
-def kinds_of(options: type) -> dict[str, Kind]:
+def kinds_of(options: type) -> dict[str, OptionType]:
     """{option: its kind} of a dataclass of options."""
     hints = typing.get_type_hints(options, include_extras=True)
-    return {each.name: option_kind(hints[each.name], each.default is None) for each in dataclasses.fields(options)}
+    return {each.name: option_type_of(hints[each.name], each.default is None) for each in dataclasses.fields(options)}
 
 
-def from_text(text: str, kind: Kind) -> Any:
+def from_text(text: str, kind: OptionType) -> Any:
     """Convert the text of a flag, or of a line of a recipe, to its type. Raises ValueError: it is none."""
     word = text.lower()
     if kind.values and word in kind.values:

@@ -5,7 +5,7 @@ For each, a message names the option to type instead. Megatron's flags are in me
 
 from dataclasses import fields
 
-from zerofit.recipe.fields import Kind
+from zerofit.recipe.fields import OptionType
 from zerofit.recipe.megatron_flags import HINTS as MEGATRON_HINTS
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.tasks import TASKS
@@ -142,7 +142,7 @@ REMOVED = {
 }
 
 
-def foreign_option_hints(cls: type, names: dict[str, Kind], tool: bool) -> dict[str, str]:
+def foreign_option_hints(cls: type, names: dict[str, OptionType], tool: bool) -> dict[str, str]:
     """{name of an option in another program: what to type instead}. `names`: the options of the recipe, with the kind
     of each. `tool`: the recipe is a tool's, which accelerate launch does not start."""
     if not issubclass(cls, TrainingRecipe):

@@ -11,7 +11,7 @@ import shutil
 import textwrap
 from typing import Any
 
-from zerofit.recipe.fields import Kind, default_of
+from zerofit.recipe.fields import OptionType, default_of
 from zerofit.recipe.options import TrainingRecipe
 
 SHORT, LONG = {"-h", "--help"}, {"--help_all", "--help-all"}
@@ -24,7 +24,7 @@ def wants_help(argv: list[str]) -> bool:
     return bool((SHORT | LONG) & set(argv))
 
 
-def help_text(cls: type, kinds: dict[str, Kind], argv: list[str], prog: str, tool: bool) -> str:
+def help_text(cls: type, kinds: dict[str, OptionType], argv: list[str], prog: str, tool: bool) -> str:
     """The common options of a recipe on one screen, or all of them in groups if `argv` has --help_all."""
     groups = option_groups(cls, tool)
     common = [field for fields in groups.values() for field in fields if field.metadata["common"]]
@@ -81,7 +81,7 @@ def default_text(field: dataclasses.Field[Any]) -> str:
     return " ".join(map(str, default)) if isinstance(default, list) else str(default)
 
 
-def value_text(field: dataclasses.Field[Any], kind: Kind) -> str:
+def value_text(field: dataclasses.Field[Any], kind: OptionType) -> str:
     """Return what an option takes: its choices, or a word as FILE, N (an integer), X (a number). Empty: a flag."""
     if field.metadata["choices"]:
         words = "|".join(map(str, field.metadata["choices"]))
@@ -96,7 +96,7 @@ def value_text(field: dataclasses.Field[Any], kind: Kind) -> str:
     return f"{words} ..." if kind.many else words
 
 
-def _line(field: dataclasses.Field[Any], kind: Kind, width: int) -> str:
+def _line(field: dataclasses.Field[Any], kind: OptionType, width: int) -> str:
     """An option on one line, with the beginning of its text."""
     takes = value_text(field, kind)
     head = f"  --{field.name} {takes if len(takes) < LONGEST_CHOICES else 'NAME'}".rstrip() + " "
@@ -106,7 +106,7 @@ def _line(field: dataclasses.Field[Any], kind: Kind, width: int) -> str:
     return f"{head:<{COLUMN}}{textwrap.shorten(text, width - max(COLUMN, len(head)), placeholder=' ...')}"
 
 
-def _describe(field: dataclasses.Field[Any], kind: Kind, width: int) -> list[str]:
+def _describe(field: dataclasses.Field[Any], kind: OptionType, width: int) -> list[str]:
     """The lines of an option with all of its text."""
     text = field.metadata["help"] + "".join(f" (also --{alias})" for alias in field.metadata["aliases"])
     if default := default_text(field):

@@ -11,7 +11,7 @@ import yaml
 
 from zerofit.recipe.base import Recipe, quoted
 from zerofit.recipe.errors import UserError, nearest
-from zerofit.recipe.fields import Kind, broken_rule, from_text, kinds_of
+from zerofit.recipe.fields import OptionType, broken_rule, from_text, kinds_of
 from zerofit.recipe.files import read_text
 from zerofit.recipe.foreign_options import foreign_option_hints
 from zerofit.recipe.help import help_text, wants_help
@@ -92,7 +92,7 @@ def read_recipe(
 
 
 def _read_flags(
-    argv: list[str], kinds: dict[str, Kind], aliases: dict[str, str], hints: dict[str, str], problems: list[str]
+    argv: list[str], kinds: dict[str, OptionType], aliases: dict[str, str], hints: dict[str, str], problems: list[str]
 ) -> dict[str, Any]:
     """`--name value`, `--name=value`, `--flag`, `--list a b c`: the texts that follow each known name."""
     flags: dict[str, Any] = {}
@@ -154,13 +154,16 @@ def take_words(options: type[Recipe], argv: list[str]) -> tuple[list[list[str]],
         if name is None or name not in kinds:
             rest.append(word)
             continue
-        is_switch = kinds[name] == Kind(bool, many=False, optional=False) and words[:1] not in (["true"], ["false"])
+        is_switch = kinds[name] == OptionType(bool, many=False, optional=False) and words[:1] not in (
+            ["true"],
+            ["false"],
+        )
         stands_alone = "=" in word or is_switch or not words or is_flag(words[0])
         taken.append([word] if stands_alone else [word, words.pop(0)])
     return taken, rest
 
 
-def _take_flag(name: str, texts: list[str], kind: Kind, values: dict[str, Any], problems: list[str]) -> None:
+def _take_flag(name: str, texts: list[str], kind: OptionType, values: dict[str, Any], problems: list[str]) -> None:
     if not texts and kind.base is bool:
         texts = ["true"]
     if not texts or (len(texts) > 1 and not kind.many):
@@ -203,7 +206,7 @@ def _read_yaml(path: str, aliases: dict[str, str], problems: list[str]) -> dict[
 
 
 def _take_line(
-    node: yaml.Node, source: str, field: dataclasses.Field[Any], kind: Kind, problems: list[str]
+    node: yaml.Node, source: str, field: dataclasses.Field[Any], kind: OptionType, problems: list[str]
 ) -> dict[str, tuple[Any, str]]:
     """Read the value in a line of the recipe's file as the text of a flag is read. Returns {option: (its value, its
     line)}; empty, with a problem, where it is of another type."""

@@ -148,7 +148,7 @@ def cannot_be_written(folder: Path) -> str | None:
         return f"cannot be written: {error.strerror} ({place})"
 
 
-def not_ones_own(folder: Path) -> str | None:
+def untrusted_folder_reason(folder: Path) -> str | None:
     """Why others decide what is in an existing folder, as part of a sentence; None if they do not, or it is absent."""
     try:
         about = folder.stat()

@@ -13,8 +13,8 @@ import torch
 from zerofit.record.metrics import EvaluationTime
 from zerofit.strategy.devices import device_name
 from zerofit.strategy.gpu_table import NO_PEAK, peak_flops_of
-from zerofit.strategy.host_memory import field as field_of
-from zerofit.strategy.host_memory import read
+from zerofit.strategy.host_memory import proc_field as field_of
+from zerofit.strategy.host_memory import read_or_empty
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
@@ -53,7 +53,7 @@ class MemoryMeter:
     def peak_bytes(self) -> int:
         if self.device.type != "cpu":
             return torch.accelerator.max_memory_allocated()
-        if peak := field_of(read("/proc/self/status"), "VmHWM:", 1024):
+        if peak := field_of(read_or_empty("/proc/self/status"), "VmHWM:", 1024):
             return peak
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 

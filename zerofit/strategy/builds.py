@@ -64,7 +64,7 @@ def check_compiled_code() -> None:
     """Raises UserError where others may write to a folder in which torch, DeepSpeed and Triton find compiled code, and
     run it."""
     from zerofit.recipe.errors import UserError
-    from zerofit.recipe.paths import not_ones_own
+    from zerofit.recipe.paths import untrusted_folder_reason
 
     triton = os.path.join(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache")
     user = "unknown"
@@ -80,7 +80,7 @@ def check_compiled_code() -> None:
         f"{name}: {folder} {why} and holds compiled code, which would be run. Set {name} to a folder of your own, "
         "which only you can write to"
         for name, folder in folders.items()
-        if (why := not_ones_own(Path(folder)))
+        if (why := untrusted_folder_reason(Path(folder)))
     ]
     if problems:
         raise UserError(problems)

@@ -68,7 +68,7 @@ def faster_precisions(device: torch.device) -> list[str]:
         return []
     nvidia = device.type == "cuda" and torch.version.hip is None
     has_tf32 = nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
-    return ["bf16"] * bool(has_bf16(device)) + ["tf32"] * has_tf32
+    return [name for name, has in (("bf16", has_bf16(device)), ("tf32", has_tf32)) if has]
 
 
 @functools.cache

@@ -35,15 +35,15 @@ class Gpu:
     # what a device's name contains; GPUs that differ only in memory share it. Empty: no figures are known
     model: str = ""
     # FLOP/s of dense matrix products in fp16, with sums in fp32, and in bf16 where `has_bf16`
-    half: float | None = None
-    single: float | None = None  # FLOP/s of fp32 without tensor cores, as torch multiplies fp32 matrices by default
-    memory_bandwidth: float | None = None  # bandwidth of its memory
-    link: float | None = None  # to the other GPUs of a machine
-    pcie: float | None = None  # to the host
-    network: float | None = None  # to other machines, of one GPU, in the machine that its maker builds around it
+    half_flops_per_s: float | None = None
+    fp32_flops_per_s: float | None = None  # without tensor cores, as torch multiplies fp32 matrices by default
+    memory_bandwidth: float | None = None
+    link_bandwidth: float | None = None  # to the other GPUs of a machine
+    host_bandwidth: float | None = None  # to the host
+    network_bandwidth: float | None = None  # to other machines, of one GPU, in the machine that its maker builds
     sms: int | None = None  # its streaming multiprocessors: a MIG slice of it has some of them
     has_bf16: bool = True
-    of_peak: float = OF_PEAK  # what large matrix products reach of `half` in training
+    of_peak: float = OF_PEAK  # what large matrix products reach of `half_flops_per_s` in training
     # the same of flash attention, without the half that a causal mask takes off
     attention_of_peak: float = ATTENTION_OF_PEAK
     # what products reach where one card trains; None: not measured, `of_peak` is taken
@@ -51,14 +51,22 @@ class Gpu:
     is_newer: bool = False  # Hopper or Blackwell: it has attention kernels of its own, and stands in a newer host
 
 
-UNITS = {"usable_bytes": 2**30, "half": TERA, "single": TERA, "memory_bandwidth": GIGA, "link": GIGA, "network": GIGA}
+UNITS = {
+    "usable_bytes": 2**30,
+    "half_flops_per_s": TERA,
+    "fp32_flops_per_s": TERA,
+    "memory_bandwidth": GIGA,
+    "link_bandwidth": GIGA,
+    "network_bandwidth": GIGA,
+}
 
 
 def _in_si(gpu: Gpu) -> Gpu:
-    """The same GPU in bytes and seconds, from the units of the table; its `pcie` is a generation there."""
+    """The same GPU in bytes and seconds; in the table `host_bandwidth` is a generation of PCIe."""
     figures = {name: value * unit for name, unit in UNITS.items() if (value := getattr(gpu, name)) is not None}
-    to_host = PCIE.get(int(gpu.pcie or 0))
-    return replace(gpu, **{"link": to_host, **figures, "pcie": to_host, "usable_bytes": int(figures["usable_bytes"])})
+    to_host = PCIE.get(int(gpu.host_bandwidth or 0))
+    figures = {"link_bandwidth": to_host, **figures, "usable_bytes": int(figures["usable_bytes"])}
+    return replace(gpu, host_bandwidth=to_host, **figures)
 
 
 # Name, memory (GiB), model, then half and single (TFLOP/s), memory, NVLink or Infinity Fabric (GB/s), generation of
@@ -138,8 +146,8 @@ def peak_flops_of(device_name: str, num_sms: int | None = None) -> float | None:
     device; a MIG slice reaches as much of the whole as it has of its multiprocessors."""
     gpu = gpu_of(device_name)
     if gpu is None or SLICE not in device_name:
-        return gpu.half if gpu else None
-    return gpu.half * num_sms / gpu.sms if gpu.half and num_sms and gpu.sms else None
+        return gpu.half_flops_per_s if gpu else None
+    return gpu.half_flops_per_s * num_sms / gpu.sms if gpu.half_flops_per_s and num_sms and gpu.sms else None
 
 
 def find_gpu(name: str) -> Gpu:

@@ -14,12 +14,12 @@ def usable_cores() -> int:
 
 def cpu_model() -> str:
     """The processor of this machine."""
-    lines = read("/proc/cpuinfo").splitlines()
+    lines = read_or_empty("/proc/cpuinfo").splitlines()
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.processor() or platform.machine())
 
 
-def read(path: str) -> str:
+def read_or_empty(path: str) -> str:
     """A file's text; empty where there is none."""
     try:
         with open(path) as file:
@@ -28,7 +28,7 @@ def read(path: str) -> str:
         return ""
 
 
-def field(text: str, name: str, unit: int = 1) -> int | None:
+def proc_field(text: str, name: str, unit: int = 1) -> int | None:
     """The number that follows `name` at the start of a line, times the unit."""
     for line in text.splitlines():
         words = line.split()
@@ -39,10 +39,10 @@ def field(text: str, name: str, unit: int = 1) -> int | None:
 
 def resident_bytes() -> int:
     """Resident memory of this process; 0 where the system does not say."""
-    return field(read("/proc/self/status"), "VmRSS:", 1024) or 0
+    return proc_field(read_or_empty("/proc/self/status"), "VmRSS:", 1024) or 0
 
 
-def number(text: str) -> int | None:
+def int_or_none(text: str) -> int | None:
     return int(text) if text.strip().isdigit() else None
 
 
@@ -69,11 +69,11 @@ def cgroups(of_process: str, root: str = "/sys/fs/cgroup") -> list[str]:
 def headroom(folder: str) -> tuple[int, int] | None:
     """Return (limit, bytes left) of a cgroup; page cache that can be dropped counts as left. None: it has no limit."""
     two = os.path.exists(folder + "/memory.max")
-    limit = number(read(folder + ("/memory.max" if two else "/memory.limit_in_bytes")))
-    used = number(read(folder + ("/memory.current" if two else "/memory.usage_in_bytes")))
+    limit = int_or_none(read_or_empty(folder + ("/memory.max" if two else "/memory.limit_in_bytes")))
+    used = int_or_none(read_or_empty(folder + ("/memory.current" if two else "/memory.usage_in_bytes")))
     if limit is None or used is None or limit >= 2**60:
         return None
-    idle = field(read(folder + "/memory.stat"), "inactive_file" if two else "total_inactive_file") or 0
+    idle = proc_field(read_or_empty(folder + "/memory.stat"), "inactive_file" if two else "total_inactive_file") or 0
     return limit, limit - used + min(idle, used)
 
 
@@ -82,6 +82,8 @@ def host_memory() -> tuple[int, int]:
     import psutil
 
     memory = psutil.virtual_memory()
-    limits = [each for each in map(headroom, cgroups(read("/proc/self/cgroup"))) if each and each[0] < memory.total]
+    limits = [
+        each for each in map(headroom, cgroups(read_or_empty("/proc/self/cgroup"))) if each and each[0] < memory.total
+    ]
     limit, left = min(limits, key=lambda each: each[1], default=(memory.total, memory.available))
     return min(left, memory.available), limit

@@ -10,7 +10,7 @@ from zerofit.recipe.errors import UserError
 SHARED_FOLDER_REMEDY = "output_dir must be on a file system that all machines share"
 
 
-def everyones(value: Any) -> list[Any]:
+def all_gather_objects(value: Any) -> list[Any]:
     """Gather a small object from each rank on every rank; a list of one without a process group."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
@@ -23,7 +23,7 @@ def check_same(facts: dict[str, Any], remedy: str) -> None:
     """Check that all ranks have the same. All of them call it together. `facts`: {what it is, in words: what this rank
     has}. `remedy`: what to do where they differ. Raises UserError on all ranks, naming the first rank that differs
     from rank 0, and its machine."""
-    ranks = everyones((platform.node(), facts))
+    ranks = all_gather_objects((platform.node(), facts))
     (first, expected), *others = ranks
     for rank, (machine, facts_there) in enumerate(others, 1):
         for name in expected:

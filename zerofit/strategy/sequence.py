@@ -24,7 +24,7 @@ from zerofit.data.collate import within_documents
 from zerofit.model.attention import added_mask, has_attention_dropout
 from zerofit.model.families import family_of
 from zerofit.model.loss import IGNORE
-from zerofit.model.tensor_parallel.layers import summed
+from zerofit.model.tensor_parallel.layers import reduce_from_tensor_parallel
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.layout import ParallelLayout, sequence_groups
 
@@ -129,7 +129,7 @@ class SplitRows:
         width = inputs["input_ids"].shape[1]
         output = self._forward_in_full(**self._part(inputs))
         if torch.is_tensor(output):  # the loss
-            return summed(output, self.group)
+            return reduce_from_tensor_parallel(output, self.group)
         output.logits = self._joined(output.logits)[:, :width]
         return output
 

@@ -18,7 +18,7 @@ from zerofit.strategy.fsdp import EITHER, EXPERTS, IGNORED, REDUCE, REPLICAS, RE
 from zerofit.strategy.host_memory import host_memory
 from zerofit.strategy.launch import Launch
 from zerofit.strategy.layout import ParallelLayout, model_groups, offload_device
-from zerofit.strategy.machines import everyones
+from zerofit.strategy.machines import all_gather_objects
 
 
 class PrecisionSetting(NamedTuple):
@@ -45,7 +45,7 @@ class Strategy:
     sequence: int = 1  # ranks that split each row
     fsdp: dict[str, str] | None = None  # FSDP2's settings; None: it is not used, or one process has nothing to share
 
-    gather = staticmethod(everyones)
+    gather = staticmethod(all_gather_objects)
 
     @property
     def layout(self) -> ParallelLayout:

@@ -14,7 +14,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.tasks import model_kind
 from zerofit.strategy.host_memory import usable_cores
-from zerofit.strategy.machines import everyones
+from zerofit.strategy.machines import all_gather_objects
 from zerofit.strategy.strategy import Strategy
 
 MIN_UPDATES = 300  # from here on a graph has paid for its compiling, which takes some 10 s: docs/strategies.md
@@ -105,7 +105,7 @@ def decide(
     chosen = Compilation(recipe.torch_compile, recipe.source("torch_compile") or "")
     if is_open:
         chosen = choose(recipe, strategy, config, num_updates, before=before)
-    ranks = everyones((chosen, failing_compiler(device) if chosen.value else None))
+    ranks = all_gather_objects((chosen, failing_compiler(device) if chosen.value else None))
     chosen, broken = ranks[0][0], next((fault for _, fault in ranks if fault), None)
     if not is_open and chosen.value and broken:
         raise UserError(

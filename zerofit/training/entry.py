@@ -51,7 +51,7 @@ def begin(task: str, kind: type[TaskRecipe]) -> Start:
     if OUR_LAUNCHER in os.environ:
         end_with_parent()
     ranks = RankRendezvous()
-    record_the_end(task, ranks)
+    write_exit_code_at_end(task, ranks)
     opened: list[Start] = []
 
     def read() -> int:
@@ -64,7 +64,7 @@ def begin(task: str, kind: type[TaskRecipe]) -> Start:
     return opened[0]
 
 
-def record_the_end(task: str, ranks: RankRendezvous) -> None:
+def write_exit_code_at_end(task: str, ranks: RankRendezvous) -> None:
     """Put the exit code of this process on record from here on, also after a signal or an import that fails."""
     if not wants_help(sys.argv):
         outlive_the_terminal()

@@ -27,7 +27,7 @@ from zerofit.record.terminal import decimals, duration
 from zerofit.record.written_files import MODEL
 from zerofit.strategy.state import EMA
 from zerofit.training.setup import LONG
-from zerofit.training.summary import about_evaluations, compiled, incomplete, summary, why_stopped
+from zerofit.training.summary import about_evaluations, compilation_line, incomplete_lines, summary, why_stopped
 
 if TYPE_CHECKING:
     from zerofit.training.run import Run
@@ -67,7 +67,7 @@ def export(run: "Run", remarks: Callable[[], list[str]] = list) -> None:
     run.log_lines(
         "",
         *summary(run, said),
-        *([compiled()] if recipe.compiles else []),
+        *([compilation_line()] if recipe.compiles else []),
         *(f"export      {line}" for line in review),
     )
 
@@ -184,7 +184,7 @@ def finish_run(run: "Run") -> int:
         code = EXIT_NEEDS_A_PERSON if failed else code
     EXIT.code = code
     if run.missing and run.is_main:
-        lines = incomplete(run)
+        lines = incomplete_lines(run)
         print_last("\n".join(["", *lines]), file=sys.stdout)
     elif not run.stopped:
         run.log_lines(f"run folder  {run.folder.path}  (loss.png, metrics.jsonl, model/)")

@@ -34,7 +34,7 @@ def preference_loss(recipe: DpoRecipe) -> PreferenceLoss:
     return PreferenceLoss(kind, beta, recipe.simpo_gamma, recipe.preference_label_smoothing)
 
 
-def held_out_pairs(
+def evaluate_pairs(
     engine: Engine, batches: Mapping[str, Iterator[Batch]], loss: PreferenceLoss, pairs: int
 ) -> dict[str, float]:
     """The loss of held-out pairs, how many are ranked right, and how far apart the rewards are."""

@@ -8,7 +8,7 @@ import torch
 
 from zerofit.checkpoint.resume import EarlierRuns, ResumePlan
 from zerofit.data.lengths import LENGTHS, choose_length, length_warmup
-from zerofit.model.adapter_folder import AdapterFolder, to_train_on
+from zerofit.model.adapter_folder import AdapterFolder, adapter_to_train_on
 from zerofit.model.chat import named_template
 from zerofit.model.configuration import check_quantiser, load_configuration
 from zerofit.model.float8 import check_float8
@@ -59,7 +59,7 @@ def resolve(task: str, recipe: TaskRecipe) -> RunConfiguration:
         NothingToDo: the output folder holds this very run, and it is finished.
     """
     recipe, problems = recipe.draft(), Problems()
-    adapter = to_train_on(recipe, task)
+    adapter = adapter_to_train_on(recipe, task)
     folder = RunFolder(output_folder(task, recipe))
     earlier = EarlierRuns.read(recipe, folder)
     given_for, notes = 1, list[str]()

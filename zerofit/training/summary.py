@@ -74,7 +74,7 @@ def why_stopped(run: "Run") -> list[str]:
     return [f"{by}: the same command resumes there"]
 
 
-def incomplete(run: "Run") -> list[str]:
+def incomplete_lines(run: "Run") -> list[str]:
     """Lines on a run that could not write all that it was to leave."""
     lines = [f"incomplete  not written: {each}" for each in run.missing]
     if run.stopped:
@@ -86,7 +86,7 @@ def incomplete(run: "Run") -> list[str]:
     return [*lines, f"            {weights}; {remedy}. First mend the cause"]
 
 
-def compiled() -> str:
+def compilation_line() -> str:
     """A line on how often torch.compile compiled in this process."""
     number, _ = compiled_graphs()
     if not number:

@@ -65,7 +65,7 @@ Reader = Choices | LabelledColumns
 
 
 @dataclass
-class Records:
+class LabelledSource:
     """The records of a source, and how they are read; the labels of the reader are not known yet."""
 
     options: DataOptions
@@ -133,17 +133,17 @@ def prepare_examples(recipe: ClsRecipe, config: PretrainedConfig) -> ExampleData
     return data
 
 
-def _find(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None) -> Records:
+def _find(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None) -> LabelledSource:
     source = _read(options, recipe.task_name)
     recipe = recipe.columns_in(source.first.column_names)
     if task is None and (choices := find_choices(recipe, source.first)):
         if recipe.lora:
             raise UserError("lora = true: multiple choice has no adapters. Remove --lora, or name --label_column")
-        return Records(options, source, choices)
+        return LabelledSource(options, source, choices)
     if task is None and (found := find_tags(recipe.text_columns, recipe.label_column, source.first)):
         words, label = found
         names = _names(source.first.features[label].feature)
-        return Records(options, source, TaggedWords((words,), label, Labels(None), names))
+        return LabelledSource(options, source, TaggedWords((words,), label, Labels(None), names))
     texts, label = _columns(recipe, source.first, task)
     feature = source.first.features[label]
     if of_sets := tables.holds_lists(feature):
@@ -151,7 +151,7 @@ def _find(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None) -> Rec
         refuse_flags(source.first[label][:], source.where("train"))
     class_names = task.labels if task else _names(feature)
     source.parts = {name: _as_text(table, texts) for name, table in source.parts.items()}
-    return Records(options, source, LabelledColumns(texts, label, Labels(None), class_names), of_sets)
+    return LabelledSource(options, source, LabelledColumns(texts, label, Labels(None), class_names), of_sets)
 
 
 def _names(feature: Any) -> tuple[str, ...] | None:
@@ -160,7 +160,7 @@ def _names(feature: Any) -> tuple[str, ...] | None:
 
 
 def _readers(
-    recipe: ClsRecipe, sources: list[Records], task: GlueTask | None, config: PretrainedConfig
+    recipe: ClsRecipe, sources: list[LabelledSource], task: GlueTask | None, config: PretrainedConfig
 ) -> list[Reader]:
     """Return a reader for each source, with the labels that are in all of them. Raises UserError: there are no labels,
     or only one; the model was trained for others."""

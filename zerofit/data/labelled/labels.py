@@ -68,7 +68,8 @@ class Labels:
         if self.choices:
             return f"multiple choice, one of {len(self.names)}"
         what = "tags of words" if self.of_words else "labels, any number a record" if self.of_sets else "labels"
-        shown = f"{len(self.names)} {what}: {', '.join(self.names[:10])}" + ", ..." * (len(self.names) > 10)
+        more = ", ..." if len(self.names) > 10 else ""
+        shown = f"{len(self.names)} {what}: {', '.join(self.names[:10])}{more}"
         if self.of_sets:
             return f"{shown} (predicted are those with a probability above {THRESHOLD:g})"
         is_binary = len(self.names) == 2 and not self.of_words
@@ -136,7 +137,7 @@ def find_labels(
         raise UserError(f"{where} has {what}: nothing to classify. Correct label_column, or use --regression")
     blank = sorted({str(value) for value in values if str(value) != str(value).strip() and not is_missing(value)})
     if blank:
-        shown = ", ".join(map(repr, blank[:3])) + ", ..." * (len(blank) > 3)
+        shown = ", ".join(map(repr, blank[:3])) + (", ..." if len(blank) > 3 else "")
         return Labels(names, notes=(f"note      labels are read without the blanks at their ends: {shown}",))
     if names == tuple(map(str, range(MISSING, len(names) + MISSING))):
         note = "note      the label -1 is a class; if records have it that have no label, as SNLI's, remove these"

@@ -52,7 +52,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Columns:
+class PairReader:
     """The columns of the pairs: a conversation with or without its reply, or a source and a target. `context`: the
     text that a question is about; it is appended to the source, as in run_seq2seq_qa.py."""
 
@@ -122,7 +122,7 @@ def _text(value: Any, what: str) -> str:
     return value.strip()
 
 
-def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> Columns:
+def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> PairReader:
     """The columns that options name, else those of known names, else the only column(s) of text. Raises UserError: a
     column does not exist, or none is found; the message lists the columns."""
     answered, texts = not recipe.predict_file, tables.text_columns(table)
@@ -146,7 +146,7 @@ def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> Columns:
         dialogue = next(lists, None)
     if dialogue:
         reply = target or (tables.match_columns(REPLIES, texts) if answered else None)
-        return Columns(dialogue, None, reply, verdict=verdict, answered=answered)
+        return PairReader(dialogue, None, reply, verdict=verdict, answered=answered)
     context = None
     if source is None and target is None:
         known: list[tuple[str, ...]] = [pair if answered else pair[:1] for pair in SOURCES_AND_TARGETS]
@@ -169,7 +169,7 @@ def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> Columns:
         source = texts[0]
     if source is None or (answered and target is None):
         raise UserError(f"no pairs: name --source_column and --target_column; {tables.columns_present(table)}")
-    return Columns(None, source, target, context, verdict, answered)
+    return PairReader(None, source, target, context, verdict, answered)
 
 
 LANGUAGE = re.compile(r"[a-z]{2}([-_][A-Za-z]+)?|[a-z]{3}_[A-Z][a-z]{3}")  # en, en_XX, zh-CN, eng_Latn

@@ -13,7 +13,7 @@ from zerofit.data.lengths import choose_length, report_data_loss
 from zerofit.data.mixture import mixed, options_of_sources
 from zerofit.data.options import PARTS, DataOptions
 from zerofit.data.pack import TaskData, TokenizedDataset
-from zerofit.data.pairs.columns import Columns, Pair, column_of, find_columns
+from zerofit.data.pairs.columns import Pair, PairReader, column_of, find_columns
 from zerofit.data.records import RecordSet, read_parts
 from zerofit.data.sources import read_source
 from zerofit.data.tables import IDS, derived, one_process_at_a_time, table_key, tokenizer_hash
@@ -84,7 +84,7 @@ def _prepare_source(
 
 def open_pairs(
     recipe: Seq2SeqRecipe, options: DataOptions, config: PretrainedConfig, widths: tuple[int, int]
-) -> tuple[dict[str, RecordSet], Columns, "PairEncoder", list[str]]:
+) -> tuple[dict[str, RecordSet], PairReader, "PairEncoder", list[str]]:
     """(the records of each part, their columns, what makes token ids of them, notes)."""
     source = read_source(options, unit_of=(lambda files: "line") if recipe.predict_file else None)
     source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
@@ -102,7 +102,7 @@ def open_pairs(
     return parts, columns, PairEncoder(tokenizer, prefix, separator, widths), notes
 
 
-def _check_languages(recipe: Seq2SeqRecipe, tokenizer: PreTrainedTokenizerBase, columns: Columns) -> None:
+def _check_languages(recipe: Seq2SeqRecipe, tokenizer: PreTrainedTokenizerBase, columns: PairReader) -> None:
     """Raises UserError if source_lang and target_lang name neither a token of the tokenizer nor a column."""
     for option, column in (("source_lang", columns.source), ("target_lang", columns.target)):
         code = getattr(recipe, option)
@@ -147,7 +147,7 @@ def split_translation_columns(table: Dataset) -> Dataset:
 def pair_truncation_notes(
     options: DataOptions,
     config: PretrainedConfig,
-    columns: Columns,
+    columns: PairReader,
     tables: dict[str, Dataset],
     widths: tuple[int, int],
 ) -> list[str]:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import distributed, nn
 
-from zerofit.model.families import family_of, known
+from zerofit.model.families import family_of, require_plan
 from zerofit.model.stages import IdentityLayer
 from zerofit.model.tensor_parallel.cut import TensorGroup, cut_for, cut_parameter
 from zerofit.recipe.errors import UserError
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Exchanged = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Exchange(torch.autograd.Function):
+class CollectiveFunction(torch.autograd.Function):
     """Exchange a tensor between ranks in the forward pass, and its gradient in the backward pass."""
 
     @staticmethod
@@ -59,17 +59,17 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view_as(tensor)
 
 
-def copied(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+def copy_to_tensor_parallel(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """Hand one tensor to every rank's share of a layer; the gradients of the shares add up."""
-    return Exchange.apply(tensor, _same, partial(all_reduced, group=group))
+    return CollectiveFunction.apply(tensor, _same, partial(all_reduced, group=group))
 
 
-def summed(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+def reduce_from_tensor_parallel(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """The sum of all ranks' tensors, on every rank; each of them gets the whole gradient."""
-    return Exchange.apply(tensor, partial(all_reduced, group=group), _same)
+    return CollectiveFunction.apply(tensor, partial(all_reduced, group=group), _same)
 
 
-class Scattered(torch.autograd.Function):
+class ReduceScatterTokens(torch.autograd.Function):
     """This rank's part of the sum of all ranks' tensors, and of a bias; each of them gets the whole gradient."""
 
     @staticmethod
@@ -121,7 +121,7 @@ class TokenParts:
         received, self._incoming = self._incoming, None
         if received is not None:
             return received
-        return Exchange.apply(hidden, self._own, partial(_gather, shape=self._shape, tensor=self.tensor))
+        return CollectiveFunction.apply(hidden, self._own, partial(_gather, shape=self._shape, tensor=self.tensor))
 
     def _own(self, whole: torch.Tensor) -> torch.Tensor:
         return _filled_up(whole, self.tensor).chunk(self.tensor.size)[self.tensor.rank].unsqueeze(0).clone()
@@ -131,12 +131,12 @@ class TokenParts:
         if self._shape is None:
             return part
         join = partial(_gather, shape=self._shape, tensor=self.tensor)
-        return Exchange.apply(part, join, partial(_scatter, tensor=self.tensor))
+        return CollectiveFunction.apply(part, join, partial(_scatter, tensor=self.tensor))
 
     def add_up(self, share: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """This rank's part of the sum of all ranks' shares (B, T, H) and of a bias that all of them have."""
         if self._shape is not None:
-            return Scattered.apply(share, bias, self.tensor)
+            return ReduceScatterTokens.apply(share, bias, self.tensor)
         whole = all_reduced(share, self.tensor.group)
         return whole if bias is None else whole + bias
 
@@ -209,7 +209,7 @@ class SharedNorm(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         wide, group = hidden.float(), self.tensor.group
-        squares = copied(summed(wide.pow(2).sum(-1, keepdim=True), group), group)
+        squares = copy_to_tensor_parallel(reduce_from_tensor_parallel(wide.pow(2).sum(-1, keepdim=True), group), group)
         return (self.weight * (wide * torch.rsqrt(squares / self.channels + self.eps))).to(hidden.dtype)
 
 
@@ -246,7 +246,7 @@ class VocabularyShare:
 
     def join(self, own: torch.Tensor) -> torch.Tensor:
         """All ranks' columns side by side, on every rank; the gradient of each share is its part of the whole one."""
-        return Exchange.apply(own, self._all_columns, lambda gradient: gradient[..., self.start : self.stop])
+        return CollectiveFunction.apply(own, self._all_columns, lambda gradient: gradient[..., self.start : self.stop])
 
     def _all_columns(self, own: torch.Tensor) -> torch.Tensor:
         own = F.pad(own, (0, max(self.sizes) - own.shape[-1])).contiguous()
@@ -271,7 +271,7 @@ class VocabularyEmbedding(nn.Embedding):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows, is_own = self.share.own(ids)
         embedded = super().forward(rows).masked_fill(~is_own.unsqueeze(-1), 0)
-        return summed(embedded, self.share.tensor.group)
+        return reduce_from_tensor_parallel(embedded, self.share.tensor.group)
 
 
 class VocabularyHead(nn.Module):
@@ -316,7 +316,7 @@ def check_split(config: "PretrainedConfig", size: int, source: str) -> None:
 def split_model(model: "PreTrainedModel", tensor: TensorGroup) -> None:
     """Keep this rank's share of a causal model, whose weights are the same on all ranks of the group; between the
     layers that are cut, the ranks share the tokens of its `token_parts`."""
-    plan, parts = known(family_of(model.config).tensor_plan), TokenParts(tensor)
+    plan, parts = require_plan(family_of(model.config).tensor_plan), TokenParts(tensor)
     vars(model)["token_parts"] = parts
     readers = set()
     for path, layer in list(model.named_modules()):
@@ -359,7 +359,7 @@ def _join_input(
 def _share_tokens(model: "PreTrainedModel", parts: TokenParts) -> None:
     """From the dropout of the embeddings, or the first layer, to the last norm each rank has a part of the tokens. Of
     a norm's weights it finds a part of the gradients, which add up."""
-    body, plan = model.base_model, known(family_of(model.config).stage_plan)
+    body, plan = model.base_model, require_plan(family_of(model.config).stage_plan)
     layers, last = getattr(body, plan.layers), getattr(body, plan.after[-1])
     dropouts = [module for name in plan.before if isinstance(module := getattr(body, name), torch.nn.Dropout)]
     first = dropouts[0] if dropouts else layers[0]

@@ -45,7 +45,7 @@ img { width: 40rem; max-width: 100% }
   td:not(:first-child)::before { content: attr(data-label); text-align: left; color: #555 }
 }
 """
-Part = str | list[tuple[str, ...]] | list[str]  # a heading (# and ##) or a paragraph; a table; bullets
+ReportSection = str | list[tuple[str, ...]] | list[str]  # a heading (# and ##) or a paragraph; a table; bullets
 
 
 class ComparisonReport:
@@ -115,11 +115,11 @@ class ComparisonReport:
             "evaluation samples/s": rounded(evaluated["evaluation_samples_per_s"]) if evaluated else "-",
         }
 
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[ReportSection]:
         """Return the parts of report.md and report.html, in order."""
         simulated = ", simulated" if self.comparison.machine.simulated else ""
         name = name_of_recipe(self.options.source("config"), self.options.task)
-        parts: list[Part] = [f"# Batch sizes{simulated}: {name}", conclusion(self.rows)]
+        parts: list[ReportSection] = [f"# Batch sizes{simulated}: {name}", conclusion(self.rows)]
         parts += [self.results_table(), " ".join(self._about_results())]
         if self.finished:
             about = (
@@ -196,7 +196,7 @@ class ComparisonReport:
         ]
 
 
-def markdown(parts: list[Part], pictures: list[str]) -> str:
+def markdown(parts: list[ReportSection], pictures: list[str]) -> str:
     """The parts as Markdown; the pictures follow the first table."""
     texts = []
     for part in parts:
@@ -213,7 +213,7 @@ def markdown(parts: list[Part], pictures: list[str]) -> str:
     return "\n\n".join(texts) + "\n"
 
 
-def html_page(parts: list[Part], pictures: dict[str, bytes]) -> str:
+def html_page(parts: list[ReportSection], pictures: dict[str, bytes]) -> str:
     """Return the parts as one page, with each picture, by its name, as SVG."""
     title = next(part for part in parts if isinstance(part, str)).lstrip("# ")
     lines = [

@@ -16,7 +16,7 @@ from huggingface_hub.errors import HFValidationError
 from zerofit.estimate.planned_rows import TASKS as AUTO_CLASSES
 from zerofit.estimate.read_model import read_planned_model
 from zerofit.launch.schedulers import read_machines
-from zerofit.model.adapter_folder import on_its_base
+from zerofit.model.adapter_folder import with_base_configuration
 from zerofit.model.compilation import missing_compiler
 from zerofit.model.configuration import known_architectures
 from zerofit.model.float8 import check_float8_device
@@ -178,7 +178,7 @@ def _resolve(report: DoctorReport, task: str | None, recipe: TrainingRecipe) -> 
 def _look_at_model(report: DoctorReport, task: str, recipe: TrainingRecipe, strategy: Strategy | None) -> None:
     """Check model, layout, lengths, adapter and tokenizer; no weights are read."""
     auto_class = getattr(transformers, AUTO_CLASSES[task])
-    on_base, config = on_its_base(recipe, task, auto_class)
+    on_base, config = with_base_configuration(recipe, task, auto_class)
     with report.collected():
         check_model(task, on_base, strategy, auto_class)
     if strategy is not None and recipe.torch_compile == "auto" and num_devices() and torch.cuda.is_available():

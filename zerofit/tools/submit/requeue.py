@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     record = exit_code_of(words)
     code = code_of_job(int(launched), record, os.environ)
     is_first = os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
-    refused = queue_again_refused(code, record.folder.path, is_first)
+    refused = reason_not_requeued(code, record.folder.path, is_first)
     print(code)
     said = f"not queued again ({refused})" if refused else "queued again"
     print(f"the job ended with exit code {code}: {said}", file=sys.stderr, flush=True)
@@ -42,7 +42,7 @@ def code_of_job(launched: int, record: ExitCode, environment: Mapping[str, str])
     return recorded if written >= float(environment.get("SLURM_JOB_START_TIME", 0)) else launched
 
 
-def queue_again_refused(code: int, folder: Path, is_first: bool) -> str:
+def reason_not_requeued(code: int, folder: Path, is_first: bool) -> str:
     """Why a scheduler's job is not queued again; empty where it is. The last failure is kept beside the run's folder:
     a new run refuses a folder that has files.
 

@@ -9,10 +9,10 @@ from random import Random
 from zerofit.launch.runs import TRACEBACK, LaunchedRun, RunningLaunch, failure
 from zerofit.recipe.parsing import counted
 
-Moment = Callable[[RunningLaunch], bool]  # called every few milliseconds: whether the moment has come
+KillCondition = Callable[[RunningLaunch], bool]  # called every few milliseconds: whether the moment has come
 
 
-def moment_of(index: int, update: int, delay_s: float, start_s: float) -> Moment:
+def moment_of(index: int, update: int, delay_s: float, start_s: float) -> KillCondition:
     """The moment of a kill, once there is a checkpoint; before that nothing would be resumed. By the index it comes
     some time after an update was printed, while a checkpoint is written, after an update, or after the launch."""
     printed: list[float] = []
@@ -32,7 +32,9 @@ def moment_of(index: int, update: int, delay_s: float, start_s: float) -> Moment
     return come
 
 
-def spread_moments(num_kills: int, num_updates: int, update_s: float, start_s: float, random: Random) -> list[Moment]:
+def spread_moments(
+    num_kills: int, num_updates: int, update_s: float, start_s: float, random: Random
+) -> list[KillCondition]:
     """One moment in each of `num_kills` equal parts of a run.
 
     Args:
@@ -68,7 +70,7 @@ class Killed:
 def run_and_kill(
     trial: LaunchedRun,
     logs: Path,
-    moments: Iterable[Moment],
+    moments: Iterable[KillCondition],
     processes: Iterable[int],
     limit_s: float,
     *,

@@ -182,7 +182,8 @@ KILLS = ("kills", "resumes")
 
 def _rows(outcomes: list[ComparedRun], tolerance: float) -> list[tuple[str, ...]]:
     """The head and a row for each outcome; all of them were killed, or none."""
-    rows = [("strategy", "processes", *KILLS * bool(outcomes[0].killed), *FIGURES.values(), *LEDGER, "verdict")]
+    kills = KILLS if outcomes[0].killed else ()
+    rows = [("strategy", "processes", *kills, *FIGURES.values(), *LEDGER, "verdict")]
     for outcome in outcomes:
         about, killed = [outcome.strategy, ",".join(map(str, outcome.num_processes))], outcome.killed
         if killed:

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from zerofit.model.adapter_folder import on_its_base
+from zerofit.model.adapter_folder import with_base_configuration
 from zerofit.recipe.batch_options import BatchOptions
 from zerofit.recipe.fields import option
 from zerofit.recipe.tasks import TaskRecipe
@@ -83,7 +83,7 @@ def precision_of(recipe: VerifyOptions) -> str:
 
 def _silence(recipe: VerifyOptions, values: dict[str, Any]) -> list[str]:
     """Turn dropout off: its noise depends on the number of processes."""
-    _, config = on_its_base(recipe)
+    _, config = with_base_configuration(recipe)
     kinds = (int, float)
     noisy = sorted(
         name for name, value in config.to_dict().items() if NOISE.search(name) and type(value) in kinds and value > 0
