@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from zerofit.training.run import Run
 
 
-def export(run: "Run", remarks: Callable[[], list[str]] = list) -> None:
-    """Write model/, which `from_pretrained` loads, draw the curve, and say what came of the run (`remarks`: lines
-    below the held-out figures, on the main process); of one that stopped early, where it is."""
+def export_run(run: "Run", remarks: Callable[[], list[str]] = list) -> None:
+    """See Run.export. Of a run that stopped early, log where it is."""
     if run.measurement:
         return
     recipe, state, best, checkpoints = run.recipe, run.state, run.best, run.checkpoints
@@ -164,7 +163,7 @@ def _tabulate(folder: RunFolder, recipe: TaskRecipe) -> list[str]:
 
 
 def finish_run(run: "Run") -> int:
-    """Say where everything lies, leave the process group, wait for mirror and hub. Returns the exit code."""
+    """See Run.finish: log where everything lies, leave the process group, wait for mirror and hub."""
     if run.measurement:
         run.engine.close()
         return 0
@@ -204,19 +203,14 @@ def note_missing(run: "Run", failed: dict[str, Exception]) -> None:
         run.missing.append(f"{name} ({first_line(error)})")
 
 
-def answer(
+def answer_held_out(
     run: "Run",
     evaluate: Callable[[], dict[str, float]],
     predict: Callable[[], list[str]],
     num_held_out: int,
     remarks: Callable[[], list[str]] = list,
 ) -> int:
-    """Evaluate the stored model, or predict for predict_file, and exit. Returns the exit code. Raises UserError:
-    nothing is held out.
-
-    Args:
-        predict: () -> the files that the main process has written.
-    """
+    """See Run.answer."""
     engine, recipe, folder, stored = run.engine, run.recipe, run.folder, run.stored
     if not recipe.predict_file and not num_held_out:
         raise UserError("evaluate_only: nothing is held out. Name a validation_file")

@@ -56,7 +56,7 @@ def open_record(run: "Run") -> None:
         run.clock.measures,
     )
     run.profiler = Profiler(run) if recipe.profile and engine.is_main else None
-    engine.phase = run.within
+    engine.phase = run.enter_part
 
 
 def _resume(run: "Run") -> None:

@@ -46,12 +46,12 @@ from zerofit.strategy.engine import Bounds, Engine, Outcome
 from zerofit.strategy.optimizers import check_kept
 from zerofit.strategy.prepare_engine import prepare_engine
 from zerofit.strategy.strategy import Strategy
-from zerofit.training import export as ending
+from zerofit.training.export import answer_held_out, export_run, finish_run
 from zerofit.training.measurement import VARIABLE, Measurement
 from zerofit.training.opening import open_record
 from zerofit.training.run_configuration import RunConfiguration, check_model, resolve
 from zerofit.training.setup import LONG, open_process_group, prepare_activations
-from zerofit.training.stream import Totals, Update, counts_of, dropout_seed, run_length, update_batches
+from zerofit.training.stream import RankReport, Totals, Update, counts_of, dropout_seed, run_length, update_batches
 from zerofit.training.summary import about_the_run
 
 if TYPE_CHECKING:
@@ -115,8 +115,9 @@ class Run:
         self._following: list[Batch] | None = None  # the micro-batches of the next one, once they are loaded
         self._metrics: UpdateMetrics | None = None  # its line of the record, until what follows it is known
         self._held_out: dict[str, float] = {}
-        self._is_best = self._abandoned = self._skips = self._kept_is_checked = False
+        self._is_best = self._abandoned = self._skips = False
         self._stop_reason, self._checkpoint_is_due, self._checkpoint_failed = StopReason.NONE, False, False
+        self._has_stepped = False  # in this launch: the optimizer has its state
 
     @classmethod
     def open(cls, start: "Start") -> "Run":
@@ -273,7 +274,7 @@ class Run:
             collate: samples -> Batch.
             figures: the names of the held-out figures, without their `eval_`; the first tells which evaluation is the
                 best, unless the recipe names another.
-            unit: what the loss is a mean over, for the plot.
+            unit: what the loss is a mean over ("token", "example"), for the label of the loss plot's axis.
             counter: a loss with figures of its own, as PreferenceLoss; in place of the routers' of the model.
             evaluate_first: () -> the held-out figures; called before the first update, with `eval_on_start`.
         """
@@ -285,7 +286,7 @@ class Run:
         open_record(self)
         state, recipe, schedule = self.state, self.recipe, self.schedule
         assert schedule is not None, "a run that trains has one"
-        self.began = time.perf_counter()
+        self._began = time.perf_counter()
         stream = self._begin(evaluate_first)
         while state.updates < self.num_updates:
             if self.best.is_exhausted:
@@ -298,8 +299,9 @@ class Run:
             batches, self._following = self._following or next(stream), None
             if self.profiler:
                 self.profiler.begin(number)
-            self._began, self._stream, self._metrics, self._abandoned = time.perf_counter(), stream, None, False
-            self._held_out, self._is_best = {}, False
+            self._update_began = time.perf_counter()
+            self._stream, self._metrics = stream, None
+            self._held_out, self._is_best, self._abandoned = {}, False, False
             self._stop_reason, self._checkpoint_is_due, self._checkpoint_failed = StopReason.NONE, False, False
             self._skips = number in state.skipped_updates  # after a rewind
             if self._skips:
@@ -331,7 +333,7 @@ class Run:
         self.recorder.close()
         self.enter("save", state.updates)
         self.checkpoints.finish(after_anomaly=self.stop.reason is StopReason.ANOMALY)
-        self.seconds = time.perf_counter() - self.began
+        self.seconds = time.perf_counter() - self._began
 
     def bounds(self) -> Bounds:
         """Fetch the next update's micro-batches, while the device still computes this one's gradients, and return the
@@ -340,25 +342,29 @@ class Run:
             return self.measurement.bounds()
         if self._skips:
             return Bounds()
-        self.within("data")
+        self.enter_part("data")
         self._following = next(self._stream, None)
-        self.within("update")
-        own = (
-            float(self.memory.peak_bytes()),
-            float(self.shutdown.reason()),
-            float(self.checkpoints.is_due_by_clock()),
-            float(self.checkpoints.writer.has_failed),
-            *self.clock.latest,
-            *(counts_of(self._following) if self._following else ()),
+        self.enter_part("update")
+        report = RankReport(
+            peak_memory_bytes=float(self.memory.peak_bytes()),
+            stop_reason=float(self.shutdown.reason()),
+            checkpoint_is_due=float(self.checkpoints.is_due_by_clock()),
+            checkpoint_failed=float(self.checkpoints.writer.has_failed),
+            seconds=self.clock.latest,
+            next_counts=counts_of(self._following) if self._following else (),
         )
         self.memory.reset()
         assert self._totals is not None, "of the update that was given last"
-        return replace(self.detector.bounds(self._totals.targets or 1.0), report=own)
+        return replace(self.detector.bounds(self._totals.targets or 1.0), report=report.numbers())
 
     def log(self, update: Update, outcome: Outcome, own: Mapping[str, float] | None = None) -> None:
         """Take an update down for metrics.jsonl, the terminal and trackers; its line is written with the next update,
         or with `save`, once an evaluation has been added. If it was refused, do what `on_anomaly` says: stop, skip it,
-        or rewind to the last checkpoint. `own`: figures of the script's own, those of rank 0."""
+        or rewind to the last checkpoint.
+
+        Args:
+            own: figures of the script's own by name, those of rank 0, for the record, the terminal and trackers.
+        """
         if self.measurement:
             self.measurement.log(update, outcome)
             return
@@ -370,7 +376,7 @@ class Run:
             assert self.schedule is not None, "a run that trains has one"
             self._totals, rate = None, self.schedule(number - 1)
         else:
-            ranks = outcome.ranks  # waits for the device
+            reports = [RankReport.of_numbers(numbers) for numbers in outcome.ranks]  # waits for the device
             self.clock.read(int(counts_of(update.micro_batches)[2]))
             figures = {"loss": outcome.loss_sum / (totals.targets or 1.0), "grad_norm": outcome.grad_norm}
             for each in self.counters:
@@ -380,22 +386,21 @@ class Run:
                 anomaly = Anomaly(
                     number, reason, figures, update.micro_batches, [float(each) for each in outcome.losses]
                 )
-            counts = 4 + len(RankSeconds._fields)
-            seconds_of_ranks = tuple(RankSeconds(*rank[4:counts]) for rank in ranks)
-            reasons, due, failed = zip(*(rank[1:4] for rank in ranks))
-            self._stop_reason = StopReason(int(max(reasons)))
-            self._checkpoint_is_due, self._checkpoint_failed = any(due), any(failed)
-            replicas = [ranks[rank][counts:] for rank in self.engine.layout.loss_ranks]
-            self._totals = Totals.sum(replicas) if self._following else None
-            figures |= {"peak_memory_bytes": int(max(rank[0] for rank in ranks))}
+            seconds_of_ranks = tuple(report.seconds for report in reports)
+            self._stop_reason = StopReason(int(max(report.stop_reason for report in reports)))
+            self._checkpoint_is_due = any(report.checkpoint_is_due for report in reports)
+            self._checkpoint_failed = any(report.checkpoint_failed for report in reports)
+            counts = [reports[rank].next_counts for rank in self.engine.layout.loss_ranks]
+            self._totals = Totals.sum(counts) if self._following else None
+            figures |= {"peak_memory_bytes": int(max(report.peak_memory_bytes for report in reports))}
             has_stepped = not outcome.refused and math.isfinite(outcome.grad_norm)
-            if has_stepped and not self._kept_is_checked:
-                self._kept_is_checked = True
+            if has_stepped and not self._has_stepped:
+                self._has_stepped = True
                 gc.collect()
                 gc.freeze()  # what is here stays: to look through it again takes 0.3 to 0.5 s, while other ranks wait
                 if self.recipe.save_strategy != "no":
                     check_kept(self.engine.torch_optimizer)
-        seconds = time.perf_counter() - self._began
+        seconds = time.perf_counter() - self._update_began
         if self.profiler:
             self.profiler.end(number, bool(self._stop_reason))
         state.anomalies_in_a_row = state.anomalies_in_a_row + 1 if anomaly else 0
@@ -532,7 +537,7 @@ class Run:
         """Tell the watchdog where the loop is."""
         self.watchdog.phase(phase, update or None, patience=PATIENCE.get(phase, 1.0))
 
-    def within(self, phase: str) -> None:
+    def enter_part(self, phase: str) -> None:
         """Tell the watchdog and the clock which part of an update begins: forward, backward, data, update."""
         self.clock.phase(phase)
         self.enter(phase, self.state.updates + 1)
@@ -545,6 +550,32 @@ class Run:
 
     # ------------------------------------------------------------------------------------------------------ afterwards
 
-    export = ending.export
-    finish = ending.finish_run
-    answer = ending.answer
+    def export(self, remarks: Callable[[], list[str]] = list) -> None:
+        """Write model/, the loss curve and the end of the record, after training or an evaluation.
+
+        Args:
+            remarks: () -> lines for the end of the log, asked for once the model is written.
+        """
+        export_run(self, remarks)
+
+    def finish(self) -> int:
+        """Log how the run ended, and close what it has open. Returns the exit code of the process."""
+        return finish_run(self)
+
+    def answer(
+        self,
+        evaluate: Callable[[], dict[str, float]],
+        predict: Callable[[], list[str]],
+        num_held_out: int,
+        remarks: Callable[[], list[str]] = list,
+    ) -> int:
+        """Evaluate the stored model, or predict for predict_file. Returns the exit code.
+
+        Raises UserError: nothing is held out.
+
+        Args:
+            evaluate: () -> the held-out figures.
+            predict: () -> the files that the main process has written.
+            remarks: () -> lines for the end of the log.
+        """
+        return answer_held_out(self, evaluate, predict, num_held_out, remarks)

@@ -10,6 +10,7 @@ import numpy as np
 from zerofit.data.collate import Batch
 from zerofit.data.order import MicroBatches, SampleOrder, loader, samples_of_run
 from zerofit.data.token_updates import TokenMicroBatches, TokenUpdates
+from zerofit.health.slow_ranks import RankSeconds
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import counted
@@ -92,6 +93,26 @@ class Totals(NamedTuple):
 
 
 NO_COUNTS = Totals(0, 0, 0)
+
+
+class RankReport(NamedTuple):
+    """What a rank tells the others at the end of an update; it travels with the loss, as numbers."""
+
+    peak_memory_bytes: float
+    stop_reason: float  # a StopReason
+    checkpoint_is_due: float  # by the clock
+    checkpoint_failed: float
+    seconds: RankSeconds
+    next_counts: Sequence[float]  # of its micro-batches in the next update, as Totals; empty: there is none
+
+    def numbers(self) -> list[float]:
+        return [*self[:4], *self.seconds, *self.next_counts]
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[float]) -> "RankReport":
+        end = 4 + len(RankSeconds._fields)
+        peak, reason, is_due, has_failed = numbers[:4]
+        return cls(peak, reason, is_due, has_failed, RankSeconds(*numbers[4:end]), numbers[end:])
 
 
 @dataclass(frozen=True)
