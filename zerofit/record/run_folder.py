@@ -317,7 +317,7 @@ def differing_options(now: dict[str, Any], recorded: dict[str, Any]) -> list[str
 
 def identity_options(recipe: Recipe, global_batch: int | None) -> dict[str, Any]:
     """The options that make a run the run that it is."""
-    names, options = recipe.names_with(identity_options=True), recipe.to_dict()
+    names, options = recipe.names_with(identity=True), recipe.to_dict()
     return {**{name: options[name] for name in names}, "global_batch_size": global_batch}
 
 
