@@ -15,7 +15,7 @@ import pytest
 from helpers import ROOT, completed, launch, launched, metrics, updates
 from test_runs import SCRATCH
 
-from zerofit.checkpoint.directory import flaw
+from zerofit.checkpoint.directory import find_damage
 from zerofit.checkpoint.mirror import MirrorStore
 
 KILLED = ROOT / "tests" / "launch" / "killed_uploading.py"
@@ -61,7 +61,7 @@ def check_disturbed(address: str, seed: int, output: Path, cache: str, expected:
 )
 def test_a_run_goes_on_from_its_mirror(seed, how, undisturbed, cache, tmp_path):
     check_disturbed(f"file://{tmp_path}/store/run", seed, tmp_path / "run", cache, undisturbed, **how)
-    assert not any(map(flaw, (tmp_path / "store" / "run" / "checkpoints").iterdir()))
+    assert not any(map(find_damage, (tmp_path / "store" / "run" / "checkpoints").iterdir()))
 
 
 @pytest.fixture(scope="module")

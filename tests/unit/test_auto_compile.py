@@ -42,9 +42,9 @@ def a_strategy(**changes):
         ({"preference_loss": "dpo", "block_size": 4096}, {}, {}, "widths"),
         ({"block_size_warmup": "32@6"}, {}, {}, "lets rows grow"),
         ({}, {}, {"missing": "Triton is not installed"}, "Triton"),
-        ({}, {}, {"before": False}, "the run that it resumes was not"),
-        ({}, {}, {"before": "blocks", "num_updates": 3}, None),
-        ({}, {"shards_parameters": True}, {"before": "blocks"}, "gathers"),
+        ({}, {}, {"compiled_before": False}, "the run that it resumes was not"),
+        ({}, {}, {"compiled_before": "blocks", "num_updates": 3}, None),
+        ({}, {"shards_parameters": True}, {"compiled_before": "blocks"}, "gathers"),
     ],
 )
 def test_each_condition(options, strategy, how, words):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from zerofit.checkpoint.directory import ASKED, BEST, CLOCK, LEAVING, CheckpointDirectory, flaw
+from zerofit.checkpoint.directory import ASKED, BEST, CLOCK, LEAVING, CheckpointDirectory, find_damage
 from zerofit.checkpoint.run_state import BestEvaluation, RunState
 
 
@@ -54,7 +54,7 @@ def test_every_damage_to_every_file_is_found_and_named(tmp_path):
     folder = checkpoints.folder(7)
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert len(files) == 4  # the manifest among them
-    assert flaw(folder) is None
+    assert find_damage(folder) is None
     for path in files:
         data = path.read_bytes()
         for damage, content in damages(data).items():
@@ -62,11 +62,11 @@ def test_every_damage_to_every_file_is_found_and_named(tmp_path):
                 path.unlink()
             else:
                 path.write_bytes(content)
-            found = flaw(folder)
+            found = find_damage(folder)
             assert found, f"{path.name} {damage}"
             assert path.relative_to(folder).as_posix() in found, f"{path.name} {damage}: {found}"
             path.write_bytes(data)
-        assert flaw(folder) is None
+        assert find_damage(folder) is None
 
 
 def test_a_manifest_of_other_things_is_no_manifest(tmp_path):
@@ -74,7 +74,7 @@ def test_a_manifest_of_other_things_is_no_manifest(tmp_path):
     write(checkpoints, 7)
     for content in ([], {"files": {}}, {"files": {"a": 1}}, {"files": {"../a": {"bytes": 1, "xxh3_128": ""}}}):
         (checkpoints.folder(7) / "manifest.json").write_text(json.dumps(content))
-        assert "manifest.json" in flaw(checkpoints.folder(7))
+        assert "manifest.json" in find_damage(checkpoints.folder(7))
 
 
 def test_a_field_that_an_earlier_version_did_not_have_begins_as_in_a_new_run():

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.helpers import Harmful, refusal, tiny_model
-from zerofit.checkpoint.directory import ASKED, flaw, seal
+from zerofit.checkpoint.directory import ASKED, find_damage, seal
 from zerofit.data.megatron.corpus import INDICES
 from zerofit.model.configuration import load_configuration, read_config
 from zerofit.model.pretrained_io import read_model
@@ -109,12 +109,12 @@ def test_a_manifest_names_files_of_its_own_folder(tmp_path, name):
     (folder / "model" / "x").write_text("whole")
     name = name.format(tmp_path)
     seal(folder, ASKED, {})
-    assert flaw(folder) is None
+    assert find_damage(folder) is None
     import zerofit.checkpoint.directory as directory
 
-    files = {name: directory.entry(tmp_path / "outside")}
+    files = {name: directory.manifest_entry(tmp_path / "outside")}
     (folder / "manifest.json").write_text(directory._manifest({"why": ASKED, "files": files}))
-    assert "manifest.json" in (flaw(folder) or "")
+    assert "manifest.json" in (find_damage(folder) or "")
 
 
 def test_a_refused_pickle_is_refused_in_our_own_words(tmp_path):

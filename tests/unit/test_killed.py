@@ -96,7 +96,7 @@ class Launches:
         parts = {"recipe": recipe, "engine": engine, "state": state, "best": best, "mirror": None}
         run = SimpleNamespace(folder=self.folder, exporter=Exporter(engine), **parts)
         checkpoints = CheckpointManager(run, {"strategy": "single", "num_processes": 1}, {})
-        checkpoints._say = lambda *lines: self.said.extend(lines)
+        checkpoints._log = lambda *lines: self.said.extend(lines)
         checkpoints.resume(ResumePlan({}, sources=resume))
         checkpoints.drop_replaced()
         self.folder.start(recipe, 1, {}, {}, state.updates, resumed_from=checkpoints.resumed_from)
@@ -133,9 +133,9 @@ class Launches:
             warmup=None,
             counters=[],
             detector=AnomalyDetector(0.0, False, False),
-            throughput=SimpleNamespace(of_update=lambda *_: Rates(1.0, 1.0, 1.0, None), evaluations=[]),
+            throughput=SimpleNamespace(rates_of=lambda *_: Rates(1.0, 1.0, 1.0, None), evaluations=[]),
             memory=SimpleNamespace(peak_bytes=lambda: 1, reset=lambda: None),
-            clock=RankClock(engine.device, alone=True),
+            clock=RankClock(engine.device, forward_is_local=True),
             slow_ranks=SlowRanks(engine.layout, 10, str, "forward"),
             watchdog=SimpleNamespace(phase=lambda *_, **__: None),
             shutdown=SimpleNamespace(reason=lambda: StopReason.NONE),

@@ -76,13 +76,13 @@ def test_a_checkpoint_is_read_by_all_ranks_together_and_chosen_by_all_alike(rank
     for update in (5, 9):
         alone.save(update, ASKED, fill, alone.engine.weights, {"updates": update}, is_best=False)
         assert not alone.wait()
-    read, whole = [], saving.flaw
+    read, whole = [], saving.find_damage
 
-    def flaw(folder: Path, rank: int, num_ranks: int):
+    def find_damage(folder: Path, rank: int, num_ranks: int):
         read.append((folder.name, rank, num_ranks))
         return whole(folder, rank, num_ranks)
 
-    monkeypatch.setattr(saving, "flaw", flaw)
+    monkeypatch.setattr(saving, "find_damage", find_damage)
 
     def choose(rank: int):
         return AsyncCheckpointWriter(CheckpointDirectory(tmp_path), OneOf(rank)).choose("auto")

@@ -12,7 +12,7 @@ from fsspec.implementations.local import LocalFileSystem
 from helpers import check_refusal, recipe_of
 
 from zerofit.checkpoint import mirror as mirroring
-from zerofit.checkpoint.directory import ASKED, CheckpointDirectory, flaw
+from zerofit.checkpoint.directory import ASKED, CheckpointDirectory, find_damage
 from zerofit.checkpoint.mirror import Mirror, MirrorStore, files_of, open_mirror
 from zerofit.recipe import addresses
 from zerofit.recipe.errors import UserError
@@ -119,7 +119,7 @@ class Scene:
     def there(self) -> list[int]:
         """The updates of the checkpoints in the store that are whole."""
         folders = sorted((self.place / "checkpoints").glob("update_*"))
-        return [int(folder.name[-8:]) for folder in folders if flaw(folder) is None]
+        return [int(folder.name[-8:]) for folder in folders if find_damage(folder) is None]
 
     def lose(self) -> None:
         self.folder.metrics.close()
@@ -132,7 +132,7 @@ class Scene:
         mirror, notes = open_mirror(self.recipe, folder)
         mirror.finish()
         found = list(self.directory_of(folder).resumable())
-        assert not any(map(flaw, found))
+        assert not any(map(find_damage, found))
         return [int(path.name[-8:]) for path in found], notes
 
 
@@ -197,7 +197,7 @@ def test_a_store_that_is_dead_is_reported_once_and_harms_nothing(scene, faults, 
     assert [line for line in said if "cannot be written" in line] == said[:1]
     assert "HTTP 503" in said[0]
     assert "1 checkpoint mirrored, 2 not" in said[-1]
-    assert [flaw(folder) for folder in scene.directory.folders()] == [None, None]
+    assert [find_damage(folder) for folder in scene.directory.folders()] == [None, None]
     faults.dead_after = None
     mirror._thread.join()
     assert scene.there() == [2, 3], "it went on trying"

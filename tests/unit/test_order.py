@@ -57,7 +57,7 @@ def test_each_micro_batch_has_the_length_of_its_update():
 
 def test_sizes_of_updates_that_grow():
     sizes = BatchSizes(2, 6, 2, Warmup(4, 24, 10))
-    assert [sizes.of_update(update) for update in range(1, 13)] == [4, 4, 8, 8, 12, 12, 16, 16, 20, 20, 24, 24]
+    assert [sizes.samples_in_update(update) for update in range(1, 13)] == [4, 4, 8, 8, 12, 12, 16, 16, 20, 20, 24, 24]
     assert [sizes.consumed(updates) for updates in (0, 1, 3, 10, 12)] == [0, 4, 16, 120, 168]
     for samples in range(1, 200):
         needed = sizes.num_updates(samples)

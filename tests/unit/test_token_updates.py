@@ -25,7 +25,7 @@ def updates(columns: int = 1, samples: int = 2000, seed: int = 3) -> TokenUpdate
 
 def of_epoch(by_tokens: TokenUpdates, epoch: int) -> list[np.ndarray]:
     """The samples of each update."""
-    first, last = (by_tokens.num_updates(count * len(by_tokens)) for count in (epoch, epoch + 1))
+    first, last = (by_tokens.num_updates(count * by_tokens.num_samples) for count in (epoch, epoch + 1))
     ends = [by_tokens.consumed(number) for number in range(first, last + 1)]
     return [by_tokens.samples(*span) for span in itertools.pairwise(ends)]
 
@@ -35,10 +35,10 @@ def of_epoch(by_tokens: TokenUpdates, epoch: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("multiple", [1, 64], ids=["a CPU", "a GPU"])
 def test_a_micro_batch_has_no_more_tokens_than_full_rows(columns, micro, multiple):
     by_tokens, shape = updates(columns), (ROWS // micro, 1, micro)
-    number = by_tokens.num_updates(len(by_tokens))
+    number = by_tokens.num_updates(by_tokens.num_samples)
     found = [
         len(rows) * int(round_up(by_tokens.widths[rows].max(axis=0), multiple).sum())
-        for rows in TokenMicroBatches(by_tokens, shape, (0, number - 2), len(by_tokens), 0)
+        for rows in TokenMicroBatches(by_tokens, shape, (0, number - 2), by_tokens.num_samples, 0)
     ]
     assert max(found) <= micro * ROW
     if columns == 1:  # of two, rows that are alike in one differ in the other here
@@ -52,7 +52,7 @@ def test_an_epoch_has_each_sample_once_and_the_next_one_another_order():
         assert all(len(rows) % ROWS == 0 for rows in parts[:-2])
         assert all((np.diff(by_tokens.widths[rows, 0]) <= 0).all() for rows in parts)
         epochs.append(np.concatenate(parts))
-        assert sorted(epochs[-1].tolist()) == list(range(len(by_tokens)))
+        assert sorted(epochs[-1].tolist()) == list(range(by_tokens.num_samples))
     assert not np.array_equal(epochs[0], epochs[1])
 
 
@@ -90,7 +90,7 @@ def test_the_place_of_a_sample_does_not_depend_on_its_length():
 
 def test_a_run_has_as_many_updates_as_its_epochs_need():
     recipe, by_tokens = parsed(num_train_epochs=1.5), updates()
-    length = run_length(recipe, len(by_tokens), resolve_batches(recipe, 2), by_tokens)
+    length = run_length(recipe, by_tokens.num_samples, resolve_batches(recipe, 2), by_tokens)
     assert (length.total_samples, length.num_updates) == (3000, by_tokens.num_updates(3000))
     assert length.consumed(length.num_updates) == 3000
     assert [length.is_due("epoch", None, number) for number in range(1, length.num_updates)].count(True) == 1

@@ -144,7 +144,7 @@ class CheckpointDirectory:
         """Remove what is too old. Models of later updates than the newest are of a launch that left no state: they
         stay until their updates come again, and do not count."""
         folders = [folder for folder in self.folders() if _update(folder) <= self._newest]
-        asked = [folder for folder in folders if _why(folder) == ASKED]
+        asked = [folder for folder in folders if _save_reason(folder) == ASKED]
         states = [folder for folder in folders if (folder / STATE).is_dir()][: self.limit or MIN_CHECKPOINTS]
         keep = {*asked[: self.limit], *states, *map(self._best_of, states)}
         keep |= {link.resolve() for link in (self.best, self.latest) if link.is_symlink()}
@@ -171,20 +171,20 @@ def seal(folder: Path, why: str, checked: dict[str, dict[str, Any]]) -> None:
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
-        files[name] = checked.get(name) or entry(path)
+        files[name] = checked.get(name) or manifest_entry(path)
     with atomic_file(folder / MANIFEST) as file:
         file.write(_manifest({"format": FORMAT, "why": why, "files": files}))
     for path in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
         sync(path)
 
 
-def entry(path: Path) -> dict[str, Any]:
+def manifest_entry(path: Path) -> dict[str, Any]:
     """A file's entry in the manifest, once it is on the disk."""
     sync(path)
     return {"bytes": path.stat().st_size, "xxh3_128": checksum(path)}
 
 
-def flaw(folder: Path, rank: int = 0, num_ranks: int = 1) -> str | None:
+def find_damage(folder: Path, rank: int = 0, num_ranks: int = 1) -> str | None:
     """The first thing that is wrong with a checkpoint's files; None if they are what was written. Raises UserError: a
     later version has written it, in a format that this one does not know.
 
@@ -257,6 +257,6 @@ def _remove(folder: Path) -> None:
     remove_empty(folder)
 
 
-def _why(folder: Path) -> str:
+def _save_reason(folder: Path) -> str:
     # Where nobody knows, it counts, and stays as long as any.
     return read_record(folder / MANIFEST).get("why", ASKED)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerofit.checkpoint.directory import BEST, LEAVING, START, STATE, CheckpointDirectory, flaw
+from zerofit.checkpoint.directory import BEST, LEAVING, START, STATE, CheckpointDirectory, find_damage
 from zerofit.checkpoint.resume import START_OVER, ResumePlan, check_data, refuse_to_clear
 from zerofit.checkpoint.run_state import BestEvaluation
 from zerofit.checkpoint.writer import AsyncCheckpointWriter
@@ -55,7 +55,7 @@ class CheckpointManager:
         began, checkpoint = time.perf_counter(), None
         for source in plan.sources:
             checkpoint, warnings = self.writer.choose(source)
-            self._say(*warnings)
+            self._log(*warnings)
             if checkpoint is not None:
                 break
             if warnings:
@@ -68,7 +68,7 @@ class CheckpointManager:
         self._starts_over = "auto" in plan.sources and source != "auto"
         if self._starts_over and checkpoint is None:
             models = "; its models stay until they come again" if self.directory.folders() else ""
-            self._say(
+            self._log(
                 f"note      this run is in the folder already, with no state to resume from: it starts over{models}"
             )
         if checkpoint is None:
@@ -78,7 +78,7 @@ class CheckpointManager:
             self.folder.refuse_a_different_run(differing)
         self.resumed_at, self.resumed_from = self.state.updates, checkpoint.parents[1]
         size = sum(file.stat().st_size for file in (checkpoint / STATE).iterdir())
-        self._say(
+        self._log(
             f"resumed   {checkpoint}, after update {self.state.updates:,}, written under {run['strategy']}, number of "
             f"processes {run['num_processes']}: {size / 1e6:,.1f} MB read in {time.perf_counter() - began:.1f} s"
         )
@@ -105,7 +105,7 @@ class CheckpointManager:
         best-metric tracking restarts."""
         best, is_here = self.state.best, True
         if best.metric not in ("", self._best.metric):
-            self._say(
+            self._log(
                 f"note      metric_for_best_model was {best.metric}, and is {self._best.metric} now: the next "
                 "evaluation is the best, and early_stopping_patience counts from there"
             )
@@ -113,7 +113,7 @@ class CheckpointManager:
         if self._engine.is_main:
             is_here = best.update is None or not self._best.keeps or self._bring_best(best.update)
         if not self._engine.from_main(is_here):
-            self._say(
+            self._log(
                 f"note      the best checkpoint so far, of update {best.update}, is gone: the next evaluation is the "
                 "best"
             )
@@ -126,7 +126,7 @@ class CheckpointManager:
             if self.resumed_from is None or self._resumes_its_own_folder:
                 return False
             other = CheckpointDirectory(self.resumed_from / "checkpoints").folder(update)
-            if flaw(other):
+            if find_damage(other):
                 return False
             shutil.copytree(other, self.directory.partial(update))
             self.directory.partial(update).rename(self.directory.folder(update))
@@ -135,7 +135,7 @@ class CheckpointManager:
 
     def start(self) -> None:
         """Say when checkpoints are written; where an anomaly leads back to one, write the first now."""
-        self._say(*self._about_checkpoints())
+        self._log(*self._about_checkpoints())
         if self.mirror is not None:
             updates = self.state.updates if self._resumes_its_own_folder else -1
             self.mirror.start(self.folder.path, self.directory, updates)
@@ -153,14 +153,14 @@ class CheckpointManager:
             return False
         self.wait()
         checkpoint, warnings = self.writer.choose("auto")
-        self._say(*warnings)
+        self._log(*warnings)
         if checkpoint is None:
             return False
         skipped = sorted({*self.state.skipped_updates, anomaly.update})
         self._restore(checkpoint)
         self.state.skipped_updates = skipped
         self.restore_best_checkpoint()
-        self._say(f"rewound   to {checkpoint}; skipped: update {', '.join(map(str, skipped))}")
+        self._log(f"rewound   to {checkpoint}; skipped: update {', '.join(map(str, skipped))}")
         if self._engine.is_main:
             self.folder.metrics.start(self.state.updates)
             if self.recipe.record_samples:
@@ -244,9 +244,9 @@ class CheckpointManager:
         if after_anomaly:
             self.save(LEAVING, False, {})
         self.wait()
-        self._say(*self.messages())
+        self._log(*self.messages())
 
-    def _say(self, *lines: str) -> None:
+    def _log(self, *lines: str) -> None:
         log_lines(*lines, main=self._engine.is_main)
 
     def _about_checkpoints(self) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fsspec.implementations.dirfs import DirFileSystem
 
-from zerofit.checkpoint.directory import MIN_CHECKPOINTS, STATE, CheckpointDirectory, flaw
+from zerofit.checkpoint.directory import MIN_CHECKPOINTS, STATE, CheckpointDirectory, find_damage
 from zerofit.recipe.addresses import open_address
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import atomic_file, remove, temporary_path
@@ -323,7 +323,7 @@ def _bring(store: MirrorStore, directory: CheckpointDirectory, name: str, manife
             (partial / file).parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
                 store.files.get_file(f"{CHECKPOINTS}/{name}/{file}", str(partial / file))
-        if (problem := flaw(partial)) is None:
+        if (problem := find_damage(partial)) is None:
             directory.take_in(partial, name)
         return problem
     finally:

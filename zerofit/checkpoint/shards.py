@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from zerofit.checkpoint.directory import entry
+from zerofit.checkpoint.directory import manifest_entry
 from zerofit.model.parameters import true_shape
 from zerofit.model.tensor_parallel.cut import Cut
 from zerofit.recipe.files import atomic_file
@@ -34,7 +34,7 @@ def write_shard(folder: Path, rank: int, shards: list[Shard], tensors: dict[str,
     save_file(tensors, data)
     parts = {shard.name: _entry_of(shard) for shard in shards}
     with atomic_file(data.with_suffix(".json")) as file:
-        file.write(json.dumps({"data": entry(data), "pieces": parts}) + "\n")
+        file.write(json.dumps({"data": manifest_entry(data), "pieces": parts}) + "\n")
 
 
 def _entry_of(shard: Shard) -> dict[str, Any]:

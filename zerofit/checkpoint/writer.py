@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from zerofit.checkpoint.directory import MANIFEST, PROGRESS, STATE, CheckpointDirectory, flaw
+from zerofit.checkpoint.directory import MANIFEST, PROGRESS, STATE, CheckpointDirectory, find_damage
 from zerofit.checkpoint.host_copies import HostCopies
 from zerofit.checkpoint.shards import (
     Shard,
@@ -223,7 +223,7 @@ class AsyncCheckpointWriter:
             return problem
         seen = appears(lambda: is_there(manifest))
         check_same({f"view of {folder}": "it is there" if seen else "it is not there"}, SHARED_FOLDER_REMEDY)
-        problems = all_gather_objects(flaw(folder, engine.layout.rank, engine.layout.world_size))
+        problems = all_gather_objects(find_damage(folder, engine.layout.rank, engine.layout.world_size))
         return next(filter(None, problems), None)
 
     def load(self, folder: Path) -> dict[str, Any]:

@@ -38,7 +38,8 @@ class TokenUpdates:
         self._laid_out: dict[int, _Epoch] = {}  # the latest two
         self._updates_before = [0]  # each epoch
 
-    def __len__(self) -> int:
+    @property
+    def num_samples(self) -> int:
         return len(self.widths)
 
     def consumed(self, updates: int) -> int:
@@ -47,11 +48,11 @@ class TokenUpdates:
             self._epoch(len(self._updates_before) - 1)
         epoch = int(np.searchsorted(self._updates_before, updates, side="right")) - 1
         done = updates - self._updates_before[epoch]
-        return epoch * len(self) + (int(self._epoch(epoch).ends[done - 1]) if done else 0)
+        return epoch * self.num_samples + (int(self._epoch(epoch).ends[done - 1]) if done else 0)
 
     def num_updates(self, samples: int) -> int:
         """The updates in which so many samples are consumed; the last may have fewer than its share."""
-        epochs, rest = divmod(samples, len(self))
+        epochs, rest = divmod(samples, self.num_samples)
         for epoch in range(len(self._updates_before) - 1, epochs):
             self._epoch(epoch)
         begun = int(np.searchsorted(self._epoch(epochs).ends, rest)) + 1 if rest else 0
@@ -59,7 +60,7 @@ class TokenUpdates:
 
     def samples(self, start: int, stop: int) -> np.ndarray:
         """The sample indices at places [start, stop) of the run, of one update."""
-        epoch, offset = divmod(start, len(self))
+        epoch, offset = divmod(start, self.num_samples)
         return self._epoch(epoch).samples[offset : offset + stop - start]
 
     def describe(self) -> str:
@@ -85,9 +86,9 @@ class TokenUpdates:
 
     def _lay_out(self, number: int) -> _Epoch:
         rng = np.random.default_rng([self.seed, number])
-        drawn, updates, waiting = rng.permutation(len(self)), [], np.zeros(0, dtype=np.int64)
+        drawn, updates, waiting = rng.permutation(self.num_samples), [], np.zeros(0, dtype=np.int64)
         size = max(1, int(WINDOW * self.full_rows * self.row_tokens / self.widths.sum(axis=1).mean()))
-        for start in range(0, len(self), size):
+        for start in range(0, self.num_samples, size):
             pool = np.concatenate([waiting, drawn[start : start + size]])
             longest_first = pool[np.lexsort(-self.widths[pool].T[::-1])]  # by the first column, then the second
             from_above = self._cut(longest_first)

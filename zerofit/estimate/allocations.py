@@ -96,16 +96,16 @@ class AllocationTracker(DispatchMode):
             self._follow(tensor.untyped_storage(), self._rounded(tensor.untyped_storage().nbytes()))
 
     def storages(self) -> set[int]:
-        """All that are alive."""
+        """Return the keys of all storages that are alive."""
         return set(self._known)
 
     def mark(self, name: Hashable) -> None:
-        """A segment begins."""
+        """Begin a segment of this name."""
         self._close()
         self.segments.append(Segment(name, self.live, self.live))
 
     def visit(self, visit: Visit) -> None:
-        """A module is met: another segment of the same name begins."""
+        """Begin another segment of the same name, since a module is met."""
         self.mark(self.segments[-1].name)
         self.segments[-1].visit = visit
 

@@ -58,7 +58,7 @@ class ModuleVisits:
             module.applied_pre_backward_ref_cnt = 0  # type: ignore[assignment]
 
     def get_param_coordinator(self) -> None:
-        """There is none."""
+        """Return None: nothing is fetched here. DeepSpeed's hooks ask for it."""
 
     def pre_sub_module_forward_function(self, module: torch.nn.Module) -> None:
         self.entered.append(module)

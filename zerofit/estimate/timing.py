@@ -227,7 +227,7 @@ def update_time(
 
 @dataclass(frozen=True)
 class UpdateSpeed:
-    """The time of an update.
+    """The predicted speed of an update: its seconds, tokens/s and utilisation.
 
     Attributes:
         tokens_per_s: of all replicas, padding not counted.
@@ -370,7 +370,7 @@ class Timing:
         return seconds
 
     def _exchanges_of(self, resolved: PlannedStrategy, accumulates: bool) -> Exchanges:
-        """Kept with the strategy: as long as it is there, its id is its own."""
+        """The communication of this strategy, kept by its id, with the strategy, so that no other gets the id."""
         key = id(resolved), accumulates
         if key not in self._exchanges:
             found, weights = self.exchanges(resolved, accumulates), self.model.weights

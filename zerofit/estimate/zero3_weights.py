@@ -146,7 +146,7 @@ class KnownPass:
         self.handles |= dict.fromkeys(weights, handle)
 
     def _wait(self, weight: str) -> int:
-        """Until a weight is there. Returns the most that is held meanwhile."""
+        """Wait for a weight's all-gather. Returns the most bytes that are held meanwhile."""
         handle = self.handles.pop(weight, None)
         if handle is None:
             return self.held
@@ -206,7 +206,8 @@ Visits = tuple[Visit | None, ...]  # that steps begin with
 
 
 class GatheredWeights:
-    """
+    """Bytes of other ranks' weights that ZeRO-3 holds during a pass.
+
     Args:
         width: bytes of a weight.
         keeps: training was not preceded by forward passes alone.

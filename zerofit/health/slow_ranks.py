@@ -39,12 +39,17 @@ class RankClock:
     device's stream is measured between events, which are read when the host has waited for the device anyway.
 
     Args:
-        alone: whether the forward pass waits for no other rank.
-        runs: false: nothing is measured.
+        forward_is_local: whether the forward pass waits for no other rank.
+        enabled: false: nothing is measured.
     """
 
-    def __init__(self, device: torch.device, alone: bool, runs: bool = True):
-        self.device, self.alone, self.runs, self.latest = device, alone, runs, RankSeconds()
+    def __init__(self, device: torch.device, forward_is_local: bool, enabled: bool = True):
+        self.device, self.forward_is_local, self.enabled, self.latest = (
+            device,
+            forward_is_local,
+            enabled,
+            RankSeconds(),
+        )
         self._marks: list[tuple[str, float, Any]] = []
 
     @classmethod
@@ -60,12 +65,16 @@ class RankClock:
 
     def phase(self, name: str) -> None:
         """Note that the rank enters a phase: forward, backward, data or update."""
-        if self.runs:
+        if self.enabled:
             self._marks.append((name, time.perf_counter(), self._now()))
 
-    def read(self, positions: int) -> None:
-        """Take the seconds of the update, all of whose work before the phase "update" the device has done."""
-        if not self.runs:
+    def finish_update(self, positions: int) -> None:
+        """Compute this rank's seconds of the update (`latest`); the device must have done its backward pass.
+
+        Args:
+            positions: tokens and padding of this rank's micro-batches.
+        """
+        if not self.enabled:
             return
         self.phase("")
         wall: dict[str, float] = {}
@@ -82,7 +91,7 @@ class RankClock:
             data, own = wall["data"], forward + backward
             waiting = total - data - own - busy["update"]
         else:
-            data, own, waiting = busy["data"], forward if self.alone else 0.0, 0.0
+            data, own, waiting = busy["data"], forward if self.forward_is_local else 0.0, 0.0
         self.latest = RankSeconds(total, data, forward, backward, waiting, own, positions)
 
     def _now(self) -> Any:

@@ -1,9 +1,9 @@
 """The rule after which failures a run is started again: by `zerofit launch --max_restarts` (agent.py), and by the
 batch script of `zerofit submit slurm`.
 
-Never after a mistake of the user, an anomaly or an out-of-memory, since the same command would end in the same way, nor
-after a signal to the launcher itself; always after processes that have saved and left otherwise (85), which does not
-count; and not after two failures at the same update.
+Never after a mistake of the user, an anomaly or an out-of-memory, since the same command would end in the same way,
+nor after a signal to the launcher itself; always after processes that have saved and left otherwise (85), which does
+not count; and not after two failures at the same update.
 """
 
 from pathlib import Path

@@ -407,8 +407,8 @@ class BeyondLimits(BaseException):
 
 @contextmanager
 def limit_time_and_memory() -> Iterator[None]:
-    """End the block once it takes too much: time in the main thread, where Python handles signals, and memory on
-    Linux. Raises BeyondLimits."""
+    """Limit what the block takes: 10 s of CPU time (in the main thread, where Python handles signals) and 2 GiB more
+    memory (on Linux). Raises BeyondLimits."""
     is_main, statm = threading.current_thread() is threading.main_thread(), Path("/proc/self/statm")
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if statm.exists():

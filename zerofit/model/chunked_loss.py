@@ -183,7 +183,7 @@ class _Chunked(torch.autograd.Function):
             chunk, target = hidden[start : start + rows].to(weight.dtype), targets[start : start + rows]
             is_ignored = (target == IGNORE)[:, None]
             if compiled is not None:
-                gradient = _room(weight, len(chunk), size)
+                gradient = _padded_gradient(weight, len(chunk), size)
                 logits = _logits(chunk, weight, bias, size)
                 loss += compiled(logits, target, gradient[:, :size], *terms[:2]).sum()
                 _add_gradients(totals, start, gradient, weight, chunk, is_ignored=is_ignored)
@@ -203,7 +203,7 @@ class _Chunked(torch.autograd.Function):
             if weight.dtype == torch.float32:
                 gradient = gradient.to(hidden.dtype).float()
             else:
-                gradient = _in_room(weight, gradient)
+                gradient = _to_padded(weight, gradient)
             _add_gradients(totals, start, gradient, weight, chunk, is_ignored=is_ignored)
         if share is not None:
             loss = share.summed(loss)
@@ -258,7 +258,7 @@ class _ChunkedTokens(torch.autograd.Function):
             scale = scales[start : start + ctx.rows].masked_fill(target == IGNORE, 0)[:, None]
             scores = _scores(chunk, weight, bias, target, share=ctx.share, size=size)
             gradient = _gradient_of_logits(scores).mul_(scale)
-            gradient = gradient if weight.dtype == torch.float32 else _in_room(weight, gradient)
+            gradient = gradient if weight.dtype == torch.float32 else _to_padded(weight, gradient)
             if grad_hidden is not None:
                 grad_hidden[start : start + ctx.rows] = gradient @ weight
             if grad_weight is not None:
@@ -444,18 +444,18 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _room(weight: Tensor, rows: int, size: int) -> Tensor:
+def _padded_gradient(weight: Tensor, rows: int, size: int) -> Tensor:
     """A new matrix for the gradient of some rows of logits: as wide as the weight has rows, zero behind `size`."""
-    room = weight.new_empty(rows, len(weight))
-    room[:, size:] = 0
-    return room
+    padded = weight.new_empty(rows, len(weight))
+    padded[:, size:] = 0
+    return padded
 
 
-def _in_room(weight: Tensor, gradient: Tensor) -> Tensor:
+def _to_padded(weight: Tensor, gradient: Tensor) -> Tensor:
     """The gradient of logits (N, V) in the weight's dtype, as wide as the weight has rows."""
-    room = _room(weight, *gradient.shape)
-    room[:, : gradient.shape[1]] = gradient
-    return room
+    padded = _padded_gradient(weight, *gradient.shape)
+    padded[:, : gradient.shape[1]] = gradient
+    return padded
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, size: int) -> Tensor:

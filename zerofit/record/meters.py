@@ -76,7 +76,7 @@ class ThroughputMeter:
     rates: list[float] = field(default_factory=list)
     evaluations: list[EvaluationTime] = field(default_factory=list)
 
-    def of_update(self, tokens: int, samples: int, seconds: float) -> Rates:
+    def rates_of(self, tokens: int, samples: int, seconds: float) -> Rates:
         """The rates of one update that handled these samples, of `tokens` non-padding tokens, on all ranks."""
         rate = tokens / seconds
         self.rates.append(rate)

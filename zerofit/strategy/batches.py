@@ -33,7 +33,7 @@ class BatchSizes:
     def samples_per_micro_step(self) -> int:
         return self.micro_batch * self.replicas
 
-    def of_update(self, update: int) -> int:
+    def samples_in_update(self, update: int) -> int:
         """Samples of an update, counted from 1."""
         return self.warmup(update) if self.warmup else self.global_batch
 
@@ -44,7 +44,7 @@ class BatchSizes:
 
     def accumulation_of(self, update: int) -> int:
         """Micro-batches of an update, counted from 1."""
-        return self.of_update(update) // self.samples_per_micro_step
+        return self.samples_in_update(update) // self.samples_per_micro_step
 
     def consumed(self, updates: int) -> int:
         """Samples of so many updates, the first ones, together."""
@@ -60,7 +60,7 @@ class BatchSizes:
     @cached_property
     def _while_warming_up(self) -> np.ndarray:
         """Samples consumed by 0, 1, ... `warmup_updates` updates."""
-        return np.cumsum([0, *(self.of_update(update) for update in range(1, self.warmup_updates + 1))])
+        return np.cumsum([0, *(self.samples_in_update(update) for update in range(1, self.warmup_updates + 1))])
 
 
 def resolve_batches(

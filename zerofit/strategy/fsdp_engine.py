@@ -127,11 +127,11 @@ class FullyShardedEngine(TorchEngine):
         return list(self.rows.values())
 
     @torch.no_grad()
-    def _take_norm(self) -> torch.Tensor:
+    def _global_norm(self) -> torch.Tensor:
         for parameter in self.experts:  # of all ranks' samples: a sum, where fully_shard has made means
             if parameter.grad is not None:
                 parameter.grad.to_local().div_(self.layout.world_size)
-        square = super()._take_norm() ** 2  # of a replica's ranks together
+        square = super()._global_norm() ** 2  # of a replica's ranks together
         torch.distributed.all_reduce(square)
         return (square / self.layout.dp_replicate).sqrt()
 

@@ -22,7 +22,7 @@ from zerofit.strategy.engine import LossSum
 from zerofit.strategy.layout import ParallelLayout, model_groups
 
 EVALUATED_TOGETHER = 8  # micro-batches a stage: of these it waits for p - 1 in (8 p + p - 1), about a ninth
-AtTheEnd = Callable[[torch.nn.Module, Batch], torch.Tensor]
+LastStage = Callable[[torch.nn.Module, Batch], torch.Tensor]
 
 
 class GradientSchedule(TrainSchedule):
@@ -65,14 +65,18 @@ class StageModule(PipelineModule):
     def get_tied_weights_and_groups(self) -> Any:
         return self._tied
 
-    def feed(self, batches: Iterable[Batch], at_the_end: AtTheEnd, phase: Callable[[str], None]) -> None:
-        """Lay the micro-batches ready that the next passes will read, one after another. `at_the_end`: (the last
-        stage's model, batch) -> what it finds. `phase`: is told "forward" as each pass begins."""
-        self._batches, self._at_the_end, self._phase = iter(batches), at_the_end, phase
+    def feed(self, batches: Iterable[Batch], last_stage: LastStage, phase: Callable[[str], None]) -> None:
+        """Set the micro-batches that the next passes read, one after another.
+
+        Args:
+            last_stage: (the last stage's model, batch) -> what its forward pass returns.
+            phase: is told "forward" as each pass begins.
+        """
+        self._batches, self._last_stage, self._phase = iter(batches), last_stage, phase
 
     def forward(self, incoming: torch.Tensor) -> torch.Tensor:
         """(B, T) token ids in the first stage, hidden states in others -> hidden states, or of the last stage what
-        `at_the_end` finds. Hidden states are (B, T, H), or this rank's tokens of them (TokenParts)."""
+        `last_stage` finds. Hidden states are (B, T, H), or this rank's tokens of them (TokenParts)."""
         self._phase("forward")
         model, batch = self.forward_funcs[0], next(self._batches).to(incoming.device)
         inputs: dict[str, Any] = dict(batch.inputs)
@@ -80,7 +84,7 @@ class StageModule(PipelineModule):
             shape = inputs.pop("input_ids").shape
             inputs["inputs_embeds"] = incoming if self._parts is None else self._parts.receive(incoming, shape)
         if self._is_last:
-            return self._at_the_end(model, replace(batch, inputs=inputs))
+            return self._last_stage(model, replace(batch, inputs=inputs))
         for targets in ("labels", "next_tokens"):
             inputs.pop(targets, None)
         with packed_rows(batch.packed):
@@ -119,7 +123,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     @torch.no_grad()
     def evaluate(
-        self, batches: Sequence[Batch], at_the_end: Callable[[torch.nn.Module, Batch], torch.Tensor]
+        self, batches: Sequence[Batch], last_stage: Callable[[torch.nn.Module, Batch], torch.Tensor]
     ) -> list[torch.Tensor]:
         """Return what the last stage finds for each batch, without dropout; nothing on the others."""
         from deepspeed.runtime.pipe.schedule import InferenceSchedule
@@ -127,7 +131,7 @@ class PipelineEngine(DeepSpeedEngine):
         found, training = [], self.stage.training
 
         def noted(model: Any, batch: Batch) -> torch.Tensor:
-            found.append(at_the_end(model, batch))
+            found.append(last_stage(model, batch))
             return found[-1]
 
         self.stage.eval()
@@ -137,7 +141,7 @@ class PipelineEngine(DeepSpeedEngine):
         return found
 
     def _pass_through(
-        self, schedule: Any, batches: Sequence[Batch], at_the_end: Any, phase: Callable[[str], None]
+        self, schedule: Any, batches: Sequence[Batch], last_stage: Any, phase: Callable[[str], None]
     ) -> None:
         """All stages have the same micro-batches. So they agree, without a word, on when to exchange shapes, for which
         the host waits: before the first one where all have a new shape in common, before each where they differ."""
@@ -147,7 +151,7 @@ class PipelineEngine(DeepSpeedEngine):
         if shapes != self._shapes:
             engine.reset_activation_shape()
         engine.dynamic_shape, self._shapes = len(shapes) > 1, shapes
-        self.stage.feed(batches, at_the_end, phase)
+        self.stage.feed(batches, last_stage, phase)
         # DeepSpeed would wait for them to be copied.
         engine.set_dataiterator((each.to(self.device, non_blocking=True), None) for each in ids)
         run_schedule(engine, schedule(len(batches), engine.num_stages, engine.stage_id))

@@ -145,8 +145,8 @@ class OptimizerState:
         raise NotImplementedError
 
     def place(self, name: str) -> tuple[torch.Tensor, int, int, int]:
-        """Return (the optimizer's tensor that this rank's part of a matrix is in, the part's first element there, and
-        its range in the matrix), for Muon."""
+        """Return (tensor, offset, start, stop) of a matrix, for Muon: its elements [start, stop), which this rank has,
+        begin at `offset` in the optimizer's flat `tensor`."""
         parameter = self.parameters[name]
         return (*self._held_in(parameter), *self._range(parameter))
 

@@ -77,7 +77,7 @@ class TorchEngine(Engine):
             max_grad_norm, at least 1, likewise; None without clipping. Nothing is clipped here: the optimizer's kernel
             divides gradients by it as it steps (`_step_unless`).
         """
-        norm = self._take_norm()
+        norm = self._global_norm()
         report = torch.tensor(bounds.report, dtype=torch.float64).to(self.device, non_blocking=True)
         row = torch.cat([torch.stack([torch.as_tensor(sum(losses)).double(), norm.double()]), report])
         rows = row[None] if self.layout.world_size == 1 else self.accelerator.gather(row[None])
@@ -109,13 +109,13 @@ class TorchEngine(Engine):
     def gradients(self) -> list[torch.Tensor]:
         return [each.grad for each in self.trained() if each.grad is not None]
 
-    def _take_norm(self) -> torch.Tensor:
+    def _global_norm(self) -> torch.Tensor:
         """The 2-norm of all gradients, a scalar on the device, the same on all ranks."""
         self.accelerator.unscale_gradients()
         return gradient_norm(self.gradients())
 
     def gradient_norm(self) -> float:
-        self._norm = self._take_norm()
+        self._norm = self._global_norm()
         return float(self._norm)
 
     def apply(self) -> None:

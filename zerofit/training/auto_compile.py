@@ -37,18 +37,18 @@ def choose(
     num_updates: int | None = None,
     missing: str | None = None,
     *,
-    before: bool | str | None = None,
+    compiled_before: bool | str | None = None,
 ) -> Compilation:
     """Choose what `--torch_compile auto` compiles for training on CUDA devices.
 
     Args:
         num_updates: of the whole run; None: not known, and taken for enough.
-        before: what was compiled of the run that this one resumes; None: it resumes none.
+        compiled_before: what was compiled of the run that this one resumes; None: it resumes none.
     """
     experts = strategy.divides_experts or any((getattr(config, name, None) or 1) > 1 for name in EXPERTS)
     widths = widths_of(recipe)
-    against = {  # what speaks against it: whether it is so
-        "the run that it resumes was not": before is not None and not before,
+    reasons = {  # why nothing is compiled: whether that is so
+        "the run that it resumes was not": compiled_before is not None and not compiled_before,
         f"{strategy.name} gathers the weights of each module as it is called": strategy.shards_parameters,
         f"{strategy.name} splits rows": strategy.layout.sequence > 1,
         f"precision is {strategy.precision}": strategy.precision == "fp32",
@@ -57,17 +57,17 @@ def choose(
         "activation_offload is on": recipe.activation_offload,
         f"{missing}": missing is not None,
     }
-    if before is None:
-        against |= {
+    if compiled_before is None:
+        reasons |= {
             "block_size_warmup lets rows grow": getattr(recipe, "block_size_warmup", None),
             "tokens_per_batch makes batches of many shapes": getattr(recipe, "tokens_per_batch", None),
             f"rows are padded to up to {widths} widths, more than {GRAPHS}": widths > GRAPHS,
             f"{num_updates} updates, fewer than {MIN_UPDATES}": num_updates is not None and num_updates < MIN_UPDATES,
         }
-    if reason := next((reason for reason, holds in against.items() if holds), None):
+    if reason := next((reason for reason, holds in reasons.items() if holds), None):
         return Compilation(False, reason)
-    if before:
-        return Compilation(before, "so was the run that it resumes")
+    if compiled_before:
+        return Compilation(compiled_before, "so was the run that it resumes")
     length = "of" if num_updates is None else f"{num_updates:,} updates in"
     return Compilation("blocks", f"{length} {strategy.precision}, rows of {counted(widths, 'width')}")
 
@@ -88,7 +88,13 @@ def share_cores() -> None:
 
 
 def decide(
-    recipe: Any, strategy: Strategy, config: Any, num_updates: int, before: bool | str | None, *, device: torch.device
+    recipe: Any,
+    strategy: Strategy,
+    config: Any,
+    num_updates: int,
+    compiled_before: bool | str | None,
+    *,
+    device: torch.device,
 ) -> tuple[str | None, list[str]]:
     """Give torch_compile its value where it is "auto". All ranks call it together, before weights are loaded.
 
@@ -104,7 +110,7 @@ def decide(
         return "auto: false, without a GPU to train on" if is_open else None, []
     chosen = Compilation(recipe.torch_compile, recipe.source("torch_compile") or "")
     if is_open:
-        chosen = choose(recipe, strategy, config, num_updates, before=before)
+        chosen = choose(recipe, strategy, config, num_updates, compiled_before=compiled_before)
     ranks = all_gather_objects((chosen, failing_compiler(device) if chosen.value else None))
     chosen, broken = ranks[0][0], next((fault for _, fault in ranks if fault), None)
     if not is_open and chosen.value and broken:

@@ -74,7 +74,7 @@ def held_out_loss(
 
 
 def mean_losses(engine: Engine, own: Mapping[str, tuple[torch.Tensor, float]]) -> dict[str, float]:
-    """The mean loss over all replicas, and of several parts that of each.
+    """Return {"loss": the mean over all replicas}, and of several parts "loss_NAME" of each. All ranks call it.
 
     Args:
         own: this rank's (summed loss, number of targets) of each part by its name.

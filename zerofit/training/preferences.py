@@ -37,7 +37,7 @@ def preference_loss(recipe: DpoRecipe) -> PreferenceLoss:
 def evaluate_pairs(
     engine: Engine, batches: Mapping[str, Iterator[Batch]], loss: PreferenceLoss, pairs: int
 ) -> dict[str, float]:
-    """The loss of held-out pairs, how many are ranked right, and how far apart the rewards are."""
+    """Return eval_loss, eval_accuracy (pairs whose chosen answer has the higher reward) and eval_reward_margin."""
     loss.begin()
     losses = held_out_loss(engine, batches, loss)
     del losses["eval_perplexity"]

@@ -377,7 +377,7 @@ class Run:
             self._totals, rate = None, self.schedule(number - 1)
         else:
             reports = [RankReport.of_numbers(numbers) for numbers in outcome.ranks]  # waits for the device
-            self.clock.read(int(counts_of(update.micro_batches)[2]))
+            self.clock.finish_update(int(counts_of(update.micro_batches)[2]))
             figures = {"loss": outcome.loss_sum / (totals.targets or 1.0), "grad_norm": outcome.grad_norm}
             for each in self.counters:
                 sums = self.engine.sum_over_replicas(each.sums)
@@ -412,7 +412,7 @@ class Run:
         consumed = self.length.consumed(number)
         if not outcome.skipped:
             samples = consumed - self.length.consumed(number - 1)
-            rates = self.throughput.of_update(int(totals.tokens), samples, seconds)
+            rates = self.throughput.rates_of(int(totals.tokens), samples, seconds)
             figures |= {
                 **rates._asdict(),
                 "targets": int(totals.targets) if totals.targets.is_integer() else round(totals.targets, 6),

@@ -31,7 +31,7 @@ class Teacher:
 
     @torch.no_grad()
     def hidden(self, batch: Batch) -> torch.Tensor:
-        """(B, T, H) what the head makes logits of."""
+        """Return the teacher's last hidden states (B, T, H), which its head makes logits of; without gradients."""
         inputs = {name: value for name, value in batch.inputs.items() if name not in NOT_READ}
         with packed_rows(batch.packed):
             hidden: torch.Tensor = self.model.base_model(**inputs).last_hidden_state

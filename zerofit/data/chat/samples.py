@@ -192,7 +192,10 @@ def overlap(offsets: list[chat.Span], spans: list[chat.Span]) -> np.ndarray:
     If a character takes several tokens, each of them has that character's range.
     """
     starts, stops = np.array(offsets).reshape(-1, 2).T
-    return np.logical_or.reduce([np.zeros(len(starts), bool)] + [(starts < b) & (stops > a) for a, b in spans])
+    covered = np.zeros(len(starts), dtype=bool)
+    for begin, end in spans:
+        covered |= (starts < end) & (stops > begin)
+    return covered
 
 
 class Conversations:

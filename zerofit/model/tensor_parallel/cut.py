@@ -33,7 +33,7 @@ class Cut:
         return math.prod(self.shape) // self.shape[self.dim] * width
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The share, in memory of its own."""
+        """Copy this rank's share of a whole parameter."""
         parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
         return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
 

@@ -60,17 +60,23 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_to_tensor_parallel(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    """Hand one tensor to every rank's share of a layer; the gradients of the shares add up."""
+    """Return the tensor as it is; the backward pass sums its gradient over the ranks.
+
+    Source: copy_to_tensor_model_parallel_region of Megatron-LM.
+    """
     return CollectiveFunction.apply(tensor, _same, partial(all_reduced, group=group))
 
 
 def reduce_from_tensor_parallel(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    """The sum of all ranks' tensors, on every rank; each of them gets the whole gradient."""
+    """Return the sum of all ranks' tensors; the backward pass gives each of them the whole gradient."""
     return CollectiveFunction.apply(tensor, partial(all_reduced, group=group), _same)
 
 
 class ReduceScatterTokens(torch.autograd.Function):
-    """This rank's part of the sum of all ranks' tensors, and of a bias; each of them gets the whole gradient."""
+    """Sum the ranks' tensors (B, T, H), add a bias, and keep this rank's tokens: (1, B x T / ranks, H), filled up.
+
+    The backward pass gathers the gradients of all tokens.
+    """
 
     @staticmethod
     def forward(ctx: Any, share: torch.Tensor, bias: torch.Tensor | None, tensor: TensorGroup) -> torch.Tensor:

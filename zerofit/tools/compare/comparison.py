@@ -97,13 +97,13 @@ class Comparison:
             if self.machine.simulated:
                 timed = self.journal.results(self._timed_key(candidate, self.timer), 0.0) if self.timer else {}
                 trials = [with_rates_of(line, timed.get(line["size"])) for line in trials]
-            seconds = sum(line["seconds"] or 0.0 for line in self.journal.of(key, "end"))
+            seconds = sum(line["seconds"] or 0.0 for line in self.journal.lines_of(key, "end"))
             rows.append(
                 StrategyRow(
                     candidate.name,
                     trials,
                     problem=self.problems.get(candidate.name, ""),
-                    launches=len(self.journal.of(key, "launch")),
+                    launches=len(self.journal.lines_of(key, "launch")),
                     seconds=seconds,
                     predicted=self._predicted(candidate),
                 )
@@ -125,7 +125,7 @@ class Comparison:
 
     def _predicted(self, candidate: Candidate) -> dict[int, int]:
         """{size: peak in bytes} of the sizes that were predicted; empty: there is no prediction."""
-        lines = self.journal.of(self.keys[candidate.name], "prediction")
+        lines = self.journal.lines_of(self.keys[candidate.name], "prediction")
         return dict(map(tuple, lines[-1]["peaks"])) if lines else {}
 
     def _results(self, candidate: Candidate) -> dict[int, dict[str, Any]]:
@@ -144,7 +144,7 @@ class Comparison:
             if size is None:
                 break
             self._try(candidate, size)
-        self._say_limit(self._row(candidate))
+        self._log_limit(self._row(candidate))
 
     def _row(self, candidate: Candidate) -> StrategyRow:
         return next(row for row in self.rows() if row.name == candidate.name)
@@ -233,10 +233,10 @@ class Comparison:
         self.journal.end(launch, result["outcome"], result.pop("seconds_taken"))
         return result
 
-    def _say_limit(self, row: StrategyRow) -> None:
+    def _log_limit(self, row: StrategyRow) -> None:
         if row.problem:
             return
-        fails = row.fails
+        fails = row.smallest_misfit
         beyond = f"and {fails['size']} does not" if fails else "and no larger batch size was asked for"
         result = f"holds {row.largest}, {beyond}"
         if fails and not row.largest:

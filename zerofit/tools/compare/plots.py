@@ -26,7 +26,7 @@ def memory_plot(rows: list[StrategyRow], limit: int | None) -> Figure:
     figure, axes = _figure("batch size", f"peak memory of a process, {name}")
     predicted = [row for row in rows if row.predicted]
     for index, row in enumerate(rows):
-        style, lines, fails = _style(index), row.fitting, row.fails
+        style, lines, fails = _style(index), row.fitting, row.smallest_misfit
         if row in predicted:
             line = [(size, peak / unit) for size, peak in sorted(row.predicted.items())]
             axes.plot(*zip(*line), color=style["color"], linewidth=1.2)

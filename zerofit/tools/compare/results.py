@@ -50,7 +50,7 @@ class StrategyRow:
         return 0 if self.problem else bounds(self.peaks)[0]
 
     @property
-    def fails(self) -> dict[str, Any] | None:
+    def smallest_misfit(self) -> dict[str, Any] | None:
         """The trial of the smallest batch that does not fit; None: there is none."""
         return next((line for line in self.trials if line["size"] == bounds(self.peaks)[1]), None)
 
@@ -89,8 +89,8 @@ class StrategyRow:
         if self.problem:
             return "failed"
         if not self.largest:
-            return f"none ({outcome_text(self.fails)})" if self.fails else "not known"
-        return f"{self.largest}" if self.fails else f"{self.largest} or more"
+            return f"none ({outcome_text(self.smallest_misfit)})" if self.smallest_misfit else "not known"
+        return f"{self.largest}" if self.smallest_misfit else f"{self.largest} or more"
 
     def predicted_peak(self, size: int) -> float:
         """The peak of a size, on the line through the two predicted sizes that are nearest to it."""

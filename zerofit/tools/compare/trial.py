@@ -51,13 +51,13 @@ class Journal:
         add_line(self.file, {"kind": kind, **line})
         self.lines.append({"kind": kind, **line})
 
-    def of(self, key: str, kind: str) -> list[dict[str, Any]]:
+    def lines_of(self, key: str, kind: str) -> list[dict[str, Any]]:
         """The lines of this kind with this key."""
         return [line for line in self.lines if line["kind"] == kind and line["key"] == key]
 
     def results(self, key: str, patience_s: float) -> dict[int, dict[str, Any]]:
         """{size: its latest result}; without those that timed out with less patience than this."""
-        lines = [line for line in self.of(key, "size") if line.get("patience_s", math.inf) >= patience_s]
+        lines = [line for line in self.lines_of(key, "size") if line.get("patience_s", math.inf) >= patience_s]
         return {line["size"]: line for line in sorted(lines, key=lambda line: line["size"])}
 
     def begin(self, **about: Any) -> dict[str, Any]:

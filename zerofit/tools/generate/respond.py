@@ -41,7 +41,7 @@ def respond(options: GenerateOptions) -> int:
             log_to_stderr(f"note: {note.removeprefix('note').strip()}")
     output = _open(options.output)
     writer = Writer(load(source, options), source.tokenizer, options, renderer.end_of_turn())
-    writer.answers = renderer.has_encoder or renderer.uses_template
+    writer.ends_by_itself = renderer.has_encoder or renderer.uses_template
     if options.chat:
         converse(writer, renderer, lines_of_stdin())
     else:

@@ -58,7 +58,7 @@ class Writer:
             if (defaults.num_beams or 1) > 1 and options.num_beams is None and not samples:
                 self.settings["num_beams"] = defaults.num_beams
                 log_to_stderr(f"note: {defaults.num_beams} beams, the model's default; --num_beams 1 is faster")
-        self.answers = self.has_encoder  # whether what it writes has an end; other texts go on
+        self.ends_by_itself = self.has_encoder  # whether what it writes has an end; other texts go on
         self.forced = int(defaults.forced_eos_token_id is not None)  # a last token that comes in any case
         self.seed: int | None = None  # nothing is sampled
         if samples:
@@ -127,7 +127,7 @@ class Writer:
         new = written[1:] if self.has_encoder else written[len(ids) :]
         if limit < self.max_new_tokens and len(new) >= limit and new[-1] not in self.ends:
             log_to_stderr(f"note: the model's {self.positions:,} positions are used up")
-        elif self.answers and len(new) >= limit and not {*self.ends}.intersection(new[: limit - self.forced]):
+        elif self.ends_by_itself and len(new) >= limit and not {*self.ends}.intersection(new[: limit - self.forced]):
             log_to_stderr(f"note: the text is cut at max_new_tokens = {limit}")
         text = self.tokenizer.batch_decode([new], skip_special_tokens=True)[0]
         empty = not text.strip() and sys.stdout.isatty()

@@ -122,7 +122,7 @@ class LayoutOutcome:
     """The predictions of one strategy in one layout.
 
     Attributes:
-        found: the strategy; None: it is refused.
+        found: the strategy in this layout; None: it is refused.
         largest: the prediction of the largest micro-batch, or of the longest rows, that fit; None: not even the
             smallest do.
         best: the fastest that fits.

@@ -81,14 +81,14 @@ class Proof:
             UserError: the reference refuses the recipe.
         """
         shutil.rmtree(self.logs, ignore_errors=True)
-        self.reference = self._undisturbed(REFERENCE, ONE_PROCESS, 1)
+        self.reference = self._run_to_end(REFERENCE, ONE_PROCESS, 1)
         if self.reference.failure:
             return
         for name in self.options.names:
-            outcome = self._undisturbed(_folder_name(name), name, self.options.num_processes)
+            outcome = self._run_to_end(_folder_name(name), name, self.options.num_processes)
             self.agreement.append(outcome)
             if self.options.kills and not outcome.failure:
-                self.resumed.append(self._disturbed(name))
+                self.resumed.append(self._run_and_kill(name))
 
     @property
     def logs(self) -> Path:
@@ -99,7 +99,7 @@ class Proof:
         shutil.rmtree(trial.output, ignore_errors=True)  # left by an earlier proof
         return trial
 
-    def _undisturbed(self, folder: str, strategy: str, num_processes: int) -> ComparedRun:
+    def _run_to_end(self, folder: str, strategy: str, num_processes: int) -> ComparedRun:
         trial, about = self._trial(folder, strategy), f"{strategy}, {counted(num_processes, 'process')}"
         command = trial.command(num_processes)
         with RunningLaunch(command, trial.output, self.logs / f"{folder}.log") as launch:
@@ -114,7 +114,7 @@ class Proof:
         log_lines(f"{about}: {counted(self.options.updates, 'update')}, {seconds:.0f} s")
         return self._compared(ComparedRun(strategy, [num_processes]), trial.output, self.output / REFERENCE)
 
-    def _disturbed(self, strategy: str) -> ComparedRun:
+    def _run_and_kill(self, strategy: str) -> ComparedRun:
         options, folder = self.options, _folder_name(strategy)
         trial = self._trial(f"{folder}-killed", strategy, self.save_flags)
         random = Random(folder)
@@ -137,7 +137,7 @@ class Proof:
         return outcome
 
     @property
-    def is_well(self) -> bool:
+    def passed(self) -> bool:
         """True if every run was made, and equals the run that it must equal."""
         number = len(self.options.names)
         complete = len(self.agreement) == number and len(self.resumed) == (number if self.options.kills else 0)
@@ -163,7 +163,7 @@ class Proof:
 
     def _verdict(self) -> str:
         after = f"{counted(self.options.updates, 'update')}, {duration(time.monotonic() - self.began)}"
-        if not self.is_well:
+        if not self.passed:
             return f"NOT verified ({after}). The runs and their logs are in {self.output}"
         kills = sum(each.killed.kills_resumed for each in self.resumed if each.killed)
         also = f"{counted(kills, 'kill')} left no trace" if kills else "no run was killed"

@@ -44,6 +44,6 @@ def main(argv: list[str] | None = None) -> int:
         proof.run()
     (output / REPORT).write_text(proof.report() + "\n", encoding="utf-8")
     log_lines("", proof.report(screen_width()))
-    if proof.is_well and not options.keep:
+    if proof.passed and not options.keep:
         proof.clear()
-    return 0 if proof.is_well else 1
+    return 0 if proof.passed else 1
