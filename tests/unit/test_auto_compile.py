@@ -90,7 +90,7 @@ def test_a_compiler_that_fails_is_a_note_under_auto_and_else_an_error(compiler):
 
 
 def test_one_rank_without_a_compiler_leaves_it_out_on_all(compiler, monkeypatch):
-    monkeypatch.setattr(auto_compile, "everyones", lambda mine: [mine, (mine[0], "Triton is not installed")])
+    monkeypatch.setattr(auto_compile, "all_gather_objects", lambda mine: [mine, (mine[0], "Triton is not installed")])
     recipe = recipe_of()
     _, (note,) = decided(recipe)
     assert recipe.torch_compile is False
