@@ -13,20 +13,20 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 498,  # 800
     "zerofit": 142,  # cli.py
-    "zerofit/recipe": 3_590,  # 2,700
-    "zerofit/model": 5_859,  # 4,700
+    "zerofit/recipe": 3_593,  # 2,700
+    "zerofit/model": 5_867,  # 4,700
     "zerofit/compat": 604,  # 600
-    "zerofit/data": 6_876,  # 6,000
-    "zerofit/strategy": 5_028,  # 4,800
-    "zerofit/estimate": 4_760,  # 4,700
+    "zerofit/data": 6_891,  # 6,000
+    "zerofit/strategy": 5_042,  # 4,800
+    "zerofit/estimate": 4_763,  # 4,700
     "zerofit/record": 1_578,  # 4,300 with health and checkpoint
-    "zerofit/health": 1_396,
+    "zerofit/health": 1_407,
     "zerofit/checkpoint": 1_826,
-    "zerofit/training": 3_258,  # 2,000
-    "zerofit/launch": 1_567,  # 1,300
-    "zerofit/tools": 10_724,  # 10,600
-    "benchmarks": 1_899,  # 1,800
-    "tests": 26_244,  # 21,500
+    "zerofit/training": 3_310,  # 2,000
+    "zerofit/launch": 1_570,  # 1,300
+    "zerofit/tools": 10_728,  # 10,600
+    "benchmarks": 1_903,  # 1,800
+    "tests": 26_258,  # 21,500
 }
 
 

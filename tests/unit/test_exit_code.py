@@ -20,9 +20,9 @@ TYPO = ["--learnin_rate", "1"]
 RANK = """
 import os, sys, time
 from zerofit.launch.ranks import RankRendezvous
-from zerofit.training.entry import end, record_the_end
+from zerofit.training.entry import end, write_exit_code_at_end
 
-record_the_end("clm", RankRendezvous())
+write_exit_code_at_end("clm", RankRendezvous())
 
 def main(start):
     {body}

@@ -141,7 +141,7 @@ class Launches:
             shutdown=SimpleNamespace(reason=lambda: StopReason.NONE),
             profiler=None,
             measurement=None,
-            _kept_is_checked=True,
+            _has_stepped=True,
             _stop_reason=StopReason.NONE,
             _checkpoint_failed=False,
             **parts,
