@@ -42,7 +42,7 @@ LONG = pytest.mark.long
     ("flags", "strategy", "expected"),
     [
         ("--lora --block_size 1024 --gpu_memory 860MiB", "single", "--gradient_checkpointing"),
-        ("--block_size 64 --host_memory 100MiB --gpu_memory 1GiB", "zero2_offload", "--lora"),
+        pytest.param("--block_size 64 --host_memory 100MiB --gpu_memory 1GiB", "zero2_offload", "--lora", marks=LONG),
         pytest.param("--block_size 64 --num_gpus 2 --gpu_memory 1060MiB", "ddp", "--lora", marks=LONG),
         pytest.param("--block_size 256 --gpu_memory 820MiB --batch_sizes 1,8 --lora", "single",
                      "--gradient_checkpointing", marks=LONG),
