@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from datasets import ClassLabel, Dataset, Value
 from helpers import refusal
 
 from zerofit.data.labelled.examples import prepare_examples
@@ -54,6 +55,39 @@ def words(data: ExampleData, samples=None) -> list[str]:
 def names(data: ExampleData, samples=None) -> list[str]:
     samples = data.train if samples is None else samples
     return [data.labels.names[samples[index]["label"]] for index in range(len(samples))]
+
+
+def typed(path, kind, values):
+    Dataset.from_dict({"label": values, "text": TEXTS[: len(values)]}).cast_column("label", kind).to_parquet(path)
+    return str(path)
+
+
+A, B = ClassLabel(names=["no", "yes", "-"]), ClassLabel(names=["yes", "no"])
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize(
+    ("first", "other", "expected"),
+    [
+        ((A, [0, 1]), (B, [0, 1]), ["no", "yes", "yes", "no"]),
+        ((A, [0, 1]), (Value("string"), ["yes", "no"]), ["no", "yes", "yes", "no"]),
+        ((Value("string"), ["no", "yes"]), (B, [0, 1]), ["no", "yes", "yes", "no"]),
+        ((A, [0, 1]), (Value("int8"), [1, 0]), ["no", "yes", "yes", "no"]),
+        ((Value("int64"), [3, 4]), (Value("float64"), [4.0, 3.0]), ["3", "4", "4", "3"]),
+    ],
+)
+def test_files_with_other_types_of_labels(tmp_path, prepare, first, other, expected, joined):
+    files = [typed(tmp_path / f"{name}.parquet", *of) for name, of in (("a", first), ("b", other))]
+    flags = ["--validation_split_percentage", 0] if joined else ["--validation_file", files[1]]
+    data = prepare(tmp_path / ("*" if joined else "a.parquet"), *flags)
+    held_out = [names(data, part.samples) for part in data.held_out]
+    assert [*names(data), *(held_out[0] if held_out else ())] == expected
+
+
+def test_a_column_that_some_parquet_files_have(tmp_path, prepare):
+    typed(tmp_path / "a.parquet", A, [0, 1])
+    Dataset.from_dict({"text": ["one"], "more": [1], "label": ["no"]}).to_parquet(tmp_path / "b.parquet")
+    assert names(prepare(tmp_path / "*", "--validation_split_percentage", 0)) == ["no", "yes", "no"]
 
 
 @pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl"])

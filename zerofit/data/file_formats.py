@@ -4,19 +4,21 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from glob import escape
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
 
 import pandas as pd
-from datasets import Dataset, Features, List, Value, load_dataset
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datasets import Dataset, Features, List, Value, concatenate_datasets, load_dataset
 
 from zerofit.data.delimited_files import read_delimited
 from zerofit.data.encodings import open_text
 from zerofit.data.json_files import read_json
 from zerofit.data.options import DataOptions
-from zerofit.data.tables import stored_table, texts_of, write_table
+from zerofit.data.tables import stored_table, texts_of, with_class_names, write_table
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import PACKED, ending_of
 
@@ -61,9 +63,8 @@ def read_table(
         if (value := getattr(recipe, option)) and kind not in kinds:
             raise UserError(f"{option} = {value!r}: no effect on {paths[0]}, a .{kind} file. Remove it")
     if kind == "parquet":
-        names = [escape(str(path)) for path in paths]
         try:
-            return load_dataset("parquet", data_files=names, split="train", cache_dir=data.hub_cache), []
+            return _read_parquet(paths, data.hub_cache), []
         except Exception as error:  # the library raises a dozen types
             cause = " ".join(str(error.__cause__ or error).split())[:400]
             raise UserError(f"{paths[0]} cannot be read as parquet: {cause}") from None
@@ -76,6 +77,35 @@ def read_table(
     make = makers.get(kind) or partial(read_delimited, paths, data, header)
     words = (recipe.encoding, recipe.separator, recipe.field, data.skip_bad_records, recipe.allow_data_loss)
     return stored_table(paths, data.cache, make, kind, *words, unit, header)
+
+
+def _read_parquet(paths: list[Path], cache: str | None) -> Dataset:
+    """The records of parquet files. Files with other columns, types of columns or names of classes are read one after
+    another; a value that a file has not is null."""
+    groups = groupby(paths, lambda path: Features.from_arrow_schema(pq.read_schema(path)))
+    files = ([escape(str(path)) for path in group] for _, group in groups)
+    tables = [load_dataset("parquet", data_files=names, split="train", cache_dir=cache) for names in files]
+    if len(tables) == 1:
+        return tables[0]
+    tables = [with_class_names(table, [other.features for other in tables]) for table in tables]
+    kinds: dict[str, Any] = {}
+    for name, feature in chain.from_iterable(table.features.items() for table in tables):
+        kinds[name] = _common(kinds.get(name, feature), feature)
+    return concatenate_datasets(
+        [table.cast(Features({name: kinds[name] for name in table.features})) for table in tables]
+    )
+
+
+def _common(one: Any, other: Any) -> Any:
+    """The feature of a column that holds the values of both: texts, if one has texts and the other numbers."""
+    schemas = [Features({"": each}).arrow_schema.remove_metadata() for each in (one, other)]
+    try:
+        both = pa.unify_schemas(schemas, promote_options="permissive")
+    except pa.ArrowTypeError:
+        return Value("string")
+    return next(
+        (each for each, own in zip((one, other), schemas) if own == both), Features.from_arrow_schema(both)[""]
+    )
 
 
 def _read_texts(paths: list[Path], encoding: str | None, unit: str, place: Path) -> list[str]:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -99,6 +99,36 @@ def text_of(value: Any) -> str:
 def holds_lists(feature: Any) -> bool:
     """Return whether a column of this feature holds lists."""
     return isinstance(feature, list) or hasattr(feature, "feature")
+
+
+def class_names(feature: Any) -> tuple[str, ...] | None:
+    """The names of class numbers, if a column or its lists have class numbers."""
+    return tuple(getattr(getattr(feature, "feature", feature), "names", None) or ()) or None
+
+
+def with_class_names(table: Dataset, others: Iterable[Features]) -> Dataset:
+    """The table with names in place of class numbers, in columns in which another table has texts, or other names."""
+    named = {
+        name: dict(enumerate(names))
+        for name, other in chain.from_iterable(each.items() for each in others)
+        if (names := class_names(table.features.get(name))) not in (None, class_names(other))
+        and (class_names(other) or getattr(getattr(other, "feature", other), "dtype", "").endswith("string"))
+    }
+    if not named:
+        return table
+    features = table.features.copy()
+    features |= {name: List(Value("string")) if holds_lists(features[name]) else Value("string") for name in named}
+
+    def name_of(value: Any, names: dict[int, str]) -> Any:
+        return [name_of(item, names) for item in value] if isinstance(value, list) else names.get(value)
+
+    new = table.map(
+        lambda *values: dict(zip(named, map(name_of, values, named.values()))),
+        input_columns=[*named],
+        features=features,
+        desc="Naming classes",
+    )
+    return derived(new, table, named)
 
 
 def is_value(name: str) -> bool:

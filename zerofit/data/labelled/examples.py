@@ -135,6 +135,8 @@ def prepare_examples(recipe: ClsRecipe, config: PretrainedConfig) -> ExampleData
 
 def _find(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None) -> LabelledSource:
     source = _read(options, recipe.task_name)
+    first = source.first.features
+    source.parts = {name: tables.with_class_names(table, [first]) for name, table in source.parts.items()}
     recipe = recipe.columns_in(source.first.column_names)
     if task is None and (choices := find_choices(recipe, source.first)):
         if recipe.lora:
@@ -142,21 +144,16 @@ def _find(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None) -> Lab
         return LabelledSource(options, source, choices)
     if task is None and (found := find_tags(recipe.text_columns, recipe.label_column, source.first)):
         words, label = found
-        names = _names(source.first.features[label].feature)
+        names = tables.class_names(source.first.features[label])
         return LabelledSource(options, source, TaggedWords((words,), label, Labels(None), names))
     texts, label = _columns(recipe, source.first, task)
     feature = source.first.features[label]
     if of_sets := tables.holds_lists(feature):
         feature = feature.feature
         refuse_flags(source.first[label][:], source.where("train"))
-    class_names = task.labels if task else _names(feature)
+    class_names = task.labels if task else tables.class_names(feature)
     source.parts = {name: _as_text(table, texts) for name, table in source.parts.items()}
     return LabelledSource(options, source, LabelledColumns(texts, label, Labels(None), class_names), of_sets)
-
-
-def _names(feature: Any) -> tuple[str, ...] | None:
-    """The names of class numbers, if a column has class numbers."""
-    return tuple(getattr(feature, "names", ()) or ()) or None
 
 
 def _readers(
