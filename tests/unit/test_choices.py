@@ -61,6 +61,23 @@ def test_published_forms(recipe_of, tmp_path, form):
     assert choices.read(table[0]) == ([(question, text) for text in texts], right)
 
 
+@pytest.mark.parametrize(
+    ("choices", "numbers", "right"),
+    [
+        (["a", "b", "c"], [1, 2], [1, 2]),
+        (["a", "b", "c"], [1, 2, 3], [0, 1, 2]),
+        ({"text": ["a", "b", "c"], "label": []}, [2, 1], [2, 1]),
+    ],
+)
+def test_whether_numbers_of_choices_begin_at_one(recipe_of, tmp_path, choices, numbers, right):
+    recipe = recipe_of(
+        write_records(tmp_path / "a.jsonl", [{**QUESTION, "choices": choices, "label": n} for n in numbers])
+    )
+    table = read_data(recipe).parts["train"]
+    found = find_choices(recipe, table)
+    assert [found.read(record)[1] for record in table] == right
+
+
 def test_what_is_no_multiple_choice(recipe_of, tmp_path):
     plain = write_records(tmp_path / "a.jsonl", [{"text": "one", "label": "a"}, {"text": "two", "label": "b"}])
     recipe = recipe_of(plain)

@@ -6,7 +6,7 @@ two texts (an article and what is asked of it, or SWAG's two sentences), the sec
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from datasets import Dataset
@@ -108,11 +108,11 @@ def find_choices(recipe: ClsRecipe, table: Dataset) -> Choices | None:
         found = f"question: {' '.join(context) or 'none'}, label: {label or 'none'}; {columns_present(table)}"
         problem = f"there is no column {missing[0]!r}" if missing else f"name two columns, or one of lists ({found})"
         raise UserError(f"choice_columns = {' '.join(choices)}: {problem}. See also --text_columns and --label_column")
-    values = {name_of(value) for value in table[label][:] if not is_missing(value)}
-    numbers = {int(match[1]) for match in map(INTEGER.fullmatch, values) if match}
-    max_choices = len(choices) if len(choices) > 1 else max(numbers, default=0)
-    counts_from_one = bool(numbers) and 0 not in numbers and max(numbers) == max_choices
-    return Choices(context, choices, label, start=int(counts_from_one))
+    reader = Choices(context, choices, label)
+    values = {(name_of(row[label]), len(reader._choices(row)[1])) for row in table.select_columns([*choices, label])}
+    numbers = {(int(match[1]), size) for name, size in values if (match := INTEGER.fullmatch(name))}
+    counts_from_one = any(number == size for number, size in numbers) and all(number for number, _ in numbers)
+    return replace(reader, start=int(counts_from_one))
 
 
 def _known_choices(table: Dataset) -> tuple[str, ...]:
