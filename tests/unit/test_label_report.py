@@ -87,7 +87,9 @@ def test_records_with_several_labels(tmp_path, byte_tokenizer):
 
 
 @pytest.mark.parametrize(("labels", "flags", "words"), [
-    ([[0, 1, 1], [0, 0, 1]] * 4, (), "lists of 0 and 1"),
+    ([[0, 1, 1], [0, 0, 1]] * 4, (), "lists of numbers"),
+    ([[0, 1], [1, 0]] * 4, (), "lists of numbers"),
+    ([[0.25, 0.75], [0.5, 0.5]] * 4, (), "lists of numbers"),
     (SETS * 4, ("--regression", "true"), "has lists of labels"),
     ([["a"], None] * 4, (), "it has no label"),
     ([["a"]] * 8, (), "only one label"),

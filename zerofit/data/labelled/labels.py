@@ -172,12 +172,14 @@ def _numbers(names: Iterable[str], where: str) -> Labels:
 
 
 def refuse_flags(labels: Iterable[list[Any] | None], where: str) -> None:
-    """Raises UserError where a record has a 0 or 1 for each class, and not the labels that it has."""
+    """Raises UserError where a record has a 0 or 1, or a probability, for each class, and not the labels that it
+    has."""
     sets = [values for values in labels if values]
-    repeats = any(len({*values}) < len(values) for values in sets)
-    if repeats and len({*map(len, sets)}) == 1 and {*map(_number, chain(*sets))} <= {0.0, 1.0}:
+    numbers, sizes = {*map(_number, chain(*sets))}, {*map(len, sets)}
+    has_fractions = None not in numbers and any(number % 1 for number in numbers if number)
+    if len(sizes) == 1 and sizes != {1} and (numbers <= {0.0, 1.0} or has_fractions):
         raise UserError(
-            f"{where}: the labels are lists of 0 and 1, one for each class, such as {sets[0]}. Write the names of the "
+            f"{where}: the labels are lists of numbers, one for each class, such as {sets[0]}. Write the names of the "
             'labels that a record has: {"labels": ["a", "c"]}'
         )
 
