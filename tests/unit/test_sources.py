@@ -9,16 +9,17 @@ import shutil
 import pyarrow as pa
 import pytest
 from datasets import Dataset, DatasetDict
-from helpers import load_texts, refusal, write_records
+from helpers import load_texts, read_data, refusal, write_records
 
 from zerofit.data import tables
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.encodings import likely, proposal
+from zerofit.data.options import DataOptions
 from zerofit.data.stream_reader import find_shards, read_window
-from zerofit.data.text import split_documents
+from zerofit.data.text import split_documents, take_texts
 from zerofit.model.chat import named_template
 from zerofit.model.configuration import load_configuration
-from zerofit.recipe import ClmRecipe, parse_recipe
+from zerofit.recipe import ClmRecipe, UserError, parse_recipe
 from zerofit.recipe.parse import read_recipe
 from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.paths import find_files
@@ -209,6 +210,26 @@ def test_of_a_long_text_the_end_is_held_out_at_a_line():
     assert train["text"][0] + held["text"][0] == "\n".join(ROWS)
     assert train["text"][0].endswith("\n")
     assert 0.08 < len(held["text"][0]) / len("\n".join(ROWS)) < 0.13
+
+
+@pytest.mark.parametrize(("number", "said"), [(1, "note"), (9, "WARNING"), (21, "--allow_data_loss")])
+def test_texts_under_another_name_are_told(tmp_path, cache, number, said):
+    rows = [{"text": row} for row in ROWS[:20]] + [{"content": row} for row in ROWS[:number]]
+    recipe = ClmRecipe(train_file=[str(write_records(tmp_path / "a.jsonl", rows))], cache_dir=cache)
+    source = read_data(recipe)
+    try:
+        take_texts(source, recipe, DataOptions.of(recipe))
+        (told,) = source.notes
+    except UserError as error:
+        told = str(error)
+    assert said in told
+    assert f"{number} of {20 + number} records of {tmp_path / 'a.jsonl'} have no text (text)" in told
+
+
+@pytest.mark.parametrize("texts", [[b"a", b"b"], [["a"], ["b"]], [1, 2]])
+def test_a_column_text_that_holds_none_is_not_passed_over(tmp_path, cache, texts):
+    Dataset.from_dict({"text": texts, "title": ["one text", "two"]}).to_parquet(tmp_path / "a.parquet")
+    assert "'text' holds no text" in refusal(records, cache, tmp_path / "a.parquet")
 
 
 def test_records_without_text_are_left_out(tmp_path, cache):

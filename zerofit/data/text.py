@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from zerofit.data import tables
 from zerofit.data.encodings import open_text
+from zerofit.data.lengths import report_data_loss
 from zerofit.data.options import DataOptions
 from zerofit.data.pack import NO_TEXT, Documents, PackedBlocks, SeparateDocuments, TextData
 from zerofit.data.sources import Source, read_source
@@ -40,8 +41,16 @@ def read_records(recipe: ClmRecipe, options: DataOptions) -> Source:
 
 def take_texts(source: Source, recipe: ClmRecipe, options: DataOptions) -> dict[str, Dataset]:
     """The documents of each part (column `text`); a held-out part is split off if there is none. Raises UserError:
-    there is no such column; a split is empty."""
-    parts = {name: _only_text(part, text_column(part, recipe.text_column)) for name, part in source.parts.items()}
+    there is no such column; most records have no text; a split is empty. Adds notes to those of the source."""
+    columns = {name: text_column(part, recipe.text_column) for name, part in source.parts.items()}
+    for name, column in columns.items():
+        table, what = (
+            source.parts[name].data,
+            f"records of {source.where(name)} have no text ({column}), and are left out",
+        )
+        lost = table.column(column).null_count
+        source.notes += report_data_loss(recipe.allow_data_loss, lost, len(table), what)
+    parts = {name: _only_text(part, columns[name]) for name, part in source.parts.items()}
     if "validation" not in parts and options.held_out_fraction > 0:
         parts["train"], parts["validation"] = split_documents(parts["train"], options.held_out_fraction)
     train = parts.pop("train", None)
@@ -63,9 +72,10 @@ def _contains(path: Path, encoding: str | None, mark: str) -> bool:
 def text_column(dataset: Dataset, name: str | None) -> str:
     """The column of text. Raises UserError: there is none, several are possible, or lists or objects beside the only
     one hold more than it."""
+    name = name or next((each for each in dataset.column_names if each == "text"), None)
     tables.check_column(dataset, "text_column", name, "text")
-    if name or "text" in tables.text_columns(dataset):
-        return name or "text"
+    if name:
+        return name
     texts = tables.worded_columns(dataset)
     if len(texts) != 1:
         raise UserError(
