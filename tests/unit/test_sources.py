@@ -243,6 +243,14 @@ def test_records_without_text_are_left_out(tmp_path, cache):
 MARKED = ("utf-8", "utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be")
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.jsonl.gz"])
+def test_utf_16_without_a_mark_is_refused(tmp_path, cache, name, encoding):
+    data = '{"text": "one"}\n'.encode(encoding)
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    assert f"--encoding {encoding}" in refusal(records, cache, tmp_path / name)
+
+
 @pytest.mark.parametrize("encoding", MARKED)
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.tsv"])
 def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path, cache, name, encoding):

@@ -53,9 +53,14 @@ def proposal(data: bytes) -> str:
 
 
 def encoding_of_mark(path: Path) -> str | None:
-    """The encoding that the byte-order mark of a file, which may be packed, stands for; None without one."""
+    """The encoding that the byte-order mark of a file, which may be packed, stands for; None without one. Raises
+    UserError: the file has no mark and begins as UTF-16 does."""
     with open_bytes(path) as file:
-        return marked_encoding(file.read(4))
+        start = file.read(SAMPLE)
+    marked = marked_encoding(start)
+    if not marked and b"\0" in start[:2]:
+        raise UserError(f"{path} is not UTF-8: its first character has a zero byte. {proposal(start)}")
+    return marked
 
 
 def likely(data: bytes) -> list[str]:
