@@ -37,6 +37,8 @@ def columns_of(record: dict, **options: str) -> PairReader:
         ({"messages": ROLES, "label": False}, {}, PairReader("messages", None, None, verdict="label")),
         ({"dialogue": "a text, no list", "summary": "y"}, {}, PairReader(None, "dialogue", "summary")),
         ({"ja": "x", "en": "y"}, {"source_column": "en"}, PairReader(None, "en", "ja")),
+        ({"question": "x", "passage": "z", "answer": True}, {}, PairReader(None, "question", "answer")),  # BoolQ
+        ({"a": "1 + 1?", "b": 2}, {"source_column": "a", "target_column": "b"}, PairReader(None, "a", "b")),
         ({"dialog": TURNS, "a": "x", "b": "y", "c": "z"}, {"source_column": "a", "target_column": "c"},
          PairReader(None, "a", "c")),
     ],
@@ -79,6 +81,8 @@ EACH_TURN = [Pair(TURNS[:1], TURNS[1]), Pair(TURNS[:2], TURNS[2])]
          [Pair(["Hi!"], "Ho!")]),  # nobody is an assistant: everybody replies
         (PairReader("d", None, "r"), {"d": TURNS, "r": "Oh "}, [Pair(TURNS, "Oh")]),
         (PairReader(None, "s", "t"), {"s": " some text", "t": "less\n"}, [Pair(["some text"], "less")]),
+        (PairReader(None, "s", "t"), {"s": "1 + 1?", "t": 2.0}, [Pair(["1 + 1?"], "2")]),
+        (ASKED, {**WHO, "context": [], "answers": "Ann"}, [Pair(["Who?"], "Ann")]),
         (ASKED, {**WHO, "answers": {"text": ["Ann", "she"]}}, [Pair(["question: Who? context: Ann did."], "Ann")]),
     ],
 )  # fmt: skip
@@ -99,6 +103,7 @@ def test_pairs_of_a_record(columns, record, pairs):
         (PairReader("d", None, None), {"d": []}, "a conversation without a turn"),
         (PairReader(None, "s", "t"), {"s": " ", "t": "x"}, "the s is empty"),
         (ASKED, {**WHO, "answers": {"text": []}}, "the answers is empty"),
+        (ASKED, {**WHO, "context": {"title": ["t"]}, "answers": "Ann"}, "its context is a list or an object"),
     ],
 )
 def test_records_that_hold_no_pair(columns, record, words):

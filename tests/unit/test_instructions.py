@@ -117,6 +117,7 @@ def test_a_system_text():
     ("form", "record", "words"),
     [
         (INSTRUCTION, instruction(output=""), "the output is empty"),
+        (INSTRUCTION, instruction(input=["a", "b"]), "its input is a list or an object"),
         (INSTRUCTION, instruction(history=[["a?", "b"], ["c?", ""]]), "the answer in entry 2 of its history is empty"),
         (PROMPT, {"prompt": [QUESTION], "completion": [QUESTION]}, "turn 2 is the user's, where one of the assistant"),
         (CHAT, {"messages": []}, "a conversation without a turn"),

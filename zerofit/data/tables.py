@@ -101,6 +101,12 @@ def holds_lists(feature: Any) -> bool:
     return isinstance(feature, list) or hasattr(feature, "feature")
 
 
+def holds_values(dataset: Dataset, name: str) -> bool:
+    """Return whether a column holds texts, numbers or true and false."""
+    dtype = getattr(dataset.features[name], "dtype", "")
+    return dtype == "bool" or dtype.endswith("string") or dtype.startswith(("int", "uint", "float"))
+
+
 def class_names(feature: Any) -> tuple[str, ...] | None:
     """The names of class numbers, if a column or its lists have class numbers."""
     return tuple(getattr(getattr(feature, "feature", feature), "names", None) or ()) or None
@@ -173,12 +179,17 @@ def kept_columns(dataset: Dataset, *own: str) -> Dataset:
 
 def check_column(dataset: Dataset, option: str, name: str | None, holds: str = "") -> None:
     """Check the column that an option names; None passes. Raises UserError: there is no such column, or it holds
-    something else. `holds`: "text" or "list of turns", if the column must hold it."""
+    something else. `holds`: "text", "text or number" or "list of turns", if the column must hold it."""
     if name is None:
         return
     if name not in dataset.column_names:
         raise UserError(f"{option} = {name!r}: there is no such column; {columns_present(dataset)}")
-    is_right = {"": True, "text": name in text_columns(dataset), "list of turns": holds_lists(dataset.features[name])}
+    is_right = {
+        "": True,
+        "text": name in text_columns(dataset),
+        "text or number": holds_values(dataset, name),
+        "list of turns": holds_lists(dataset.features[name]),
+    }
     if not is_right[holds]:
         raise UserError(f"{option} = {name!r} holds no {holds}; {columns_present(dataset)}")
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from datasets import Dataset, Value
 
 from zerofit.data.records import BadRecord
-from zerofit.data.tables import LOOKED_AT, columns_present, match_columns, text_columns
+from zerofit.data.tables import LOOKED_AT, columns_present, match_columns, text_columns, text_of
 from zerofit.recipe.errors import UserError
 
 DIALOGUES = ("dialogue", "dialog", "messages", "turns", "conversation", "conversations", "utterances", "history")
@@ -159,3 +159,16 @@ def _of_part(part: dict[str, Any] | str) -> str | None:
 def blank(text: Any) -> bool:
     """Return whether there is no text, or only white space."""
     return not isinstance(text, str) or not text.strip()
+
+
+def worded(value: Any) -> Any:
+    """A number as text, any other value as it is: an answer of digits is read as a number."""
+    return text_of(value) if isinstance(value, (int, float)) else value
+
+
+def context_in(record: dict[str, Any], column: str) -> str:
+    """What an instruction or a question is about; empty where there is nothing. Raises BadRecord: it is no text."""
+    value = worded(record[column])
+    if not isinstance(value, str) and without_nothing(value):
+        raise BadRecord(f"its {column} is a list or an object, and only a text is read beside the question")
+    return "" if blank(value) else value

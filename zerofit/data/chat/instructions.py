@@ -17,13 +17,14 @@ from typing import Any
 from datasets import Dataset
 
 from zerofit.data.records import BadRecord
-from zerofit.data.tables import holds_lists, match_columns, text_columns, text_of
+from zerofit.data.tables import holds_lists, match_columns, text_columns
 from zerofit.data.turns import (
     ASSISTANT,
     DIALOGUES,
     MASKS,
     ROLE_OF_A_TURN,
     blank,
+    context_in,
     first_answer,
     is_trained,
     listed,
@@ -33,6 +34,7 @@ from zerofit.data.turns import (
     role_of,
     turns_of,
     without_nothing,
+    worded,
 )
 from zerofit.model.chat import TEMPLATE_ARGUMENTS, Conversation, Message, check_arguments, tool_definitions
 from zerofit.recipe.parsing import parse_json
@@ -117,9 +119,9 @@ class Form:
     def _instruction(self, record: dict[str, Any]) -> Message:
         instruction = _text(record[self.question], f"the {self.question}")
         message = {"role": "user", "content": instruction, "instruction": instruction}
-        if self.input and not blank(_worded(record[self.input])):
-            message["input"] = _worded(record[self.input])
-            message["content"] += f"\n\n{message['input']}"
+        if self.input and (given := context_in(record, self.input)):
+            message["input"] = given
+            message["content"] += f"\n\n{given}"
         return message
 
     def _history(self, record: dict[str, Any]) -> list[Message]:
@@ -131,10 +133,6 @@ class Form:
                 content = _text(text, f"the {name} in entry {number} of its {self.history}")
                 turns.append({"role": role, "content": content})
         return turns
-
-
-def _worded(value: Any) -> Any:
-    return text_of(value) if isinstance(value, (int, float)) else value  # an answer of digits is read as a number
 
 
 def _unpacked(value: Any, what: str = "its turns are", begins: str = "[") -> Any:
@@ -150,7 +148,7 @@ def _unpacked(value: Any, what: str = "its turns are", begins: str = "[") -> Any
 
 
 def _text(value: Any, what: str) -> str:
-    text = _worded(value)
+    text = worded(value)
     if blank(text):
         raise BadRecord(f"{what} is empty")
     return text

@@ -19,12 +19,14 @@ from zerofit.data.turns import (
     DIALOGUES,
     MASKS,
     blank,
+    context_in,
     first_answer,
     is_trained,
     question_answering_columns,
     refuse_preferences,
     refuse_rejected,
     turns_of,
+    worded,
 )
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import Seq2SeqRecipe
@@ -108,8 +110,8 @@ class PairReader:
 
     def _source(self, record: dict[str, Any]) -> str:
         source = _text(record[self.source or ""], f"the {self.source}")
-        if self.context and not blank(record[self.context]):
-            return f"question: {source} context: {record[self.context].strip()}".strip()
+        if self.context and (given := context_in(record, self.context)):
+            return f"question: {source} context: {given.strip()}".strip()
         return source
 
     def _target(self, record: dict[str, Any]) -> str:
@@ -117,9 +119,10 @@ class PairReader:
 
 
 def _text(value: Any, what: str) -> str:
-    if blank(value):
+    text = worded(value)
+    if blank(text):
         raise BadRecord(f"{what} is empty")
-    return value.strip()
+    return text.strip()
 
 
 def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> PairReader:
@@ -132,8 +135,8 @@ def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> PairReader:
         source, target = _of_languages((recipe.source_lang, recipe.target_lang), answered, table)
     is_named = source is not None
     tables.check_column(table, "dialogue_column", dialogue, "list of turns")
-    tables.check_column(table, "source_column", source, "text")
-    tables.check_column(table, "target_column", target, "text")
+    tables.check_column(table, "source_column", source, "text or number")
+    tables.check_column(table, "target_column", target, "text or number")
     verdict = None
     if answered and not is_named:
         verdict = refuse_preferences(table, "--source_column and --target_column")
@@ -157,7 +160,8 @@ def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> PairReader:
         else:
             # The question of an instruction is in another column than `input`; options can still name the columns.
             known = [pair for pair in known if pair[0] != "input" or "instruction" not in texts]
-            source, target = (*(tables.match_columns(known, texts) or ()), None, None)[:2]
+            values = [name for name in table.column_names if tables.holds_values(table, name)]
+            source, target = (*(tables.match_columns(known, values) or ()), None, None)[:2]
     of_known = set(chain.from_iterable(SOURCES_AND_TARGETS))  # of which each may hold numbers
     texts = [name for name in texts if name in of_known or name in tables.worded_columns(table)]
     if (source is None or target is None) and answered and len(texts) == 2:
