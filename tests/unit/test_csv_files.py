@@ -271,3 +271,16 @@ def test_of_an_excel_file_the_first_sheet_is_read_and_the_others_are_named(tmp_p
         data = read_data(ClsRecipe(train_file=[str(path)], cache_dir=cache))
         assert [tuple(record.values()) for record in data.parts["train"]] == ROWS
         assert ["'dev', 'old'" in note for note in data.notes] == [True] * bool(others)
+
+
+def test_an_excel_file_as_people_have_it(tmp_path, cache):
+    """Empty rows, two columns of one name, and a cell in which a formula has failed."""
+    openpyxl = pytest.importorskip("openpyxl", reason="pandas reads .xlsx with it")
+    book = openpyxl.Workbook()
+    for row in ([], ["text", "label", "text"], ["one", 1, "a"], [], ["two", 2.5, "b"], ["#N/A", "NA", "c"]):
+        book.active.append(row or [None])
+    book.save(tmp_path / "a.xlsx")
+    data = read_data(ClsRecipe(train_file=[str(tmp_path / "a.xlsx")], cache_dir=cache))
+    table = {"text": ["one", "two", ""], "label": ["1", "2.5", "NA"], "text.1": ["a", "b", "c"]}
+    assert data.parts["train"].to_dict() == table
+    assert [words in note for note, words in zip(data.notes, ("columns text the first", "1 cell"))] == [True, True]

@@ -32,7 +32,7 @@ def read_delimited(paths: list[Path], data: DataOptions, header: tuple[str, ...]
         options = _options(path, data, bool(header), notes)
         with _lines(path, data.recipe.encoding) as lines:
             names = list(header) or next(filter(None, csv.reader(lines, **options)), [])
-        columns |= dict.fromkeys(_named(names))
+        columns |= dict.fromkeys(unique_names(names))
         records.append(_records(path, data.recipe.encoding, options, names, bool(header), notes=notes))
     write_table(chain.from_iterable(records), texts_of(columns), place)
     return notes
@@ -46,11 +46,17 @@ def _lines(path: Path, encoding: str | None, newline: str | None = "") -> Iterat
         yield chain([] if SEPARATOR_LINE.match(first) else [first], file)
 
 
-def _named(names: list[str]) -> list[str]:
+def unique_names(names: list[str]) -> list[str]:
     """The names of the columns, each once, as pandas makes them."""
     numbers = [names[:place].count(name) for place, name in enumerate(names)]
     unique = [f"{name}.{number}" if number else name for name, number in zip(names, numbers)]
     return [unique[place] if name else f"Unnamed: {place}" for place, name in enumerate(names)]
+
+
+def repeats_note(path: Path, names: list[str]) -> list[str]:
+    """Notes about columns of one name."""
+    repeated = dict.fromkeys(name for place, name in enumerate(names) if name and name in names[:place])
+    return [f"note      {path}: of the columns {name} the first is read" for name in repeated]
 
 
 def _records(
@@ -59,7 +65,7 @@ def _records(
     """The records of a file. Adds notes on lines that are read in another way than they are meant, each kind counted,
     and leaves out those that repeat the header, as `cat a.csv b.csv` makes them; in a table of one column such a line
     may be a text."""
-    short, again, count, columns = list[int](), list[int](), 0, _named(names)
+    short, again, count, columns = list[int](), list[int](), 0, unique_names(names)
     with _lines(path, encoding) as lines:
         rows = csv.reader(lines, **options)
         for number, fields in enumerate(filter(None, rows), int(is_headless)):
@@ -85,8 +91,7 @@ def _records(
         if places:
             more = f" and {len(places) - 1:,} more" if len(places) > 1 else ""
             notes.append(f"note      {path}: {what} (line {places[0]:,}{more})")
-    repeated = dict.fromkeys(name for place, name in enumerate(names) if name and name in names[:place])
-    notes += [f"note      {path}: of the columns {name} the first is read" for name in repeated]
+    notes += repeats_note(path, names)
 
 
 def _broken(path: Path, encoding: str | None, options: Options) -> list[int]:

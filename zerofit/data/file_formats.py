@@ -14,13 +14,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset, Features, List, Value, concatenate_datasets, load_dataset
 
-from zerofit.data.delimited_files import read_delimited
+from zerofit.data.delimited_files import read_delimited, repeats_note, unique_names
 from zerofit.data.encodings import open_text
 from zerofit.data.json_files import read_json
 from zerofit.data.options import DataOptions
 from zerofit.data.tables import stored_table, texts_of, with_class_names, write_table
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import PACKED, ending_of
+from zerofit.recipe.parsing import counted
 
 FORMATS = {
     ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "tsv", ".xlsx": "xlsx",
@@ -129,23 +130,29 @@ def _read_texts(paths: list[Path], encoding: str | None, unit: str, place: Path)
 
 
 def _read_excel(paths: list[Path], place: Path) -> list[str]:
-    """Write the first sheets of Excel files as one table, all values as texts. Returns notes on the other sheets."""
-    sheets, notes = [], []
+    """Write the first sheets of Excel files as one table, all values as texts, without empty rows. Returns notes on
+    the other sheets, on columns of one name and on cells that hold an error."""
+    columns, records, notes = dict[str, None](), list[dict[str, str]](), list[str]()
     for path in paths:
         try:
             with pd.ExcelFile(path, engine="openpyxl") as book:
-                sheets.append(book.parse(dtype=str, keep_default_na=False).rename(columns=str))
+                sheet = book.parse(header=None, dtype=str, keep_default_na=False)
                 first, *others = book.sheet_names
         except ImportError:
             raise UserError(f"{path}: pip install openpyxl, or save it as .csv (UTF-8)") from None
         except (ValueError, KeyError, OSError, BadZipFile) as error:
             raise UserError(f"{path} cannot be read as .xlsx: {first_line(error)}") from None
-        if sheets[-1].empty:
-            raise UserError(f"{path} has a header ({', '.join(sheets[-1].columns)}) and no record")
+        header, *rows = [row for row in sheet.fillna("").to_numpy().tolist() if any(row)] or [[]]
+        if not rows:
+            raise UserError(f"{path} has a header ({', '.join(header)}) and no record")
+        records += [dict(zip(unique_names(header), row)) for row in rows]
+        columns |= dict.fromkeys(unique_names(header))
         names = ", ".join(map(repr, others))
         notes += [f"note      {path}: sheet {first!r} is read; to read {names}, save it as .csv"] if others else []
-    columns = dict.fromkeys(chain.from_iterable(sheets))
-    write_table(chain.from_iterable(sheet.to_dict("records") for sheet in sheets), texts_of(columns), place)
+        notes += repeats_note(path, header)
+        if errors := int(sheet.isna().to_numpy().sum()):
+            notes.append(f"note      {path}: {counted(errors, 'cell')} with an error (such as #N/A) read as empty")
+    write_table(records, texts_of(columns), place)
     return notes
 
 
