@@ -140,6 +140,8 @@ FORMS = {
     "texts of lists": {"prompt": "x", "chosen": repr([user("x"), answer("good")]),
                        "rejected": json.dumps([user("x"), answer("bad")])},
     "spoken": {"chosen": "\n\nHuman: x\n\nAssistant: good", "rejected": "\n\nHuman: x\n\nAssistant: bad"},
+    "spoken, from Windows": {"chosen": "\r\n\r\nHuman: x\r\n\r\nAssistant: good",
+                             "rejected": "Human: x\r\n\r\nAssistant: bad"},
 }  # fmt: skip
 
 

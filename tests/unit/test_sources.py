@@ -291,7 +291,7 @@ def test_an_existing_file_is_a_file_before_it_is_a_glob(tmp_path, cache, name, e
 
 @pytest.mark.parametrize("splits", [("train",), ("train", "validation")])
 def test_a_folder_of_save_to_disk(tmp_path, cache, splits):
-    tables = {split: Dataset.from_dict({"text": [split, "another"]}) for split in splits}
+    tables = {split: Dataset.from_dict({"Text": [split, "another"], "Id": ["a b", "c"]}) for split in splits}
     saved = DatasetDict(tables) if len(splits) > 1 else tables["train"]
     saved.save_to_disk(tmp_path / "saved")
     recipe = ClmRecipe(dataset_name=str(tmp_path / "saved"), cache_dir=cache, validation_split_percentage=0)

@@ -250,6 +250,20 @@ def test_a_broken_record_names_its_shard(prepared, tmp_path):
     assert "1.jsonl" in refusal(prepared, folder / "*.jsonl", streaming="1GiB", max_train_steps=9)
 
 
+def test_names_of_columns_in_upper_case(prepared, tmp_path):
+    write_records(tmp_path / "a.jsonl", [{"Text": text, "Id": f"{place} x"} for place, text in enumerate(TEXTS)])
+    data = prepared(tmp_path / "a.jsonl", streaming="1GiB", max_train_steps=9, packing="none")
+    assert data.tokenizer.decode(samples_at(data.train, 0, 1)[0], skip_special_tokens=True) in TEXTS
+
+
+def test_shards_with_other_types_are_named(prepared, tmp_path):
+    for name, value in (("a", 1), ("b", "x")):
+        write_records(tmp_path / f"{name}.jsonl", [{"text": "a text", "n": value}] * 3)
+    message = refusal(prepared, tmp_path / "*.jsonl", streaming="1GiB", max_train_steps=9)
+    assert f"{tmp_path / 'a.jsonl'} and the other shards" in message
+    assert "Field n" in message
+
+
 def test_formats_and_names(prepared, tmp_path):
     folder = write_shards(tmp_path / "data")
     (folder / "a.txt").write_text("text")

@@ -17,7 +17,7 @@ from zerofit.data.mixture import mixed, named, options_of_sources
 from zerofit.data.options import DataOptions
 from zerofit.data.pack import SampleSet, TextData
 from zerofit.data.prompts import read_causal_prompts
-from zerofit.data.sources import Source
+from zerofit.data.sources import Source, in_lower_case
 from zerofit.data.stream_reader import find_shards
 from zerofit.data.tables import columns_present, one_process_at_a_time, table_key
 from zerofit.data.text import prepare_text, read_records, take_texts
@@ -121,7 +121,7 @@ def _prepare_stream(
 
     def prepare(records: Dataset, name: str, folder: Path) -> SampleSet:
         own = replace(options, held_out_fraction=0.0, cache=folder)
-        source = Source({"train": records}, {}, name)
+        source = in_lower_case(Source({"train": records}, {}, name), own)
         prepared[:] = [_prepare_text_or_chat(recipe, own, config, block_size, source)]
         return prepared[0].trained
 

@@ -74,7 +74,7 @@ def read_source(
         part: find_files(f"{part}_file", data.patterns[part]) for part in ("train", *held_out) if part in data.patterns
     }
     if not files:
-        return Source(_used_parts(_from_hub(data, held_out), data.trains), {})
+        return in_lower_case(Source(_used_parts(_from_hub(data, held_out), data.trains), {}), data)
     named = next(iter(files))
     kind, unit = format_of(files[named]), ""
     for part, paths in files.items():
@@ -89,24 +89,25 @@ def read_source(
     for part, paths in files.items():
         parts[part], of_part = read_table(paths, kind, data, unit, header)
         notes += of_part
-    written = _lowercase_columns(parts, data.recipe) if data.lowercases else {}
-    return Source(parts, files, notes=notes, written=written)
+    return in_lower_case(Source(parts, files, notes=notes), data)
 
 
-def _lowercase_columns(parts: dict[str, Dataset], recipe: TaskRecipe) -> dict[str, str]:
-    """Give the tables lower-case column names, so that Text is found as text. Columns that an option names keep their
-    names (as do those of GLUE's original files). Returns {new name: name in the file}."""
-    of_options = [value for name, value in recipe.to_dict().items() if name.endswith(("_column", "_columns"))]
+def in_lower_case(source: Source, data: DataOptions) -> Source:
+    """The source with lower-case column names, so that Text is found as text. Columns that an option names keep their
+    names (as do those of GLUE's original files)."""
+    if not data.lowercases:
+        return source
+    parts = source.parts
+    of_options = [value for name, value in data.recipe.to_dict().items() if name.endswith(("_column", "_columns"))]
     named = {name for value in of_options if value for name in ([value] if isinstance(value, str) else value)}
-    written: dict[str, str] = {}
     for part, table in parts.items():
         lower = {name: name.strip().lower() for name in table.column_names if name not in named}
         new = [*lower.values(), *(name for name in table.column_names if name in named)]
         changed = {name: other for name, other in lower.items() if name != other and new.count(other) == 1}
         if changed:
             parts[part] = derived(table.rename_columns(changed), table)
-            written |= {other: name for name, other in changed.items()}
-    return written
+            source.written |= {other: name for name, other in changed.items()}
+    return source
 
 
 def _used_parts(parts: dict[str, Dataset], trains: bool) -> dict[str, Dataset]:

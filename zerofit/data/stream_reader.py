@@ -97,21 +97,25 @@ def read_window(shards: Shards, order: list[int], start: Place, size: int) -> tu
     while shard < len(order):
         for table in _batches(shards, order[shard], record):
             if taken >= size:  # and there is more
-                return _joined(read), (shard, record)
+                return _joined(shards, read), (shard, record)
             read.setdefault(order[shard], []).append(table)
             taken += sum(pa.ipc.get_record_batch_size(batch) for batch in table.to_batches())
             record += len(table)
         shard, record = shard + 1, 0
-    return _joined(read), None
+    return _joined(shards, read), None
 
 
-def _joined(read: dict[int, list[pa.Table]]) -> pa.Table:
+def _joined(shards: Shards, read: dict[int, list[pa.Table]]) -> pa.Table:
     """In the order of the shards' numbers, so that one window of all data is the data as a run without windows reads
     it."""
     tables = [table for number in sorted(read) for table in read[number]]
     if not tables:
         return pa.table({})
-    return pa.concat_tables(tables, promote_options="permissive")
+    try:
+        return pa.concat_tables(tables, promote_options="permissive")
+    except pa.ArrowException as error:  # a table of JSON has the types of its first megabytes
+        names = f"{shards.names[min(read)]} and the other shards of a window"
+        raise UserError(f"streaming: {names} differ: {first_line(error)}. Write values of one type") from None
 
 
 def _batches(shards: Shards, number: int, record: int) -> Iterator[pa.Table]:

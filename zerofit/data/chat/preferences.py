@@ -31,7 +31,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import ClmRecipe
 
 CHOSEN, REJECTED = "chosen", "rejected"
-SPOKEN = re.compile(r"(?:^|\n\n)(Human|Assistant):[ ]?")
+SPOKEN = re.compile(r"(?:^|(?:\r?\n){2})(Human|Assistant):[ ]?")
 Pair = tuple[Conversation, Conversation]
 
 
