@@ -6,7 +6,8 @@ import pandas as pd
 import pytest
 from helpers import read_data, refusal
 
-from zerofit.recipe import ClsRecipe
+from zerofit.data.pairs.samples import split_translation_columns
+from zerofit.recipe import ClsRecipe, Seq2SeqRecipe
 
 
 def read(cache, *files, **options):
@@ -88,6 +89,16 @@ def test_a_file_of_one_record_is_no_table(tmp_path, cache, record, indent):
     found = read(cache, tmp_path / "a.json")
     assert len(found) == 1
     assert found[0] == record
+
+
+def test_keys_have_the_order_of_the_first_record(tmp_path, cache):
+    """The first language of a translation is its source."""
+    (tmp_path / "a.jsonl").write_text(
+        '{"translation": {"en": "a", "de": "b"}}\n{"translation": {"de": "d", "en": "c"}}'
+    )
+    (table,) = read_data(Seq2SeqRecipe(train_file=[str(tmp_path / "a.jsonl")], cache_dir=cache)).parts.values()
+    assert split_translation_columns(table).to_dict() == {"en": ["a", "c"], "de": ["b", "d"]}
+    assert list(table.features["translation"]) == ["en", "de"]
 
 
 def test_a_table_without_names_of_columns_is_refused(tmp_path, cache):

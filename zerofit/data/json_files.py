@@ -195,7 +195,7 @@ def widened(kind: Kind, value: Any) -> Kind:
     if isinstance(value, dict) and value and isinstance(kind, dict | None):
         kind = dict.fromkeys(value) if kind is None else kind
         if kind.keys() == value.keys():
-            return {key: widened(kind[key], item) for key, item in value.items()}
+            return {key: widened(own, value[key]) for key, own in kind.items()}  # in the order of the first
     if isinstance(value, list) and isinstance(kind, list | None):
         of_items = kind[0] if kind else None
         for item in value:
