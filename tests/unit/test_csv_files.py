@@ -260,6 +260,13 @@ def test_files_with_other_columns_are_read_together(tmp_path, cache, ending):
     assert table.to_dict() == {"text": ["one", "two"], "label": ["0", "1"], "id": [None, "07"]}
 
 
+@pytest.mark.parametrize("header", [("Text", "label"), (" text", "label")])
+def test_columns_that_differ_in_case_between_files_are_named(tmp_path, cache, header):
+    write(tmp_path / "a.csv", header=("text", "label"), rows=[("one", "0")])
+    write(tmp_path / "b.csv", header=header, rows=[("two", "1")])
+    assert f"the columns text, {header[0]} differ" in refusal(read, str(tmp_path / "*.csv"), cache)
+
+
 def test_of_an_excel_file_the_first_sheet_is_read_and_the_others_are_named(tmp_path, cache):
     pytest.importorskip("openpyxl", reason="pandas reads .xlsx with it")
     table = pd.DataFrame(ROWS, columns=HEADER)

@@ -104,6 +104,12 @@ def in_lower_case(source: Source, data: DataOptions) -> Source:
         lower = {name: name.strip().lower() for name in table.column_names if name not in named}
         new = [*lower.values(), *(name for name in table.column_names if name in named)]
         changed = {name: other for name, other in lower.items() if name != other and new.count(other) == 1}
+        again = [name for name, other in lower.items() if new.count(other) > 1]
+        if again and all(table.data.column(name).null_count for name in again):
+            raise UserError(
+                f"{source.where(part)}: the columns {', '.join(again)} differ in upper and lower case alone, and some "
+                "records have one and some the other. Give them one name"
+            )
         if changed:
             parts[part] = derived(table.rename_columns(changed), table)
             source.written |= {other: name for name, other in changed.items()}
@@ -125,7 +131,9 @@ def _from_hub(data: DataOptions, held_out: dict[str, tuple[str, ...]]) -> dict[s
         else:
             dataset = load_dataset(name, config, cache_dir=data.hub_cache)
     except Exception as error:  # the library raises a dozen types, from ConnectionError to DatasetNotFoundError
-        raise UserError(f"dataset_name = {name!r}: {first_line(error)}. Or name files with train_file") from None
+        raise UserError(
+            f"dataset_name = {name!r}: {first_line(error.__cause__ or error)}. Or name files with train_file"
+        ) from None
     assert isinstance(dataset, DatasetDict)
     known = {"train", *(name for names in held_out.values() if not data.trains for name in names)}
     if not known & set(dataset):
