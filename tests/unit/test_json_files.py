@@ -42,6 +42,11 @@ DIFFERENT = [
     ([{"label": {"a": 1}}], [{"label": {"a": "x"}}], [{"a": "1"}, {"a": "x"}]),
     ([{"label": {"a": 1}}], [{"label": "x"}], [{"a": 1}, "x"]),
     ([{"label": TALK["messages"]}], [{"label": [call(x=1)]}], [TALK["messages"], [call(x=1)]]),
+    (
+        [{"label": [{"a": 1, "b": None}] * 2}],
+        [{"label": [{"a": 2, "b": None}]}],
+        [[{"a": 1, "b": None}] * 2, [{"a": 2, "b": None}]],
+    ),
     ([{"label": [call(x=1)]}], [{"label": [call(y="z")]}], [[call(x=1)], [call(y="z")]]),
 ]
 

@@ -237,8 +237,8 @@ def as_kind(value: Any, kind: Kind) -> Any:
 
 def _feature(kind: Kind, mixed: Any) -> Any:
     """The feature of a column; `mixed` is that of values of several types."""
-    if isinstance(kind, dict):
-        return {key: _feature(own, mixed) for key, own in kind.items()}
+    if isinstance(kind, dict):  # a cast of pyarrow cuts what has its null type in lists of objects
+        return {key: _feature(own or TEXT, mixed) for key, own in kind.items()}
     if isinstance(kind, list):
         return List(_feature(kind[0], mixed))
     if kind == MIXED:
