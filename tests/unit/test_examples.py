@@ -88,6 +88,8 @@ def test_a_column_that_some_parquet_files_have(tmp_path, prepare):
     typed(tmp_path / "a.parquet", A, [0, 1])
     Dataset.from_dict({"text": ["one"], "more": [1], "label": ["no"]}).to_parquet(tmp_path / "b.parquet")
     assert names(prepare(tmp_path / "*", "--validation_split_percentage", 0)) == ["no", "yes", "no"]
+    typed(tmp_path / "c.parquet", A, [])
+    assert f"{tmp_path / 'c.parquet'} has no record" in refusal(prepare, tmp_path / "*")
 
 
 @pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl"])

@@ -66,6 +66,8 @@ def read_table(
     if kind == "parquet":
         try:
             return _read_parquet(paths, data.hub_cache), []
+        except UserError:
+            raise
         except Exception as error:  # the library raises a dozen types
             cause = " ".join(str(error.__cause__ or error).split())[:400]
             raise UserError(f"{paths[0]} cannot be read as parquet: {cause}") from None
@@ -83,6 +85,8 @@ def read_table(
 def _read_parquet(paths: list[Path], cache: str | None) -> Dataset:
     """The records of parquet files. Files with other columns, types of columns or names of classes are read one after
     another; a value that a file has not is null."""
+    if empty := [path for path in paths if not pq.read_metadata(path).num_rows]:
+        raise UserError(f"{empty[0]} has no record")
     groups = groupby(paths, lambda path: Features.from_arrow_schema(pq.read_schema(path)))
     files = ([escape(str(path)) for path in group] for _, group in groups)
     tables = [load_dataset("parquet", data_files=names, split="train", cache_dir=cache) for names in files]
