@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from datasets import ClassLabel, Dataset
 from helpers import read_data, refusal, write_records
 
 from zerofit.data.collate import ExampleCollator
@@ -76,6 +77,15 @@ def test_whether_numbers_of_choices_begin_at_one(recipe_of, tmp_path, choices, n
     table = read_data(recipe).parts["train"]
     found = find_choices(recipe, table)
     assert [found.read(record)[1] for record in table] == right
+
+
+@pytest.mark.parametrize(("classes", "numbers", "right"), [(["B", "C"], [0, 1], [1, 2]), (["1", "3"], [0, 1], [0, 2])])
+def test_numbers_of_classes_are_those_of_their_names(recipe_of, tmp_path, classes, numbers, right):
+    table = Dataset.from_list([{**QUESTION, "choices": ["a", "b", "c"], "answer": number} for number in numbers])
+    table.cast_column("answer", ClassLabel(names=classes)).to_parquet(tmp_path / "a.parquet")
+    recipe = recipe_of(tmp_path / "a.parquet", "--validation_split_percentage", 0)
+    data = prepare_examples(recipe, load_configuration(recipe))
+    assert data.train.labels.tolist() == right
 
 
 def test_what_is_no_multiple_choice(recipe_of, tmp_path):

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from datasets import ClassLabel, Dataset, Value
+from datasets import ClassLabel, Dataset, Features, Value
 from transformers import PretrainedConfig
 
 from zerofit.data import tables
@@ -141,7 +141,9 @@ def _find(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None) -> Lab
     if task is None and (choices := find_choices(recipe, source.first)):
         if recipe.lora:
             raise UserError("lora = true: multiple choice has no adapters. Remove --lora, or name --label_column")
-        return LabelledSource(options, source, choices)
+        named = [Features({choices.label: Value("string")})]  # the number of a class is not that of its choice
+        source.parts = {name: tables.with_class_names(table, named) for name, table in source.parts.items()}
+        return LabelledSource(options, source, find_choices(recipe, source.first) or choices)
     if task is None and (found := find_tags(recipe.text_columns, recipe.label_column, source.first)):
         words, label = found
         names = tables.class_names(source.first.features[label])
@@ -150,7 +152,8 @@ def _find(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None) -> Lab
     feature = source.first.features[label]
     if of_sets := tables.holds_lists(feature):
         feature = feature.feature
-        refuse_flags(source.first[label][:], source.where("train"))
+        if not tables.class_names(feature):
+            refuse_flags(source.first[label][:], source.where("train"))
     class_names = task.labels if task else tables.class_names(feature)
     source.parts = {name: _as_text(table, texts) for name, table in source.parts.items()}
     return LabelledSource(options, source, LabelledColumns(texts, label, Labels(None), class_names), of_sets)
