@@ -219,7 +219,8 @@ def test_texts_under_another_name_are_told(tmp_path, cache, number, said):
     source = read_data(recipe)
     try:
         take_texts(source, recipe, DataOptions.of(recipe))
-        (told,) = source.notes
+        columns, told = source.notes
+        assert columns == "data      each text is in the column text (not read: content)"
     except UserError as error:
         told = str(error)
     assert said in told

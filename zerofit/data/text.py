@@ -43,6 +43,10 @@ def take_texts(source: Source, recipe: ClmRecipe, options: DataOptions) -> dict[
     """The documents of each part (column `text`); a held-out part is split off if there is none. Raises UserError:
     there is no such column; most records have no text; a split is empty. Adds notes to those of the source."""
     columns = {name: text_column(part, recipe.text_column) for name, part in source.parts.items()}
+    first = columns[next(iter(columns))]
+    if others := [source.written.get(name, name) for name in source.first.column_names if name != first]:
+        read = source.written.get(first, first)
+        source.notes.append(f"data      each text is in the column {read} (not read: {', '.join(others)})")
     for name, column in columns.items():
         table, what = (
             source.parts[name].data,
