@@ -290,6 +290,16 @@ def test_an_existing_file_is_a_file_before_it_is_a_glob(tmp_path, cache, name, e
     assert records(cache, path, **options).train["text"][:] == ROWS
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv.gz", "a.parquet"])
+def test_a_link_to_a_file_without_an_ending(tmp_path, cache, name):
+    """As the hub's cache has them."""
+    path = write(tmp_path, name)
+    path.rename(tmp_path / "0a1b")
+    path.symlink_to(tmp_path / "0a1b")
+    found = records(cache, path, tmp_path / "." / name, validation_split_percentage=0)
+    assert found.train["text"][:] == ROWS
+
+
 @pytest.mark.parametrize("splits", [("train",), ("train", "validation")])
 def test_a_folder_of_save_to_disk(tmp_path, cache, splits):
     tables = {split: Dataset.from_dict({"Text": [split, "another"], "Id": ["a b", "c"]}) for split in splits}

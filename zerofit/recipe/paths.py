@@ -87,7 +87,8 @@ def find_files(option: str, patterns: list[str]) -> list[Path]:
         problems.append(f"{option} = {patterns}: all files that match are empty")
     if problems:
         raise UserError(problems)
-    return sorted(dict.fromkeys(path.resolve() for path in files_with_content))
+    # Each once; a link keeps its name, as the hub's cache has links to files without an ending.
+    return sorted({path.resolve(): Path(os.path.abspath(path)) for path in files_with_content}.values())
 
 
 def is_address(name: str) -> bool:

@@ -47,7 +47,7 @@ def find_input(inputs: list[str]) -> dict[Path, str]:
             # a corpus, or what a killed job has left of one, may lie among the texts
             unfinished = path.with_suffix(f".idx{PARTIAL}").exists()
             is_corpus = path.suffix in (".bin", ".idx", ".json") and (unfinished or path.with_suffix(".idx").exists())
-            is_named = str(path) == os.path.realpath(name)
+            is_named = str(path) == os.path.abspath(name)
             is_skipped = is_corpus or path.suffix == PARTIAL or INDICES in path.parts
             if path not in files and (is_named or not is_skipped):
                 files[path] = _kind_of(path)
