@@ -74,6 +74,11 @@ def test_marks_and_other_separators(tmp_path, cache):
     (tmp_path / "marked.txt").write_text("one\ntwo\n<|endoftext|>\nthree\n<|endoftext|>\n")
     found = records(cache, tmp_path / "marked.txt", validation_split_percentage=0)
     assert found.train["text"][:] == ["one\ntwo", "three"]
+    (tmp_path / "first.txt").write_text("none\n")
+    both = records(cache, tmp_path / "first.txt", tmp_path / "marked.txt", validation_split_percentage=0)
+    assert both.train["text"][:] == ["none", "one\ntwo", "three"]
+    held_out = records(cache, tmp_path / "first.txt", validation_file=[str(tmp_path / "marked.txt")])
+    assert held_out.validation["text"][:] == ["one\ntwo", "three"]
     (tmp_path / "own.txt").write_text("one@@two@@three")
     found = records(cache, tmp_path / "own.txt", validation_split_percentage=0, document_separator="@@")
     assert found.train["text"][:] == ["one", "two", "three"]

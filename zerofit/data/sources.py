@@ -84,7 +84,7 @@ def read_source(
         if unit_of is None:
             what = "this task reads records: .jsonl, .json, .csv, .xlsx, .parquet"
             raise UserError(f"{named}_file = {files[named][0]}: {what}")
-        unit = unit_of(files[named])
+        unit = unit_of([path for paths in files.values() for path in paths])
     parts, notes = dict[str, Dataset](), list[str]()
     for part, paths in files.items():
         parts[part], of_part = read_table(paths, kind, data, unit, header)

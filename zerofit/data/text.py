@@ -32,7 +32,7 @@ def read_records(recipe: ClmRecipe, options: DataOptions) -> Source:
     def unit_of(files: list[Path]) -> str:
         if recipe.document_separator:
             return recipe.document_separator
-        if _contains(files[0], recipe.encoding, END_OF_TEXT):
+        if any(_contains(path, recipe.encoding, END_OF_TEXT) for path in files):
             return END_OF_TEXT
         return "line" if recipe.packing == "none" else "file"
 
