@@ -138,6 +138,7 @@ def test_commas_that_may_separate_thousands_are_refused(values):
     (("0110", "110"), ["110", "0110"], None, [1, 0]),
     (("1", "2"), ["2.0", "1.0"], None, [1, 0]),
     (("3", "1"), ["1", "3"], None, [1, 0]),  # names, not numbers of classes
+    (("c", "a", "b"), [0, 1, "c"], ("a", "c"), [1, 0, 0]),  # data with fewer classes
 ])  # fmt: skip
 def test_labels_of_data_for_a_trained_model(theirs, values, class_names, numbers):
     labels, numbered = trained_labels(pretrained(*theirs), class_names, values)

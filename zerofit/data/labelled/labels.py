@@ -231,6 +231,8 @@ def trained_labels(
     names = sorted({name_of(value) for value in values if not is_missing(value)})
     if gives_number:
         return _numbers(names, "the held-out data"), None
+    if class_names and {*class_names} < {*theirs}:
+        return Labels(theirs, of_sets=of_sets), class_names
     if class_names:
         if len(class_names) != len(theirs):
             raise UserError(f"the model was trained for {trained}, the data has {', '.join(class_names)}")
