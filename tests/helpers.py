@@ -444,8 +444,9 @@ def load_texts(recipe):
     from zerofit.data.text import read_records, take_texts
 
     options = DataOptions.of(recipe)
-    parts = take_texts(read_records(recipe, options), recipe, options)
-    return SimpleNamespace(train=parts.get("train"), validation=parts.get("validation"))
+    source = read_records(recipe, options)
+    parts = take_texts(source, recipe, options)
+    return SimpleNamespace(train=parts.get("train"), validation=parts.get("validation"), notes=source.notes)
 
 
 def updates(lines: list[dict]) -> list[dict]:

@@ -36,6 +36,8 @@ def columns_of(record: dict, **options: str) -> PairReader:
          PairReader(None, "question", "answers", "context")),
         ({"messages": ROLES, "label": False}, {}, PairReader("messages", None, None, verdict="label")),
         ({"dialogue": "a text, no list", "summary": "y"}, {}, PairReader(None, "dialogue", "summary")),
+        ({"dialogue": "[10:02] Ann: Hi!", "summary": "y"}, {}, PairReader(None, "dialogue", "summary")),
+        ({"dialog": "['Hi!', 'Ho.']", "act": "[1, 2]"}, {}, PairReader("dialog", None, None)),  # DailyDialog as .csv
         ({"ja": "x", "en": "y"}, {"source_column": "en"}, PairReader(None, "en", "ja")),
         ({"question": "x", "passage": "z", "answer": True}, {}, PairReader(None, "question", "answer")),  # BoolQ
         ({"a": "1 + 1?", "b": 2}, {"source_column": "a", "target_column": "b"}, PairReader(None, "a", "b")),
@@ -73,6 +75,10 @@ EACH_TURN = [Pair(TURNS[:1], TURNS[1]), Pair(TURNS[:2], TURNS[2])]
     [
         (PairReader("d", None, None), {"d": TURNS}, EACH_TURN),
         (PairReader("d", None, None), {"d": ROLES}, EACH_TURN[:1]),
+        (PairReader("d", None, None), {"d": str(TURNS)}, EACH_TURN),
+        (PairReader("d", None, None), {"d": json.dumps(ROLES)}, EACH_TURN[:1]),
+        (PairReader("d", None, None), {"d": [{"from": name, "value": name} for name in ("human", "ai", "human")]},
+         [Pair(["human"], "ai")]),
         (PairReader("d", None, None), {"d": [{"from": "human", "value": "Hi!"}, {"from": "gpt", "value": "Ho!"}]},
          [Pair(["Hi!"], "Ho!")]),
         (PairReader("d", None, None), {"d": [{"role": "Assistant", "text": "Hi!"}, {"role": "User", "text": "Ho?"},
@@ -100,6 +106,13 @@ def test_pairs_of_a_record(columns, record, pairs):
             "a turn has who, said, and none of content",
         ),
         (PairReader("d", None, None), {"d": ["Hi!"]}, "a reply with no history"),
+        (PairReader("d", None, None), {"d": "['Hi!' 'Ho!'\n 'Hm.']"}, "is the text of a list that is not valid JSON"),
+        (PairReader("d", None, None), {"d": "Hi!"}, "a text, and no list of turns"),
+        (
+            ASKED,
+            {**WHO, "context": {"title": ["x"]}, "answers": {"text": ["y"]}},
+            "its context is a list or an object",
+        ),
         (PairReader("d", None, None), {"d": []}, "a conversation without a turn"),
         (PairReader(None, "s", "t"), {"s": " ", "t": "x"}, "the s is empty"),
         (ASKED, {**WHO, "answers": {"text": []}}, "the answers is empty"),
@@ -219,8 +232,9 @@ def sources(data, samples) -> list[str]:
 
 
 def test_the_held_out_part_shares_no_conversation_with_the_training_part(tmp_path, prepare):
-    path = write_records(tmp_path / "a.jsonl", [talk(n, turns=2 + n % 4) for n in range(40)])
+    path = write_records(tmp_path / "a.jsonl", [{**talk(n, turns=2 + n % 4), "Answer": "x"} for n in range(40)])
     data = prepare(path, "--validation_split_percentage", "25")
+    assert "note      not read: columns Answer" in data.notes
     train, held_out = (
         {source.split()[1] for source in sources(data, samples)} for samples in (data.train, data.validation)
     )

@@ -90,6 +90,7 @@ def test_the_line_in_which_excel_names_the_separator_is_no_header(tmp_path, cach
         (["a,b", "c", "d,e", "f"], "fewer than 2 fields, the others are empty (line 3 and 1 more)"),
         (["a,b", '"c "d" e",f'], 'text after a closing quote; inside quotes write "" (line 3)'),
         (["a,b", "c,d"], None),
+        (["a,b", ",", ",", "c,d"], "no value in any field, left out (line 3 and 1 more)"),
         (['"a ""b"", c",d', 'e "f" g,h', "i,"], None),
     ],
 )
@@ -98,6 +99,19 @@ def test_lines_that_are_read_in_another_way_than_meant_are_counted(tmp_path, cac
     path.write_text("\n".join(["text,label", *lines]))
     notes = read_data(ClsRecipe(train_file=[str(path)], cache_dir=cache)).notes
     assert list(notes) == ([f"note      {path}: {said}"] if said else [])
+
+
+@pytest.mark.parametrize(("lines", "texts"), [
+    (['"He said \\"hi\\"",x', '"a, b",y'], ['He said "hi"', "a, b"]),  # as Spark and MySQL write them
+    (['"\\"a, b\\" and C:\\dir",x'], ['"a, b" and C:\\dir']),
+    (['"ends in \\",x', '"a ""b""",y'], ["ends in \\", 'a "b"']),
+    (['a \\"b\\" c,x'], ['a \\"b\\" c']),
+])  # fmt: skip
+def test_quotes_behind_a_backslash(tmp_path, cache, lines, texts):
+    (tmp_path / "a.csv").write_text("\n".join(["text,label", *lines]))
+    data = read_data(ClsRecipe(train_file=[str(tmp_path / "a.csv")], cache_dir=cache))
+    assert data.parts["train"]["text"][:] == texts
+    assert len(data.notes) == (texts[0].count('"') > texts[0].count('\\"'))
 
 
 @pytest.mark.parametrize(("lines", "rows", "noted"), [

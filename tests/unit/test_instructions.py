@@ -35,6 +35,8 @@ def form_of(record: dict, **options) -> Form | None:
         ({"instruction": "x", "input": "", "output": "y", "system": "s", "history": [["a", "b"]]}, {},
          Form("instruction", "instruction", "output", "input", "history", "system")),  # LLaMA-Factory
         ({"prompt": "x", "completion": "y"}, {}, Form("prompt", "prompt", "completion", plain=True)),
+        ({"query": "x", "response": "y", "history": [["a", "b"]]}, {},
+         Form("prompt", "query", "response", history="history")),  # ms-swift
         ({"system_prompt": "s", "question": "x", "response": "y"}, {},
          Form("prompt", "question", "response", system="system_prompt", plain=True)),  # OpenOrca
         ({"type": "t", "query": "x", "response": "y"}, {}, Form("prompt", "query", "response", plain=True)),
@@ -77,6 +79,9 @@ def test_an_instruction():
     past = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"},
             {"role": "user", "content": "c?"}, {"role": "assistant", "content": "d"}]  # fmt: skip
     assert INSTRUCTION.read(instruction(history=[["a?", "b"], ["c?", "d"]])) == [default, *past, asked, three]
+    assert INSTRUCTION.read(instruction(history=past)) == [default, *past, asked, three]
+    in_parts = [{"text": "Count."}]  # as Amazon's Bedrock and Anthropic have it
+    assert INSTRUCTION.read(instruction(input=12, system=in_parts))[0] == own
     assert INSTRUCTION.read(instruction(output=3)) == [default, asked, three], "an answer of digits"
 
 
@@ -119,6 +124,9 @@ def test_a_system_text():
         (INSTRUCTION, instruction(output=""), "the output is empty"),
         (INSTRUCTION, instruction(input=["a", "b"]), "its input is a list or an object"),
         (INSTRUCTION, instruction(history=[["a?", "b"], ["c?", ""]]), "the answer in entry 2 of its history is empty"),
+        (INSTRUCTION, instruction(input=["a", "b"]), "its input is a list"),
+        (INSTRUCTION, instruction(input={"title": ["a"]}), "its input is a list or an object"),  # HotpotQA's context
+        (INSTRUCTION, instruction(system=["a"]), "the system is a list"),
         (PROMPT, {"prompt": [QUESTION], "completion": [QUESTION]}, "turn 2 is the user's, where one of the assistant"),
         (CHAT, {"messages": []}, "a conversation without a turn"),
         (CHAT, {"messages": [ANSWER, QUESTION, ANSWER]}, "turn 1 is the assistant's, where one of the user was due"),

@@ -1,5 +1,6 @@
 """JSON files as people have them: records that differ, several files, tables of pandas."""
 
+import gzip
 import json
 
 import pandas as pd
@@ -67,7 +68,7 @@ def test_later_records_and_files_may_differ(tmp_path, cache, first, later, value
 
 
 @pytest.mark.parametrize("index", [None, "names", "filtered", "numbers"])
-@pytest.mark.parametrize("orient", [None, "records", "split", "index", "columns", "table"])
+@pytest.mark.parametrize("orient", [None, "records", "split", "index", "columns", "table", "list"])
 @pytest.mark.parametrize(("name", "options"), [("a.json", {"indent": 2}), ("a.jsonl", {}), ("a.json.gz", {})])
 def test_what_pandas_writes_as_json_is_read(tmp_path, cache, orient, index, options, name):
     frame = pd.DataFrame({"text": [f"text {n}" for n in range(8)], "label": ["0", "01"] * 4, "n": [*range(8)]})
@@ -76,7 +77,11 @@ def test_what_pandas_writes_as_json_is_read(tmp_path, cache, orient, index, opti
     elif index == "numbers":
         frame = frame.set_index(pd.Index([f"00{n}" for n in range(8)]))
     frame = frame[frame["n"] > 2] if index == "filtered" else frame
-    frame.to_json(tmp_path / name, orient=orient, **options)
+    if orient == "list":
+        content = json.dumps(frame.to_dict("list"), **options).encode()
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    else:
+        frame.to_json(tmp_path / name, orient=orient, **options)
     assert read(cache, tmp_path / name).to_dict() == frame.to_dict("list")
 
 
@@ -85,6 +90,8 @@ def test_what_pandas_writes_as_json_is_read(tmp_path, cache, orient, index, opti
     {"translation": {"de": "a", "en": "b"}},
     {"chosen": {"role": "a", "content": "b"}, "rejected": {"role": "a", "content": "c"}},
     {"tokens": ["a", "b"], "tags": [0, 1]},
+    {"tokens": list("abcdefgh"), "tags": [0]},
+    {"data": [{"text": "a"}] * 8},
     {"messages": [{"role": "user", "content": "a"}]},
     {"columns": ["a"], "data": "b"},
 ])  # fmt: skip

@@ -123,6 +123,23 @@ def test_texts_of_lists_are_no_classes():
     assert len(found(values, regression=False).names) == 3
 
 
+@pytest.mark.parametrize("other", ["NA", "NULL", "-", "n/a", "inf", "#N/A", float("inf")])
+def test_a_name_among_numbers_is_told(other):
+    values = ["0.5", "1.25", "3", other] if isinstance(other, str) else [0.5, 1.25, 3.0, other]
+    assert f"{str(other)!r} is none" in refusal(found, values)
+    assert found(values, regression=True).names is None
+    assert len(found(values, regression=False).names) == 4
+    assert found(["dev", "beta", "1.5"]).names == ("1.5", "beta", "dev")
+
+
+@pytest.mark.parametrize(
+    "values", [["1 234,5", "2 500,0"], ["1\u202f234", "12"], ["1'234.5", "2"], ["1\u2019234", "2"]]
+)
+def test_numbers_with_blanks_or_apostrophes_are_no_classes(values):
+    assert "--regression" in refusal(found, values)
+    assert len(found(values, regression=False).names) == 2
+
+
 @pytest.mark.parametrize("values", [["1,500", "2,250"], ["0,5", "0.5"], ["1.234,5", "1,0"], ["1,234,567", "2"]])
 def test_commas_that_may_separate_thousands_are_refused(values):
     assert "Write 1234.5" in refusal(found, values, regression=True)

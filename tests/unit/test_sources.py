@@ -81,7 +81,9 @@ def test_marks_and_other_separators(tmp_path, cache):
     assert held_out.validation["text"][:] == ["one\ntwo", "three"]
     (tmp_path / "own.txt").write_text("one@@two@@three")
     found = records(cache, tmp_path / "own.txt", validation_split_percentage=0, document_separator="@@")
-    assert found.train["text"][:] == ["one", "two", "three"]
+    assert (found.train["text"][:], found.notes) == (["one", "two", "three"], [])
+    found = records(cache, tmp_path / "own.txt", validation_split_percentage=0, document_separator="\\n")
+    assert [f"'\\\\n' is not in {tmp_path}/own.txt" in note for note in found.notes] == [True]
 
 
 @pytest.mark.parametrize("kind", ["a.jsonl", "a.csv", "a.txt", "saved"])
@@ -166,6 +168,14 @@ def test_other_encodings_are_named_and_read(tmp_path, cache, name, encoding):
     assert "吾輩は猫である。" in message
     found = records(cache, tmp_path / name, encoding=encoding, **options)
     assert found.train["text"][:] == texts
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.txt.gz"])
+def test_utf_16_without_a_mark_is_no_utf_8(tmp_path, cache, name, encoding):
+    data = '{"text": "plain"}\n'.encode(encoding)
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    assert f"--encoding {encoding}" in refusal(records, cache, tmp_path / name)
 
 
 PROSE = {
@@ -313,8 +323,18 @@ def test_a_folder_of_save_to_disk(tmp_path, cache, splits):
     recipe = ClmRecipe(dataset_name=str(tmp_path / "saved"), cache_dir=cache, validation_split_percentage=0)
     found = load_texts(recipe)
     assert found.train["text"][:] == ["train", "another"]
-    assert (found.validation is None) == (len(splits) == 1)
+    assert found.validation is None if len(splits) == 1 else found.validation["text"][0].startswith("val")
+    assert [note.partition("not read: ")[2] for note in found.notes if "splits" in note] == ["dev, test"] * (
+        len(splits) == 4
+    )
     assert "--dataset_name" in refusal(records, cache, tmp_path / "saved")
+
+
+def test_texts_of_csv_files_of_a_data_set_stay_as_they_are_written(tmp_path, cache):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.csv").write_text("text,label\n0110,NA\n110,1.0\nnull,\n")
+    found = read_data(ClmRecipe(dataset_name=str(tmp_path / "data"), cache_dir=cache)).parts["train"]
+    assert found.to_dict() == {"text": ["0110", "110", "null"], "label": ["NA", "1.0", ""]}
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])

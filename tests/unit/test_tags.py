@@ -156,6 +156,7 @@ def test_comments_and_line_ends_of_conll_files(tmp_path, ends):
         ("a X O\n\nb O", "line 3"),
         ("a\tO\nb\t\n", "line 2"),
         ("\tO", "line 1"),
+        ("1 The the DET _\n2 dog dog NOUN SpaceAfter=No\n", "numbers of words, as in CoNLL-U"),
         ("\n\n", "no "),
     ],
 )

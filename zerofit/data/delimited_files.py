@@ -3,7 +3,7 @@
 import csv
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice, zip_longest
 from pathlib import Path
@@ -20,7 +20,7 @@ OTHERS = (",", ";", "\t", "|")  # that files of these endings have too
 SEPARATOR_LINE = re.compile('"?sep=.?"?\r?\n')  # Excel's first line of a .csv file, which is no header
 HEAD = 1000  # lines of a file, read to find its delimiter
 QUOTED = r'(?<![^{0}])"(?:[^"]|"")*"(?![^{0}])'  # a field; {0} is what separates fields
-Options = dict[str, Any]  # of csv.reader
+Options = dict[str, Any]  # of _rows
 
 
 def read_delimited(paths: list[Path], data: DataOptions, header: tuple[str, ...], place: Path) -> list[str]:
@@ -31,7 +31,7 @@ def read_delimited(paths: list[Path], data: DataOptions, header: tuple[str, ...]
     for path in paths:
         options = _options(path, data, bool(header), notes)
         with _lines(path, data.recipe.encoding) as lines:
-            names = list(header) or next(filter(None, csv.reader(lines, **options)), [])
+            names = list(header) or next(filled(_rows(lines, options)), [])
         columns |= dict.fromkeys(unique_names(names))
         records.append(_records(path, data.recipe.encoding, options, names, bool(header), notes=notes))
     write_table(chain.from_iterable(records), texts_of(columns), place)
@@ -46,17 +46,19 @@ def _lines(path: Path, encoding: str | None, newline: str | None = "") -> Iterat
         yield chain([] if SEPARATOR_LINE.match(first) else [first], file)
 
 
+def _rows(lines: Iterable[str], options: Options) -> Any:
+    """A csv.reader. With the option `escaped` \\" in a field is read as \"\"."""
+    options = {**options}
+    if options.pop("escaped", False):
+        lines = (line.replace('\\"', '""') for line in lines)
+    return csv.reader(lines, **options)
+
+
 def unique_names(names: list[str]) -> list[str]:
     """The names of the columns, each once, as pandas makes them."""
     numbers = [names[:place].count(name) for place, name in enumerate(names)]
     unique = [f"{name}.{number}" if number else name for name, number in zip(names, numbers)]
     return [unique[place] if name else f"Unnamed: {place}" for place, name in enumerate(names)]
-
-
-def repeats_note(path: Path, names: list[str]) -> list[str]:
-    """Notes about columns of one name."""
-    repeated = dict.fromkeys(name for place, name in enumerate(names) if name and name in names[:place])
-    return [f"note      {path}: of the columns {name} the first is read" for name in repeated]
 
 
 def _records(
@@ -65,10 +67,10 @@ def _records(
     """The records of a file. Adds notes on lines that are read in another way than they are meant, each kind counted,
     and leaves out those that repeat the header, as `cat a.csv b.csv` makes them; in a table of one column such a line
     may be a text."""
-    short, again, count, columns = list[int](), list[int](), 0, unique_names(names)
+    short, again, blank, count, columns = list[int](), list[int](), list[int](), 0, unique_names(names)
     with _lines(path, encoding) as lines:
-        rows = csv.reader(lines, **options)
-        for number, fields in enumerate(filter(None, rows), int(is_headless)):
+        rows = _rows(lines, options)
+        for number, fields in enumerate(filled(rows, blank), int(is_headless)):
             if number and len(fields) > len(names):
                 raise UserError(
                     f"{path}, line {rows.line_num}: {len(fields)} fields, {len(names)} columns ({', '.join(names)}). "
@@ -86,6 +88,7 @@ def _records(
         f"fewer than {len(names)} fields, the others are empty": short,
         'text after a closing quote; inside quotes write ""': _broken(path, encoding, options),
         "the header once more, left out": again,
+        "no value in any field, left out": blank,
     }
     for what, places in found.items():
         if places:
@@ -94,11 +97,27 @@ def _records(
     notes += repeats_note(path, names)
 
 
+def repeats_note(path: Path, names: list[str]) -> list[str]:
+    """A note on each name that several columns have."""
+    repeated = dict.fromkeys(name for place, name in enumerate(names) if name and name in names[:place])
+    return [f"note      {path}: of the columns {name} the first is read" for name in repeated]
+
+
+def filled(rows: Iterable[list[str]], blank: list[int] | None = None) -> Iterator[list[str]]:
+    """The rows that hold a value; in a table of one column it may be empty. `blank`: gets the numbers of the lines of
+    others, of which spreadsheets leave some behind the last record."""
+    for row in rows:
+        if any(row) or len(row) == 1:
+            yield row
+        elif row and blank is not None:
+            blank.append(getattr(rows, "line_num", 0))
+
+
 def _broken(path: Path, encoding: str | None, options: Options) -> list[int]:
     """The numbers of the lines in which text follows a closing quote."""
     places = []
     with _lines(path, encoding) as lines:
-        rows = csv.reader(lines, strict=True, **options)
+        rows = _rows(lines, {**options, "strict": True})
         while True:
             try:
                 next(rows)
@@ -117,7 +136,7 @@ def delimiter_of(path: Path, data: DataOptions) -> str:
         return data.recipe.separator
     head, usual = _head(path, data.recipe.encoding), DELIMITERS[ending_of(path)]
     for delimiter in (usual, *OTHERS):
-        header, *record = islice(chain(filter(None, csv.reader(head, delimiter=delimiter)), [[]]), 2)
+        header, *record = islice(chain(filled(csv.reader(head, delimiter=delimiter)), [[]]), 2)
         if len(header) > 1 and (delimiter == usual or len(record[0]) in (0, len(header))):
             return delimiter
     return usual
@@ -137,6 +156,10 @@ def _options(path: Path, data: DataOptions, is_headless: bool, notes: list[str])
         if _has_blanks_before_quotes(_head(path, data.recipe.encoding), options["delimiter"]):
             notes.append(f'note      {path}: blanks before a field are left out: a, "b"')
             return {**options, "skipinitialspace": True}
+        head, escaped = _head(path, data.recipe.encoding), {**options, "escaped": True}
+        if any('\\"' in line for line in head) and not _is_valid(head, options) and _is_valid(head, escaped):
+            notes.append(f'note      {path}: \\" within a field is read as a quote')
+            return escaped
         return options
     is_quoted = has_quoted_fields(path, data.recipe.encoding, options["delimiter"], is_headless)
     if is_quoted is not None:
@@ -145,6 +168,14 @@ def _options(path: Path, data: DataOptions, is_headless: bool, notes: list[str])
         )
         notes.append(f"note      {path}: double quotes {what}")
     return {**options, "quoting": csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE}
+
+
+def _is_valid(head: list[str], options: Options) -> bool:
+    """Return whether each quote of the first lines of a file opens or closes a field, or is escaped."""
+    try:
+        return all(row is not None for row in _rows(head, {**options, "strict": True}))
+    except csv.Error as error:
+        return "end of data" in str(error) and len(head) == HEAD
 
 
 def _has_blanks_before_quotes(head: list[str], delimiter: str) -> bool:

@@ -114,9 +114,12 @@ def _common(one: Any, other: Any) -> Any:
 
 
 def _read_texts(paths: list[Path], encoding: str | None, unit: str, place: Path) -> list[str]:
-    """Write the lines, paragraphs, whole texts, or texts between marks of files as a table. Returns no notes."""
+    """Write the lines, paragraphs, whole texts, or texts between marks of files as a table. Returns a note if there is
+    no mark."""
+    num_marks = 0
 
     def texts() -> Iterator[str]:
+        nonlocal num_marks
         for path in paths:
             with open_text(path, encoding) as file:
                 if unit == "line":
@@ -126,11 +129,15 @@ def _read_texts(paths: list[Path], encoding: str | None, unit: str, place: Path)
                 elif unit == "file":
                     yield file.read()
                 else:
-                    pieces = (piece.strip("\n") for piece in file.read().split(unit))
-                    yield from (piece for piece in pieces if piece.strip())
+                    pieces = file.read().split(unit)
+                    num_marks += len(pieces) - 1
+                    yield from (piece.strip("\n") for piece in pieces if piece.strip())
 
     write_table(({"text": text} for text in texts()), texts_of(["text"]), place)
-    return []
+    if num_marks or unit in ("line", "paragraph", "file"):
+        return []
+    others = " or the other files" if len(paths) > 1 else ""
+    return [f"note      {unit!r} is not in {paths[0]}{others}: a file is one document"]
 
 
 def _read_excel(paths: list[Path], place: Path) -> list[str]:
@@ -187,6 +194,9 @@ def sentences(lines: Iterable[str], path: Path) -> Iterator[dict[str, list[str]]
         plain = [field for field in line.strip(BLANKS).split(" ") if field]
         columns = [field.strip(BLANKS) for field in line.split("\t")] if "\t" in line else plain
         if not any(columns) or columns[0] == DOCUMENT:
+            if num_columns > 4 and words == [*map(str, range(1, len(words) + 1))] and len(words) > 1:
+                what = "the first column has the numbers of words, as in CoNLL-U"
+                raise UserError(f"{path}, line {number}: {what}. Keep the columns of words and of tags")
             if words:
                 yield {"tokens": words, "tags": tags} if tags else {"tokens": words}
             words, tags = [], []

@@ -159,9 +159,9 @@ def _under(field: str, held: Any, path: Path) -> list[Any]:
 
 
 def _records_of_table(held: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The records of what pandas writes with orient split, table, index or columns (the default), or of Topical-Chat's
-    conversations by their ids (https://github.com/alexa/Topical-Chat); None: it is something else, such as one
-    record."""
+    """The records of what pandas writes with orient split, table, index or columns (the default), of a list for each
+    column, or of Topical-Chat's conversations by their ids (https://github.com/alexa/Topical-Chat); None: it is
+    something else, such as one record."""
     names, rows, schema = held.get("columns"), held.get("data"), held.get("schema")
     if isinstance(names, list) and isinstance(rows, list) and all(isinstance(row, list) for row in rows):
         return [dict(zip(map(str, names), row)) for row in rows]
@@ -169,6 +169,9 @@ def _records_of_table(held: dict[str, Any]) -> list[dict[str, Any]] | None:
         of_index = schema.get("primaryKey", [])
         return [{name: value for name, value in row.items() if name not in of_index} for row in rows]
     values = list(held.values())
+    if values and all(isinstance(value, list) for value in values):  # Dataset.to_dict(), or the lists of one record
+        is_table = len({*map(len, values)}) == 1 and len(values[0]) >= FEW and not isinstance(values[0][0], dict)
+        return [dict(zip(held, row)) for row in zip(*values)] if is_table else None
     if not values or not all(isinstance(value, dict) for value in values):
         return None
     inner = values[0]

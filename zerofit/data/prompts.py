@@ -81,6 +81,8 @@ def read_causal_prompts(
     if form is None:
         notes, ends = ["data      each record is a text to continue", *source.notes], []
         records = _texts(recipe.text_column, source)
+        if blank := len(source.first) - len(records):
+            notes.append(f"note      {blank:,} of {len(source.first):,} records have no text, and are not continued")
         renderer = Renderer(tokenizer, config, raw=True)
         ids = [renderer.ids(record["prompt"]) for record in records]
     else:

@@ -6,14 +6,14 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, Value, load_dataset, load_from_disk
 
 from zerofit.data.delimited_files import DELIMITERS, delimiter_of
 from zerofit.data.file_formats import format_of, read_table
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.stdlib import EMBEDDED, read_stdlib
 from zerofit.data.stream_reader import find_shards
-from zerofit.data.tables import derived
+from zerofit.data.tables import derived, texts_of
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import ending_of
 from zerofit.recipe.parsing import counted
@@ -74,7 +74,8 @@ def read_source(
         part: find_files(f"{part}_file", data.patterns[part]) for part in ("train", *held_out) if part in data.patterns
     }
     if not files:
-        return in_lower_case(Source(_used_parts(_from_hub(data, held_out), data.trains), {}), data)
+        parts, notes = _from_hub(data, held_out)
+        return in_lower_case(Source(_used_parts(parts, data.trains), {}, notes=notes), data)
     named = next(iter(files))
     kind, unit = format_of(files[named]), ""
     for part, paths in files.items():
@@ -85,7 +86,7 @@ def read_source(
             what = "this task reads records: .jsonl, .json, .csv, .xlsx, .parquet"
             raise UserError(f"{named}_file = {files[named][0]}: {what}")
         unit = unit_of([path for paths in files.values() for path in paths])
-    parts, notes = dict[str, Dataset](), list[str]()
+    parts, notes = {}, []
     for part, paths in files.items():
         parts[part], of_part = read_table(paths, kind, data, unit, header)
         notes += of_part
@@ -121,7 +122,8 @@ def _used_parts(parts: dict[str, Dataset], trains: bool) -> dict[str, Dataset]:
     return parts if trains or len(parts) == 1 else {name: parts[name] for name in parts if name != "train"}
 
 
-def _from_hub(data: DataOptions, held_out: dict[str, tuple[str, ...]]) -> dict[str, Dataset]:
+def _from_hub(data: DataOptions, held_out: dict[str, tuple[str, ...]]) -> tuple[dict[str, Dataset], list[str]]:
+    """(the splits that are used, a note about the others)."""
     name, config = data.recipe.dataset_name or "", data.recipe.dataset_config_name
     folder = Path(name).expanduser()
     try:
@@ -130,6 +132,10 @@ def _from_hub(data: DataOptions, held_out: dict[str, tuple[str, ...]]) -> dict[s
             dataset = saved if isinstance(saved, DatasetDict) else DatasetDict({"train": saved})
         else:
             dataset = load_dataset(name, config, cache_dir=data.hub_cache)
+            first = next(iter(dataset.values()))
+            if first.info.builder_name == "csv" and all(isinstance(kind, Value) for kind in first.features.values()):
+                texts = texts_of(first.column_names)  # as they are written: 0110 is no number
+                dataset = load_dataset(name, config, cache_dir=data.hub_cache, features=texts, keep_default_na=False)
     except Exception as error:  # the library raises a dozen types, from ConnectionError to DatasetNotFoundError
         raise UserError(
             f"dataset_name = {name!r}: {first_line(error.__cause__ or error)}. Or name files with train_file"
@@ -139,7 +145,14 @@ def _from_hub(data: DataOptions, held_out: dict[str, tuple[str, ...]]) -> dict[s
     if not known & set(dataset):
         raise UserError(f"dataset_name = {name!r} has no split `train`; it has {', '.join(dataset)}")
     names = {"train": ("train",), **held_out}
-    return {part: dataset[name] for part, known in names.items() for name in known[::-1] if name in dataset}
+    splits = {part: each for part, known in names.items() for each in known[::-1] if each in dataset}
+    others = ", ".join(each for each in dataset if each not in splits.values())
+    notes = (
+        [f"note      splits of {name} that are read: {', '.join(splits.values())}; not read: {others}"]
+        if others
+        else []
+    )
+    return {part: dataset[each] for part, each in splits.items()}, notes
 
 
 def table_format(data: DataOptions) -> tuple[str, str] | None:

@@ -32,6 +32,7 @@ LOOKED_AT = 1000  # records whose texts say whether a column holds numbers
 SENTENCE_MARKS = "。、\uff01\uff1f"  # the last two are the full-width ! and ?
 NO_HEADER = " (is the first line a record? A line of names must be before it)"
 WRITTEN_AT_ONCE = 200  # records
+STRINGS = ("string", "large_string", "string_view")  # the types of texts in Arrow
 IDS = List(Value("int32"))  # a column of token ids
 Columns = dict[str, list[Any]]  # {name: values of some rows}
 Form = TypeVar("Form", str, tuple[str, ...])
@@ -65,11 +66,7 @@ def empty_split(fraction: float, count: int) -> UserError:
 
 def text_columns(dataset: Dataset) -> list[str]:
     """The columns that hold text."""
-    return [
-        name
-        for name, feature in dataset.features.items()
-        if getattr(feature, "dtype", "") in ("string", "large_string")
-    ]
+    return [name for name, feature in dataset.features.items() if getattr(feature, "dtype", "") in STRINGS]
 
 
 def worded_columns(dataset: Dataset) -> list[str]:

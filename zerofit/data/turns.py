@@ -3,6 +3,11 @@
 Chats (data/chat), pairs (data/pairs) and multiple choice (data/labelled) read records with these functions.
 """
 
+import ast
+import contextlib
+from io import StringIO
+from itertools import pairwise
+from tokenize import NL, STRING, TokenError, generate_tokens
 from typing import Any, NamedTuple
 
 from datasets import Dataset, Value
@@ -10,6 +15,7 @@ from datasets import Dataset, Value
 from zerofit.data.records import BadRecord
 from zerofit.data.tables import LOOKED_AT, columns_present, match_columns, text_columns, text_of
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.parsing import parse_json
 
 DIALOGUES = ("dialogue", "dialog", "messages", "turns", "conversation", "conversations", "utterances", "history")
 TEXT_OF_A_TURN = ("content", "message", "text", "value", "utterance")
@@ -29,7 +35,16 @@ TRAINED = ("weight", "train", "training", "trainable", "trained", "loss", "loss_
 MASKED = ("mask", "masked", "is_masked")
 MASKS = (*TRAINED, *MASKED)  # keys of a turn that say whether it is trained on
 YES_OR_NO = {"true": True, "1": True, "1.0": True, "yes": True, "false": False, "0": False, "0.0": False, "no": False}
-ASSISTANT = ("assistant", "gpt", "bot", "model")  # if there are turns of these, only they are replies
+ASSISTANT = (
+    "assistant",
+    "gpt",
+    "bot",
+    "model",
+    "ai",
+    "chatgpt",
+    "bing",
+    "bard",
+)  # if there are turns of these, only they are replies
 
 
 def refuse_preferences(table: Dataset, remedy: str) -> str | None:
@@ -147,6 +162,17 @@ def _plain(content: Any) -> Any:
     return "".join(texts)
 
 
+def optional_text(value: Any, what: str) -> str:
+    """A text that a record may have, also a number, or in parts; "" where it has none. Raises BadRecord: it is
+    something else. `what`: its name in the message."""
+    if isinstance(value, list) and all(isinstance(part, dict) for part in value):
+        value = _plain(value)
+    value = worded(value)
+    if not isinstance(value, str) and without_nothing(value):
+        raise BadRecord(f"{what} is a list or an object, and only a text is read there")
+    return "" if blank(value) else value
+
+
 def _of_part(part: dict[str, Any] | str) -> str | None:
     if isinstance(part, str):
         return part
@@ -154,6 +180,21 @@ def _of_part(part: dict[str, Any] | str) -> str | None:
     if isinstance(text, dict):  # {"type": "text", "text": {"value": ..., "annotations": []}}
         return _of_part(text)
     return text if isinstance(text, str) else None
+
+
+def unpacked(value: Any, what: str = "its turns are", begins: str = "[") -> Any:
+    """Turns that are stored as the text of a list, in JSON or in Python, as in tables without lists."""
+    if isinstance(value, str) and value.lstrip()[:1] in tuple(begins):
+        try:
+            return parse_json(value)
+        except ValueError:
+            with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError, TokenError):
+                found = ast.literal_eval(value.strip())  # pandas' to_csv writes lists so
+                kinds = [token.type for token in generate_tokens(StringIO(value.strip()).readline) if token.type != NL]
+                if (STRING, STRING) not in pairwise(kinds):  # which Python would join
+                    return found
+            raise BadRecord(f"{what} the text of a list that is not valid JSON") from None
+    return value
 
 
 def blank(text: Any) -> bool:
@@ -164,11 +205,3 @@ def blank(text: Any) -> bool:
 def worded(value: Any) -> Any:
     """A number as text, any other value as it is: an answer of digits is read as a number."""
     return text_of(value) if isinstance(value, (int, float)) else value
-
-
-def context_in(record: dict[str, Any], column: str) -> str:
-    """What an instruction or a question is about; empty where there is nothing. Raises BadRecord: it is no text."""
-    value = worded(record[column])
-    if not isinstance(value, str) and without_nothing(value):
-        raise BadRecord(f"its {column} is a list or an object, and only a text is read beside the question")
-    return "" if blank(value) else value

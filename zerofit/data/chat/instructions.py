@@ -6,8 +6,6 @@ such as tool_calls, reasoning_content or name, for the template. The message of 
 itself excludes from training (weight, train, mask, ...) has `masked: True`.
 """
 
-import ast
-import contextlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,20 +22,20 @@ from zerofit.data.turns import (
     MASKS,
     ROLE_OF_A_TURN,
     blank,
-    context_in,
     first_answer,
     is_trained,
     listed,
+    optional_text,
     question_answering_columns,
     refuse_preferences,
     refuse_rejected,
     role_of,
     turns_of,
+    unpacked,
     without_nothing,
     worded,
 )
 from zerofit.model.chat import TEMPLATE_ARGUMENTS, Conversation, Message, check_arguments, tool_definitions
-from zerofit.recipe.parsing import parse_json
 from zerofit.recipe.tasks import ClmRecipe
 
 QUESTIONS = {"instruction": ("instruction",), "prompt": ("prompt", "question", "query")}
@@ -91,12 +89,13 @@ class Form:
         if self.answered:
             refuse_rejected(record, self.verdict)
         if self.kind == "instruction":
-            turns = [*self._history(record), self._instruction(record)]
+            turns = [self._instruction(record)]
         else:
             value = record[self.question] or ([] if self.kind == "messages" else None)
-            turns = turns_in(_unpacked(value) if self.kind == "messages" else value, "user", self.question)
+            turns = turns_in(unpacked(value) if self.kind == "messages" else value, "user", self.question)
         if self.kind == "prompt":
             turns = [{**turn, "trained": False} if turn["role"] == "assistant" else turn for turn in turns]
+        turns = [*self._history(record), *turns]
         if self.answer:
             answer = record[self.answer] if self.kind == "prompt" else first_answer(record[self.answer])
             turns += turns_in(answer, "assistant", self.answer)
@@ -105,9 +104,10 @@ class Form:
         check_order(turns, self.answered)
         if self.answered and all(turn.get("masked") for turn in turns if turn["role"] == "assistant"):
             raise BadRecord(f"none of its answers is trained on ({', '.join(MASKS)})")
-        system = record[self.system] if self.system and not blank(record[self.system]) else self.system_prompt
+        own = optional_text(record[self.system], f"the {self.system}") if self.system else ""
+        system = own or self.system_prompt
         if turns[0]["role"] == "system":
-            if self.system and not blank(record[self.system]):
+            if own:
                 raise BadRecord(f"two system texts: in the column {self.system} and in the first turn")
             first, turns = turns[0], turns[1:]
             system = first["content"] or system
@@ -119,32 +119,22 @@ class Form:
     def _instruction(self, record: dict[str, Any]) -> Message:
         instruction = _text(record[self.question], f"the {self.question}")
         message = {"role": "user", "content": instruction, "instruction": instruction}
-        if self.input and (given := context_in(record, self.input)):
+        if self.input and (given := optional_text(record[self.input], f"its {self.input}")):
             message["input"] = given
             message["content"] += f"\n\n{given}"
         return message
 
     def _history(self, record: dict[str, Any]) -> list[Message]:
-        turns = []
-        for number, pair in enumerate(record[self.history] or [] if self.history else [], 1):
+        turns, entries = [], listed(record[self.history] or []) if self.history else []
+        if entries and isinstance(entries[0], dict):
+            return turns_in(entries, "user", "history")
+        for number, pair in enumerate(entries, 1):
             if not isinstance(pair, list) or len(pair) != 2:
                 raise BadRecord(f"entry {number} of its {self.history} is no pair of question and answer")
             for role, text, name in zip(("user", "assistant"), pair, ("question", "answer")):
                 content = _text(text, f"the {name} in entry {number} of its {self.history}")
                 turns.append({"role": role, "content": content})
         return turns
-
-
-def _unpacked(value: Any, what: str = "its turns are", begins: str = "[") -> Any:
-    """Turns that are stored as the text of a list, in JSON or in Python, as in tables without lists."""
-    if isinstance(value, str) and value.lstrip()[:1] in tuple(begins):
-        try:
-            return parse_json(value)
-        except ValueError:
-            with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-                return ast.literal_eval(value.strip())  # pandas' to_csv writes lists so
-            raise BadRecord(f"{what} the text of a list that is not valid JSON") from None
-    return value
 
 
 def _text(value: Any, what: str) -> str:
@@ -159,7 +149,7 @@ def given_in(record: dict[str, Any], columns: tuple[str, ...]) -> dict[str, Any]
     its own. Raises BadRecord: it is not of the form that templates take."""
     given: dict[str, Any] = {}
     for name in columns:
-        value = without_nothing(_unpacked(record[name], f"its {name} are", "{["))
+        value = without_nothing(unpacked(record[name], f"its {name} are", "{["))
         if value in (None, "", [], {}):
             continue
         try:
@@ -177,7 +167,7 @@ def given_in(record: dict[str, Any], columns: tuple[str, ...]) -> dict[str, Any]
 def turns_in(value: Any, role: str, column: str) -> list[Message]:
     """The turns of a column: a list of them, its text, or the one text of a `role`."""
     if isinstance(value, str) and TURNS.match(value):
-        value = _unpacked(value, f"the {column} is")
+        value = unpacked(value, f"the {column} is")
     if not isinstance(value, (list, dict)):
         return [{"role": role, "content": _text(value, f"the {column}")}]
     messages = []
@@ -207,7 +197,7 @@ def turns_in(value: Any, role: str, column: str) -> list[Message]:
 
 def _calls(more: dict[str, Any], where: str) -> list[dict[str, Any]]:
     """Take the calls of tools out of what an answer has beside its text."""
-    calls = _unpacked(more.pop("tool_calls", None) or [], f"{where}: its tool_calls are")
+    calls = unpacked(more.pop("tool_calls", None) or [], f"{where}: its tool_calls are")
     if isinstance(more.get("function_call"), dict) and not calls:  # OpenAI's older form
         calls = [{"type": "function", "function": more.pop("function_call")}]
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
@@ -268,10 +258,10 @@ def first_form(recipe: ClmRecipe, table: Dataset, answered: bool) -> Form | None
         answer = match_columns(ANSWERS[kind], names) if answered else None
         if question is None or (answered and answer is None):
             continue
+        history = "history" if "history" in names and holds_turns(table, "history") else None
         if kind == "prompt":
-            plain = not any(holds_turns(table, name) for name in (question, answer) if name)
-            return form(kind, question, answer, plain=plain)
-        history = "history" if "history" in names and holds_lists(table.features["history"]) else None
+            plain = not any(holds_turns(table, name) for name in (question, answer, history) if name)
+            return form(kind, question, answer, history=history, plain=plain)
         return form(kind, question, answer, match_columns(INPUTS, names), history=history)
     return None
 
@@ -299,7 +289,7 @@ def _has_roles(conversations: list[Any]) -> bool:
     try:
         if any(isinstance(items, str) and TURNS.match(items) for items in conversations):
             return True
-        lists = [items for items in map(_unpacked, conversations) if isinstance(items, (list, dict))]
+        lists = [items for items in map(unpacked, conversations) if isinstance(items, (list, dict))]
         return any(role in ROLE_OF_NAME for items in lists for role in map(role_of, listed(items)))
     except BadRecord:
         return False

@@ -21,7 +21,7 @@ MOST_CLASSES = 1000
 THRESHOLD = 0.5  # the probability above which a label is predicted, where a record may have several
 INTEGER = re.compile(r"(0|-?[1-9]\d*)(\.0)?", re.ASCII)  # as programs write it: no name such as 007 or 1e3
 WITH_COMMA = re.compile(r"[+-]?\d*,\d+(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
-SEPARATED = re.compile(r"[+-]?\d[\d.,'\s]*", re.ASCII)  # 0,5 and 1,234.5 and 1.234,5
+SEPARATED = re.compile(r"[+-]?[0-9][0-9.,'\u2019\s]*")  # 0,5 and 1,234.5 and 1.234,5 and 1 234,5, also with U+202F
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,12 @@ def find_labels(
     if not present:
         raise UserError(f"{where}: no record has a label. Check that label_column names the right column")
     numbers = [number for value in present.values() if (number := _number(value)) is not None]
-    if regression is None and len(numbers) == len(present) and not all(map(float.is_integer, numbers)):
+    if regression is None and 2 * len(numbers) > len(present) and not all(map(float.is_integer, numbers)):
+        if other := [name for name, value in present.items() if _number(value) is None]:
+            raise UserError(
+                f"{where}: most labels are numbers, and {other[0]!r} is none. To leave such records out say "
+                "--regression true --skip_bad_records; if each is the name of a class, --regression false"
+            )
         return Labels(None)
     if regression:
         return _numbers(present, where)
@@ -185,17 +190,17 @@ def refuse_flags(labels: Iterable[list[Any] | None], where: str) -> None:
 
 
 def refuse_unclear(names: Iterable[str], where: str) -> None:
-    """Raises UserError where all labels are the texts of lists, or look like numbers and some have commas."""
+    """Raises UserError where all labels are texts of lists, or look like numbers and some have commas or blanks."""
     if all(name[0] + name[-1] == "[]" for name in names):
         raise UserError(
             f"{where}: the labels are texts of lists, such as {next(iter(names))!r}. Write lists in a .jsonl file: "
             '{"labels": ["a", "c"]}; or say --regression false if each such text is a class'
         )
-    commas = [name for name in names if "," in name]
+    commas = [name for name in names if re.search(r"[,'\u2019\s]", name)]
     if commas and all(SEPARATED.fullmatch(name) or WITH_COMMA.fullmatch(name) for name in names):
         raise UserError(
-            f"{where}: labels such as {commas[0]!r} have a comma. If they are numbers with a decimal comma, say "
-            "--regression true; if they are names of classes, --regression false; several labels of a record are "
+            f"{where}: labels such as {commas[0]!r} have a comma or blank. If they are numbers with a decimal comma, "
+            "say --regression true; if they are names of classes, --regression false; several labels of a record are "
             'lists: {"label": ["0", "5"]} in a .jsonl file'
         )
 

@@ -8,6 +8,7 @@ from datasets import Dataset
 
 from zerofit.data.labelled.samples import LabelledColumns
 from zerofit.data.records import BadRecord
+from zerofit.data.tables import STRINGS
 from zerofit.data.turns import blank
 
 WORDS = ("tokens", "words")  # the columns, by default
@@ -44,7 +45,7 @@ def find_tags(texts: list[str] | None, label: str | None, table: Dataset) -> tup
 
 def find_words(texts: list[str] | None, table: Dataset) -> str | None:
     """The column of words."""
-    return next((name for name in texts or WORDS if _items(table, name) in ("string", "large_string")), None)
+    return next((name for name in texts or WORDS if _items(table, name) in STRINGS), None)
 
 
 def _items(table: Dataset, name: str) -> str | None:

@@ -19,13 +19,14 @@ from zerofit.data.turns import (
     DIALOGUES,
     MASKS,
     blank,
-    context_in,
     first_answer,
     is_trained,
+    optional_text,
     question_answering_columns,
     refuse_preferences,
     refuse_rejected,
     turns_of,
+    unpacked,
     worded,
 )
 from zerofit.recipe.errors import UserError
@@ -90,7 +91,10 @@ class PairReader:
             refuse_rejected(record, self.verdict)
         if self.dialogue is None:
             return [Pair([self._source(record)], self._target(record))]
-        turns = turns_of(record[self.dialogue] or [])
+        held = unpacked(record[self.dialogue], f"its {self.dialogue} is") or []
+        if isinstance(held, str):
+            raise BadRecord(f"its {self.dialogue} is a text, and no list of turns")
+        turns = turns_of(held)
         while not self.answered and turns and turns[-1].role in ASSISTANT:
             turns.pop()
         texts = [_text(turn.text, f"turn {number} of its {self.dialogue}") for number, turn in enumerate(turns, 1)]
@@ -110,7 +114,7 @@ class PairReader:
 
     def _source(self, record: dict[str, Any]) -> str:
         source = _text(record[self.source or ""], f"the {self.source}")
-        if self.context and (given := context_in(record, self.context)):
+        if self.context and (given := optional_text(record[self.context], f"its {self.context}")):
             return f"question: {source} context: {given.strip()}".strip()
         return source
 
@@ -144,7 +148,7 @@ def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> PairReader:
         lists = (
             name
             for name in (*DIALOGUES, "content")
-            if name in table.column_names and tables.holds_lists(table.features[name])
+            if name in table.column_names and (tables.holds_lists(table.features[name]) or _are_lists(table, name))
         )
         dialogue = next(lists, None)
     if dialogue:
@@ -174,6 +178,12 @@ def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> PairReader:
     if source is None or (answered and target is None):
         raise UserError(f"no pairs: name --source_column and --target_column; {tables.columns_present(table)}")
     return PairReader(None, source, target, context, verdict, answered)
+
+
+def _are_lists(table: Dataset, name: str) -> bool:
+    """Return whether the texts of a column are those of lists, as pandas writes lists in a .csv file."""
+    first = [text for text in table[name][: tables.LOOKED_AT] if not blank(text)]
+    return bool(first) and all(re.match(r"""\s*\[\s*['"{\[]""", text) for text in first)
 
 
 LANGUAGE = re.compile(r"[a-z]{2}([-_][A-Za-z]+)?|[a-z]{3}_[A-Z][a-z]{3}")  # en, en_XX, zh-CN, eng_Latn

@@ -9,6 +9,7 @@ import numpy as np
 from datasets import Dataset, Features, Value
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from zerofit.data.chat.samples import unread_note
 from zerofit.data.lengths import choose_length, report_data_loss
 from zerofit.data.mixture import mixed, options_of_sources
 from zerofit.data.options import PARTS, DataOptions
@@ -98,7 +99,8 @@ def open_pairs(
     sources = (pair.source[0] for part in parts.values() for pairs in part.contents() for pair in pairs)
     check_marked(tokenizer, prefix, sources)
     described = [f"data      {source.as_written(columns).describe}", *describe_languages(tokenizer)]
-    notes = described + _missing_prefix(config, prefix) + notes
+    unread = [source.written.get(name, name) for name in source.first.column_names if name not in columns.columns]
+    notes = described + _missing_prefix(config, prefix) + unread_note(unread, ()) + notes
     return parts, columns, PairEncoder(tokenizer, prefix, separator, widths), notes
 
 
