@@ -22,7 +22,7 @@ from zerofit.data.pairs.samples import prepare_pairs
 from zerofit.data.prompts import read_sources
 from zerofit.model.languages import first_target_tokens
 from zerofit.model.loss import model_loss
-from zerofit.model.preflight import check_loss, install_chosen_loss, safe_precision
+from zerofit.model.preflight import check_loss, install_chosen_loss
 from zerofit.model.tokenizer import check_vocabulary, padding_token, set_decoder_start_token
 from zerofit.recipe.schedule import make_schedule
 from zerofit.strategy.optimizers import make_optimizer
@@ -47,9 +47,7 @@ def main(start: Start) -> int:
     # Conversations -> (history, reply) pairs -> rows of token ids.
     config = run.model_config(AutoModelForSeq2SeqLM)
     data = read_sources(recipe, config) if recipe.predict_file else prepare_pairs(recipe, config)
-    precision, warning = safe_precision(run.strategy, config)  # some models give NaN in fp16
-    run.use_precision(precision)
-    run.log_at_start(check_vocabulary(config, data.tokenizer, recipe), warning)
+    run.log_at_start(check_vocabulary(config, data.tokenizer, recipe))
     set_decoder_start_token(config, data.tokenizer)
     run.start(data)  # the number of updates is known; the ranks' process group starts
 

@@ -1,10 +1,13 @@
 """Start the processes of a run, let them meet, start them again, and end them with one exit code.
 
 0: finished. 2: a mistake of the user. 85: stopped (signal, Ctrl-C, --max_hours) and saved: queue it again. 86: needs a
-person. 87: out of memory. 130: Ctrl-C while the run starts, or a second one: nothing saved. 143: a second signal of
-another kind, nothing saved. 1: an error. After a failure `zerofit launch --max_restarts` starts the ranks again
-(restart_rule.py), but never after a signal to itself: it passes that on and ends with its ranks. A batch script of
-`zerofit submit` queues the job again after 85, 143 and 1.
+person, also where a stopped run could not be saved. 87: out of memory. 130: Ctrl-C while the run starts, or a second
+one: nothing saved. 143: a second signal of another kind, nothing saved. 1: an error.
+
+After a failure `zerofit launch --max_restarts` starts the ranks again (restart_rule.py), but never after a signal to
+itself: it passes that on and ends with its ranks. Slurm's script of `zerofit submit` queues the job again after all
+codes but 0, 2, 86, 87 and 130, and not after two failures at one update; the templates of other schedulers say in
+their comments what they do.
 
 `zerofit launch` (command.py) reads the machines from the scheduler's variables (schedulers.py). Its process is
 `accelerate launch` with torch's elastic agent (agent.py) and passes signals on (supervisor.py); ranks get SIGTERM when

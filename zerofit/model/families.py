@@ -57,7 +57,7 @@ class Family:
     # options of the tokenizer's class where the folder has vocabulary files only
     bare_tokenizer_options: Mapping[str, Any] = field(default_factory=dict)
     decoder_starts_with_padding: bool = False  # a decoder from scratch begins with the padding token, not with bos
-    overflows_fp16: bool = False  # activations exceed fp16's range (65,504); train/seq2seq.py then takes bf16
+    overflows_fp16: bool = False  # activations exceed fp16's range (65,504); the run then takes bf16
     # the text between two turns of a conversation; None: the tokenizer's separator token
     turn_separator: str | None = None
     # (configuration) -> the longest row that the model has positions for; None: no limit

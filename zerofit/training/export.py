@@ -124,8 +124,8 @@ def _export_weights(run: "Run", held_out: dict[str, float], below: str = "") -> 
 
 
 def _export_record(run: "Run", loads_best: bool, remarks: Callable[[], list[str]]) -> list[str]:
-    """Write what is beside the model in the run's folder, on the main process, and hand it to the trackers. Returns
-    what the task has to say of the held-out figures."""
+    """Write what is beside the model in the run's folder, on the main process. Returns what the task has to say of the
+    held-out figures."""
     checkpoints, folder, said = run.checkpoints, run.folder, list[str]()
 
     def predictions() -> None:

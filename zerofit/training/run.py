@@ -32,6 +32,7 @@ from zerofit.health.shutdown import ShutdownHandler, StopReason
 from zerofit.health.slow_ranks import RankSeconds
 from zerofit.model.adapter_folder import trained_on_configuration
 from zerofit.model.parameters import count_parameters
+from zerofit.model.preflight import safe_precision
 from zerofit.model.stages import whole_model
 from zerofit.recipe.errors import EXIT
 from zerofit.recipe.parsing import counted
@@ -153,6 +154,9 @@ class Run:
         """The configuration of the model, which the task needs an `auto_class` of transformers for. Raises UserError:
         there is no such model, the strategy cannot split it, or it has too few positions."""
         config = self.model_configuration = check_model(self.task, self.recipe, self.strategy, auto_class)
+        precision, warning = safe_precision(self.strategy, config)  # some models give NaN in fp16
+        self.use_precision(precision)
+        self.log_at_start(warning)
         if self.stored is not None:
             return self.stored.configuration(config)
         if self.config.adapter is not None:
