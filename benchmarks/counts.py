@@ -231,7 +231,7 @@ def count_and_run() -> None:
         simgpu.set_device(int(os.environ["LOCAL_RANK"]))
         os.environ["ACCELERATE_TORCH_DEVICE"] = f"simgpu:{os.environ['LOCAL_RANK']}"
     counts, now, modes = collections.defaultdict(lambda: [0, 0]), {"phase": "update", "update": 0}, []
-    updates, within = Run.updates, Run.within
+    updates, within = Run.updates, Run.enter_part
 
     def note(event: str, size: int, group: str) -> None:
         is_backward = now["phase"] == "backward" or torch._C._current_graph_task_id() >= 0
@@ -267,7 +267,7 @@ def count_and_run() -> None:
             yield update
 
     Run.updates = counted
-    Run.within = lambda self, phase: (enter(phase), within(self, phase))[1]
+    Run.enter_part = lambda self, phase: (enter(phase), within(self, phase))[1]
     register_optimizer_step_pre_hook(lambda *_: modes.pop().__exit__(None, None, None) if modes else None)
     sys.argv[0] = str(ROOT / "train" / "clm.py")
     runpy.run_path(sys.argv[0], run_name="__main__")
