@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from lines import CODE
 
 LIMITS = {  # what there is; the goal of each is behind it
-    "train": 498,  # 800
+    "train": 496,  # 800
     "zerofit": 142,  # cli.py
     "zerofit/recipe": 3_594,  # 2,700
     "zerofit/model": 5_867,  # 4,700
@@ -22,8 +22,8 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/record": 1_578,  # 4,300 with health and checkpoint
     "zerofit/health": 1_407,
     "zerofit/checkpoint": 1_826,
-    "zerofit/training": 3_310,  # 2,000
-    "zerofit/launch": 1_570,  # 1,300
+    "zerofit/training": 3_314,  # 2,000
+    "zerofit/launch": 1_573,  # 1,300
     "zerofit/tools": 10_728,  # 10,600
     "benchmarks": 1_903,  # 1,800
     "tests": 26_509,  # 21,500
