@@ -149,14 +149,14 @@ def _head(path: Path, encoding: str | None) -> list[str]:
 
 
 def _options(path: Path, data: DataOptions, is_headless: bool, notes: list[str]) -> Options:
-    """The arguments of csv.reader for a file."""
+    """The arguments of `_rows` for a file."""
     ending = ending_of(path)
     options = {"delimiter": DELIMITERS[ending] if is_headless else delimiter_of(path, data)}
     if ending == ".csv":
-        if _has_blanks_before_quotes(_head(path, data.recipe.encoding), options["delimiter"]):
+        head, escaped = _head(path, data.recipe.encoding), {**options, "escaped": True}
+        if _has_blanks_before_quotes(head, options["delimiter"]):
             notes.append(f'note      {path}: blanks before a field are left out: a, "b"')
             return {**options, "skipinitialspace": True}
-        head, escaped = _head(path, data.recipe.encoding), {**options, "escaped": True}
         if any('\\"' in line for line in head) and not _is_valid(head, options) and _is_valid(head, escaped):
             notes.append(f'note      {path}: \\" within a field is read as a quote')
             return escaped

@@ -85,9 +85,10 @@ def read_table(
 def _read_parquet(paths: list[Path], cache: str | None) -> Dataset:
     """The records of parquet files. Files with other columns, types of columns or names of classes are read one after
     another; a value that a file has not is null."""
-    if empty := [path for path in paths if not pq.read_metadata(path).num_rows]:
+    about = {path: pq.read_metadata(path) for path in paths}
+    if empty := [path for path in paths if not about[path].num_rows]:
         raise UserError(f"{empty[0]} has no record")
-    groups = groupby(paths, lambda path: Features.from_arrow_schema(pq.read_schema(path)))
+    groups = groupby(paths, lambda path: Features.from_arrow_schema(about[path].schema.to_arrow_schema()))
     files = ([escape(str(path)) for path in group] for _, group in groups)
     tables = [load_dataset("parquet", data_files=names, split="train", cache_dir=cache) for names in files]
     if len(tables) == 1:

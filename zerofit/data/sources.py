@@ -146,12 +146,9 @@ def _from_hub(data: DataOptions, held_out: dict[str, tuple[str, ...]]) -> tuple[
         raise UserError(f"dataset_name = {name!r} has no split `train`; it has {', '.join(dataset)}")
     names = {"train": ("train",), **held_out}
     splits = {part: each for part, known in names.items() for each in known[::-1] if each in dataset}
-    others = ", ".join(each for each in dataset if each not in splits.values())
-    notes = (
-        [f"note      splits of {name} that are read: {', '.join(splits.values())}; not read: {others}"]
-        if others
-        else []
-    )
+    notes = []
+    if others := ", ".join(each for each in dataset if each not in splits.values()):
+        notes = [f"note      splits of {name} that are read: {', '.join(splits.values())}; not read: {others}"]
     return {part: dataset[each] for part, each in splits.items()}, notes
 
 

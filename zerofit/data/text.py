@@ -48,10 +48,8 @@ def take_texts(source: Source, recipe: ClmRecipe, options: DataOptions) -> dict[
         read = source.written.get(first, first)
         source.notes.append(f"data      each text is in the column {read} (not read: {', '.join(others)})")
     for name, column in columns.items():
-        table, what = (
-            source.parts[name].data,
-            f"records of {source.where(name)} have no text ({column}), and are left out",
-        )
+        table = source.parts[name].data
+        what = f"records of {source.where(name)} have no text ({column}), and are left out"
         lost = table.column(column).null_count
         source.notes += report_data_loss(recipe.allow_data_loss, lost, len(table), what)
     parts = {name: _only_text(part, columns[name]) for name, part in source.parts.items()}

@@ -35,16 +35,8 @@ TRAINED = ("weight", "train", "training", "trainable", "trained", "loss", "loss_
 MASKED = ("mask", "masked", "is_masked")
 MASKS = (*TRAINED, *MASKED)  # keys of a turn that say whether it is trained on
 YES_OR_NO = {"true": True, "1": True, "1.0": True, "yes": True, "false": False, "0": False, "0.0": False, "no": False}
-ASSISTANT = (
-    "assistant",
-    "gpt",
-    "bot",
-    "model",
-    "ai",
-    "chatgpt",
-    "bing",
-    "bard",
-)  # if there are turns of these, only they are replies
+# If there are turns of these, only they are replies.
+ASSISTANT = ("assistant", "gpt", "bot", "model", "ai", "chatgpt", "bing", "bard")
 
 
 def refuse_preferences(table: Dataset, remedy: str) -> str | None:

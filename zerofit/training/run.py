@@ -152,10 +152,11 @@ class Run:
 
     def model_config(self, auto_class: Any) -> Any:
         """The configuration of the model, which the task needs an `auto_class` of transformers for. Raises UserError:
-        there is no such model, the strategy cannot split it, or it has too few positions."""
+        there is no such model, the strategy cannot split it, it has too few positions, or needs a GPU."""
         config = self.model_configuration = check_model(self.task, self.recipe, self.strategy, auto_class)
         precision, warning = safe_precision(self.strategy, config)  # some models give NaN in fp16
         self.use_precision(precision)
+        self.strategy.check_precision()
         self.log_at_start(warning)
         if self.stored is not None:
             return self.stored.configuration(config)

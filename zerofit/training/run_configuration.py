@@ -86,9 +86,6 @@ def resolve(task: str, recipe: TaskRecipe) -> RunConfiguration:
     with problems.collected():
         check_strategy_for_task(task, strategy)
     with problems.collected():
-        if task != "seq2seq":  # that one takes bf16 in place of fp16 for some models
-            strategy.check_precision()
-    with problems.collected():
         if recipe.quantised:
             check_quantisation(recipe, strategy)
     with problems.collected():

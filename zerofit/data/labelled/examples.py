@@ -141,9 +141,11 @@ def _find(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None) -> Lab
     if task is None and (choices := find_choices(recipe, source.first)):
         if recipe.lora:
             raise UserError("lora = true: multiple choice has no adapters. Remove --lora, or name --label_column")
-        named = [Features({choices.label: Value("string")})]  # the number of a class is not that of its choice
-        source.parts = {name: tables.with_class_names(table, named) for name, table in source.parts.items()}
-        return LabelledSource(options, source, find_choices(recipe, source.first) or choices)
+        if tables.class_names(source.first.features[choices.label]):  # the number of a class is not that of its choice
+            named = [Features({choices.label: Value("string")})]
+            source.parts = {name: tables.with_class_names(table, named) for name, table in source.parts.items()}
+            choices = find_choices(recipe, source.first) or choices
+        return LabelledSource(options, source, choices)
     if task is None and (found := find_tags(recipe.text_columns, recipe.label_column, source.first)):
         words, label = found
         names = tables.class_names(source.first.features[label])
