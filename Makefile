@@ -39,8 +39,9 @@ compare: $(READY)    ## find the largest batch of ddp, zero1, zero2 and zero3, a
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/zerofit compare --config recipes/clm/compare-small.yaml \
 	  --strategies ddp,zero1,zero2,zero3 --num_processes 2 $(MEMORY) --granularity 4 --steps 2 --output outputs/compare-small $(ARGS)
 
-# Two tests at a time, those of a file one after another; the files of long launches first.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/launch tests/device tests/fleet tests/unit tests/gpu
+# Three tests at a time, since processes wait for each other half of the time; those of a file one after another, the
+# files of long launches first.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/launch tests/device tests/fleet tests/unit tests/gpu
 
 test: $(READY)       ## the tests: all that need no GPU, but for the longest tables
 	$(PYTEST) $(ARGS)

@@ -90,7 +90,8 @@ class ShardReader:
         return self.read("weight", Shard(name, shape, 0, math.prod(shape))).view(shape)
 
     def read(self, kind: str, shard: Shard) -> torch.Tensor:
-        """(stop - start,) fp32: the value or a moment of a shard, put together from the shards that were written."""
+        """Return (stop - start,) fp32: the value or a moment of a shard, put together from the shards that were
+        written."""
         values = torch.empty(shard.stop - shard.start)
         filled = 0
         for rank, written in self._shards[shard.name]:

@@ -250,7 +250,7 @@ def round_up(length: Lengths, multiple: int) -> Lengths:
 
 
 def is_sample(indices: list[int]) -> torch.Tensor:
-    """(B,) whether a row is a sample, not FILLER."""
+    """Return (B,) whether a row is a sample, not FILLER."""
     return torch.tensor(indices) != FILLER
 
 
@@ -260,7 +260,7 @@ def total_length(lengths: list[int], indices: list[int]) -> int:
 
 
 def mask(lengths: list[int], width: int) -> torch.Tensor:
-    """(B, width) 1 where a row has a token, 0 where it has padding."""
+    """Return (B, width) 1 where a row has a token, 0 where it has padding."""
     return (torch.arange(width)[None] < torch.tensor(lengths)[:, None]).long()
 
 
@@ -275,14 +275,14 @@ def document_lengths(positions: torch.Tensor) -> dict[str, torch.Tensor | int]:
 
 
 def within_documents(documents: torch.Tensor) -> torch.Tensor:
-    """(B, 1, T, T) whether a position attends to another: itself or an earlier one of the same document. `documents`:
-    (B, T) the number of each position's document."""
+    """Return (B, 1, T, T) whether a position attends to another: itself or an earlier one of the same document.
+    `documents`: (B, T) the number of each position's document."""
     same = documents[:, None, :, None] == documents[:, None, None, :]
     return same & torch.ones(same.shape[-2:], dtype=torch.bool, device=same.device).tril()
 
 
 def stack(rows: list[Sample], name: str, width: int, filler: int) -> torch.Tensor:
-    """(B, width) one column of the rows, padded on the right; (B, width, K) of K values each."""
+    """Return (B, width) one column of the rows, padded on the right; (B, width, K) of K values each."""
     return torch.from_numpy(np.stack([_padded(row[name], width, filler) for row in rows]))
 
 

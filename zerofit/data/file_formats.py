@@ -55,10 +55,10 @@ def format_of(files: list[Path]) -> str:
 def read_table(
     paths: list[Path], kind: str, data: DataOptions, unit: str, header: tuple[str, ...]
 ) -> tuple[Dataset, list[str]]:
-    """(the records of files of one format, notes on how they were read), from the cache where they are in it. Raises
-    UserError: a file is not UTF-8, not in the encoding that is named, or not of its format. `unit`: of text files,
-    which is a record: line, paragraph, file, or what stands between two marks of this text. `header`: names of the
-    columns of .csv and .tsv files without a header."""
+    """Return (the records of files of one format, notes on how they were read), from the cache where they are in it.
+    Raises UserError: a file is not UTF-8, not in the encoding that is named, or not of its format. `unit`: of text
+    files, which is a record: line, paragraph, file, or what stands between two marks of this text. `header`: names of
+    the columns of .csv and .tsv files without a header."""
     recipe = data.recipe
     for option, kinds in OPTIONS.items():
         if (value := getattr(recipe, option)) and kind not in kinds:

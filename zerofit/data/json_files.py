@@ -70,8 +70,8 @@ def read_json(paths: list[Path], data: DataOptions, place: Path) -> list[str]:
 
 
 def json_records(path: Path, data: DataOptions) -> Iterator[tuple[dict[str, Any], bool]]:
-    """(each record of a file, whether it may have half of a surrogate pair). Raises UserError: it is no JSON, holds
-    something else, or has no records under the key that `field` names."""
+    """Yield (each record of a file, whether it may have half of a surrogate pair). Raises UserError: it is no JSON,
+    holds something else, or has no records under the key that `field` names."""
     with open_text(path, data.recipe.encoding, newline="\n") as file:
         lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
         first, second = next(lines, (1, "")), next(lines, (1, ""))

@@ -52,7 +52,7 @@ class MixtureOrder:
         return found
 
     def block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """(the sources of the places of a block, how many samples each source has had before it)."""
+        """Return (the sources of the places of a block, how many samples each source has had before it)."""
         while len(self._blocks) <= number:
             chosen = self._choose(len(self._blocks) * PLACES, self._counts[-1])
             self._blocks.append(chosen)

@@ -140,7 +140,7 @@ class MicroBatches(torch.utils.data.Sampler[list[Any]]):
         return sum(accumulation for _, accumulation in self._updates())
 
     def _updates(self) -> Iterator[tuple[int, int]]:
-        """(first place, accumulation) of each update."""
+        """Yield (first place, accumulation) of each update."""
         start = self.consumed
         for accumulation in itertools.chain(self.warmup, itertools.repeat(self.accumulation)):
             if start >= self.total:

@@ -264,7 +264,7 @@ class TokenizedDataset:
 
     @property
     def widths(self) -> np.ndarray:
-        """(samples, 1 or 2) tokens of each row: of the input, and of the target where there is one."""
+        """Return (samples, 1 or 2) tokens of each row: of the input, and of the target where there is one."""
         return np.stack(
             [self.columns[name].lengths for name in ("input_ids", "labels") if name in self.columns], axis=1
         )

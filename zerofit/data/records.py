@@ -85,7 +85,7 @@ def records_of(batch: Columns) -> list[dict[str, Any]]:
 def read_parts(
     source: Source, readers: Mapping[str, RecordReader], options: DataOptions
 ) -> tuple[dict[str, RecordSet], list[str]]:
-    """(the parts that a run uses, without the records that cannot be used; notes about these).
+    """Return (the parts that a run uses, without the records that cannot be used; notes about these).
 
     A held-out part is split off if there is none; there is training data only if the run trains. Raises UserError: a
     column is missing; a record cannot be used, and such records may not be skipped; a part is empty.

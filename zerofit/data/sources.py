@@ -123,7 +123,7 @@ def _used_parts(parts: dict[str, Dataset], trains: bool) -> dict[str, Dataset]:
 
 
 def _from_hub(data: DataOptions, held_out: dict[str, tuple[str, ...]]) -> tuple[dict[str, Dataset], list[str]]:
-    """(the splits that are used, a note about the others)."""
+    """Return (the splits that are used, a note about the others)."""
     name, config = data.recipe.dataset_name or "", data.recipe.dataset_config_name
     folder = Path(name).expanduser()
     try:

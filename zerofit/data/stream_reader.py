@@ -84,8 +84,8 @@ def _ending(name: str) -> str:
 
 
 def read_window(shards: Shards, order: list[int], start: Place, size: int) -> tuple[pa.Table, Place | None]:
-    """(records from a place on, where the next ones are), about `size` bytes of them, those of a shard together.
-    Raises UserError: a shard is gone, cannot be read, or its connection stays lost.
+    """Return (records from a place on, where the next ones are), about `size` bytes of them, those of a shard
+    together. Raises UserError: a shard is gone, cannot be read, or its connection stays lost.
 
     Args:
         order: numbers of the shards, as they are read.
@@ -106,8 +106,8 @@ def read_window(shards: Shards, order: list[int], start: Place, size: int) -> tu
 
 
 def _joined(shards: Shards, read: dict[int, list[pa.Table]]) -> pa.Table:
-    """In the order of the shards' numbers, so that one window of all data is the data as a run without windows reads
-    it."""
+    """Join records in the order of the shards' numbers, so that one window of all data is the data as a run without
+    windows reads it."""
     tables = [table for number in sorted(read) for table in read[number]]
     if not tables:
         return pa.table({})

@@ -47,8 +47,8 @@ def first_records(records: Records, limit: int | None) -> Records:
 
 
 def random_split(records: Records, fraction: float) -> tuple[Records, Records]:
-    """(training, held-out) records, drawn at random with a fixed seed; each part keeps the order of the records.
-    Raises UserError: one part would be empty."""
+    """Return (training, held-out) records, drawn at random with a fixed seed; each part keeps the order of the
+    records. Raises UserError: one part would be empty."""
     shuffled = np.random.default_rng(SPLIT_SEED).permutation(len(records))
     held = max(1, round(fraction * len(records)))
     if held >= len(records):
@@ -147,7 +147,7 @@ def is_value(name: str) -> bool:
 
 
 def columns_present(dataset: Dataset) -> str:
-    """For messages: the names of the columns."""
+    """Name the columns, for messages."""
     names = dataset.column_names
     inside = [
         name for name, kind in dataset.features.items() if isinstance(kind, List) and isinstance(kind.feature, dict)
@@ -254,9 +254,9 @@ def one_process_at_a_time(folder: Path) -> Iterator[None]:
 def stored_table(
     paths: Sequence[Path], folder: Path, make: Callable[[Path], list[str]], *words: object
 ) -> tuple[Dataset, list[str]]:
-    """(the table of some files, notes about it), mapped from the disk: the first process makes it, and the cache gives
-    it to the others and to later launches. `make`: writes the table to a path (see write_table), and returns the
-    notes. `words`: what the table depends on beside the files."""
+    """Return (the table of some files, notes about it), mapped from the disk: the first process makes it, and the
+    cache gives it to the others and to later launches. `make`: writes the table to a path (see write_table), and
+    returns the notes. `words`: what the table depends on beside the files."""
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     name = sha256(repr((stats, digest_of_code(Path(__file__).parent), *words)).encode()).hexdigest()[:32]
     place, notes = folder / f"table-{name}.arrow", folder / f"table-{name}.json"

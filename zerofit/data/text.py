@@ -103,7 +103,8 @@ def _only_text(dataset: Dataset, column: str) -> Dataset:
 
 
 def split_documents(dataset: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
-    """(training, held-out) parts: documents drawn at random with a fixed seed, or the ends of a few long documents."""
+    """Return (training, held-out) parts: documents drawn at random with a fixed seed, or the ends of a few long
+    documents."""
     if len(dataset) >= FEW_DOCUMENTS:
         return tables.random_split(dataset, fraction)
     cuts = [_cut_near_the_end(text, fraction) for text in dataset["text"]]

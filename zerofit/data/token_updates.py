@@ -64,7 +64,7 @@ class TokenUpdates:
         return self._epoch(epoch).samples[offset : offset + stop - start]
 
     def describe(self) -> str:
-        """For the log, of the first epoch."""
+        """Describe the updates of the first epoch, for the log."""
         laid_out = self._epoch(0)
         updates = np.split(laid_out.samples, laid_out.ends[:-1])
         tokens = np.array([self.widths[rows].sum() for rows in updates])

@@ -149,7 +149,7 @@ class StreamedSamples:
         return Window(window.number + 1, window.turn, window.index + 1, **following, first=window.end)
 
     def open(self, window: Window) -> tuple[SampleSet, np.ndarray]:
-        """(the samples of a window, the order in which they come)."""
+        """Return (the samples of a window, the order in which they come)."""
         found = self._opened.get(window.number)
         if found is None:
             samples = self._samples(window)

@@ -117,7 +117,7 @@ class AllocationTracker(DispatchMode):
         self.mark(segment.name)
 
     def offloaded(self, size: int) -> None:
-        """So many bytes leave for the host."""
+        """Record that `size` bytes leave for the host."""
         self.segments[-1].offloaded += size
 
     def close(self) -> list[Segment]:

@@ -59,7 +59,7 @@ STAND_IN = GPUS["a100-80gb"]  # whose speed ranks layouts where that of the devi
 
 
 def device_speeds(options: Any, gpu: Gpu | None, on_gpu: bool) -> tuple[Speeds | None, Links | None, str]:
-    """(speeds, links, what they rest on); (None, None, why) where one that is needed is not known.
+    """Return (speeds, links, what they rest on); (None, None, why) where one that is needed is not known.
 
     Args:
         options: of the plan: num_gpus, gpus_per_node, and what overrides a GPU's figures.
@@ -80,7 +80,7 @@ def device_speeds(options: Any, gpu: Gpu | None, on_gpu: bool) -> tuple[Speeds |
 
 
 def stand_in_speeds(options: Any) -> tuple[Speeds, Links]:
-    """(speeds, links) to rank layouts with where the device's own are not known."""
+    """Return (speeds, links) to rank layouts with where the device's own are not known."""
     plain = SimpleNamespace(**vars(options) | dict.fromkeys(OVERRIDES))
     speeds, links, _ = device_speeds(plain, STAND_IN, on_gpu=True)
     assert speeds is not None  # its maker states them

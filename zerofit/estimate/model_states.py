@@ -49,7 +49,7 @@ class GradientMemory:
 
     @property
     def by_kind(self) -> tuple[int, int, int]:
-        """(gathered, gradients, buffers)."""
+        """Return (gathered, gradients, buffers)."""
         return self.gathered, self.gradients, self.buffers
 
     def begin(self, first: bool, last: bool) -> None:

@@ -171,8 +171,8 @@ class PlannedModel:
         return self.task == "cls" or self.rows.loss_kind == "full"
 
     def dtypes(self, precision: str, computes_in_half: bool) -> tuple[torch.dtype, torch.dtype]:
-        """(of what is trained, of what is frozen) in the passes: DeepSpeed and FSDP2 compute with weights in half
-        precision; without them those that are trained stay in fp32."""
+        """Return (of what is trained, of what is frozen) in the passes: DeepSpeed and FSDP2 compute with weights in
+        half precision; without them those that are trained stay in fp32."""
         half = DTYPES[precision]
         return (half if computes_in_half else torch.float32), half
 

@@ -20,7 +20,7 @@ LONGEST_BLOCK = 1024  # of a recipe without block_size: the model's positions, a
 
 
 class PlannedHead(NamedTuple):
-    """In place of the head of a teacher that is held beside the student: logits of the right size."""
+    """Stands in place of the head of a teacher that is held beside the student: logits of the right size."""
 
     width: int
     vocab_size: int

@@ -104,9 +104,9 @@ def _architecture(recipe: Any) -> str | None:
 
 
 def _set_vocabulary(config: Any, recipe: Any) -> None:
-    """From scratch, or resized: the vocabulary of the tokenizer, which will be trained or is in a folder, and its
-    padding. That of the hub is taken for the shape's own.
-    """
+    """Set the size of the vocabulary of a model from scratch, or of one that is resized: the vocabulary of the
+    tokenizer, which will be trained or is in a folder, and its padding. That of the hub is taken for the shape's
+    own."""
     trained_size = recipe.train_tokenizer_vocab_size
     named = getattr(recipe, "vocab_file", None) or recipe.tokenizer_name or recipe.model_name_or_path
     if named and Path(named).exists() and not trained_size:

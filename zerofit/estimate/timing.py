@@ -137,7 +137,7 @@ def _segment_time(
     is_compiled: bool,
     is_float8: bool,
 ) -> tuple[dict[str, float], int]:
-    """({kind: seconds}, operations that are started)."""
+    """Return ({kind: seconds}, operations that are started)."""
     parts, count = dict[str, float](), 0
     for operation in operations:
         if operation.kind in EXCHANGES:

@@ -50,7 +50,7 @@ class Weight:
 
     @property
     def sides(self) -> tuple[int, int, int]:
-        """(matrices, the shorter side, the longer one): experts are matrices of their own."""
+        """Return (matrices, the shorter side, the longer one): experts are matrices of their own."""
         *experts, rows, columns = self.shape
         return math.prod(experts), min(rows, columns), max(rows, columns)
 

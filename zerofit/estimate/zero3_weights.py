@@ -228,7 +228,7 @@ class GatheredWeights:
         )
 
     def follow(self, training: list[TracedStep], evaluation: list[TracedStep] | None = None) -> list[tuple[int, int]]:
-        """For each step of a pass: (the most bytes at the visit that it begins with, bytes after that).
+        """Return (the most bytes at the visit that it begins with, bytes after that) for each step of a pass.
 
         Args:
             training: a forward and backward pass, whose order DeepSpeed has recorded.

@@ -90,7 +90,7 @@ class AnomalyDetector:
         return math.exp(min(max(middle + self.threshold * scale, max(past) + math.log(2)), 700.0))  # a finite number
 
     def _noise(self, name: str) -> tuple[float, float]:
-        """(the median of the logarithms, their scaled median absolute deviation)."""
+        """Return (the median of the logarithms, their scaled median absolute deviation)."""
         past = self.history[name]
         middle = statistics.median(past)
         return middle, max(1.4826 * statistics.median(abs(each - middle) for each in past), FLOOR[name])

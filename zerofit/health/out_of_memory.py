@@ -117,7 +117,7 @@ def _plan_command(run: "Run", found: Shortage) -> str:
 
 
 def _held(engine: Engine, setup: StateSetup, on_host: bool | None, program_bytes: int) -> tuple[StateBytes, int]:
-    """(model states on the memory that ran out, the peak without them)."""
+    """Return (model states on the memory that ran out, the peak without them)."""
     sizes = engine.held_bytes()
     gradients = sum(each.nbytes for each in engine.gradients())
     held = StateBytes(

@@ -103,7 +103,8 @@ def take_sample(pid: int, groups: list[str]) -> MemoryReading:
 
 
 def process_state(descriptor: int | None) -> tuple[str, bool, int] | None:
-    """(state letter, whether it is on its way out, wait status) of a process on Linux; None if it cannot be seen."""
+    """Return (state letter, whether it is on its way out, wait status) of a process on Linux; None if it cannot be
+    seen."""
     if descriptor is None:
         return None
     try:
@@ -125,7 +126,8 @@ def state_and_parent(pid: int | str) -> tuple[str, str]:
 def cause(
     status: int | None, samples: list[MemoryReading], now: MemoryReading, messages: RankMessages
 ) -> tuple[str, bool]:
-    """(why a rank died, whether for want of memory), from its wait status where that is known and from the samples."""
+    """Return (why a rank died, whether for want of memory), from its wait status where that is known and from the
+    samples."""
     ended_by = status & 127 if status else None
     if ended_by and ended_by != signal.SIGKILL:
         name = signal.Signals(ended_by).name if ended_by in list(signal.Signals) else f"signal {ended_by}"

@@ -125,8 +125,8 @@ def choose_launcher_options(options: LaunchOptions, program: list[str]) -> list[
 
 
 def read_options(argv: list[str]) -> tuple[LaunchOptions, list[str]]:
-    """(options of this command, the program and its options). The former may come before and after the program. Raises
-    UserError: there is no recipe and no program; anything that parse_recipe raises."""
+    """Return (options of this command, the program and its options). The former may come before and after the program.
+    Raises UserError: there is no recipe and no program; anything that parse_recipe raises."""
     taken, rest = take_words(LaunchOptions, argv)
     launch_words = [word for words in taken for word in words]
     if wants_help(argv):

@@ -170,7 +170,7 @@ class RunningLaunch:
 
     @property
     def text(self) -> str:
-        """Its output so far."""
+        """The output of the run so far."""
         return self.log.read_text(encoding="utf-8", errors="replace") if self.log.is_file() else ""
 
 

@@ -202,7 +202,7 @@ def adapter_to_train_on(recipe: Any, task: str | None) -> AdapterFolder | None:
 
 
 def with_base_configuration(recipe: Any, task: str | None = None, auto_class: Any = None) -> tuple[Any, Any]:
-    """(the recipe, which names the base where its model is an adapter; the configuration of the model)."""
+    """Return (the recipe, which names the base where its model is an adapter; the configuration of the model)."""
     recipe = recipe.draft()
     adapter = adapter_to_train_on(recipe, task)
     config = load_configuration(recipe, auto_class)
@@ -258,8 +258,8 @@ def find_base(
     named_with: str = "--base",
     trust_remote_code: bool = False,
 ) -> tuple[str, str, Any]:
-    """(the option that names the base, its name, its configuration). `base`: the base's folder or hub name, of the
-    option `base_option`; None: the one that the adapter names. `named_with`: how a user names another one, for
+    """Return (the option that names the base, its name, its configuration). `base`: the base's folder or hub name, of
+    the option `base_option`; None: the one that the adapter names. `named_with`: how a user names another one, for
     messages. Raises UserError where the adapter names no base, or the base cannot be read."""
     file = folder.path / "adapter_config.json"
     option, name = base_option, base

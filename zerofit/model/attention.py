@@ -107,7 +107,7 @@ def takes_lengths(model: Any) -> bool:
 
 
 def _why_no_flash(model: "PreTrainedModel", precision: str, device: torch.device) -> str:
-    """Why no flash kernel can run; empty if one can."""
+    """Say why no flash kernel can run; empty if one can."""
     config = model.config.get_text_config()
     if device.type != "cuda":
         return f"flash kernels are for GPUs, this is a {device.type} device"
@@ -234,7 +234,7 @@ def _mask_beside_lengths(*, q_length: int = 0, kv_length: int = 0, **kwargs: Any
 
 
 def _trial(device: torch.device, dtype: torch.dtype) -> str:
-    """Why the kernel is wrong on this device; empty if it agrees with sdpa, forward and backward."""
+    """Say why the kernel is wrong on this device; empty if it agrees with sdpa, forward and backward."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = parts = tuple(
         torch.randn(1, heads, 16, 16, generator=generator).to(device, dtype).requires_grad_() for heads in (4, 2, 2)

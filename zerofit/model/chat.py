@@ -272,7 +272,7 @@ def apply_template(
 
 
 def render(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> tuple[str, list[Span]]:
-    """(text of a conversation, the parts of it that are trained on).
+    """Return (text of a conversation, the parts of it that are trained on).
 
     A part is all that a turn adds to its generation prompt, such as an empty <think> block, an answer, calls of tools,
     and the mark at its end: up to and including the end-of-text token, or, if the template has none there, all that it

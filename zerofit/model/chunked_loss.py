@@ -41,17 +41,17 @@ class Distillation(NamedTuple):
     head: Any = None
 
     def of_teacher(self, hidden: Tensor) -> Tensor:
-        """(N, V) fp32 log-probabilities of the teacher, whose last hidden states are (N, H)."""
+        """Return (N, V) fp32 log-probabilities of the teacher, whose last hidden states are (N, H)."""
         return self.head(hidden).float().log_softmax(-1)
 
     def losses(self, student: Tensor, teacher: Tensor) -> Tensor:
-        """(N,) T^2 KL of log-probabilities (N, V)."""
+        """Return (N,) T^2 KL of log-probabilities (N, V)."""
         of_student, of_teacher = (F.log_softmax(each / self.temperature, dim=-1) for each in (student, teacher))
         target, other = (of_student, of_teacher) if self.reverse else (of_teacher, of_student)
         return self.temperature**2 * (target.exp() * (target - other)).sum(dim=-1)
 
     def with_gradient(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-        """(losses (N,), their gradient (N, V) with regard to `student`), where autograd is switched off."""
+        """Return (losses (N,), their gradient (N, V) with regard to `student`), where autograd is switched off."""
         with torch.enable_grad():
             student = student.detach().requires_grad_()
             losses = self.losses(student, teacher)

@@ -108,8 +108,8 @@ def _outermost(model: torch.nn.Module, is_one: Callable[[torch.nn.Module], bool]
 
 
 def ends_of(model: "PreTrainedModel") -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
-    """([the embedding], [the final norm, the head]) of a model that predicts tokens: what is gathered for itself,
-    as torchtitan does, beside the blocks; empty where other modules share a weight of it, as tied ends do."""
+    """Return ([the embedding], [the final norm, the head]) of a model that predicts tokens: what is gathered for
+    itself, as torchtitan does, beside the blocks; empty where other modules share a weight of it, as tied ends do."""
     blocks, embedding, head = blocks_of(model), model.get_input_embeddings(), model.get_output_embeddings()
     if not blocks or head is None:
         return [], []

@@ -145,8 +145,8 @@ def drop_invalid_settings(generation: GenerationConfig) -> dict[str, Any]:
 
 
 def read_generation_settings(name: str) -> tuple[GenerationConfig | None, dict[str, Any]]:
-    """(a stored model's generation settings, None without a file; {name: value} of those that are left out, where
-    transformers refuses to read the file)."""
+    """Return (a stored model's generation settings, None without a file; {name: value} of those that are left out,
+    where transformers refuses to read the file)."""
     try:
         return GenerationConfig.from_pretrained(name), {}
     except OSError:  # there is none
@@ -160,7 +160,7 @@ def read_generation_settings(name: str) -> tuple[GenerationConfig | None, dict[s
 
 
 def _valid_settings(stored: dict[str, Any]) -> tuple[GenerationConfig, dict[str, Any]]:
-    """(the settings that are valid together, the others). Some need another, so those are tried again."""
+    """Return (the settings that are valid together, the others). Some need another, so those are tried again."""
     valid: dict[str, Any] = {}
     rest = dict(stored)
     while accepted := [name for name in rest if _is_valid({**valid, name: rest[name]})]:

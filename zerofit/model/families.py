@@ -30,7 +30,7 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Where the parts of a decoder are, so that the stages of a pipeline can have some of them each."""
+    """Names the places of the parts of a decoder, so that the stages of a pipeline can have some of them each."""
 
     layers: str  # the list of layers, an attribute of the body (`model.base_model`)
     before: tuple[str, ...]  # attributes of the body that work on tokens, or on hidden states before the first layer

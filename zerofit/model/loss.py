@@ -109,7 +109,7 @@ def _summed_loss(
 
 
 def _token_losses(self: Any, targets: torch.Tensor, *args: Any, **inputs: Any) -> torch.Tensor:
-    """(N,) fp32; 0 where a target is ignored."""
+    """Return (N,) fp32; 0 where a target is ignored."""
     if self.loss_kind == "full":
         logits = self.original_forward(*args, **inputs).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=IGNORE, reduction="none")
@@ -192,8 +192,8 @@ def loss_of_examples(
 
 
 def logits_of_examples(model: Any, batch: "Batch") -> torch.Tensor:
-    """(B, classes) of a batch of examples; of words (B, T, classes); of multiple choice (B, choices).
-    A choice that an example does not have is a row of one token, and is never chosen."""
+    """Return (B, classes) of a batch of examples; of words (B, T, classes); of multiple choice (B, choices). A choice
+    that an example does not have is a row of one token, and is never chosen."""
     logits = model(**batch.inputs).logits
     mask = batch.tensor("attention_mask")
     return logits if mask.dim() == 2 else logits.masked_fill(mask.sum(-1) == 1, torch.finfo(logits.dtype).min)

@@ -30,7 +30,7 @@ def true_numel(parameter: torch.nn.Parameter) -> int:
 
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
-    """(all, trainable) parameters, tied ones counted once."""
+    """Return (all, trainable) parameters, tied ones counted once."""
     sizes = [(true_numel(parameter), parameter.requires_grad) for parameter in model.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)
 
@@ -75,8 +75,8 @@ def layer_groups(model: torch.nn.Module, weight_decay: float, layer_decay: float
 
 
 def hidden_matrices(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """By name, what Muon is for: the trained matrices of linear layers in the model's blocks, and those of experts
-    (experts, rows, columns). Embeddings, positions and heads are not among them."""
+    """Return {name: weight} of what Muon is for: the trained matrices of linear layers in the model's blocks, and
+    those of experts (experts, rows, columns). Embeddings, positions and heads are not among them."""
     inside = {
         id(parameter)
         for block in blocks_of(model)

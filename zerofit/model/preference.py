@@ -48,7 +48,8 @@ class PreferenceFigures(NamedTuple):
 
 
 def log_probabilities(model: Any, batch: Any) -> torch.Tensor:
-    """(P, 2) fp32: of the chosen and the rejected answer of each pair, whose rows follow each other in the batch."""
+    """Return (P, 2) fp32: of the chosen and the rejected answer of each pair, whose rows follow each other in the
+    batch."""
     losses: torch.Tensor = model(**batch.inputs, of_rows=True)
     return -losses.view(-1, 2)
 
@@ -101,7 +102,8 @@ class PreferenceLoss:
         return torch.where(counts, loss, 0.0).sum()
 
     def _losses(self, gained: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        """(P,) the loss of each pair. `gained`: (P, 2) on the reference, where there is one; `mean`: per token."""
+        """Return (P,) the loss of each pair. `gained`: (P, 2) on the reference, where there is one; `mean`: per
+        token."""
         wrong, ahead, mean_ahead = self.label_smoothing, gained[:, 0] - gained[:, 1], mean[:, 0] - mean[:, 1]
         match self.kind:
             case "dpo":

@@ -37,8 +37,8 @@ DOCUMENT_TOKENS = 8  # if the model has twice as many positions
 
 
 def safe_precision(strategy: "Strategy", config: "PretrainedConfig") -> tuple[str, str | None]:
-    """(the strategy's precision, or bf16 in place of fp16 if fp16 gives the model NaN; a warning in that case). Raises
-    UserError where this GPU has no bf16."""
+    """Return (the strategy's precision, or bf16 in place of fp16 if fp16 gives the model NaN; a warning in that case).
+    Raises UserError where this GPU has no bf16."""
     if strategy.precision != "fp16" or not family_of(config).overflows_fp16:
         return strategy.precision, None
     if strategy.lacks_bf16:
@@ -181,7 +181,7 @@ def loss_difference(
 def random_tokens(
     vocab_size: int, device: torch.device, length: int = DOCUMENT_TOKENS, count: int = 1
 ) -> torch.Tensor:
-    """(1, count * length) random ids, the same every time."""
+    """Return (1, count * length) random ids, the same every time."""
     generator = torch.Generator().manual_seed(1)
     return torch.randint(0, vocab_size, (1, count * length), generator=generator).to(device)
 
@@ -194,7 +194,7 @@ def _leaks(engine: "Engine", collate: "CausalCollator") -> bool:
 
 
 def _choose(model: Any, recipe: LossOptions) -> tuple[str, str]:
-    """(kind of loss, reason for the log)."""
+    """Return (kind of loss, reason for the log)."""
     head_has_adapter = hasattr(model.get_output_embeddings(), "lora_A")
     if (head_has_adapter or not has_separate_body(model)) and recipe.loss != "full":
         reason = f"a {model.config.model_type} returns its logits and nothing before them, so all are held"
@@ -209,7 +209,7 @@ def _choose(model: Any, recipe: LossOptions) -> tuple[str, str]:
 
 
 def _sizes(engine: "Engine") -> tuple[int, torch.device, int]:
-    """(vocabulary, device, tokens of a document) for the checks."""
+    """Return (vocabulary, device, tokens of a document) for the checks."""
     positions = getattr(engine.module.config, "max_position_embeddings", None) or 2 * DOCUMENT_TOKENS
     vocab_size = engine.module.config.get_text_config().vocab_size
     return vocab_size, engine.device, min(DOCUMENT_TOKENS, positions // 2)

@@ -44,7 +44,7 @@ def read_tokenizer(
 def read_model(
     auto_class: Any, option: str, name: str, config: "PretrainedConfig", *, precision: str | None, **more: Any
 ) -> tuple[Any, list[str]]:
-    """(the model in evaluation mode, names of its weights that are not stored or have another shape there).
+    """Return (the model in evaluation mode, names of its weights that are not stored or have another shape there).
 
     Args:
         precision: fp32, bf16 or fp16; None: that of the stored weights.

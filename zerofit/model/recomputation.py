@@ -60,7 +60,7 @@ def check_recomputation(model: "PreTrainedModel", which: bool | str) -> None:
 
 
 def selective_contexts(keeps_attention: bool = True, compiled: bool = False) -> tuple[DispatchMode, DispatchMode]:
-    """(context of the forward pass, of the recomputation) of a layer, for torch.utils.checkpoint."""
+    """Return (context of the forward pass, of the recomputation) of a layer, for torch.utils.checkpoint."""
     noting, replaying = create_selective_checkpoint_contexts(_policy, allow_cache_entry_mutation=True)
     if compiled:
         return noting, replaying

@@ -157,7 +157,7 @@ class Recipe(Findings):
         return found
 
     def _broken(self, condition: str) -> tuple[list[str], str]:
-        """(the options of a condition that does not hold, `without those`); ([], "") if it holds."""
+        """Return (the options of a condition that does not hold, `without those`); ([], "") if it holds."""
         denied = condition.startswith("!")
         names, _, values = condition.removeprefix("!").partition("=")
         others = [name for name in names.split("|") if hasattr(self, name)]

@@ -27,7 +27,7 @@ class Warmup:
 
 
 def read_warmup(text: str) -> tuple[int, int] | None:
-    """(first size, updates that grow) of `START@UPDATES`; None: it is no such text."""
+    """Return (first size, updates that grow) of `START@UPDATES`; None: it is no such text."""
     found = re.fullmatch(r"([1-9]\d*)@([1-9]\d*)", text)
     return found and (int(found[1]), int(found[2]))
 

@@ -122,7 +122,7 @@ class CorpusOptions(Recipe, phase="data", needs="data_path"):
 
     @property
     def blend(self) -> list[tuple[float | None, str]]:
-        """(weight, prefix) of each corpus; all weights are None where none was given."""
+        """Return (weight, prefix) of each corpus; all weights are None where none was given."""
         sources = weighted(self.data_path)
         return [(weight, name) for weight, names in sources for name in names] or [
             (None, name) for name in self.data_path or []

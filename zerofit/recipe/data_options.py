@@ -121,7 +121,7 @@ WEIGHTS = "Write WEIGHT SOURCE WEIGHT SOURCE ..."
 
 
 def weighted(words: list[str] | None) -> list[tuple[float, list[str]]]:
-    """(weight, names) of the words WEIGHT NAMES WEIGHT NAMES ...; empty without a weight."""
+    """Return (weight, names) of the words WEIGHT NAMES WEIGHT NAMES ...; empty without a weight."""
     sources: list[tuple[float, list[str]]] = []
     for word in words or []:
         if is_weight(word):
@@ -149,7 +149,7 @@ class MixtureOptions(SourceOptions, ModelOptions):
 
     @property
     def mixture(self) -> list[tuple[float, list[str]]]:
-        """(weight, files) of each source. Empty: all files are one source."""
+        """Return (weight, files) of each source. Empty: all files are one source."""
         return weighted(self.train_file)
 
     def problems(self) -> list[str]:

@@ -130,7 +130,7 @@ def from_text(text: str, kind: OptionType) -> Any:
 
 
 def broken_rule(value: Any, metadata: typing.Mapping[str, Any]) -> str | None:
-    """Why `value` breaks a rule of its option (choices, bounds, form), as a sentence; None if it breaks none."""
+    """Say why `value` breaks a rule of its option (choices, bounds, form), as a sentence; None if it breaks none."""
     for item in value if isinstance(value, list) else [value]:
         if item is None:
             continue

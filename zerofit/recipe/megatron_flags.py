@@ -127,7 +127,7 @@ def shapes_the_model(name: str) -> bool:
 
 
 def flag_status(name: str) -> tuple[str, str]:
-    """(satisfied, no counterpart or unknown; why) of a flag that is not carried over."""
+    """Return (satisfied, no counterpart or unknown; why) of a flag that is not carried over."""
     if name in SATISFIED:
         return "satisfied", "it is always so, or the model, the strategy or the GPU's kernels decide it"
     if name.endswith("_teacher"):

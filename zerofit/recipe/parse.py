@@ -145,7 +145,7 @@ def flag_value(words: list[str], name: str) -> str | None:
 
 
 def take_words(options: type[Recipe], argv: list[str]) -> tuple[list[list[str]], list[str]]:
-    """([an option of `options` and its value], the other words), each in the order of the command line."""
+    """Return ([an option of `options` and its value], the other words), each in the order of the command line."""
     kinds = kinds_of(options)
     taken, rest, words = [], [], list(argv)
     while words:

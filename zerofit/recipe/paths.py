@@ -134,7 +134,7 @@ def missing_corpus(prefix: str) -> str | None:
 
 
 def cannot_be_written(folder: Path) -> str | None:
-    """Why a folder cannot be created or written, as part of a sentence; None if it can. Creates nothing."""
+    """Say why a folder cannot be created or written, as part of a sentence; None if it can. Creates nothing."""
     folder = folder.absolute()
     place = next(place for place in (folder, *folder.parents) if place.exists())
     if not place.is_dir():
@@ -150,7 +150,8 @@ def cannot_be_written(folder: Path) -> str | None:
 
 
 def untrusted_folder_reason(folder: Path) -> str | None:
-    """Why others decide what is in an existing folder, as part of a sentence; None if they do not, or it is absent."""
+    """Say why others decide what is in an existing folder, as part of a sentence; None if they do not, or it is
+    absent."""
     try:
         about = folder.stat()
     except OSError:

@@ -86,7 +86,7 @@ def screen_width(stream: TextIO | None = None) -> int | None:
 
 
 def fitted(pieces: list[str], width: int | None) -> str:
-    """As many of the pieces, by priority, as a line of this width holds; the first one is always there."""
+    """Return as many of the pieces, by priority, as a line of this width holds; the first one is always there."""
     while width is not None and len(pieces) > 1 and len("  ".join(pieces)) > width:
         pieces = pieces[:-1]
     return "  ".join(pieces)

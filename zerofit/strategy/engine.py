@@ -268,7 +268,8 @@ class Engine:
             yield from ((name, buffer.cpu()) for name, buffer in self.stored_buffers().items())
 
     def stored_buffers(self) -> dict[str, torch.Tensor]:
-        """By name, what is stored with the model's weights and is no parameter; the same on every rank."""
+        """Return {name: buffer} of what is stored with the model's weights and is no parameter; the same on every
+        rank."""
         stored, own = self.whole.state_dict().keys(), dict(self.module.named_buffers())
         return {name: own.get(name, buffer) for name, buffer in self.whole.named_buffers() if name in stored}
 

@@ -62,7 +62,7 @@ UNITS = {
 
 
 def _in_si(gpu: Gpu) -> Gpu:
-    """The same GPU in bytes and seconds; in the table `host_bandwidth` is a generation of PCIe."""
+    """Return the same GPU in bytes and seconds; in the table `host_bandwidth` is a generation of PCIe."""
     figures = {name: value * unit for name, unit in UNITS.items() if (value := getattr(gpu, name)) is not None}
     to_host = PCIE.get(int(gpu.host_bandwidth or 0))
     figures = {"link_bandwidth": to_host, **figures, "usable_bytes": int(figures["usable_bytes"])}

@@ -91,7 +91,7 @@ def num_devices() -> int:
 
 
 def _why(maker: str) -> str:
-    """Why torch sees no GPU of this maker, and what to do about it."""
+    """Say why torch sees no GPU of this maker, and what to do about it."""
     import torch
 
     toolkit, version = ("CUDA", torch.version.cuda) if maker == "NVIDIA" else ("ROCm", torch.version.hip)
@@ -106,7 +106,7 @@ def _why(maker: str) -> str:
 
 
 def describe_device(device: Any) -> str:
-    """For the log: what the processes of this machine train on."""
+    """Describe what the processes of this machine train on, for the log."""
     import torch
 
     from zerofit.strategy.devices import device_name

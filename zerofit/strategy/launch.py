@@ -130,7 +130,7 @@ def find_launcher() -> Launcher | None:
 
 
 def _launcher() -> tuple[list[str], str | None, bool]:
-    """(command line, --config_file, whether OMP_NUM_THREADS was given) of the launcher above this process."""
+    """Return (command line, --config_file, whether OMP_NUM_THREADS was given) of the launcher above this process."""
     import psutil
 
     launcher = find_launcher()

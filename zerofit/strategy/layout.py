@@ -127,7 +127,7 @@ class ParallelLayout:
 
 
 def offload_device(zero: dict[str, Any], part: str) -> str:
-    """Where a zero_optimization section puts one of OFFLOADED: cpu, nvme or none."""
+    """Return where a zero_optimization section puts one of OFFLOADED: cpu, nvme or none."""
     return (zero.get(part) or {}).get("device", "none")
 
 

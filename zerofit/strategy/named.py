@@ -187,7 +187,7 @@ def _fp8_problems(content: dict[str, Any]) -> list[str]:
 
 
 def _why_not(kind: str) -> list[str]:
-    """Why a distributed_type is no strategy here, as the rest of a sentence; empty if it is one."""
+    """Say why a distributed_type is no strategy here, as the rest of a sentence; empty if it is one."""
     if kind in SUPPORTED:
         return []
     if kind == "MEGATRON_LM":

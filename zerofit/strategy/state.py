@@ -230,7 +230,8 @@ class OptimizerState:
                 holder["step"] = steps
 
     def _step_holders(self) -> Iterator[dict[str, Any]]:
-        """Where the optimizer counts: in the state of each tensor, or (DeepSpeed's fused Adam) in its groups."""
+        """Return where the optimizer counts: in the state of each tensor, or (DeepSpeed's fused Adam) in its
+        groups."""
         for holder in (*self.optimizer.state.values(), *self.optimizer.param_groups):
             if "step" in holder:
                 yield holder

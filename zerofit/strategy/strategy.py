@@ -102,7 +102,7 @@ class Strategy:
 
     @property
     def optimizer_device(self) -> str:
-        """Where DeepSpeed keeps the optimizer's state: cpu or nvme; none: with the weights."""
+        """Return where DeepSpeed keeps the optimizer's state: cpu or nvme; none: with the weights."""
         return offload_device(self.zero, "offload_optimizer")
 
     @property
@@ -192,8 +192,9 @@ class Strategy:
 
     @property
     def device_of_weights(self) -> torch.device | None:
-        """Where pretrained weights are put as they are read, and not on the host first, by every rank of it: the
-        device; None for the CPU, where each rank keeps a part of them only, and before the processes have started."""
+        """Return where pretrained weights are put as they are read, and not on the host first, by every rank of it:
+        the device; None for the CPU, where each rank keeps a part of them only, and before the processes have
+        started."""
         shards = self.shards_parameters or self.fully_shards
         device, keeps_all = current_device(), self.layout.model_size == 1 and not shards
         return device if keeps_all and device is not None and device.type != "cpu" else None
@@ -241,9 +242,9 @@ class Strategy:
             deepspeed.zero.register_external_parameter(module, parameter)
 
     def sharded_init_reason(self, num_parameters: int) -> str | None:
-        """Why random weights are drawn shard by shard; None: they are drawn in full. Under ZeRO-3, weights drawn shard
-        by shard differ from those of every other strategy at the same seed. So where each process of this machine can
-        hold the full model for a moment, it is drawn in full, and then sharded."""
+        """Say why random weights are drawn shard by shard; None: they are drawn in full. Under ZeRO-3, weights drawn
+        shard by shard differ from those of every other strategy at the same seed. So where each process of this
+        machine can hold the full model for a moment, it is drawn in full, and then sharded."""
         if not self.shards_parameters or self.tensor > 1:
             return None
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -112,7 +112,7 @@ class ToolRecipe:
 
 
 def read_with_recipe(tool: type[T], argv: list[str] | None, prog: str) -> tuple[T, type[TaskRecipe]]:
-    """(options of the tool, which has a `task`, and of the task's recipe in one; the recipe's type)."""
+    """Return (options of the tool, which has a `task`, and of the task's recipe in one; the recipe's type)."""
     argv = list(argv or [])
     task, joined = join_with_recipe(tool, argv, prog)
     options, cls = parse_recipe(joined, argv, prog=prog, tool=True), TASKS[task]
@@ -126,7 +126,7 @@ def read_with_recipe(tool: type[T], argv: list[str] | None, prog: str) -> tuple[
 
 
 def join_with_recipe(tool: type[T], argv: list[str], prog: str) -> tuple[str, type[T]]:
-    """(the task, the options of the tool and of the task's recipe in one type).
+    """Return (the task, the options of the tool and of the task's recipe in one type).
 
     Raises:
         UserError: the task is unknown.

@@ -114,7 +114,7 @@ def predict_examples(
 def _answered(
     engine: Engine, batches: Iterator[Batch], labels: Labels
 ) -> tuple[torch.Tensor, float, list[Any] | None]:
-    """(summed loss and number of targets of this rank, the answer to each example on the main process)."""
+    """Return (summed loss and number of targets of this rank, the answer to each example on the main process)."""
     loss, targets, answers = torch.zeros((), device=engine.device), 0.0, dict[int, Any]()
     for batch in batches:
         logits = logits_of_examples(engine.model, batch).float()  # (B, classes)
@@ -149,13 +149,13 @@ def _truth(part: HeldOut, labels: Labels) -> list[Any]:
 
 
 def _tags(logits: torch.Tensor, targets: torch.Tensor) -> list[tuple[list[int], None]]:
-    """(the predicted tag of each word that is read, None) of each row."""
+    """Return (the predicted tag of each word that is read, None) of each row."""
     predicted = logits.argmax(dim=-1)  # (B, T)
     return [(row[target != IGNORE].tolist(), None) for row, target in zip(predicted, targets)]
 
 
 def _answers(logits: torch.Tensor, labels: Labels) -> list[tuple[Any, list[float] | None]]:
-    """(class, probability of each class) or (number, None) of each row; of sets the classes."""
+    """Return (class, probability of each class) or (number, None) of each row; of sets the classes."""
     if labels.names is None:
         return [(value, None) for value in logits[:, 0].tolist()]
     if labels.of_sets:

@@ -130,7 +130,8 @@ def predict_texts(
 def _written(
     engine: Engine, batches: Iterator[Batch], tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]
 ) -> list[tuple[str, bool]] | None:
-    """(the text that is generated, whether it is cut at its longest length) for each row, on the main process."""
+    """Return (the text that is generated, whether it is cut at its longest length) for each row, on the main
+    process."""
     texts: dict[int, tuple[str, bool]] = {}
     own = engine.module.generation_config or GenerationConfig()
     stops = settings.get("eos_token_id") or own.eos_token_id
@@ -149,7 +150,7 @@ def _written(
 
 
 def cut_texts(cut: int, count: int, option: str, settings: dict[str, Any]) -> list[str]:
-    """For the log: how many generated texts did not end before the longest length."""
+    """Say how many generated texts did not end before the longest length, for the log."""
     if not cut:
         return []
     return [f"note      {cut:,} of {count:,} generated texts are cut at {option} = {settings['max_new_tokens']}"]

@@ -102,7 +102,7 @@ def _measure(engine: Engine, pairs: PreferencePairs, collate: Any, batch_size: i
 
 
 def _stored(file: Path, count: int) -> np.ndarray:
-    """(count, 2) what is in the file; NaN where nothing is."""
+    """Return (count, 2) what is in the file; NaN where nothing is."""
     try:
         found = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError):

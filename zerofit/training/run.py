@@ -63,7 +63,7 @@ PATIENCE = {"save": 4.0}  # watchdog timeout / watchdog_minutes, by phase
 
 @dataclass(frozen=True)
 class Stop:
-    """Why training ended. `reason` is NONE after the last update and after early stopping."""
+    """Says why training ended. `reason` is NONE after the last update and after early stopping."""
 
     reason: StopReason = StopReason.NONE
     anomaly: Anomaly | None = None

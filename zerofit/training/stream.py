@@ -42,7 +42,7 @@ class RunLength:
 
     @property
     def describe(self) -> str:
-        """For the log."""
+        """Describe the data that is streamed, for the log."""
         epochs = counted(rounded(self.epoch(self.num_updates)), "epoch")
         return f"{counted(self.num_updates, 'update')}, {epochs}"
 
@@ -96,7 +96,7 @@ NO_COUNTS = Totals(0, 0, 0)
 
 
 class RankReport(NamedTuple):
-    """What a rank tells the others at the end of an update; it travels with the loss, as numbers."""
+    """Holds what a rank tells the others at the end of an update; it travels with the loss, as numbers."""
 
     peak_memory_bytes: float
     stop_reason: float  # a StopReason

@@ -116,7 +116,7 @@ def summary(run: "Run", remarks: list[str]) -> list[str]:
 
 
 def about_evaluations(evaluations: list[EvaluationTime]) -> list[str]:
-    """For the log: the time that evaluations took, which is no time of training."""
+    """Say how long evaluations took, which is no time of training, for the log."""
     if not evaluations:
         return []
     total, last = sum(each.seconds for each in evaluations), evaluations[-1]

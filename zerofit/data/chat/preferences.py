@@ -50,7 +50,7 @@ class PreferenceForm:
 
     @property
     def describe(self) -> str:
-        """For the log."""
+        """Describe the columns of the pairs, for the log."""
         return (
             f"data      each record is a pair of answers, of which the first is preferred ({', '.join(self.columns)})"
         )

@@ -187,7 +187,7 @@ def encode_pairs(encoder: ChatEncoder, pairs: list[Pair], names: list[str]) -> d
 
 
 def overlap(offsets: list[chat.Span], spans: list[chat.Span]) -> np.ndarray:
-    """(tokens,) whether a token has a character in one of the spans.
+    """Return (tokens,) whether a token has a character in one of the spans.
 
     If a character takes several tokens, each of them has that character's range.
     """

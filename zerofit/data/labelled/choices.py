@@ -44,7 +44,7 @@ class Choices:
 
     @property
     def describe(self) -> str:
-        """For the log."""
+        """Describe the columns of the questions, for the log."""
         return f"question {' and '.join(self.context)}, choices {', '.join(self.choices)}, label {self.label}"
 
     def texts(self, content: LabelledRows) -> Iterator[str]:
@@ -53,7 +53,8 @@ class Choices:
         yield from (choice for _, choice in rows)
 
     def read(self, record: dict[str, Any]) -> LabelledRows:
-        """(the two texts of each choice, which is right). Raises BadRecord: a text is empty, or the label is none."""
+        """Return (the two texts of each choice, which is right). Raises BadRecord: a text is empty, or the label is
+        none."""
         names, choices = self._choices(record)
         texts = [text for text in choices if text and not blank(text)]
         parts = [record[name] for name in self.context]
@@ -71,7 +72,7 @@ class Choices:
         return [(parts[0], " ".join([*parts[1:], text])) for text in texts], right
 
     def _choices(self, record: dict[str, Any]) -> tuple[list[str], list[str | None]]:
-        """(names of the choices, where they have some; their texts)."""
+        """Return (names of the choices, where they have some; their texts)."""
         held = [record[name] for name in self.choices] if len(self.choices) > 1 else record[self.choices[0]] or []
         if isinstance(held, dict):  # {"label": ["A", ...], "text": [...]}, as ARC and CommonsenseQA have it
             return [name_of(name) for name in held.get("label") or []], _texts(held.get("text") or [])

@@ -83,7 +83,7 @@ class LabelledSource:
 
     @property
     def describe(self) -> str:
-        """For the log."""
+        """Describe the columns of the examples, for the log."""
         if isinstance(self.reader, Choices):
             return self.reader.describe
         *texts, label = (self.source.written.get(name, name) for name in self.reader.columns)
@@ -258,7 +258,7 @@ def _read(options: DataOptions, task_name: str | None) -> Source:
 def _columns(
     recipe: ClsRecipe, table: Dataset, task: GlueTask | None, labelled: bool = True
 ) -> tuple[tuple[str, ...], str]:
-    """(the text columns, the label column; empty unless `labelled`)."""
+    """Return (the text columns, the label column; empty unless `labelled`)."""
     present = set(table.column_names)
     texts, label = tuple(recipe.text_columns or ()), recipe.label_column
     for name in texts:

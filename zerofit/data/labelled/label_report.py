@@ -15,7 +15,7 @@ wrapped = partial(wrap, width=80, subsequent_indent=" " * 10, break_long_words=F
 
 
 def class_counts(labels: Labels, parts: Iterable[np.ndarray]) -> np.ndarray:
-    """(classes,) the number of records (words) of each class, in the labels of all these samples."""
+    """Return (classes,) the number of records (words) of each class, in the labels of all these samples."""
     counts = np.zeros(labels.num_outputs, dtype=np.int64)
     for own in parts:
         counts += own.sum(axis=0).astype(np.int64) if labels.of_sets else np.bincount(own, minlength=len(counts))

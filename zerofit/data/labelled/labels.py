@@ -62,7 +62,7 @@ class Labels:
 
     @property
     def describe(self) -> str:
-        """For the log."""
+        """Describe the labels, for the log."""
         if self.names is None:
             return "each label is a number (regression)"
         if self.choices:
@@ -222,10 +222,10 @@ def in_model_order(labels: Labels, config: PretrainedConfig) -> Labels:
 def trained_labels(
     config: PretrainedConfig, class_names: tuple[str, ...] | None, values: list[Any], is_number: bool = False
 ) -> tuple[Labels, tuple[str, ...] | None]:
-    """(the labels of a trained classifier, the names of the data's class numbers), for a launch without training.
-    Raises UserError: the model was trained for other labels. `class_names`: the names of the data's class numbers, if
-    it has class numbers. `values`: the labels of the data; empty if it has none. `is_number`: the task asks for a
-    number."""
+    """Return (the labels of a trained classifier, the names of the data's class numbers), for a launch without
+    training. Raises UserError: the model was trained for other labels. `class_names`: the names of the data's class
+    numbers, if it has class numbers. `values`: the labels of the data; empty if it has none. `is_number`: the task
+    asks for a number."""
     theirs = _labels_of_head(config)
     of_sets = config.problem_type == MULTI_LABEL
     gives_number = config.problem_type == "regression" or (len(theirs) == 1 and not of_sets)

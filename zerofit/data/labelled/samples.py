@@ -242,6 +242,6 @@ def class_weights(recipe: ClsRecipe, data: ExampleData) -> list[float] | None:
 
 
 def describe_weights(weights: list[float], names: tuple[str, ...]) -> str:
-    """For the log: the heaviest and the lightest class."""
+    """Name the heaviest and the lightest class, for the log."""
     low, high = int(np.argmin(weights)), int(np.argmax(weights))
     return f"loss      class weights from {weights[low]:.4g} ({names[low]}) to {weights[high]:.4g} ({names[high]})"

@@ -37,7 +37,7 @@ class TaggedWords(LabelledColumns):
 
 
 def find_tags(texts: list[str] | None, label: str | None, table: Dataset) -> tuple[str, str] | None:
-    """(the column of words, that of tags); None for other records."""
+    """Return (the column of words, that of tags); None for other records."""
     words = find_words(texts, table)
     tags = next((name for name in ([label] if label else TAGS) if name != words and _items(table, name)), None)
     return (words, tags) if words and tags else None
@@ -54,14 +54,14 @@ def _items(table: Dataset, name: str) -> str | None:
 
 
 def located(rows: list[list[str]]) -> set[tuple[int, str, int, int]]:
-    """(sentence, kind, first word, last word) of each named entity in the tags of these sentences:
-    B-PER, I-PER, O (IOB1, IOB2, IOBES and BILOU)."""
+    """Return (sentence, kind, first word, last word) of each named entity in the tags of these sentences: B-PER,
+    I-PER, O (IOB1, IOB2, IOBES and BILOU)."""
     return {(row, *entity) for row, tags in enumerate(rows) for entity in entities(tags)}
 
 
 def entities(tags: list[str]) -> list[tuple[str, int, int]]:
-    """(kind, first word, last word) of each entity. One begins at B or S, after O, E or S, and where the kind changes:
-    I needs no B before it, as in conlleval."""
+    """Return (kind, first word, last word) of each entity. One begins at B or S, after O, E or S, and where the kind
+    changes: I needs no B before it, as in conlleval."""
     found: list[tuple[str, int, int]] = []
     before, kind_before = "O", ""
     for place, tag in enumerate(tags):

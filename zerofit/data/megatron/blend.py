@@ -46,7 +46,8 @@ class Blend:
 
     @functools.cached_property
     def bounds(self) -> list[tuple[float, float] | None]:
-        """(start, end) of training, evaluation and test, as fractions of the documents; None for an empty part."""
+        """Return (start, end) of training, evaluation and test, as fractions of the documents; None for an empty
+        part."""
         config = megatron().config
         return config.convert_split_vector_to_split_matrix(config.parse_and_normalize_split(self.split))
 
@@ -145,8 +146,8 @@ def beyond_the_vocabulary(number: int, rows: int, where: str) -> str:
 def build_samples(
     blend: Blend, num_samples: int, num_held_out: int, rows: int, eod: int, *, resets: tuple[str, ...], root: Path
 ) -> tuple[CorpusSamples | None, CorpusSamples | None]:
-    """(training, held-out) samples. The first process makes their index; all processes map it into memory. Raises
-    UserError: the index cannot be written.
+    """Return (training, held-out) samples. The first process makes their index; all processes map it into memory.
+    Raises UserError: the index cannot be written.
 
     Args:
         num_samples: of the full run: documents are shuffled over all its epochs. 0: no training.

@@ -127,11 +127,11 @@ class Corpus:
         return os.path.getsize(f"{self.prefix}.bin") // self.dtype().itemsize
 
     def ids(self) -> np.ndarray:
-        """(tokens,) all ids, mapped."""
+        """Return (tokens,) all ids, mapped."""
         return np.memmap(f"{self.prefix}.bin", dtype=self.dtype, mode="r")
 
     def id_range(self, one_of: int = 1) -> tuple[int, int]:
-        """(smallest, largest) id in one of every `one_of` portions of the corpus."""
+        """Return (smallest, largest) id in one of every `one_of` portions of the corpus."""
         ids = self.ids()
         portions = (ids[start : start + PORTION] for start in range(0, len(ids), one_of * PORTION))
         ranges = [(int(portion.min()), int(portion.max())) for portion in portions]

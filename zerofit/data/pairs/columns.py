@@ -72,7 +72,7 @@ class PairReader:
 
     @property
     def describe(self) -> str:
-        """For the log."""
+        """Describe the columns of the pairs, for the log."""
         if self.dialogue is None:
             target = f", target {self.target}" if self.answered else ""
             return f"source {self.source}{f' with {self.context}' if self.context else ''}{target}"

@@ -86,7 +86,7 @@ def _prepare_source(
 def open_pairs(
     recipe: Seq2SeqRecipe, options: DataOptions, config: PretrainedConfig, widths: tuple[int, int]
 ) -> tuple[dict[str, RecordSet], PairReader, "PairEncoder", list[str]]:
-    """(the records of each part, their columns, what makes token ids of them, notes)."""
+    """Return (the records of each part, their columns, what makes token ids of them, notes)."""
     source = read_source(options, unit_of=(lambda files: "line") if recipe.predict_file else None)
     source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
     columns = find_columns(recipe.columns_in(source.first.column_names), source.first)
@@ -167,7 +167,7 @@ def pair_truncation_notes(
 
 
 def turn_separator(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, said: str | None = None) -> str:
-    """What stands between two turns of a conversation: what is said, or that of the model."""
+    """Return what stands between two turns of a conversation: what is said, or that of the model."""
     if said is not None:
         return said
     return family_of(config).turn_separator or tokenizer.sep_token or tokenizer.eos_token or "\n"
@@ -216,8 +216,8 @@ class PairEncoder:
         }
 
     def sources(self, histories: list[list[str]]) -> tuple[list[list[int]], list[int]]:
-        """(ids, number of tokens cut) of each source. Of a conversation the latest turns that fit are kept; of a
-        last turn that does not fit alone its end is kept; of a single text its beginning."""
+        """Return (ids, number of tokens cut) of each source. Of a conversation the latest turns that fit are kept; of
+        a last turn that does not fit alone its end is kept; of a single text its beginning."""
         (before, after), room = self.marks[0], self.room
         prefix, between, size = self.prefix_size, self.separator_size, self._sizes(histories)
         kept = [self._latest(turns, room - prefix, size, between) for turns in histories]
@@ -244,7 +244,7 @@ class PairEncoder:
 
     @staticmethod
     def _latest(turns: list[str], room: int, size: dict[str, int], between: int) -> list[str]:
-        """As many of the latest turns as fit; at least the last."""
+        """Return as many of the latest turns as fit; at least the last."""
         used, first = size[turns[-1]], len(turns) - 1
         while first > 0 and used + between + size[turns[first - 1]] <= room:
             first -= 1

@@ -46,8 +46,8 @@ class Cut:
             at += stop - start
 
     def runs(self) -> tuple[np.ndarray, np.ndarray]:
-        """(first elements in the flattened whole, lengths) of what is contiguous there and in the flattened share.
-        Both are in the same order: the share's elements lie in it one run after the other."""
+        """Return (first elements in the flattened whole, lengths) of what is contiguous there and in the flattened
+        share. Both are in the same order: the share's elements lie in it one run after the other."""
         inner = math.prod(self.shape[self.dim + 1 :])
         starts, stops = (np.array(edge, dtype=np.int64) for edge in zip(*self.ranges))
         rows = np.arange(math.prod(self.shape[: self.dim]), dtype=np.int64)[:, None] * self.shape[self.dim]

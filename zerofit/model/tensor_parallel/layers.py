@@ -233,13 +233,13 @@ class VocabularyShare:
         self.start, self.stop = edges[tensor.rank], edges[tensor.rank + 1]
 
     def own(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(ids as rows of this share, whether they are in it); rows that are not in it are 0."""
+        """Return (ids as rows of this share, whether they are in it); rows that are not in it are 0."""
         is_own = (ids >= self.start) & (ids < self.stop)
         return (ids - self.start).masked_fill(~is_own, 0), is_own
 
     def log_softmax(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log probabilities (N, rows of this rank) over the whole vocabulary, the logarithms (N, 1) of what divides
-        them: the logsumexp of the whole vocabulary); `logits` is overwritten."""
+        """Return (log probabilities (N, rows of this rank) over the whole vocabulary, the logarithms (N, 1) of what
+        divides them: the logsumexp of the whole vocabulary); `logits` is overwritten."""
         max_logits = logits.amax(dim=-1, keepdim=True)
         distributed.all_reduce(max_logits, distributed.ReduceOp.MAX, group=self.tensor.group)
         logits -= max_logits

@@ -249,7 +249,8 @@ class Comparison:
 def predict_peaks(
     candidate: Candidate, options: CompareOptions, recipe: Path, machine: TrialMachine, limit: int, *, sizes: list[int]
 ) -> list[tuple[int, int]]:
-    """(size, peak as the limit counts it) of the sizes that `zerofit plan` looks at to find the largest that fits."""
+    """Return (size, peak as the limit counts it) of the sizes that `zerofit plan` looks at to find the largest that
+    fits."""
     from zerofit.estimate.read_model import read_planned_model
     from zerofit.tools.plan.layouts import resolve_layout
     from zerofit.tools.plan.plan_options import PlanOptions

@@ -100,7 +100,7 @@ class StrategyRow:
 
 
 def outcome_text(line: dict[str, Any]) -> str:
-    """Why a size does not fit, in words."""
+    """Say why a size does not fit, in words."""
     if line["outcome"] == "timed_out":
         return "timed out"
     phase = f" in {line['phase']}" if line.get("phase") else ""
@@ -118,7 +118,7 @@ def speed_up(row: StrategyRow, first: StrategyRow) -> float | None:
 
 
 def rates(line: dict[str, Any]) -> tuple[float, float]:
-    """(samples a second of the slowest timed update, of the fastest)."""
+    """Return (samples a second of the slowest timed update, of the fastest)."""
     seconds = line.get("seconds") or [1.0]
     samples = line["samples_per_s"] * statistics.median(seconds)
     return samples / max(seconds), samples / min(seconds)

@@ -14,7 +14,7 @@ Peaks = Mapping[int, int | None]  # {size that was tried: its peak in bytes; Non
 
 
 def bounds(peaks: Peaks) -> tuple[int, int | None]:
-    """(the largest size that fits, below any that does not; 0: none, the smallest that does not fit)."""
+    """Return (the largest size that fits, below any that does not; 0: none, the smallest that does not fit)."""
     fails = min((size for size, peak in peaks.items() if peak is None), default=None)
     fitting = [size for size, peak in peaks.items() if peak is not None and (fails is None or size < fails)]
     return max(fitting, default=0), fails

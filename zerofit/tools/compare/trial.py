@@ -133,7 +133,7 @@ def _follow(launch: RunningLaunch, answers: LineReader, patience_s: float) -> di
 
 
 def outcome_of(launch: RunningLaunch) -> dict[str, Any]:
-    """Why a launch has ended without an answer from its ranks, as run_trial returns it."""
+    """Say why a launch has ended without an answer from its ranks, as run_trial returns it."""
     code, text = launch.exit_code, launch.text
     if not code:
         return {"outcome": "failed", "text": "it ended without a result"}

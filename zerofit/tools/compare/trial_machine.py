@@ -99,7 +99,7 @@ def inspect_trial_machine(simulated: dict[str, str] | None = None) -> TrialMachi
 
 
 def choose_limit(machine: TrialMachine, num_processes: int, limit: int | None) -> tuple[int | None, list[str]]:
-    """(bytes that each rank may use of its device; None: all of it, notes that say what was chosen).
+    """Return (bytes that each rank may use of its device; None: all of it, notes that say what was chosen).
 
     Args:
         limit: what the options say.
@@ -135,7 +135,7 @@ NAME = "npu"  # of the device's type, for accelerate has a list of those that it
 
 
 def timed_precision(machine: TrialMachine, wanted: str) -> tuple[str, str]:
-    """(the precision of timed updates on a machine, why it is not the wanted one: empty if it is)."""
+    """Return (the precision of timed updates on a machine, why it is not the wanted one: empty if it is)."""
     if wanted == "bf16" and machine.bf16_slowdown:
         return "fp32", f"bf16 products take {machine.bf16_slowdown:.0f} times as long on this CPU"
     if wanted == "fp16" and not machine.devices:

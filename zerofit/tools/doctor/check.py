@@ -50,7 +50,7 @@ class Installation(Machine):
         return replace(found, output=str(path), disk_free=free, disk_shared=shared)
 
     def facts(self) -> list[tuple[str, str]]:
-        """(what, facts in words) for a screen."""
+        """Return (what, facts in words) for a screen."""
         devices = [f"{device.name}, {size(device.free)} free of {size(device.total)}" for device in self.devices]
         shm = f"; /dev/shm {size(self.shm)}" if self.shm is not None else ""
         facts = [

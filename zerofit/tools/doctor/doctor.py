@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_options(argv: list[str]) -> tuple[DoctorOptions, str | None, TrainingRecipe, list[str]]:
-    """(the doctor's options; the task, where one is named; the recipe as a run reads it; its problems)."""
+    """Return (the doctor's options; the task, where one is named; the recipe as a run reads it; its problems)."""
     if not any(word.partition("=")[0] in ("--config", "--task") for word in argv):
         of_recipes = {field.name for cls in TASKS.values() for field in dataclasses.fields(cls)}
         remedy = f"it belongs to a recipe: add --config FILE, or --task {' | '.join(TASKS)}"

@@ -191,7 +191,7 @@ def _look_at_model(report: DoctorReport, task: str, recipe: TrainingRecipe, stra
 
 
 def _to_download(recipe: TrainingRecipe, shell: Mapping[str, str]) -> tuple[str, list[str]]:
-    """(how bad it is, messages on the weights and tokenizers that the recipe names and that are not here)."""
+    """Return (how bad it is, messages on the weights and tokenizers that the recipe names and that are not here)."""
     messages = []
     offline = next((each for each in OFFLINE if shell.get(each, "").upper() in TRUE), None)
     for option in ("model_name_or_path", "config_name", "tokenizer_name"):

@@ -33,7 +33,7 @@ NAMED_WITH = "--model BASE --adapter FOLDER"
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where the model comes from: its folder or hub name, or that of its base, and its adapter."""
+    """Says where the model comes from: its folder or hub name, or that of its base, and its adapter."""
 
     name: str
     adapter: AdapterFolder | None

@@ -148,8 +148,8 @@ def converse(writer: Writer, renderer: Renderer, lines: Iterator[str]) -> None:
 
 
 def latest(messages: Messages, writer: Writer, renderer: Renderer) -> tuple[list[int] | None, Messages]:
-    """(ids, messages) of the latest exchanges that leave room for a reply; at least the last message, without ids
-    where it is too long by itself."""
+    """Return (ids, messages) of the latest exchanges that leave room for a reply; at least the last message, without
+    ids where it is too long by itself."""
     reply_tokens = 1
     if writer.positions and not writer.has_encoder:
         reply_tokens = min(writer.max_new_tokens, writer.positions // 2)

@@ -82,7 +82,7 @@ class Writer:
         return f"the prompt has {length:,} tokens, and the model has {self.positions:,} positions. Make it shorter"
 
     def rows(self, prompts: list[Prompt], renderer: Renderer) -> tuple[list[list[int]], list[int]]:
-        """(token ids of each prompt, number of tokens that were cut from each).
+        """Return (token ids of each prompt, number of tokens that were cut from each).
 
         Raises:
             UserError: a prompt is too long.

@@ -69,7 +69,7 @@ def variants(recipe: PlanOptions) -> Iterator[Options]:
 
 
 def words_of(options: Options) -> list[str]:
-    """As they are typed."""
+    """Return the options as they are typed."""
     words = []
     for name, value in options.items():
         words += [f"--{name}"] if value is True else [f"--{name}", str(value).lower()]

@@ -110,9 +110,8 @@ Prepared = tuple[Planner, list[str], Check, list[LayoutOutcome], str]
 
 
 def prepare(options: PlanOptions) -> Prepared:
-    """(the planner with its timing, the strategies, what objects to one, their layouts, what the speed rests on), of
-    options with a task.
-    """
+    """Return (the planner with its timing, the strategies, what objects to one, their layouts, what the speed rests
+    on), of options with a task."""
     gpu = None if options.gpu in (None, CPU) else find_gpu(options.gpu)
     on_gpu = options.gpu != CPU
     budget = make_budget(options, gpu, on_gpu)
@@ -196,7 +195,7 @@ def usual_pairs(num_gpus: int) -> list[str]:
 def make_timing(
     options: PlanOptions, model: PlannedModel, budget: Budget, gpu: Gpu | None, halves: set[bool]
 ) -> tuple[Timing, str]:
-    """(the time of updates, what it rests on).
+    """Return (the time of updates, what it rests on).
 
     Args:
         halves: whether strategies compute in half precision.
@@ -212,7 +211,7 @@ def make_timing(
 
 
 def _objection(resolved: PlannedStrategy, gpu: Gpu | None, on_gpu: bool) -> str:
-    """Why a strategy cannot run on this device; empty if it can."""
+    """Say why a strategy cannot run on this device; empty if it can."""
     if resolved.precision == "bf16" and gpu is not None and not gpu.has_bf16:
         return f"precision = bf16: not supported by {gpu.name}. Use --precision fp16"
     if resolved.precision == "fp16" and not on_gpu:

@@ -119,7 +119,7 @@ class PlanOptions(BatchSizesOptions, SpeedOptions, StrategiesOptions):
 
     @property
     def device_memory(self) -> tuple[str, str] | None:
-        """(size of one device, what states it); None: it is that of the named GPU."""
+        """Return (size of one device, what states it); None: it is that of the named GPU."""
         told = os.environ.get(MEMORY_VARIABLE)
         if self.gpu_memory:
             return self.gpu_memory, f"gpu_memory = {self.gpu_memory}"

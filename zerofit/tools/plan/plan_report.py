@@ -211,8 +211,8 @@ class PlanReport:
 
     @property
     def misfits(self) -> list[tuple[LayoutOutcome, Prediction]]:
-        """Of each strategy that nothing fits of, the layout that lacks least; of named micro-batches, each layout that
-        one does not fit in. Each has the smallest that does not fit."""
+        """Return, of each strategy that nothing fits of, the layout that lacks least; of named micro-batches, each
+        layout that one does not fit in. Each has the smallest that does not fit."""
         misfits = [(one, one.smallest_misfit) for one in self.outcomes if one.smallest_misfit]
         if self.is_named:
             return misfits
@@ -318,7 +318,7 @@ def _place(one: Prediction) -> dict[str, Any]:
 
 
 def _size(count: float) -> str:
-    """In the table, which 80 columns hold."""
+    """Write a size as the table has it, which 80 columns hold."""
     return f"{count / 2**30:,.1f} GiB" if count >= 10 * 2**30 else size(count)
 
 

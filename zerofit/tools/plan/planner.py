@@ -201,7 +201,7 @@ class Planner:
         return [size for size in sizes if total is None or total % (size * replicas) == 0]
 
     def no_batch(self, sizes: list[int] | None, layout: ParallelLayout) -> str:
-        """Why no micro-batch is possible."""
+        """Say why no micro-batch is possible."""
         minimum = layout.data_size * (sizes[0] if sizes else 1)
         holders = f"{layout.data_size} replicas of {layout.replica_size} GPUs"
         if self.recipe.max_global_batch_size:

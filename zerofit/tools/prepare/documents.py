@@ -116,7 +116,7 @@ def _blocks(path: Path, encoding: str | None) -> Iterator[bytes]:
 
 
 def _split(blocks: Iterator[bytes], mark: bytes | None) -> Iterator[tuple[int, bytes]]:
-    """(number of its first line, piece) of what stands between marks."""
+    """Yield (number of its first line, piece) of what stands between marks."""
     held, line = bytearray(), 1
     for block in blocks:
         begin = max(0, len(held) - len(mark or b""))
@@ -153,7 +153,7 @@ def _plain_newlines(blocks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _rows(file: Path, options: DataOptions, keys: tuple[str, ...]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number, row) of a table or a JSON list."""
+    """Yield (number, row) of a table or a JSON list."""
     with one_process_at_a_time(options.cache):
         own = replace(options, patterns={"train": [str(file)]}, lowercases=False)
         read = read_source(own).first

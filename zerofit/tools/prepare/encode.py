@@ -159,7 +159,8 @@ class Workers:
         self.pool.shutdown(wait=error is None, cancel_futures=True)  # a signal may have come within one of its locks
 
     def encode(self, parts: Iterator[RecordChunk]) -> Iterator[tuple[RecordChunk, Encoded]]:
-        """(part, what `Encoder.encode` makes of it) in the order of the parts. Raises UserError: a worker has died."""
+        """Yield (part, what `Encoder.encode` makes of it) in the order of the parts. Raises UserError: a worker has
+        died."""
         waiting: deque[tuple[RecordChunk, Future[Encoded]]] = deque()
         while True:
             for part in islice(parts, PARTS_AHEAD * self.count - len(waiting)):

@@ -28,7 +28,7 @@ class ShowOptions(Recipe):
 
 
 def read_options(argv: list[str]) -> tuple[ShowOptions, list[str]]:
-    """(options, folders)."""
+    """Return (options, folders)."""
     taken, rest = take_words(ShowOptions, argv)
     words = [word for words in taken for word in words] + [word for word in rest if word.startswith("-")]
     options = parse_recipe(ShowOptions, words, prog="zerofit show [FOLDER ...]", tool=True)

@@ -54,7 +54,7 @@ def build_device() -> Path:
 
 
 def target() -> Path:
-    """Where the extension lies once it is built."""
+    """Return where the extension lies once it is built."""
     return _folder() / f"{NAME}-{_key()}.so"
 
 

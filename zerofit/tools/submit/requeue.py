@@ -43,8 +43,8 @@ def code_of_job(launched: int, record: ExitCode, environment: Mapping[str, str])
 
 
 def reason_not_requeued(code: int, folder: Path, is_first: bool) -> str:
-    """Why a scheduler's job is not queued again; empty where it is. The last failure is kept beside the run's folder:
-    a new run refuses a folder that has files.
+    """Say why a scheduler's job is not queued again; empty where it is. The last failure is kept beside the run's
+    folder: a new run refuses a folder that has files.
 
     Args:
         code: the exit code of the job.

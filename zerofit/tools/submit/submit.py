@@ -191,7 +191,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_options(kind: str, words: list[str]) -> tuple[SubmitOptions, list[str]]:
-    """(the options of a scheduler's file, the other words: the recipe, and the options of its launch)."""
+    """Return (the options of a scheduler's file, the other words: the recipe, and the options of its launch)."""
     cls = SCHEDULERS[kind][0]
     taken, rest = take_words(cls, words)
     ours = [word for given in taken for word in given]
@@ -201,7 +201,7 @@ def read_options(kind: str, words: list[str]) -> tuple[SubmitOptions, list[str]]
 
 
 def make_job(options: SubmitOptions, words: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """({name, title, words} of a job, notes on what its launch will refuse).
+    """Return ({name, title, words} of a job, notes on what its launch will refuse).
 
     Args:
         words: the recipe with the options of `zerofit launch` and its own.
@@ -261,7 +261,7 @@ def _fill(kind: str, options: SubmitOptions, words: list[str], **values: Any) ->
 
 
 def _read_site(file: Path) -> tuple[list[str], list[str]]:
-    """(a site's #SBATCH lines, its others without empty ones at both ends), as they are.
+    """Return (a site's #SBATCH lines, its others without empty ones at both ends), as they are.
 
     Raises:
         UserError: the file cannot be read, or expands a variable of a task in the script.

@@ -42,7 +42,7 @@ class ComparedRun:
     killed: Killed | None = None
 
     def problems(self, tolerance: float) -> list[str]:
-        """Its problems as messages; empty if it equals the other run and, if it was killed, has resumed."""
+        """The problems of a run as messages; empty if it equals the other run and, if it was killed, has resumed."""
         if self.failure or self.difference is None or self.ledger is None:
             return [self.failure or "it was not compared"]
         problems, largest = list(self.difference.problems), self.difference.largest

@@ -172,7 +172,7 @@ def plan_lines(done: ConvertedScript, folder: Path) -> list[str]:
 
 
 def convert_preparation(call: Call, tokenizer: str | None) -> tuple[str, FlagLedger]:
-    """(a command line of zerofit prepare, the ledger of flags)."""
+    """Return (a command line of zerofit prepare, the ledger of flags)."""
     flags, merges = FlagLedger.of(call), call.program == "merge_datasets.py"
     options, line = (JoinOptions if merges else PrepareOptions), ["merge"] if merges else []
     name = tokenizer or flags.text("tokenizer_name_or_path") or flags.text("tokenizer_model")

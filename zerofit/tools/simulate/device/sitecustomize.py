@@ -73,7 +73,7 @@ def leave_out_adam_on_the_host(builder: Any) -> None:
     import simgpu
 
     def nothing(*args: object) -> None:
-        """In place of create_adam, adam_update and the others."""
+        """Stand in place of create_adam, adam_update and the others."""
 
     names = ("create_adam", "destroy_adam", "adam_update", "adam_rollback")
     if simgpu.WITHOUT_DATA:
