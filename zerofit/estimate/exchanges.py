@@ -77,11 +77,14 @@ class Links:
         link: bytes/s of a GPU to the others of its machine, in one direction.
         network: of one GPU to other machines.
         over_pcie: the GPUs of a machine have no other link.
+        waited: collectives within a pass, which wait for it and which it waits for, take so many times as long as
+            alone.
     """
 
     link: float
     network: float
     over_pcie: bool = False
+    waited: float = 1.0
 
     def seconds(self, exchange: Collectives, world_size: int, per_machine: int) -> float:
         """Time of collectives, as NCCL's own model has it (src/graph/tuning.cc): hops, and the volume over the

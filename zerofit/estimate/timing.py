@@ -47,9 +47,6 @@ FLOAT8, FLOAT8_SIDE = 0.67, 580.0
 # processor_usage.
 CONTENTION = 0.1
 
-# Collectives within a pass, which wait for it and which it waits for, take longer than alone by this factor. Fitted.
-WAITED = 1.44
-
 # What a machine's disk does, in bytes/s. An assumption: one NVMe disk of PCIe 4.
 DISK = 3e9
 
@@ -365,7 +362,7 @@ class Timing:
 
         def seconds(operation: Operation) -> float:
             exchange = Collectives(operation.kind, operation.bytes, 1, operation.half)
-            return WAITED * self.links.seconds(exchange, together, self.gpus_per_node)
+            return self.links.waited * self.links.seconds(exchange, together, self.gpus_per_node)
 
         return seconds
 
