@@ -142,8 +142,6 @@ class Launches:
             profiler=None,
             measurement=None,
             _has_stepped=True,
-            _stop_reason=StopReason.NONE,
-            _checkpoint_failed=False,
             **parts,
         )
         data = SimpleNamespace(train=SimpleNamespace(sort_key=None, lengths=None), order=None, num_held_out=1)

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,10 +26,10 @@ from zerofit.data.collate import Batch
 from zerofit.data.lengths import length_warmup
 from zerofit.data.pack import TaskData, TextData
 from zerofit.data.token_updates import updates_by_tokens
-from zerofit.health.anomaly import ACTIONS, MAX_IN_A_ROW, Anomaly
+from zerofit.health.anomaly import ACTIONS, MAX_IN_A_ROW, Anomaly, AnomalyDetector
 from zerofit.health.failure import explain_failure
 from zerofit.health.shutdown import ShutdownHandler, StopReason
-from zerofit.health.slow_ranks import RankSeconds
+from zerofit.health.slow_ranks import RankClock, RankSeconds, SlowRanks
 from zerofit.model.adapter_folder import trained_on_configuration
 from zerofit.model.parameters import count_parameters
 from zerofit.model.preflight import safe_precision
@@ -38,7 +38,7 @@ from zerofit.recipe.errors import EXIT
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.schedule import Schedule
 from zerofit.recipe.tasks import TaskRecipe
-from zerofit.record.meters import without_mfu
+from zerofit.record.meters import MemoryMeter, ThroughputMeter, without_mfu
 from zerofit.record.metrics import EvaluationTime, UpdateMetrics
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import log_lines
@@ -56,7 +56,12 @@ from zerofit.training.stream import RankReport, Totals, Update, counts_of, dropo
 from zerofit.training.summary import about_the_run
 
 if TYPE_CHECKING:
+    from zerofit.checkpoint.exporter import ModelExporter
+    from zerofit.checkpoint.manager import CheckpointManager
+    from zerofit.record.recorder import RunRecorder
+    from zerofit.training.best_metric import BestMetricTracker
     from zerofit.training.entry import Start
+    from zerofit.training.profiling import Profiler
 
 PATIENCE = {"save": 4.0}  # watchdog timeout / watchdog_minutes, by phase
 
@@ -69,6 +74,30 @@ class Stop:
     anomaly: Anomaly | None = None
 
 
+@dataclass
+class Progress:
+    """What is known of the update that the loop is at.
+
+    Attributes:
+        began: when its micro-batches were there, by time.perf_counter.
+        is_passed_over: it was refused before the run went back to a checkpoint.
+        is_abandoned: it was refused, and the run goes back to a checkpoint, or stops.
+        metrics: its line of the record, until what follows it is known.
+        held_out: the figures of the evaluation after it.
+        is_best: this evaluation is the best so far.
+    """
+
+    began: float = 0.0
+    is_passed_over: bool = False
+    is_abandoned: bool = False
+    metrics: UpdateMetrics | None = None
+    held_out: dict[str, float] = field(default_factory=dict)
+    is_best: bool = False
+    stop_reason: StopReason = StopReason.NONE
+    checkpoint_is_due: bool = False
+    checkpoint_failed: bool = False
+
+
 class Run:
     """A launch of a script: it trains, or (`recipe.trains` is false) it evaluates a stored model or lets it answer.
 
@@ -76,6 +105,19 @@ class Run:
         num_updates: steps of the optimizer in the whole run; 0 where nothing is trained.
         stop: why training ended.
     """
+
+    # Made by open_record, when the loop begins:
+    best: "BestMetricTracker"
+    checkpoints: "CheckpointManager"
+    clock: RankClock
+    detector: AnomalyDetector
+    environment: dict[str, Any]
+    exporter: "ModelExporter"
+    memory: MemoryMeter
+    profiler: "Profiler | None"
+    recorder: "RunRecorder"
+    slow_ranks: SlowRanks
+    throughput: ThroughputMeter
 
     def __init__(self, config: RunConfiguration, start: "Start", stored: Any, mirror: Mirror | None) -> None:
         self.config, self.stored, self.mirror = config, stored, mirror
@@ -98,26 +140,11 @@ class Run:
         self.data: Any = None  # a TaskData, once the loop begins
         self.warmup: Any = None  # sequence-length warm-up; None: all rows at full length
         self.state, self.stop = RunState(), Stop()
-        self.best: Any  # a BestMetricTracker; this and what follows are made by open_record
-        self.checkpoints: Any
-        self.recorder: Any
-        self.exporter: Any
-        self.environment: dict[str, Any]
-        self.memory: Any
-        self.throughput: Any
-        self.detector: Any
-        self.clock: Any
-        self.slow_ranks: Any
-        self.profiler: Any
         self.missing: list[str] = []  # what could not be written, each with the reason
         self.schedule: Schedule | None = None
-        # Of the update that the loop is at:
-        self._totals: Totals | None = None  # counts of its global batch; None: the ranks have not told each other
-        self._following: list[Batch] | None = None  # the micro-batches of the next one, once they are loaded
-        self._metrics: UpdateMetrics | None = None  # its line of the record, until what follows it is known
-        self._held_out: dict[str, float] = {}
-        self._is_best = self._abandoned = self._skips = False
-        self._stop_reason, self._checkpoint_is_due, self._checkpoint_failed = StopReason.NONE, False, False
+        self._totals: Totals | None = None  # counts of the next global batch; None: the ranks have not told each other
+        self._following: list[Batch] | None = None  # the micro-batches of the next update, once they are loaded
+        self._now = Progress()
         self._has_stepped = False  # in this launch: the optimizer has its state
 
     @classmethod
@@ -304,12 +331,9 @@ class Run:
             batches, self._following = self._following or next(stream), None
             if self.profiler:
                 self.profiler.begin(number)
-            self._update_began = time.perf_counter()
-            self._stream, self._metrics = stream, None
-            self._held_out, self._is_best, self._abandoned = {}, False, False
-            self._stop_reason, self._checkpoint_is_due, self._checkpoint_failed = StopReason.NONE, False, False
-            self._skips = number in state.skipped_updates  # after a rewind
-            if self._skips:
+            self._stream = stream
+            self._now = now = Progress(time.perf_counter(), is_passed_over=number in state.skipped_updates)
+            if now.is_passed_over:
                 yield Update(number, [])
             else:
                 if recipe.record_samples:
@@ -322,15 +346,15 @@ class Run:
                 self.engine.set_learning_rate(schedule(number - 1))
                 scale = self.engine.layout.data_size / (self._totals.targets or 1.0)
                 yield Update(number, batches, self._totals, scale)
-            if self._abandoned:
+            if now.is_abandoned:
                 if self.stopped:
                     break
                 stream = self._begin(evaluate_first)
                 continue
             self._write()
-            if self._checkpoint_failed:
+            if now.checkpoint_failed:
                 self.checkpoints.wait()
-            reason = StopReason.NONE if self.length.is_last(number) else self._stop_reason
+            reason = StopReason.NONE if self.length.is_last(number) else now.stop_reason
             self.recorder.log_lines(*self.checkpoints.messages(), *self.slow_ranks.messages())
             if reason:
                 self.stop = Stop(reason)
@@ -345,7 +369,7 @@ class Run:
         limits of loss and gradient norm (see AnomalyDetector) with this rank's report to the others."""
         if self.measurement:
             return self.measurement.bounds()
-        if self._skips:
+        if self._now.is_passed_over:
             return Bounds()
         self.enter_part("data")
         self._following = next(self._stream, None)
@@ -373,8 +397,8 @@ class Run:
         if self.measurement:
             self.measurement.log(update, outcome)
             return
-        number, state, totals, figures = update.number, self.state, update.totals, dict[str, Any]()
-        own_figures: dict[str, Any] = {}
+        number, state, totals, now = update.number, self.state, update.totals, self._now
+        figures, own_figures = dict[str, Any](), dict[str, Any]()
         seconds_of_ranks: tuple[RankSeconds, ...] = ()
         anomaly, rate = None, self.engine.learning_rate
         if outcome.skipped:
@@ -392,9 +416,9 @@ class Run:
                     number, reason, figures, update.micro_batches, [float(each) for each in outcome.losses]
                 )
             seconds_of_ranks = tuple(report.seconds for report in reports)
-            self._stop_reason = StopReason(int(max(report.stop_reason for report in reports)))
-            self._checkpoint_is_due = any(report.checkpoint_is_due for report in reports)
-            self._checkpoint_failed = any(report.checkpoint_failed for report in reports)
+            now.stop_reason = StopReason(int(max(report.stop_reason for report in reports)))
+            now.checkpoint_is_due = any(report.checkpoint_is_due for report in reports)
+            now.checkpoint_failed = any(report.checkpoint_failed for report in reports)
             counts = [reports[rank].next_counts for rank in self.engine.layout.loss_ranks]
             self._totals = Totals.sum(counts) if self._following else None
             figures |= {"peak_memory_bytes": int(max(report.peak_memory_bytes for report in reports))}
@@ -405,12 +429,12 @@ class Run:
                 gc.freeze()  # what is here stays: to look through it again takes 0.3 to 0.5 s, while other ranks wait
                 if self.recipe.save_strategy != "no":
                     check_kept(self.engine.torch_optimizer)
-        seconds = time.perf_counter() - self._update_began
+        seconds = time.perf_counter() - now.began
         if self.profiler:
-            self.profiler.end(number, bool(self._stop_reason))
+            self.profiler.end(number, bool(now.stop_reason))
         state.anomalies_in_a_row = state.anomalies_in_a_row + 1 if anomaly else 0
         if anomaly is not None and self._gives_up(anomaly):
-            self._abandoned = True
+            now.is_abandoned = True
             return
         state.updates = number
         state.tokens, state.positions = state.tokens + totals.tokens, state.positions + totals.positions
@@ -425,7 +449,7 @@ class Run:
                 "padding": 1.0 - totals.tokens / totals.positions,
                 "seconds": seconds,
             }
-        self._metrics = UpdateMetrics(
+        now.metrics = UpdateMetrics(
             update=number,
             epoch=self.length.epoch(number),
             consumed_samples=consumed,
@@ -444,7 +468,7 @@ class Run:
         is_due = self.length.is_last(update.number) or self.length.is_due(
             "steps" if steps else "epoch", steps, update.number
         )
-        if self._abandoned or self.measurement or not self.data.num_held_out or not is_due:
+        if self._now.is_abandoned or self.measurement or not self.data.num_held_out or not is_due:
             return False
         self.begin_evaluation(update.number)
         return True
@@ -456,11 +480,11 @@ class Run:
         self.throughput.evaluations.append(timing)
         self.recorder.show_held_out(update.number, figures)
         self.memory.reset()
-        self._held_out = figures
-        self._is_best = self.best.record_evaluation(update.number, figures)
-        assert self._metrics is not None, "`log` comes first"
-        self._metrics = replace(
-            self._metrics,
+        self._now.held_out = figures
+        self._now.is_best = self.best.record_evaluation(update.number, figures)
+        assert self._now.metrics is not None, "`log` comes first"
+        self._now.metrics = replace(
+            self._now.metrics,
             held_out=figures,
             evaluation_seconds=timing.seconds,
             evaluation_samples_per_s=timing.samples_per_s,
@@ -469,16 +493,17 @@ class Run:
     def should_save(self, update: Update) -> bool:
         """Return True if a checkpoint is due after this update: by the recipe, by the clock, since the run is about
         to stop, or because its weights are the best so far."""
-        if self._abandoned or self.measurement:
+        if self._now.is_abandoned or self.measurement:
             return False
-        return bool(self._why_save(update.number) or (self._is_best and self.best.keeps))
+        return bool(self._why_save(update.number) or (self._now.is_best and self.best.keeps))
 
     def save(self, update: Update) -> None:
         """Begin a checkpoint, also where none is due; it is written while training goes on."""
-        is_best = self._is_best and self.best.keeps
+        is_best = self._now.is_best and self.best.keeps
+        reason = self._why_save(update.number) or (None if is_best else ASKED)
         self._write()
         self.enter("save", update.number)
-        self.checkpoints.save(self._why_save(update.number) or (None if is_best else ASKED), is_best, self._held_out)
+        self.checkpoints.save(reason, is_best, self._now.held_out)
         self.memory.reset()
 
     def begin_evaluation(self, update: int) -> None:
@@ -524,17 +549,17 @@ class Run:
 
     def _write(self) -> None:
         """Write the line of the latest update, once what followed the update is known."""
-        if self._metrics is not None:
-            self.recorder.write(self._metrics)
-            self.recorder.show(self._metrics)
-            self._metrics = None
+        if self._now.metrics is not None:
+            self.recorder.write(self._now.metrics)
+            self.recorder.show(self._now.metrics)
+            self._now.metrics = None
 
     def _why_save(self, update: int) -> str | None:
         if self.length.is_due(self.recipe.save_strategy, self.recipe.save_steps, update):
             return ASKED
         if self.length.is_last(update):  # its weights are exported
             return None
-        return LEAVING if self._stop_reason else CLOCK if self._checkpoint_is_due else None
+        return LEAVING if self._now.stop_reason else CLOCK if self._now.checkpoint_is_due else None
 
     # --------------------------------------------------------------------------------------- what is known if it fails
 
