@@ -24,7 +24,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/checkpoint": 1_827,
     "zerofit/training": 3_338,  # 2,000
     "zerofit/launch": 1_573,  # 1,300
-    "zerofit/tools": 10_729,  # 10,600
+    "zerofit/tools": 10_732,  # 10,600
     "benchmarks": 1_903,  # 1,800
     "tests": 26_499,  # 21,500
 }

@@ -40,7 +40,7 @@ class CheckpointDirectory:
     """checkpoints/update_NNNNNNNN/ of a run's folder. Only one process writes here, but for the files within state/.
 
     Args:
-        limit: of those that were asked for, keep the last so many; None: all.
+        limit: the number of checkpoints that are kept, of those that were asked for: the last ones; None: all.
     """
 
     def __init__(self, path: Path, limit: int | None = None):

@@ -35,8 +35,8 @@ OF_CHATS, OF_TEXT = ("chat_template", "system_prompt", "train_on_prompt"), ("doc
 def prepare_causal_data(recipe: ClmRecipe, config: PretrainedConfig, consumed: Callable[[int], int] = int) -> TextData:
     """Read, tokenise and pack. The first process of a machine does the work; the others find the result in the cache.
 
-    No process group exists yet, so that none can time out meanwhile. `config`: the model's. `consumed`: (updates) ->
-    samples of so many updates; corpora are laid out for the whole run.
+    No process group exists yet, so that none can time out meanwhile. `config`: the model's. `consumed`: (number of
+    updates) -> their samples; corpora are laid out for the whole run.
     """
     source = recipe.source("block_size")
     block_size = choose_length("block_size", recipe.block_size or DEFAULT_BLOCK_SIZE, source, config)

@@ -29,7 +29,7 @@ def samples_of_run(
     num_train_epochs: float, max_train_steps: int | None, num_samples: int, consumed: Callable[[int], int]
 ) -> int:
     """Samples seen over the whole run: num_train_epochs of `num_samples`, or max_train_steps, which overrides it.
-    `consumed`: (updates) -> samples of so many updates."""
+    `consumed`: (number of updates) -> their samples."""
     if max_train_steps is not None:
         return consumed(max_train_steps)
     return max(1, round(num_train_epochs * num_samples))

@@ -43,7 +43,7 @@ class TokenUpdates:
         return len(self.widths)
 
     def consumed(self, updates: int) -> int:
-        """Samples of so many updates, the first ones, together."""
+        """The number of samples in the first `updates` updates."""
         while self._updates_before[-1] < updates:
             self._epoch(len(self._updates_before) - 1)
         epoch = int(np.searchsorted(self._updates_before, updates, side="right")) - 1
@@ -51,7 +51,7 @@ class TokenUpdates:
         return epoch * self.num_samples + (int(self._epoch(epoch).ends[done - 1]) if done else 0)
 
     def num_updates(self, samples: int) -> int:
-        """The updates in which so many samples are consumed; the last may have fewer than its share."""
+        """The number of updates that consume this number of samples; the last may have fewer than its share."""
         epochs, rest = divmod(samples, self.num_samples)
         for epoch in range(len(self._updates_before) - 1, epochs):
             self._epoch(epoch)

@@ -27,7 +27,7 @@ ATTENTION_ALONE = 0.43
 # have 150; and what torch.compile leaves of their time: 77 of these ms.
 MEMORY_ALONE, FUSED_ALONE = 0.86, 0.44
 
-# Python, torch, transformers and peft start an operation of the forward pass in so many seconds. Fitted on LoRA with
+# Seconds that Python, torch, transformers and peft take to start an operation of the forward pass. Fitted on LoRA with
 # short rows.
 OPERATION_S = 22e-6
 

@@ -77,8 +77,8 @@ class Links:
         link: bytes/s of a GPU to the others of its machine, in one direction.
         network: of one GPU to other machines.
         over_pcie: the GPUs of a machine have no other link.
-        waited: collectives within a pass, which wait for it and which it waits for, take so many times as long as
-            alone.
+        waited: the factor by which collectives within a pass, which wait for it and which it waits for, take longer
+            than alone.
     """
 
     link: float
@@ -187,7 +187,7 @@ def fully_sharded_exchanges(
     reduced = [Collectives(REDUCE_SCATTER, wide * trained, groups, is_half)] if trained else []
     between = [Collectives(ALL_REDUCE, wide * trained / world_size, groups, is_half, replicas, world_size)]
     between = between if trained and replicas > 1 else []
-    again = [Collectives(ALL_GATHER, width * in_blocks, blocks, half, fsdp.kept_among)] if in_blocks else []
+    again = [Collectives(ALL_GATHER, width * in_blocks, blocks, half, fsdp.reshard_group)] if in_blocks else []
     return Exchanges(
         forward=[Collectives(ALL_GATHER, width * total, groups, half)],
         backward=(again + reduced) if fsdp.syncs else again,

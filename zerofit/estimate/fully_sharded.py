@@ -25,8 +25,8 @@ class FullyShards:
     """FSDP2's settings.
 
     Attributes:
-        reshards: the forward pass forgets the weights of blocks that it has gathered; a number: so many ranks share
-            them until the backward pass.
+        reshards: the forward pass forgets the weights of blocks that it has gathered; a number: a group of this many
+            ranks shares them until the backward pass.
         syncs: gradients are reduced in each micro-batch; else a rank keeps full ones until the last.
         divided: names of weights of experts, of which each rank has its own and gathers none.
         reduce_width: bytes of an element of gradients that travel.
@@ -38,7 +38,7 @@ class FullyShards:
     reduce_width: int = MASTER_BYTES
 
     @property
-    def kept_among(self) -> int:
+    def reshard_group(self) -> int:
         """Ranks that share a block's weights between its passes; 0: all, or nobody shares them."""
         return 0 if isinstance(self.reshards, bool) else self.reshards
 
@@ -51,8 +51,8 @@ class ShardedGroup:
     """Sizes of what is gathered, and reduced, together; in bytes.
 
     Attributes:
-        full: all of its weights as they are computed with, filled up to as many rows for each rank; so large is the
-            flat tensor that they arrive in, too.
+        full: all of its weights as they are computed with, filled up to as many rows for each rank; the flat tensor
+            that they arrive in has this size, too.
         cast: of a rank's shards in the dtype that is gathered.
         reduced: of the gradients, as they are brought together.
         shard: of a rank's part of them, in fp32.
@@ -107,7 +107,7 @@ class FullyShardedMemory(GradientMemory):
     @property
     def gathered(self) -> int:
         """Weights of other ranks, and what they arrive in."""
-        kept = sum(self.groups[place].full for place in self.shared) // max(1, self.fsdp.kept_among)
+        kept = sum(self.groups[place].full for place in self.shared) // max(1, self.fsdp.reshard_group)
         return sum(self.groups[place].full for place in self.here) + kept + self.arrived + self.arriving
 
     def begin(self, first: bool, last: bool) -> None:
@@ -182,7 +182,7 @@ class FullyShardedMemory(GradientMemory):
             return self._reduce(self.place)
         if self.fsdp.reshards and self.place != LAST:
             self.here.discard(self.place)
-            if self.fsdp.kept_among and self.place != EMBEDDING:
+            if self.fsdp.reshard_group and self.place != EMBEDDING:
                 self.shared.add(self.place)
         return self.held
 

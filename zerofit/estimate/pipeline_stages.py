@@ -18,7 +18,7 @@ from zerofit.strategy.layout import ParallelLayout
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of `stages`, with so many layers."""
+    """One of `stages` stages of a pipeline, which has `layers` layers."""
 
     number: int
     stages: int

@@ -16,7 +16,7 @@ TASKS = {
     "seq2seq": "AutoModelForSeq2SeqLM",
 }
 OF_WORDS = "AutoModelForTokenClassification"
-LONGEST_BLOCK = 1024  # of a recipe without block_size: the model's positions, at most so many
+LONGEST_BLOCK = 1024  # of a recipe without block_size: the model's positions, at most this number
 
 
 class PlannedHead(NamedTuple):

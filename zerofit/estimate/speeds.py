@@ -100,7 +100,7 @@ class Speeds:
         return max(self.memory_seconds(moved), flops / rate)
 
     def memory_seconds(self, moved: float) -> float:
-        """The time in which so many bytes are read and written. Between two sizes of the table the rate is
+        """The time in which this number of bytes is read and written. Between two sizes of the table the rate is
         interpolated on a logarithmic scale; beyond the first and the last one it stays."""
         if not moved:
             return 0.0

@@ -152,8 +152,8 @@ class Tracer:
         return {name: full[name] for name, size in few.items() if full.get(name, 0) >= size}
 
     def steps(self, batch_size: int, layers: int | None = None) -> list[TracedStep]:
-        """The passes of the full model on `batch_size` rows, segment by segment; with `layers`, of one with so many
-        layers in each stack."""
+        """The passes of the full model on `batch_size` rows, segment by segment; `layers`: of a model with this number
+        of layers in each stack."""
         key = batch_size, layers
         if key not in self._steps:
             largest = self.largest_traced
@@ -176,7 +176,7 @@ class Tracer:
 
     @functools.cached_property
     def largest_traced(self) -> int:
-        """The largest batch that is traced. A loss in chunks is a loop: beyond so many chunks, memory and time grow in
+        """The largest batch that is traced. A loss in chunks is a loop: beyond a few chunks, memory and time grow in
         proportion to the batch."""
         from zerofit.model.chunked_loss import chunk_rows, compiled_rows
 

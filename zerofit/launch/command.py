@@ -61,7 +61,7 @@ class LaunchOptions(Recipe):
     )
     max_restarts: int = option(
         0,
-        "Start the processes of all machines again from the last checkpoint, at most so many times, after one has "
+        "Start the processes of all machines again from the last checkpoint, at most this many times, after one has "
         "crashed or was killed; not after a mistake, an anomaly, out of memory, or two failures at the same update.",
         minimum=0,
     )

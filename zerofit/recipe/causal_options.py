@@ -241,7 +241,7 @@ class StreamOptions(Recipe, OfOtherGroups):
     streaming: str | None = option(
         None,
         "Size, as 256MiB: read train_file (.parquet, .jsonl, .tar of WebDataset; paths, globs, or addresses such as "
-        "s3://bucket/*.parquet) while training goes on, in windows of about so many bytes of records, which are "
+        "s3://bucket/*.parquet) while training goes on, in windows of about this many bytes of records, which are "
         "shuffled together. For data that do not fit the disk.",
         form=(parse_bytes, "a size such as 256MiB"),
         why="the records are read as they come",

@@ -20,7 +20,7 @@ class RunRecorder:
         self._is_first = True
 
     def begin(self, updates: int) -> None:
-        """Show what comes after so many updates: at the start of a launch, and after a rewind."""
+        """Show what comes after this number of updates: at the start of a launch, and after a rewind."""
         self._bar.begin(updates)
 
     def write(self, metrics: UpdateMetrics) -> None:

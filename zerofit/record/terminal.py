@@ -168,7 +168,7 @@ def _aligned(rows: list[tuple[str, ...]], first: int, others: list[int]) -> str:
 
 
 def rounded(value: float, digits: int = 3) -> str:
-    """1234.5 -> 1,234 and 0.012345 -> 0.0123: so many digits, and never an exponent for what is large."""
+    """1234.5 -> 1,234 and 0.012345 -> 0.0123: as many digits, and never an exponent for what is large."""
     return f"{value:,.0f}" if abs(value) >= 10**digits - 0.5 else f"{value:.{digits}g}"
 
 
@@ -243,7 +243,7 @@ class Bar(StatusLine):
         self.figures: list[str] = []
 
     def begin(self, done: int) -> None:
-        """Begin, or go back, to where so many updates are done."""
+        """Begin at, or go back to, the update after `done`."""
         self.done, self.started = done, time.perf_counter()
 
     def update(self, metrics: UpdateMetrics) -> None:

@@ -22,7 +22,7 @@ class BatchSizes:
     replicas: int  # data-parallel
     # batch-size warm-up, the same in every layout. None: every update takes the global batch
     warmup: Warmup | None = None
-    # of a row of full length, where batches are by tokens: sizes are then so many of such rows
+    # of a row of full length, where batches are by tokens: sizes then count such rows
     row_tokens: int | None = None
 
     @property
@@ -47,12 +47,12 @@ class BatchSizes:
         return self.samples_in_update(update) // self.samples_per_micro_step
 
     def consumed(self, updates: int) -> int:
-        """Samples of so many updates, the first ones, together."""
+        """The number of samples in the first `updates` updates."""
         warm = min(updates, self.warmup_updates)
         return int(self._while_warming_up[warm]) + (updates - warm) * self.global_batch
 
     def num_updates(self, samples: int) -> int:
-        """The updates in which so many samples are consumed; the last may have fewer than its size."""
+        """The number of updates that consume this number of samples; the last may have fewer than its size."""
         if samples <= self._while_warming_up[-1]:
             return int(np.searchsorted(self._while_warming_up, samples))
         return self.warmup_updates - int(self._while_warming_up[-1] - samples) // self.global_batch
@@ -94,7 +94,7 @@ def resolve_batches(
 
 def _fit_micro_batch(recipe: BatchOptions, replicas: int, replica_size: int) -> None:
     """Let the recipe adopt a micro-batch of which whole passes make the global batch, and the first of a growing one.
-    Raises UserError where so many replicas cannot share the samples evenly."""
+    Raises UserError where the replicas cannot share the samples evenly."""
     total, warmup = recipe.global_batch_size, read_warmup(recipe.global_batch_warmup or "")
     assert total is not None, "of the run that resumes"
     smallest = math.gcd(total, warmup[0]) if warmup else total

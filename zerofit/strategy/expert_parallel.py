@@ -17,7 +17,7 @@ DISPATCHED = "ep_dispatch_experts"  # the plan's word for modules whose tokens c
 
 
 def check_experts(config: Any, ranks: int, source: str) -> None:
-    """Raises UserError where the experts of a model cannot be divided evenly among so many ranks, or it has none."""
+    """Raises UserError where the experts of a model cannot be divided evenly among the ranks, or it has none."""
     stated = f"{source}: expert parallelism on {ranks} processes"
     experts = getattr(config, "num_experts", None)
     if not experts or not _patterns(config):

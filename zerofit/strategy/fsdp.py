@@ -68,8 +68,8 @@ def variables_of(content: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_replicas(settings: Mapping[str, str], world_size: int, source: str) -> None:
-    """Raises UserError where several processes cannot form so many replicas, or share weights between the passes among
-    so many, or experts are divided among all."""
+    """Raises UserError where the processes cannot form the replicas that are asked for, or groups that share weights
+    between the passes, or where replicas and divided experts are asked for."""
     replicas = int(settings.get(REPLICAS, "1"))
     among, sharers = settings.get(RESHARDS, "true"), world_size // replicas
     if world_size > 1 and among.isdigit() and (sharers % int(among) or int(among) >= sharers):

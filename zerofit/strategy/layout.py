@@ -60,7 +60,7 @@ class ParallelLayout:
 
     @property
     def model_size(self) -> int:
-        """Ranks that share the layers: each has about one of so many parts of the weights."""
+        """Ranks that share the layers: each has about one part in `model_size` of the weights."""
         return self.tensor * self.pipeline
 
     @property

@@ -29,7 +29,8 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 def strategy_of_a_launch(
     recipe: TrainingRecipe, name: str, source: str, world_size: int, local_world_size: int
 ) -> Strategy:
-    """The strategy as a run of so many processes has it. The recipe adopts what it leaves open and the pair states.
+    """The strategy as a run of `world_size` processes has it. The recipe adopts what it leaves open and the
+    pair states.
 
     Args:
         name: of a pair in accelerate_configs/, or a .yaml file.

@@ -30,8 +30,8 @@ def prepare_corpora(
     recipe: ClmRecipe, config: PretrainedConfig, block_size: int, consumed: Callable[[int], int]
 ) -> TextData:
     """Open the corpora that the recipe names, and make the samples of the run. Raises UserError: a corpus is missing
-    or damaged, was made with another tokenizer, or a part of it is empty. `consumed`: (updates) -> samples of so many
-    updates."""
+    or damaged, was made with another tokenizer, or a part of it is empty. `consumed`: (number of
+    updates) -> their samples."""
     given, resets = recipe.blend, tuple(name for name in RESETS if getattr(recipe, name))
     corpora = [open_corpus("data_path", prefix) for _, prefix in given]
     prefixes: dict[str, str] = {}

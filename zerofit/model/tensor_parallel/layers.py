@@ -300,8 +300,8 @@ class VocabularyHead(nn.Module):
 
 
 def check_split(config: "PretrainedConfig", size: int, source: str) -> None:
-    """Raises UserError where so many ranks cannot share the layers of a model: its family has no plan, or they divide
-    its heads or its MLP's channels not evenly."""
+    """Raises UserError where `size` ranks cannot share the layers of a model: its family has no plan, or they do not
+    divide its heads or its MLP's channels evenly."""
     plan, degree = family_of(config).tensor_plan, f"{source}: tensor_parallel.autotp_size = {size}"
     otherwise = "Use a strategy without it, such as zero3"
     if plan is None:

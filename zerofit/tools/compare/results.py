@@ -9,7 +9,7 @@ from zerofit.record.terminal import rounded
 from zerofit.tools.compare.search import bounds
 from zerofit.tools.compare.trial import peak_bytes
 
-BUSY = 2  # a load average of so many times the cores, or the ranks, is that of other programs too
+BUSY = 2  # a load average above this many times the cores, or the ranks, is that of other programs too
 RATES = (
     *("samples_per_s", "tokens_per_s", "evaluation_samples_per_s", "evaluation_seconds", "evaluation_samples"),
     *("seconds", "load", "cores"),

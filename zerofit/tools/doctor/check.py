@@ -71,7 +71,7 @@ def check_machine(
     num_machines: int = 1,
     precision: str | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """Yield (level, message) of what is wrong with a machine for a run of so many processes on it.
+    """Yield (level, message) of what is wrong with a machine for a run on it.
 
     Args:
         variables: the environment of a process.

@@ -3,7 +3,7 @@ r"""`zerofit evaluate`: tasks of EleutherAI's lm-evaluation-harness on a run's m
     zerofit evaluate --model outputs/notes --tasks hellaswag arc_easy --num_fewshot 5
     zerofit evaluate --model outputs/notes --tasks my_task.yaml --num_processes 4
 
-Without --num_processes it runs in this process; with it, each of so many processes has the whole model and its share
+Without --num_processes it runs in this process; with it, each process has the whole model and its share
 of the requests.
 """
 
@@ -43,7 +43,7 @@ class EvaluateOptions(Recipe):
     )
     adapter: str | None = option(None, "A LoRA adapter's folder, to be put on the model.")
     num_fewshot: int | None = option(None, "Examples before each question; by default the task's own.", minimum=0)
-    limit: int | None = option(None, "Only so many questions of each task: a trial.", positive=True)
+    limit: int | None = option(None, "Only the first questions of each task, this many: a trial.", positive=True)
     batch_size: int = option(8, "Requests at a time.", positive=True)
     apply_chat_template: bool = option(False, "Ask through the tokenizer's chat template.")
     num_processes: int | None = option(None, "Processes, each with the whole model.", positive=True)

@@ -184,8 +184,8 @@ def make_budget(options: PlanOptions, gpu: Gpu | None, on_gpu: bool) -> Budget:
 
 
 def usual_pairs(num_gpus: int) -> list[str]:
-    """All in accelerate_configs/ that mean something on so many processes. On one, `single` comes first, and nothing
-    is shared; the others may still differ in precision or offload."""
+    """All in accelerate_configs/ that mean something on this number of processes. On one, `single` comes first, and
+    nothing is shared; the others may still differ in precision or offload."""
     names = sorted(path.stem for path in configs().glob("*.yaml"))
     if num_gpus > 1:
         return [name for name in names if name != SINGLE]

@@ -92,14 +92,16 @@ class PlanOptions(BatchSizesOptions, SpeedOptions, StrategiesOptions):
     max_global_batch_size: int | None = option(
         None, "Find the fastest global batch of at most this many samples.", positive=True, common=True
     )
-    tokens: float | None = option(None, "Add days and GPU-hours of so many tokens: 100e9.", positive=True, common=True)
+    tokens: float | None = option(
+        None, "Add days and GPU-hours of this many tokens: 100e9.", positive=True, common=True
+    )
     price: float | None = option(
         None, "Of a GPU-hour: --tokens adds what training costs.", positive=True, common=True, needs="tokens"
     )
     mean_length: float | None = option(None, "Mean length of rows that are padded, for the time.", positive=True)
     architecture: str | None = option(None, "The model's shape, without its weights: a known name, or a folder.")
     num_tags: int | None = option(
-        None, "Of --task cls: the records have tags of words, of so many kinds.", positive=True
+        None, "Of --task cls: the records have tags of words, of this many kinds.", positive=True
     )
     search: bool = option(
         False, "Find the fastest of all layouts, batches and options that save memory; --write has it.", common=True
