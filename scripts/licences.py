@@ -16,7 +16,7 @@ LOCKED = re.compile(r"^([\w.-]+)==([^\s;]+)", re.MULTILINE)
 ROW = re.compile(r"^\| (.+) \| (.+) \|$", re.MULTILINE)
 UNKNOWN = "unknown, since it is not installed in this version (add it to the page by hand, or type make setup)"
 
-# Names in "License" and in classifiers that are no SPDX names. "BSD" is one of its forms.
+# Names in "License" and in classifiers that are not SPDX names. "BSD" is one of its forms.
 NAMES = {
     "Academic Free License (AFL)": "AFL-3.0",
     "Apache 2.0 License": "Apache-2.0",

@@ -139,7 +139,7 @@ def test_a_rank_holds_half_of_the_rows_and_goes_on_where_one_process_has_left(ru
 
 @pytest.mark.long
 def test_a_refused_update_moves_no_rows(cache, tmp_path):
-    """A step so long that the next loss is no number."""
+    """A step so long that the next loss is not a number."""
     flags = ["--per_device_train_batch_size", "2", "--cache_dir", cache, "--learning_rate", "1e12",
              "--lr_scheduler_type", "constant", "--on_anomaly", "skip"]  # fmt: skip
     kept = [word for word in RUN if word not in ("--learning_rate", "1e-3")]

@@ -13,10 +13,10 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 496,  # 800
     "zerofit": 142,  # cli.py
-    "zerofit/recipe": 3_595,  # 2,700
+    "zerofit/recipe": 3_596,  # 2,700
     "zerofit/model": 5_869,  # 4,700
     "zerofit/compat": 604,  # 600
-    "zerofit/data": 7_119,  # 6,000
+    "zerofit/data": 7_120,  # 6,000
     "zerofit/strategy": 5_045,  # 4,800
     "zerofit/estimate": 4_770,  # 4,700
     "zerofit/record": 1_578,  # 4,300 with health and checkpoint

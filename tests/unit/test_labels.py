@@ -83,8 +83,8 @@ def test_the_same_label_written_in_different_ways(names, class_names, value, num
     (NLI, NLI, -1, "no label"), (NLI, NLI, "-1", "no label"),
     (("no", "yes"), None, "maybe", "label set"), (("no", "yes"), ("no", "yes"), "2", "label set"),
     (("0110", "110"), None, "0210", "label set"), (("1000", "2"), None, "1e3", "label set"),
-    (None, None, "1_000", "no number"), (None, None, "0,5", "no number"), (None, None, "nan", "no number"),
-    (None, None, "good", "no number"), (None, None, float("inf"), "no number"),
+    (None, None, "1_000", "not a number"), (None, None, "0,5", "not a number"), (None, None, "nan", "not a number"),
+    (None, None, "good", "not a number"), (None, None, float("inf"), "not a number"),
 ])  # fmt: skip
 def test_labels_that_are_refused(names, class_names, value, words):
     with pytest.raises(BadRecord, match=words):

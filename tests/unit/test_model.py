@@ -212,7 +212,7 @@ def test_a_configuration_that_is_made_smaller_can_be_stored(family, named, tmp_p
 
 
 def test_the_stated_kinds_of_layers_stay(tmp_path):
-    """A folder's own list is no list that its class would make; of fewer layers it keeps the first ones."""
+    """A folder's own list is not a list that its class would make; of fewer layers it keeps the first ones."""
     kinds = ["full_attention", *["sliding_attention"] * 3, "full_attention", "sliding_attention"]
     AutoConfig.for_model("gemma2", num_hidden_layers=6, layer_types=kinds).save_pretrained(tmp_path)
     for count in (2, 4):
@@ -243,7 +243,7 @@ def test_vocabulary_files_of_any_name(data, tmp_path):
     assert load_tokenizer(folder, AutoConfig.for_model("gpt2"))(text)["input_ids"] == named(text)["input_ids"]
 
 
-# ----------------------------------------------------------------------------------------- weights that are no numbers
+# ---------------------------------------------------------------------------------------- weights that are not numbers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

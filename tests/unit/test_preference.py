@@ -95,7 +95,7 @@ def test_the_loss_and_its_gradients_are_those_of_the_formula(kind, loss, monkeyp
     [((0.0, 0.0, 0.0), 1 / 2), ((1.0, -1.0, 0.0), 1 / 2), ((1.0, 0.0, 0.0), 2 / 3), ((-1.0, 0.0, 0.0), 1 / 3)],
 )
 def test_a_tie_is_half_a_pair(moved, accuracy):
-    """Before training both rewards are 0: the accuracy is one half, not 0; what fills a batch up is no pair."""
+    """Before training both rewards are 0: the accuracy is one half, not 0; what fills a batch up is not a pair."""
     model, found = tiny_model("gpt2"), batch(filler=True)
     install_loss(model, "chunked")
     with torch.no_grad():

@@ -123,7 +123,7 @@ def test_checkpoints_are_deleted_only_where_that_is_said(tmp_path, with_state):
 
 
 def test_a_run_that_left_no_state_may_start_over(tmp_path):
-    """Its models are no reason to refuse it for ever. They stay; a finished model is a reason."""
+    """Its models are not a reason to refuse it for ever. They stay; a finished model is a reason."""
     a_run(tmp_path, with_state=False)
     assert plan(tmp_path) == ["auto"]
     assert (tmp_path / "checkpoints" / "update_00000002" / "model" / "weights").is_file()

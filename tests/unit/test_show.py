@@ -113,7 +113,7 @@ def test_the_column_names_the_figure(tmp_path):
 
 
 def test_runs_from_the_command_line(tmp_path, capsys, monkeypatch):
-    """Twice the same name, a folder that is no run, and one that still trains: the table is shown once."""
+    """Twice the same name, a folder that is not a run, and one that still trains: the table is shown once."""
     monkeypatch.chdir(tmp_path)
     for name in ("outputs/run-01", "outputs/run-02", "elsewhere/run-01"):
         make_run(tmp_path / name, code=0 if name.startswith("outputs") else None)

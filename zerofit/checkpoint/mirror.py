@@ -71,7 +71,7 @@ class MirrorStore:
         return None
 
     def remove(self, name: str) -> None:
-        """Remove a folder; of a checkpoint the manifest first, so that what a kill leaves is no checkpoint."""
+        """Remove a folder; of a checkpoint the manifest first, so that what a kill leaves is not a checkpoint."""
         for path in (f"{name}/{MANIFEST}", name):
             self.files.invalidate_cache()
             if self.files.exists(path):

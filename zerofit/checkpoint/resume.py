@@ -51,7 +51,7 @@ class EarlierRuns:
 
     @classmethod
     def read(cls, recipe: TrainingRecipe, folder: RunFolder) -> "EarlierRuns":
-        """Raises UserError: `resume` names a folder that is no checkpoint."""
+        """Raises UserError: `resume` names a folder that is not a checkpoint."""
         own = folder.recorded() or _run_in_checkpoints(folder)
         if recipe.resume in ("auto", "never"):
             return cls(own)

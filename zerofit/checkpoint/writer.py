@@ -200,7 +200,7 @@ class AsyncCheckpointWriter:
 
     def choose(self, requested: str) -> tuple[Path | None, list[str]]:
         """The checkpoint to resume from (the newest whole one, or the one that is named), and warnings about others.
-        Raises UserError: the one that is named is no whole checkpoint."""
+        Raises UserError: the one that is named is not a whole checkpoint."""
         candidates = []
         if self.engine.is_main:
             is_named = requested != "auto"
@@ -269,7 +269,7 @@ def named_checkpoint_problem(folder: Path) -> str | None:
     if not (folder / STATE).is_dir():
         inside = sorted(str(path.relative_to(folder)) for path in folder.rglob("update_????????"))
         remedy = f"; its checkpoints are {', '.join(inside)}" if inside else ""
-        return f"it is no checkpoint to resume from, it has no {STATE}/ folder{remedy}"
+        return f"it is not a checkpoint to resume from, it has no {STATE}/ folder{remedy}"
     return None
 
 

@@ -17,7 +17,7 @@ from zerofit.recipe.files import ending_of
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}  # by the ending of a file
 OTHERS = (",", ";", "\t", "|")  # that files of these endings have too
-SEPARATOR_LINE = re.compile('"?sep=.?"?\r?\n')  # Excel's first line of a .csv file, which is no header
+SEPARATOR_LINE = re.compile('"?sep=.?"?\r?\n')  # Excel's first line of a .csv file, which is not a header
 HEAD = 1000  # lines of a file, read to find its delimiter
 QUOTED = r'(?<![^{0}])"(?:[^"]|"")*"(?![^{0}])'  # a field; {0} is what separates fields
 Options = dict[str, Any]  # of _rows
@@ -194,7 +194,7 @@ def has_quoted_fields(path: Path, encoding: str | None, delimiter: str, is_headl
     All quotes must pair up: a field that begins with one ends with one, has those inside doubled, and no other field
     has any. There must also be a reason for them: a doubled quote, a line break, or what separates fields; a quoted
     header; a column of which all fields are quoted; or commas, which Excel quotes too, in all of these fields and in
-    no other. Where every line has as many fields as the first, line breaks are none of the fields'.
+    no other. Where every line has as many fields as the first, line breaks are not part of fields.
     """
     width, lines_fit = 0, True
     field, lines, num_quotes = re.compile(QUOTED.format(re.escape(delimiter))), list[str](), 0

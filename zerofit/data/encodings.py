@@ -23,7 +23,7 @@ CERTAINLY_UTF8 = 20  # number of characters beyond ASCII that cannot be valid UT
 
 @contextmanager
 def open_text(path: Path, encoding: str | None = None, newline: str | None = None) -> Iterator[IO[str]]:
-    """Open a file, which may be packed, to read text from its start; a byte-order mark is no part of it. Raises
+    """Open a file, which may be packed, to read text from its start; a byte-order mark is not part of it. Raises
     UserError: the file is in another encoding, or damaged. `encoding`: None: UTF-8, or what a byte-order mark stands
     for. `newline`: as in `open`."""
     encoding = encoding or encoding_of_mark(path)

@@ -24,7 +24,7 @@ from zerofit.recipe.parsing import each_key_once, has_half_pair, parse_json
 NOT_BLANK = re.compile(r"\S")
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 FEW = 5  # records and columns: with fewer it is not clear which are which
-HALF_PAIR = r"a text has half of a surrogate pair (as \ud83d alone), which is no character"
+HALF_PAIR = r"a text has half of a surrogate pair (as \ud83d alone), which is not a character"
 EXACT = 2**53  # integers up to it are exact as floats
 # The type of a column: one of these names, {key: type}, [type of the items], or None while all values are null.
 TEXT, NUMBER, INTEGER, FLAG, LARGE, MIXED = (
@@ -39,7 +39,7 @@ Kind = str | dict[str, Any] | list[Any] | None
 
 
 def read_json(paths: list[Path], data: DataOptions, place: Path) -> list[str]:
-    """Write the records of JSON files as a table to `place`. Returns notes. Raises UserError: a file is no JSON, or
+    """Write the records of JSON files as a table to `place`. Returns notes. Raises UserError: a file is not JSON, or
     not UTF-8; a text cannot be encoded, and such records may not be skipped."""
     kinds: dict[str, Kind] = {}
     total, bad = 0, list[str]()
@@ -70,7 +70,7 @@ def read_json(paths: list[Path], data: DataOptions, place: Path) -> list[str]:
 
 
 def json_records(path: Path, data: DataOptions) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Yield (each record of a file, whether it may have half of a surrogate pair). Raises UserError: it is no JSON,
+    """Yield (each record of a file, whether it may have half of a surrogate pair). Raises UserError: it is not JSON,
     holds something else, or has no records under the key that `field` names."""
     with open_text(path, data.recipe.encoding, newline="\n") as file:
         lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
@@ -111,7 +111,7 @@ def _object(record: Any, where: str) -> dict[str, Any]:
     if isinstance(record, str):
         return {"text": record}
     if not isinstance(record, dict):
-        raise UserError(f"{where} is no record, an object with a value for each column: {str(record)[:60]}")
+        raise UserError(f"{where} is not a record, an object with a value for each column: {str(record)[:60]}")
     return record
 
 

@@ -132,7 +132,7 @@ class Documents:
         return np.diff(self.offsets)
 
     def row(self, index: int) -> np.ndarray:
-        """The ids of one document, a copy (int64; numbers that are no integers keep their type)."""
+        """The ids of one document, a copy (int64; numbers that are not integers keep their type)."""
         return self.tokens(int(self.offsets[index]), int(self.offsets[index + 1]))
 
     def tokens(self, start: int, stop: int) -> np.ndarray:

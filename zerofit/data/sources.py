@@ -134,7 +134,7 @@ def _from_hub(data: DataOptions, held_out: dict[str, tuple[str, ...]]) -> tuple[
             dataset = load_dataset(name, config, cache_dir=data.hub_cache)
             first = next(iter(dataset.values()))
             if first.info.builder_name == "csv" and all(isinstance(kind, Value) for kind in first.features.values()):
-                texts = texts_of(first.column_names)  # as they are written: 0110 is no number
+                texts = texts_of(first.column_names)  # as they are written: 0110 is not a number
                 dataset = load_dataset(name, config, cache_dir=data.hub_cache, features=texts, keep_default_na=False)
     except Exception as error:  # the library raises a dozen types, from ConnectionError to DatasetNotFoundError
         raise UserError(

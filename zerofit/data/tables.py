@@ -195,7 +195,7 @@ def check_name(name: str, option: str) -> None:
     """Check a column that was chosen because it is the only one: in a .csv file without a header it is a record.
     Raises UserError: its name is a text."""
     if is_value(name):
-        raise UserError(f"the first line is no name of a column: {name[:60]!r}. Add one, or say --{option}")
+        raise UserError(f"the first line is not a name of a column: {name[:60]!r}. Add one, or say --{option}")
 
 
 _KEYS: WeakKeyDictionary[Dataset, str] = WeakKeyDictionary()  # of the tables that are in use

@@ -55,7 +55,7 @@ DISK = 3e9
 # unscale_and_clip_grads and step in runtime/zero/stage_1_and_2.py and stage3.py.
 HOST_STEP = (ADAM_BYTES + 8 + 6) / ADAM_BYTES
 
-STARTS, COMMUNICATION = "starting operations", "communication"  # parts of a time that are no operations
+STARTS, COMMUNICATION = "starting operations", "communication"  # parts of a time that are not operations
 OPTIMIZER, HOST, BUBBLE = "optimizer step", "host", "pipeline bubble"
 
 

@@ -1,6 +1,6 @@
 """Anomaly detection: what must not reach the weights is found before the optimizer moves them.
 
-An anomaly is a loss or a gradient norm that is no finite number, or a spike: a value far above those of the updates
+An anomaly is a loss or a gradient norm that is not a finite number, or a spike: a value far above those of the updates
 before it. Spikes are measured on a logarithmic scale, since both figures are positive and their noise is relative to
 their size: with x the logarithm, m the median of the last WINDOW accepted updates and s their scaled median absolute
 deviation (1.4826 MAD, the standard deviation if the noise were normal; never below FLOOR), it is a spike where
@@ -25,7 +25,7 @@ from zerofit.strategy.engine import Bounds, Engine
 WINDOW = 256
 ENOUGH = 64  # accepted updates before anything can be called a spike
 FLOOR = {"loss": 0.05, "grad_norm": 0.25}  # of s, in nats: noise of 5 % and 25 % is nothing
-MAX_IN_A_ROW = 10  # anomalies one after another, after which skipping them is no remedy
+MAX_IN_A_ROW = 10  # anomalies one after another, after which skipping them is not a remedy
 MAX_OVERFLOWS = 50
 SHOWN_CHARACTERS = 160  # of a sample
 ACTIONS = {  # what on_anomaly does, as the log has it

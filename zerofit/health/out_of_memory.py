@@ -55,7 +55,7 @@ def measure(error: BaseException, phase: str, run: "Run") -> Shortage:
     setup = state_setup(run.strategy, run.recipe, run.parameters, engine)
     sizes: dict[str, int] = {}
     tokens = run.row_tokens or sum(getattr(run.recipe, name, None) or 0 for name in LENGTHS)
-    if engine is None:  # resident memory before the model was loaded is no activation
+    if engine is None:  # resident memory before the model was loaded is not an activation
         taken = torch.accelerator.memory_allocated() if on_host is False else resident_bytes() - run.program_bytes
         held = StateBytes(max(0, min(taken, setup.held(on_host).weights)))
         rest = max(0, taken - held.weights)

@@ -170,7 +170,7 @@ def program_of(words: list[str], task: str | None = None) -> list[str]:
         raise UserError(f"{recipe!r}: there is no such recipe. {f'Did you mean {close}?' if close else WHAT}")
     task = task or task_of_recipe(recipe)
     if task is None:
-        raise UserError(f"{recipe!r} does not say the task: its folder is none of {', '.join(TASKS)}. Use --task")
+        raise UserError(f"{recipe!r} does not say the task: its folder is not one of {', '.join(TASKS)}. Use --task")
     return [shown_path(script(task)), *options]
 
 

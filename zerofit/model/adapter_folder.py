@@ -83,7 +83,7 @@ def open_adapter(name: str, option: str = "adapter") -> AdapterFolder:
     if not path.is_dir():
         raise UserError(f"{option} = {name!r}: there is no such folder. Name the folder of an adapter")
     if not is_adapter(str(path)):
-        why = why_no_model(str(path)) or "it is no adapter. Name the folder that holds one, e.g. outputs/RUN/model"
+        why = why_no_model(str(path)) or "it is not an adapter. Name the folder that holds one, e.g. outputs/RUN/model"
         raise UserError(f"{option} = {name!r} has no adapter_config.json: {why}")
     settings = read_json(path / "adapter_config.json")
     if settings.get("peft_type") != "LORA":
@@ -159,7 +159,7 @@ def adapter_settings(folder: AdapterFolder, where: str) -> "LoraConfig":
     return settings
 
 
-# What LoRA adapters may say and still be trained on: the rest changes the base, or is no weight of a layer.
+# What LoRA adapters may say and still be trained on: the rest changes the base, or is not a weight of a layer.
 TRAINABLE = {
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora",

@@ -119,7 +119,7 @@ def _for_tokenizer(name: str, tokenizer: "PreTrainedTokenizerBase") -> str:
 
 def tool_definitions(value: Any) -> list[dict[str, Any]]:
     """Definitions of tools as templates take them: {"type": "function", "function": {...}}. Raises ValueError where
-    they are no list of objects."""
+    they are not a list of objects."""
     value = json.loads(value) if isinstance(value, str) else value
     listed = [
         json.loads(tool) if isinstance(tool, str) else tool for tool in ([value] if isinstance(value, dict) else value)
@@ -135,8 +135,8 @@ def tool_definitions(value: Any) -> list[dict[str, Any]]:
 
 
 def check_arguments(value: Any) -> dict[str, Any]:
-    """Arguments of a record for its template (chat_template_kwargs). Raises ValueError where they are no object, or
-    one is not the template's."""
+    """Arguments of a record for its template (chat_template_kwargs). Raises ValueError where they are not an object,
+    or one is not the template's."""
     from transformers import PreTrainedTokenizerBase
 
     known = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"tools", "documents"}

@@ -254,7 +254,7 @@ def with_tied(model: torch.nn.Module, chosen: list[str]) -> list[str]:
 
 
 def split_targets(model: torch.nn.Module, targets: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return (those that name modules, those that name weights of experts, which are no modules)."""
+    """Return (those that name modules, those that name weights of experts, which are not modules)."""
     experts = [name for name, parameter in model.named_parameters() if len(true_shape(parameter)) == 3]
     modules = [f".{name}" for name, _ in model.named_modules()]
 

@@ -49,7 +49,7 @@ def layer_groups(model: torch.nn.Module, weight_decay: float, layer_decay: float
     """The groups of `decay_groups` of the head, of each block from the last one on, and of the embeddings.
 
     `lr_scale` of a group multiplies its learning rate: layer_decay to the power of its distance from the head (Clark
-    et al. 2020, ELECTRA). Of what is in no block, the head is what follows the first block and is no embedding.
+    et al. 2020, ELECTRA). Of what is in no block, the head is what follows the first block and is not an embedding.
 
     Raises:
         UserError: the model has no blocks.
@@ -97,7 +97,7 @@ def flops_per_token(model: "PreTrainedModel", sequence_length: int) -> float:
     """Floating-point operations of one trained token: forward 2, backward 4 for each weight of a matrix product (2 for
     a frozen one, which has no gradient of its own), and attention over the whole sequence (Chowdhery et al. 2022,
     PaLM, appendix B: 6 N + 12 L H T). Causal masking, document boundaries and recomputed activations are not
-    subtracted or added, so that figures of different settings compare. Embedding lookups are no matrix products; a
+    subtracted or added, so that figures of different settings compare. Embedding lookups are not matrix products; a
     tied embedding counts once, as the head. Of a layer's experts those count that a token passes through."""
     config = model.config
     chosen = getattr(config, "num_experts_per_tok", None)

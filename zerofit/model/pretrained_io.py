@@ -17,7 +17,7 @@ from zerofit.recipe.files import temporary_path
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-WRAPPERS = {  # a key_mapping: what torch.compile, FSDP and DDP put into the names of weights is no part of them
+WRAPPERS = {  # a key_mapping: what torch.compile, FSDP and DDP put into the names of weights is not part of them
     **{rf"\b{name}\.": "" for name in ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")},
     r"^module\.": "",
 }

@@ -106,7 +106,7 @@ def tokenizer_from_vocabulary_files(vocab_file: str, merge_file: str) -> "PreTra
     try:
         vocabulary = json.loads(read_text(Path(vocab_file).expanduser()))
     except (OSError, ValueError) as error:
-        raise UserError(f"vocab_file = {vocab_file!r} is no JSON file: {first_line(error)}") from None
+        raise UserError(f"vocab_file = {vocab_file!r} is not a JSON file: {first_line(error)}") from None
     if not isinstance(vocabulary, dict) or END_OF_TEXT not in vocabulary:
         raise UserError(f"vocab_file = {vocab_file!r} has no {END_OF_TEXT}. Name a folder with a tokenizer.json")
     with tempfile.TemporaryDirectory() as folder:

@@ -20,11 +20,11 @@ class Clash(NamedTuple):
     others: list[str]  # the options because of which it has none
     text: str
     excludes: bool = False  # each of the two takes the other's place; else the option depends on the others
-    is_noted: bool = False  # it is no mistake
+    is_noted: bool = False  # it is not a mistake
 
 
 class Findings:
-    """The values, sources and notes of a recipe's options. It is no dataclass: none of this is an option itself."""
+    """The values, sources and notes of a recipe's options. It is not a dataclass: none of this is an option itself."""
 
     unset: frozenset[str] = frozenset()  # options of the recipe's file that a flag has set to null
     left_out: Sequence[str] = ()  # notes on values of the recipe's or strategy's file without effect beside a flag
@@ -134,7 +134,7 @@ class Recipe(Findings):
         return [*filter(None, missing), *(clash.text for clash in self.clashes() if not clash.is_noted)]
 
     def idle_options(self) -> list[str]:
-        """A sentence for each option that is set and has no effect, and is no mistake."""
+        """A sentence for each option that is set and has no effect, and is not a mistake."""
         return [f"{clash.text} ({self.source(clash.name)})" for clash in self.clashes() if clash.is_noted]
 
     def clashes(self) -> list[Clash]:

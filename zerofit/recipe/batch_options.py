@@ -27,7 +27,7 @@ class Warmup:
 
 
 def read_warmup(text: str) -> tuple[int, int] | None:
-    """Return (first size, updates that grow) of `START@UPDATES`; None: it is no such text."""
+    """Return (first size, updates that grow) of `START@UPDATES`; None: it is not such a text."""
     found = re.fullmatch(r"([1-9]\d*)@([1-9]\d*)", text)
     return found and (int(found[1]), int(found[2]))
 
@@ -152,5 +152,5 @@ def token_batch_problems(recipe: BatchOptions) -> list[str]:
     if tokens % row:
         fewer, remedy = tokens // row * row, f"{tokens // row * row + row}"
         remedy = f"{fewer} or {remedy}" if fewer else remedy
-        problems.append(f"{stated} is no multiple of a full row, {row} tokens. Say {remedy}")
+        problems.append(f"{stated} is not a multiple of a full row, {row} tokens. Say {remedy}")
     return problems

@@ -16,7 +16,7 @@ RESETS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")  # afte
 
 
 class OfOtherGroups:
-    """Options that a group reads and another one declares. It is no dataclass, and declares none itself."""
+    """Options that a group reads and another one declares. It is not a dataclass, and declares none itself."""
 
     train_file: list[str] | None
     validation_file: list[str] | None

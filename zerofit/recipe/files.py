@@ -70,7 +70,7 @@ def marked_encoding(start: bytes) -> str | None:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file: UTF-8, or UTF-16 or UTF-32 with a byte-order mark, which is no part of it. Raises OSError:
+    """The text of a file: UTF-8, or UTF-16 or UTF-32 with a byte-order mark, which is not part of it. Raises OSError:
     it cannot be read. Raises UnicodeDecodeError: it is in another encoding."""
     data = path.read_bytes()
     text = data.decode(marked_encoding(data) or "utf-8").removeprefix("\ufeff")

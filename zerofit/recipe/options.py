@@ -117,7 +117,7 @@ class StrategyOptions(Recipe, identity=False):
 
 
 def profiled(text: str) -> range:
-    """The updates of the text `N:M`; empty: it is no such text."""
+    """The updates of the text `N:M`; empty: it is not such a text."""
     found = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", text)
     return range(int(found[1]), int(found[2]) + 1) if found else range(0)
 
@@ -134,7 +134,7 @@ class RunOptions(Recipe, phase="train", identity=False):
     )
     logging_steps: int = option(
         10,
-        "Updates between two lines of the log, if the output is no terminal.",
+        "Updates between two lines of the log, if the output is not a terminal.",
         positive=True,
         aliases=("log_interval",),
     )

@@ -173,7 +173,8 @@ def name_of_recipe(file: str | None, otherwise: str) -> str:
 
 
 def why_no_model(name: str) -> str | None:
-    """Tell what became of the run whose folder is named, where that has no model; None: it has one, or is no run's."""
+    """Tell what became of the run whose folder is named, where that has no model; None: it has one, or is not a
+    run's."""
     folder = Path(name).expanduser()
     if not (folder / ENVIRONMENT).is_file() or is_run(folder) or (folder / "config.json").is_file():
         return None

@@ -168,7 +168,7 @@ class PairOptions(Recipe, shapes_input=True):
         None, "Column of the conversation, a list of turns; by default `dialogue` or a similar name."
     )
     source_column: str | None = option(
-        None, "Column of the source text, if the records are no conversations.", aliases=("text_column",), common=True
+        None, "Column of the source text, if the records are not conversations.", aliases=("text_column",), common=True
     )
     target_column: str | None = option(
         None, "Column of the target, or of the reply.", aliases=("summary_column", "response_column"), common=True

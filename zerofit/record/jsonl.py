@@ -41,7 +41,7 @@ class JsonlFile:
         self._waiting += (json.dumps(line, ensure_ascii=False) + "\n").encode()
         try:
             self._write()
-        except OSError:  # a full disk is no reason to end a run, nor to lose the line
+        except OSError:  # a full disk is not a reason to end a run, nor to lose the line
             return
 
     def _open(self) -> io.FileIO:

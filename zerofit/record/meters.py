@@ -69,7 +69,7 @@ class Rates(NamedTuple):
 
 @dataclass
 class ThroughputMeter:
-    """Samples/s, tokens/s and FLOP/s over all ranks. Padding is no throughput."""
+    """Samples/s, tokens/s and FLOP/s over all ranks. Padding is not throughput."""
 
     flops_per_token: float  # of the model at this run's sequence length
     peak: float | None  # FLOP/s that all devices together could reach, None if not known

@@ -96,7 +96,7 @@ class UpdateMetrics:
         return {name: value for name, value in line.items() if value is not None}
 
 
-TEXTS, FLAGS, TABLES = ("anomaly",), ("skipped",), ("rank_seconds",)  # fields that are no numbers
+TEXTS, FLAGS, TABLES = ("anomaly",), ("skipped",), ("rank_seconds",)  # fields that are not numbers
 
 
 def line_of_metrics(text: bytes) -> dict[str, Any] | None:

@@ -70,7 +70,7 @@ def _quoted(text: str | None) -> str:
 
 
 def _line(text: str) -> str:
-    """A text as one line of markdown, in which names are no markup."""
+    """A text as one line of markdown, in which names are not markup."""
     return re.sub(r"([\\`*<>\[\]#|])", r"\\\1", printable(" ".join(text.splitlines())))
 
 

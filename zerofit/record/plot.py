@@ -27,7 +27,7 @@ def plot_run(
 
     Args:
         unit: what the loss is a mean over: token or example.
-        figure_of_merit: the held-out figure of the best evaluation; it gets a panel of its own if it is no loss.
+        figure_of_merit: the held-out figure of the best evaluation; it gets a panel of its own if it is not a loss.
         resumed: updates after which a launch resumed the run.
     """
     train = [line for line in metrics if "loss" in line and "anomaly" not in line]

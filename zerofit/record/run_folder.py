@@ -96,7 +96,7 @@ class RunFolder:
         return self.model.is_dir() and self.environment().get("finished") is True
 
     def environment(self) -> dict[str, Any]:
-        """environment.json, without an exit code that is no number; empty where there is none."""
+        """environment.json, without an exit code that is not a number; empty where there is none."""
         found = read_record(self.path / "environment.json")
         if type(found.get("exit_code", 0)) is not int:
             del found["exit_code"]

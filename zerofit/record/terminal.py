@@ -73,8 +73,8 @@ def log_to_stderr(text: str) -> None:
 
 
 def screen_width(stream: TextIO | None = None) -> int | None:
-    """The columns of the terminal that a stream (by default stdout) writes to; None: it is no terminal, and lines may
-    be of any length."""
+    """The columns of the terminal that a stream (by default stdout) writes to; None: it is not a terminal, and lines
+    may be of any length."""
     stream = stream or sys.stdout
     if not stream.isatty():
         return None

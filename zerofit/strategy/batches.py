@@ -67,8 +67,8 @@ def resolve_batches(
     recipe: BatchOptions, replicas: int, replica_size: int = 1, total_stays: bool = False
 ) -> BatchSizes:
     """The sizes that the recipe states, checked against each other. `replica_size`: processes of each replica.
-    `total_stays`: the global batch is that of a run that resumes. Where it is no multiple of what one pass takes, the
-    recipe adopts the largest smaller micro-batch with which it is. Raises UserError where global_batch_size is no
+    `total_stays`: the global batch is that of a run that resumes. Where it is not a multiple of what one pass takes,
+    the recipe adopts the largest smaller micro-batch with which it is. Raises UserError where global_batch_size is no
     multiple of what one pass over all processes takes, or contradicts the accumulation."""
     if total_stays:
         _fit_micro_batch(recipe, replicas, replica_size)

@@ -17,7 +17,7 @@ from zerofit.strategy.layout import ParallelLayout
 
 BATCHES = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "tokens_per_batch")
 ADAM_NAMES = ("adam", "adamw")
-# Parameters of an Adam that are no values of its update; and those that are, with AdamW's value.
+# Parameters of an Adam that are not values of its update; and those that are, with AdamW's value.
 HOW_IT_COMPUTES = ("torch_adam", "fp32_optimizer_states", "fused", "foreach", "capturable")
 AS_ADAMW = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False, "set_grad_none": True, "maximize": False}
 HIERARCHY = "zero_hpz_partition_size"

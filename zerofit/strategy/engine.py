@@ -268,7 +268,7 @@ class Engine:
             yield from ((name, buffer.cpu()) for name, buffer in self.stored_buffers().items())
 
     def stored_buffers(self) -> dict[str, torch.Tensor]:
-        """Return {name: buffer} of what is stored with the model's weights and is no parameter; the same on every
+        """Return {name: buffer} of what is stored with the model's weights and is not a parameter; the same on every
         rank."""
         stored, own = self.whole.state_dict().keys(), dict(self.module.named_buffers())
         return {name: own.get(name, buffer) for name, buffer in self.whole.named_buffers() if name in stored}

@@ -87,7 +87,7 @@ GPUS = {
         Gpu("v100-pcie-32gb", 31.74, "V100-PCIE", 112, 14, 897, None, 3, sms=80, **V100),
         Gpu("v100s-32gb", 31.74, "V100S-PCIE", 130, 16.4, None, None, 3, has_bf16=False),
         Gpu("t4-16gb", 14.75, "T4", 65, 8.1, 320, None, 3, sms=40, has_bf16=False),  # T4 data sheet (951643)
-        # Ampere GA102 white paper, v2; A40 and A10 data sheets. An A10G is no A10
+        # Ampere GA102 white paper, v2; A40 and A10 data sheets. An A10G is not an A10
         Gpu("rtx3090-24gb", 23.69, "RTX 3090", 71, 35.6, 936, None, 4, sms=82),
         Gpu("a6000-48gb", 47.54, "A6000", 154.8, 38.7, 768, None, 4, sms=84),
         Gpu("a40-48gb", 44.43, "A40", 149.7, 37.4, 696, None, 4, sms=84),

@@ -161,8 +161,8 @@ def take_degrees(config: dict[str, Any], source: str) -> tuple[int, int, int]:
     """Return (tensor, pipeline, sequence): the ranks that share each layer, the layers, and each row.
     `tensor_parallel` is taken out: DeepSpeed would replace layers by its own (AutoTP), which know neither GPT-2 nor a
     tied vocabulary that is cut. What DeepSpeed reads beside the stages is filled in. `sequence_parallel_size` stays:
-    DeepSpeed reads it where ZeRO-3 shards a new model. Raises UserError where one is no number of processes, or there
-    are settings beside it that have no effect or do harm."""
+    DeepSpeed reads it where ZeRO-3 shards a new model. Raises UserError where one is not a number of processes, or
+    there are settings beside it that have no effect or do harm."""
     problems, degrees = [], {}
     for name, key, others in ((TENSOR, "autotp_size", {}), (PIPELINE, "stages", PIPELINE_KEYS)):
         section = config.get(name, {key: 1})

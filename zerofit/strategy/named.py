@@ -128,7 +128,7 @@ def environment_of(content: Mapping[str, Any], source: str) -> dict[str, str]:
 
 
 def problems_of_yaml(content: Any, source: str) -> list[str]:
-    """Return a problem for each thing in an accelerate YAML that is no strategy here, or that accelerate would
+    """Return a problem for each thing in an accelerate YAML that is not a strategy here, or that accelerate would
     stumble over."""
     if not isinstance(content or {}, dict):
         return [f"{source}: expected `key: value` lines, as in accelerate_configs/ddp.yaml"]
@@ -187,7 +187,7 @@ def _fp8_problems(content: dict[str, Any]) -> list[str]:
 
 
 def _why_not(kind: str) -> list[str]:
-    """Say why a distributed_type is no strategy here, as the rest of a sentence; empty if it is one."""
+    """Say why a distributed_type is not a strategy here, as the rest of a sentence; empty if it is one."""
     if kind in SUPPORTED:
         return []
     if kind == "MEGATRON_LM":
@@ -207,7 +207,7 @@ def _why_not(kind: str) -> list[str]:
 
 def find_strategies(names: list[str]) -> dict[str, Path]:
     """Find the accelerate YAML of each name: one in accelerate_configs/, or a .yaml file. Raises UserError where there
-    is none, or it is no strategy here."""
+    is none, or it is not a strategy here."""
     folder = configs()
     files = {name: Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml" for name in names}
     known = sorted(path.stem for path in folder.glob("*.yaml"))

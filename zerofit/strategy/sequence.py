@@ -200,7 +200,7 @@ class SplitRows:
             first = self.rank * width
             kwargs["position_ids"] = torch.arange(first, first + width, device=query.device).repeat(rows, 1)
         if attention_mask is not None and attention_mask.shape[-1] != width * self.size:
-            attention_mask = None  # what transformers makes of the positions in this part is no mask of rows in full
+            attention_mask = None  # transformers made it of the positions in this part, and not of rows in full
         groups = getattr(module, "num_key_value_groups", None)
         output, weights = self._exchange(query, key)(module, query, key, value, attention_mask, *args, **kwargs)
         if groups is not None:  # changed by the exchange where ranks share a head of keys and values

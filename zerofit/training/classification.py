@@ -195,7 +195,7 @@ def _named(answer: Any, labels: Labels) -> Any:
 
 def report_classes(folder: RunFolder, labels: Labels, held_out: list[HeldOut]) -> list[str]:
     """Tables for the log from the run's predictions, one for each held-out part; each part of classes gets a picture
-    in the run's folder (confusion.png). Nothing of numbers and choices, whose labels are no classes."""
+    in the run's folder (confusion.png). Nothing of numbers and choices, whose labels are not classes."""
     if labels.names is None or labels.choices:
         return []
     lines, keys = [], ("label", "prediction")

@@ -106,7 +106,7 @@ class Measurement:
         self._answer(run, totals, evaluate)
 
     def bounds(self) -> Bounds:
-        """Only what is no number is refused."""
+        """Only what is not a number is refused."""
         return Bounds(may_overflow=self.scaled)
 
     def log(self, update: Update, outcome: Outcome) -> None:

@@ -60,7 +60,7 @@ def why_stopped(run: "Run") -> list[str]:
     if stop.anomaly is not None:
         remedy = "The same command will hit it again. To skip these samples add --on_anomaly skip (or rewind)"
         if run.recipe.on_anomaly != "stop":
-            remedy = f"--on_anomaly {run.recipe.on_anomaly} is no remedy any more: there were too many. Mend the data"
+            remedy = f"--on_anomaly {run.recipe.on_anomaly} is no longer a remedy: there were too many. Mend the data"
         return [
             f"{by}: update {stop.anomaly.update}: {stop.anomaly.reason}",
             f"            its samples are in {run.folder.anomalies.path}; the weights are as they were before it",
@@ -116,7 +116,7 @@ def summary(run: "Run", remarks: list[str]) -> list[str]:
 
 
 def about_evaluations(evaluations: list[EvaluationTime]) -> list[str]:
-    """Say how long evaluations took, which is no time of training, for the log."""
+    """Say how long evaluations took, which is not training time, for the log."""
     if not evaluations:
         return []
     total, last = sum(each.seconds for each in evaluations), evaluations[-1]

@@ -130,7 +130,7 @@ class Form:
             return turns_in(entries, "user", "history")
         for number, pair in enumerate(entries, 1):
             if not isinstance(pair, list) or len(pair) != 2:
-                raise BadRecord(f"entry {number} of its {self.history} is no pair of question and answer")
+                raise BadRecord(f"entry {number} of its {self.history} is not a pair of question and answer")
             for role, text, name in zip(("user", "assistant"), pair, ("question", "answer")):
                 content = _text(text, f"the {name} in entry {number} of its {self.history}")
                 turns.append({"role": role, "content": content})
@@ -201,7 +201,7 @@ def _calls(more: dict[str, Any], where: str) -> list[dict[str, Any]]:
     if isinstance(more.get("function_call"), dict) and not calls:  # OpenAI's older form
         calls = [{"type": "function", "function": more.pop("function_call")}]
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise BadRecord(f"{where}: its tool_calls are no list of objects")
+        raise BadRecord(f"{where}: its tool_calls are not a list of objects")
     return calls
 
 

@@ -87,7 +87,7 @@ class Labels:
         if self.names is None:
             number = _number(value, self.decimal_comma)
             if number is None:
-                raise BadRecord(f"the label {value!r} is no number. With words as labels remove --regression")
+                raise BadRecord(f"the label {value!r} is not a number. With words as labels remove --regression")
             return number
         place = self.place_of(name)
         if place is None:

@@ -84,7 +84,8 @@ class _NumpyWithoutPickles:
         try:
             return np.lib.format.open_memmap(path, mode="r")
         except ValueError as error:
-            raise UserError(f"{path} is no index: {first_line(error)}. Remove its folder; it is made again") from None
+            problem = f"{path} is not an index: {first_line(error)}"
+            raise UserError(f"{problem}. Remove its folder: it is made again") from None
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ def read_card(prefix: str) -> Card | None:
         card = parse_json(path.read_text(encoding="utf-8"))
         return Card(**{field.name: card[field.name] for field in dataclasses.fields(Card)})
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is no file of `zerofit prepare` ({type(error).__name__}). Remove it") from None
+        raise UserError(f"{path} is not a file of `zerofit prepare` ({type(error).__name__}). Remove it") from None
 
 
 def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:

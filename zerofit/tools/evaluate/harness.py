@@ -89,7 +89,7 @@ def rows(found: dict[str, Any], own: dict[str, float]) -> list[tuple[str, ...]]:
 
 
 def _own_figures(folder: Path) -> dict[str, float]:
-    """The figures of the run's last evaluation; none where the model is no run's."""
+    """The figures of the run's last evaluation; none where the model is not a run's."""
     metrics = RunFolder(folder.parent).metrics
     lines = [line for line in metrics.read() if "eval_loss" in line] if folder.name == "model" else []
     names = [name for name in (lines[-1] if lines else {}) if name.startswith("eval_") and "seconds" not in name]

@@ -90,7 +90,7 @@ def _prompt_of(line: str, where: str) -> Prompt:
     except json.JSONDecodeError as error:
         raise UserError(f"{where} is not JSON: {error}") from None
     if has_half_pair(record):
-        raise UserError(f"{where}: a text has half of a surrogate pair (as \\ud83d alone), which is no character")
+        raise UserError(f"{where}: a text has half of a surrogate pair (as \\ud83d alone), which is not a character")
     keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
     if isinstance(record, dict) and isinstance(record.get("prompt"), str):
         return record["prompt"]

@@ -135,7 +135,7 @@ class PlanOptions(BatchSizesOptions, SpeedOptions, StrategiesOptions):
         if not self.gpu and not self.device_memory:
             found.append("no device: set --machine dgx-h100, --gpu h100-80gb or --gpu_memory 80GiB, for example")
         if self.num_gpus > self.gpus_per_node and self.num_gpus % self.gpus_per_node:
-            found.append(f"num_gpus = {self.num_gpus} is no multiple of gpus_per_node = {self.gpus_per_node}")
+            found.append(f"num_gpus = {self.num_gpus} is not a multiple of gpus_per_node = {self.gpus_per_node}")
         for name in ("global_batch_size", "gradient_accumulation_steps"):
             if self.max_global_batch_size and (self.source(name) or "").startswith("--"):
                 found.append(f"--{name} and --max_global_batch_size: keep one of the two")

@@ -108,7 +108,7 @@ def runs_in(places: Iterable[str]) -> dict[str, WatchedRun]:
     """
     folders = [Path(place).expanduser() for place in places]
     if missing := [str(place) for place in folders if not place.is_dir()]:
-        raise UserError(f"{missing[0]!r} is no folder. Name the folder of a run, or one with runs in it")
+        raise UserError(f"{missing[0]!r} is not a folder. Name the folder of a run, or one with runs in it")
     below = [[place] if _is_run(place) else filter(_is_run, sorted(place.iterdir())) for place in folders]
     paths = list(dict.fromkeys(path.resolve() for found in below for path in found))
     if not paths:

@@ -78,7 +78,7 @@ def _written(options: dict[str, Any]) -> str:
 
 
 def read_shape(flags: FlagLedger, program: str) -> Shape | None:
-    """The model of the flags; None, with a problem, where it is none of the families.
+    """The model of the flags; None, with a problem, where it is not one of the families.
 
     Args:
         program: pretrain_llama.py has defaults of its own (extra args provider of Habana's Megatron-DeepSpeed).
