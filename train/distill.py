@@ -30,7 +30,7 @@ from zerofit.training.teacher import load_teacher
 
 
 def main(start: Start) -> int:
-    # The launcher's strategy, the output folder, an earlier run. Whatever contradicts itself ends the run here.
+    # Read the launcher's strategy, the output folder and an earlier run. If settings contradict, the run ends here.
     run = Run.open(start)
     recipe = run.recipe  # every option with the value that holds
 

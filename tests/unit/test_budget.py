@@ -22,11 +22,11 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/record": 1_578,  # 4,300 with health and checkpoint
     "zerofit/health": 1_409,
     "zerofit/checkpoint": 1_827,
-    "zerofit/training": 3_338,  # 2,000
+    "zerofit/training": 3_359,  # 2,000
     "zerofit/launch": 1_573,  # 1,300
     "zerofit/tools": 10_732,  # 10,600
     "benchmarks": 1_903,  # 1,800
-    "tests": 26_499,  # 21,500
+    "tests": 26_518,  # 21,500
 }
 
 

@@ -84,9 +84,9 @@ class CheckpointManager:
         )
 
     def drop_replaced(self) -> None:
-        """Remove the checkpoints of updates that come again, on the main process; of a run that this one replaces, all
-        of them. Models of this run stay where it starts over: each is replaced when its update comes again. Raises
-        UserError: another launch has put them there since this one began."""
+        """Remove old checkpoints, on the main process: after a resume those of later updates, which come again; of
+        another run, which this one replaces, all. If this run starts over since it has no state, its models stay until
+        their updates come again. Raises UserError: another launch has written here since this one began."""
         self.folder.lock()
         if self._resumes_its_own_folder:
             self.directory.drop(lambda update: update > self.state.updates)
@@ -145,9 +145,9 @@ class CheckpointManager:
             self.save(START, False, {})
 
     def rewind(self, anomaly: Anomaly) -> bool:
-        """Go back to the last good checkpoint, and skip the update that was refused from then on.
+        """Go back to the newest usable checkpoint, and skip the refused update when it comes again.
 
-        Returns: False where that is not wanted, not possible, or no remedy any more.
+        Returns: False where `on_anomaly` is not rewind, no checkpoint is usable, or MAX_REWINDS updates are skipped.
         """
         if self.recipe.on_anomaly != "rewind" or len(self.state.skipped_updates) >= MAX_REWINDS:
             return False
@@ -189,7 +189,7 @@ class CheckpointManager:
         """Begin a checkpoint.
 
         Args:
-            why: it is written (zerofit/checkpoint/directory.py); None: only because it is the best.
+            why: ASKED, CLOCK, ... of zerofit/checkpoint/directory.py; None: as the best only, without a state.
             held_out: figures of this update's evaluation; empty: there was none.
         """
         with_state = why is not None

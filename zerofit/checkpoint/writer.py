@@ -2,9 +2,9 @@
 
 A save has two halves. While training pauses, each rank copies what it owns to the host's memory. Then a thread
 of each rank writes its copy while training continues; the main process's thread waits for the files of the others,
-makes model/ out of them, and seals the checkpoint. So no rank gathers the model, except where no state is kept and the
-model alone is; one weight after another is gathered for a moment, to check what the optimizer keeps by a few values.
-Ranks meet there and in `wait` only: before the next save, where one has failed, and at the end.
+makes model/ out of them, and seals the checkpoint. So no rank gathers the whole model, unless the state lacks some of
+it: weights that are not trained, or all of them where only the model is kept. To check the state, weights are gathered
+one at a time. Ranks wait for each other there and in `wait` only: before the next save, after a failure, at the end.
 """
 
 import contextlib
@@ -88,8 +88,8 @@ class AsyncCheckpointWriter:
             why: ASKED, CLOCK, ... of zerofit/checkpoint/directory.py.
             fill: writes what is for others (model/, predictions) into a folder, given the weights one after another;
                 called on the main process, in a thread.
-            weights: gathers what is exported, on the main process; called on all ranks, where the state has it not.
-            progress: what the run resumes from, beside the optimizer's state; None: only the model is kept.
+            weights: yields the exported weights, on the main process; called on all ranks if the state lacks some.
+            progress: RunState and what else goes to progress.json; None: only the model is kept, and no state.
         """
         began = time.perf_counter()
         self.wait()
@@ -129,7 +129,7 @@ class AsyncCheckpointWriter:
             self.wait()
 
     def check(self, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, list[float]]:
-        """See that the optimizer's shards are the weights that the model computes with, by a few elements of each.
+        """Check that the optimizer's shards equal the weights that the model computes with, by a few elements of each.
 
         Args:
             tensors: the state as it is written; None: as it is.
@@ -137,7 +137,7 @@ class AsyncCheckpointWriter:
         Returns: values of each weight in the model, on the main process.
 
         Raises:
-            UserError: they are other ones: what moves which weight is not known, and no checkpoint would be right.
+            UserError: they differ: shards are not mapped to weights as assumed, and a checkpoint would be wrong.
         """
         engine = self.engine
         of_model, of_shards = engine.weight_samples(), engine.state.samples(tensors)
@@ -157,7 +157,7 @@ class AsyncCheckpointWriter:
         return weights
 
     def _on_the_host(self, part: str, tensors: dict[str, torch.Tensor], copied: bool) -> dict[str, torch.Tensor]:
-        """Tensors on the CPU; where training continues meanwhile, copies in memory that the next save uses again."""
+        """Return the tensors on the CPU. `copied`: as copies that training cannot change, in buffers used again."""
         if copied:
             return self._copies[part].of(tensors)
         return {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
@@ -289,7 +289,7 @@ class _Save:
     blocked_s: float | None = None  # seconds; None: until the save is concluded
     _seconds: float = 0.0
     _bytes: int = 0
-    _until: float = math.inf  # when the main process no longer waits for the files of others
+    _until: float = math.inf  # when the main process stops waiting for others' files; 0: one has failed, stop now
 
     def start(self, **work: Any) -> None:
         self._thread = threading.Thread(target=self._work, kwargs=work, name="checkpoint", daemon=True)

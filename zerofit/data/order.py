@@ -74,7 +74,7 @@ class SampleOrder:
             rng = np.random.default_rng([self.seed, number])
             permutation = rng.permutation(self.num_samples)
             if self.lengths is not None:
-                # Those that complete the last update of the epoch before stay as drawn.
+                # The first samples, which complete the last update of the previous epoch, stay as drawn.
                 head = min(-number * self.num_samples % self.global_batch, self.num_samples)
                 size = self.window * self.global_batch
                 windows = [permutation[at : at + size] for at in range(head, self.num_samples, size)]
@@ -84,7 +84,7 @@ class SampleOrder:
         return self._permutation
 
     def _arranged(self, drawn: np.ndarray, lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """A window, or what is left of the epoch. Samples that fill no batch stay as drawn."""
+        """Sort a window by length, and put its batches in random order; what fills no batch stays as drawn."""
         size = self.global_batch
         full = len(drawn) // size * size
         ordered = drawn[:full][np.argsort(lengths[:full], kind="stable")]
@@ -110,11 +110,11 @@ class FixedOrder:
 class MicroBatches(torch.utils.data.Sampler[list[Any]]):
     """This rank's micro-batches: `accumulation` for each update, each a list of sample indices (or FILLER).
 
-    Where updates grow, `warmup` has the accumulations of the first ones. Of a global batch, rank r's m-th micro-batch
-    is row m, column r of its places laid out as (accumulation, world size, micro-batch). With a `sort_key` (of all
-    samples) the places are first sorted, the largest first: the micro-batches that the ranks process at the same time
-    then have similar lengths. With `lengths` (tokens, of each micro-batch) samples are read up to a length: (index,
-    length) takes the place of each index.
+    A global batch is laid out as (accumulation, replicas, micro-batch): data-parallel rank r's m-th micro-batch is
+    [m, r]. With a `sort_key` (of all samples) the batch is first sorted, the largest first, so that micro-batches that
+    are computed at the same time have similar lengths. `warmup`: the accumulation of each of the first updates, where
+    the global batch grows. `lengths`: tokens, one for each micro-batch, that samples are cut to; the list then has
+    (index, length) in place of each index.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ def first_tokens(sample: Sample, length: int) -> Sample:
 
 
 class _Indexed(torch.utils.data.Dataset[tuple[Sample, int]]):
-    """(sample, index) by index, or by (index, length); a FILLER place borrows sample 0."""
+    """Looks up (sample, index) by index, or by (index, length) cut to that length; FILLER gives sample 0."""
 
     def __init__(self, samples: SampleSet):
         self.samples = samples
@@ -198,7 +198,7 @@ class _OrderedLoader(torch.utils.data.DataLoader[tuple[Sample, int]]):
     """Raises the UserError of a worker process as it is, without the traceback that torch adds."""
 
     def __iter__(self) -> Any:  # torch's own type is a private one
-        return _without_torchs_traceback(super().__iter__())  # created now: it draws a random number
+        return _without_torchs_traceback(super().__iter__())  # made now: it draws a seed from torch's generator
 
 
 def loader(

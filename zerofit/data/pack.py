@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from zerofit.data.prompts import Prompts
 
 NO_TEXT = "the data holds no text: nothing to train on. Look at train_file and text_column"
-# input_ids, labels, and position_ids if packed; each (length,) int64. num_tokens if some of them are filling.
+# input_ids, labels, and position_ids if packed; each (length,) int64. num_tokens if the row ends in padding.
 Sample = dict[str, np.ndarray]
 
 
@@ -92,8 +92,8 @@ class SampleSet(Protocol):
 
 
 class LabelledSamples(SampleSet, Protocol):
-    """Samples with a label each: (N,) int64 classes or float32 numbers; of words, those of all words that are read; of
-    sets (N, classes) 0 or 1."""
+    """Samples with `labels`: (N,) int64 classes or float32 numbers; for token classification those of all words, less
+    the words that are cut off; for multi-label classification (N, classes) of 0 or 1."""
 
     @property
     def labels(self) -> np.ndarray: ...
@@ -226,18 +226,18 @@ class SeparateDocuments:
 
 
 class TokenizedDataset:
-    """A row of token ids for each record; the collator pads them. `table`: columns of token ids, `truncated`, the
-    number of tokens cut from each row, and perhaps `label`. `columns`: of the token ids of a sample; `sizes` are the
-    lengths of the rows that a sample holds (choices), `tags` those of its words, and `starts` the place of each word's
-    first token, or -1."""
+    """One sample per record, unpadded. `table`: columns of token ids, `truncated` (the tokens cut from each row), and
+    perhaps `label`. `columns`: those of a sample: input_ids, labels (the target); for multiple choice `sizes`, tokens
+    of each choice; for words `tags`, the tag of each, and `starts`, its first token's place: -1 if it was cut off,
+    or has none."""
 
     def __init__(self, table: "Dataset", columns: tuple[str, ...]):
         self.columns = {name: Documents(table, name) for name in columns}
         numbers = table.with_format("numpy")
         self.labels = numbers["label"][:] if "label" in table.column_names else np.zeros(0)
         counted = [self.columns[name].lengths for name in ("input_ids", "labels") if name in columns]
-        # Rows of one update have sources of similar length. With targets considered too, some updates would have only
-        # short targets, and a token has more weight in an update with fewer tokens.
+        # Updates group by the length of sources alone. Grouped by targets too, some updates would have short targets
+        # only, and each token of these would weigh more, since the loss is a mean over tokens.
         self.lengths = counted[0]
         self.sort_key = counted[0] if len(counted) == 1 else counted[0] * (1 + counted[1].max()) + counted[1]
         if "sizes" in columns:

@@ -2,9 +2,9 @@
 
     python -I -S watchdog_process.py PID RANK LIMIT_S MACHINE     (the rank's messages come in on stdin)
 
-It is the rank's child. It sleeps until the pipe's last writer is gone, and looks around twice a second: at the rank's
-memory and the host's, and at how long the rank has been silent. It imports neither torch nor anything outside the
-standard library, and only the small part of that, so it holds 9 MB and starts in some tens of milliseconds.
+It is the rank's child. It wakes when the pipe's last writer is gone, and twice a second, to read the rank's memory and
+the host's, and to see how long the rank has been silent. It imports a small part of the standard library, and two
+modules that do likewise, but not torch: so it holds 9 MB and starts in some tens of milliseconds.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ from zerofit.health import flight
 from zerofit.strategy.host_memory import GIB, cgroups, headroom, proc_field, read_or_empty
 
 TICK_S = 0.5
-SLEPT_S = 1.5  # between two looks: this process was stopped itself, and its rank surely too
+SLEPT_S = 1.5  # more than this between two looks: this process was stopped too, which is no silence of the rank
 HISTORY = 60  # samples: a large process needs seconds to die, and what was scarce is free again when it has
 SCARCE = 0.05  # of the memory left: what the kernel's killer and others act upon
-STACKS_S = 2.0  # from the request for the rank's stacks and its record to its end
-RECORDS_S = 10.0  # the same, while records of other ranks are missing: they hang for the same time, almost
+STACKS_S = 2.0  # that a silent rank has to write its stacks and its record, before it is killed
+RECORDS_S = 10.0  # the same, while other ranks' records are missing: they hang too, and write theirs soon
 ORDERLY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # whoever sends these knows why
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 RESUME = "the same command resumes from the newest checkpoint (without one it starts over)"
@@ -195,7 +195,7 @@ class Watch:
     def __init__(self, pid: int, rank: int, limit_s: float, machine: str = ""):
         self.pid, self.rank, self.limit_s = pid, rank, limit_s
         self.began, self.groups = time.time(), cgroups(read_or_empty(f"/proc/{pid}/cgroup"))
-        self.state: int | None = None  # /proc/PID/stat, to be read in a hurry
+        self.state: int | None = None  # descriptor of /proc/PID/stat, which can be read while the rank dies
         with contextlib.suppress(OSError):
             self.state = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
         self.messages, self.rest, self.messages_at = RankMessages(rank, pid, machine), b"", time.monotonic()
@@ -249,7 +249,7 @@ class Watch:
         return flight.describe(records, known.world_size, known.machines)
 
     def look_for_stop(self, is_stopped: bool) -> None:
-        """Say once that it is this rank that others wait for; it is not ended itself."""
+        """Report once that the rank is stopped (SIGSTOP), so that others wait for it; it is not killed for that."""
         now = time.monotonic()
         if not is_stopped:
             self.stopped_at = None

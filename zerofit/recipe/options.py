@@ -40,8 +40,8 @@ class OptimizerOptions(Recipe, phase="train"):
     adam_epsilon: float = option(1e-8, "AdamW's epsilon.", minimum=0, aliases=("adam_eps",), noted="!optim=adafactor")
     ema_decay: float = option(
         0.0,
-        "Also keep a mean of the weights, which begins at the first ones: each update leaves X of it, and adds 1 - X "
-        "of the new weights. It is exported to model/ema. 0: none.",
+        "Also keep an exponential moving average (EMA) of the weights: X of it stays in each update, and 1 - X of the "
+        "new weights is added. It is exported to model/ema. 0: none.",
         minimum=0,
         below=1,
     )
@@ -84,7 +84,7 @@ class OptimizerOptions(Recipe, phase="train"):
     )
     wsd_decay_ratio: float = option(
         0.2,
-        "Fraction of these updates, the last ones, in which the wsd schedule decays.",
+        "Fraction of the schedule's updates (lr_decay_steps, else all), its last ones, in which wsd decays.",
         positive=True,
         at_most=1,
         noted="lr_scheduler_type=wsd",
@@ -98,8 +98,8 @@ class OptimizerOptions(Recipe, phase="train"):
     )
     residual_in_fp32: bool = option(
         False,
-        "In bf16, where weights are in fp32 (one process, DDP): keep the sum that layers add to in fp32 as well. "
-        "Without it that sum is in bf16, as it is under ZeRO and FSDP2, which is faster and takes less memory.",
+        "In bf16, where weights are in fp32 (one process, DDP): keep the residual stream in fp32 as well. Without it "
+        "the residual stream is in bf16, as under ZeRO and FSDP2, which is faster and takes less memory.",
         phase="always",
     )
 
@@ -117,7 +117,7 @@ class StrategyOptions(Recipe, identity=False):
 
 
 def profiled(text: str) -> range:
-    """The updates of the text `N:M`; empty: it is not such a text."""
+    """Parse `N:M` into the range of these updates; empty if the text has another form."""
     found = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", text)
     return range(int(found[1]), int(found[2]) + 1) if found else range(0)
 

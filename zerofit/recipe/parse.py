@@ -182,8 +182,8 @@ def _take_flag(name: str, texts: list[str], kind: OptionType, values: dict[str, 
 
 
 def _read_yaml(path: str, aliases: dict[str, str], problems: list[str]) -> dict[str, tuple[yaml.Node, int]]:
-    """The file's top-level mapping as {name: (value, line number)}. Of a value the text counts, as it is written: YAML
-    1.1, which PyYAML reads, has 5e-4 as a text, 010 as 8 and 1:30 as 90."""
+    """The file's top-level mapping as {name: (value, line number)}. Values are nodes, whose text is as it is written:
+    PyYAML, which follows YAML 1.1, would make 5e-4 a text, 010 the number 8 and 1:30 the number 90."""
     entries: dict[str, tuple[yaml.Node, int]] = {}
     try:
         node = BoundedLoader(read_text(Path(path))).get_single_node()
@@ -234,8 +234,8 @@ def _text_of(node: yaml.Node) -> str:
 
 
 def _with_flags(cls: type[R], of_file: dict[str, tuple[Any, str]], flags: dict[str, Any], config: str | None) -> R:
-    """The recipe of a file and flags. What the file says is left out where it does not go together with a flag, or
-    depends on what a flag has taken out. Two flags that contradict each other, or two lines of the file, stay.
+    """Make the recipe of a file and flags. A line of the file is left out if it contradicts a flag, or depends on an
+    option that is left out. Where two flags contradict each other, or two lines, both stay, and are reported later.
     `of_file`: {option: (its value, its line)} of the file. `flags`: {option: its value}."""
     lines = {name: line for name, (_, line) in of_file.items()} | {name: f"--{name}" for name in flags}
     left_out: dict[str, str] = {}  # {option: the flag because of which it is}

@@ -53,7 +53,7 @@ class Schedule:
             left = (self.decay_end - update) / max(1, self.num_decay)
             return self.min_ratio + (1 - self.min_ratio) * min(1.0, max(0.0, left))
         done = min(1.0, (update - self.num_warmup) / max(1, self.decay_end - self.num_warmup))
-        height = 1 - done if self.shape == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        height = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[self.shape]
         return self.min_ratio + (1 - self.min_ratio) * max(0.0, height)
 
 

@@ -20,10 +20,10 @@ from zerofit.strategy.torch_engine import gradient_norm
 
 
 def norm_at_once(combine: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Take the norm of a partition's gradients in one call each for those that DeepSpeed counts on all ranks alike.
-    `combine`: `get_grad_norm_direct` of a ZeRO optimizer, (gradients, their parameters) -> the norm over all ranks,
-    which casts and measures one gradient after another. It is given norms in the place of gradients: whether a rank
-    counts them is said by a parameter's being cut (tensor parallelism), or in several stages."""
+    """Return a faster `get_grad_norm_direct`: one call for a group of gradients, not one for each gradient. `combine`:
+    the method of a ZeRO optimizer, (gradients, their parameters) -> the norm over all ranks; it gets the norm of each
+    group in place of its gradients, with one parameter of the group. A group has the parameters that DeepSpeed treats
+    alike when it counts each weight once: split by tensor parallelism or not, held by several stages or not."""
     from deepspeed.runtime.utils import is_model_parallel_parameter
 
     def norm(gradients: list[torch.Tensor], parameters: list[Any], **kwargs: Any) -> torch.Tensor:

@@ -41,9 +41,9 @@ class Bounds:
 
     loss_sum: float = math.inf  # the largest loss that is accepted, summed over the targets of the global batch
     grad_norm: float = math.inf  # the largest norm of the gradients
-    # whether a norm that is not finite is accepted: in fp16 the loss scaler leaves the step out
+    # accept a norm that is not finite: in fp16 the loss scaler then skips the step itself
     may_overflow: bool = False
-    # what this rank has to tell the others; it travels with the loss, in the one exchange of an update
+    # this rank's RankReport (training/stream.py) as numbers, gathered with the loss in the update's one collective
     report: Sequence[float] = ()
 
     def accept(self, loss_sum: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ class Outcome:
     Args:
         losses: the loss sum of each micro-batch.
         read: () -> (whether the update was refused, the row of each rank: loss sum, gradient norm, its report).
-        loss_ranks: the ranks whose losses make that of the global batch: one of each replica.
+        loss_ranks: one rank of each replica; the sum of their losses is that of the global batch.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class Engine:
         raise NotImplementedError
 
     def set_learning_rate(self, rate: float) -> None:
-        """Give the optimizer the rate of the next step; layers with a rate of their own keep their ratio."""
+        """Set the learning rate of the next step; a group's `lr_scale` multiplies it."""
         for group in self.torch_optimizer.param_groups:
             group["lr"] = rate * group.get("lr_scale", 1.0)
 
@@ -223,7 +223,7 @@ class Engine:
         raise NotImplementedError
 
     def discard(self) -> None:
-        """Drop the gradients in place of `apply`: weights, optimizer state and loss scale stay."""
+        """Drop the gradients and do not step: weights and optimizer state stay, of DeepSpeed the loss scale too."""
         raise NotImplementedError
 
     def update_ema(self) -> None:
@@ -233,7 +233,7 @@ class Engine:
 
     @property
     def learning_rate(self) -> float:
-        """The rate that the optimizer holds now, of the head where layers have their own."""
+        """The optimizer's current learning rate, before any group's `lr_scale`."""
         groups = [(group["lr"], group.get("lr_scale", 1.0)) for group in self.torch_optimizer.param_groups]
         return next((rate / scale for rate, scale in groups if scale), 0.0)  # a scale of 0: that group stands still
 
@@ -261,8 +261,8 @@ class Engine:
         return [*self.shards(), *self.module.buffers()]
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The full weights and stored buffers by name, one after another on the CPU; nothing but on the main process.
-        All ranks must read it to its end."""
+        """Yield (name, full tensor on the CPU) of weights and stored buffers, on the main process; other ranks yield
+        nothing, but must iterate to the end too, since gathering is collective."""
         yield from self._gathered_weights(self._named_parameters())
         if self.is_main:
             yield from ((name, buffer.cpu()) for name, buffer in self.stored_buffers().items())
@@ -281,8 +281,8 @@ class Engine:
         return dict(self.module.named_parameters())
 
     def weight_samples(self) -> dict[str, list[float]]:
-        """{name: the values of its sampled elements (state.py)} of this rank's trained weights, as the model computes
-        with them. Each is gathered for a moment."""
+        """Sample this rank's trained weights as the model has them, gathered one at a time. Returns {name: the values
+        of a few elements} (`sampled_elements` in state.py)."""
         return {
             name: full.flatten()[torch.from_numpy(sampled_elements(full.numel()))].tolist()
             for name, full in self._in_full(self.state.parameters)
@@ -295,13 +295,13 @@ class Engine:
                 yield name, full.to("cpu", copy=True)
 
     def _in_full(self, parameters: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each parameter, whole on every rank that has its layer until the next one is asked for."""
+        """Yield each parameter in full, on every rank that has its layer; it is whole until the next is asked for."""
         for name, parameter in parameters.items():
             with self.strategy.gathered(parameter, written=False):
                 yield name, self._joined(parameter)
 
     def _joined(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The full parameter of what is gathered, on all ranks that share its layer."""
+        """Return the full tensor: what gathering leaves split (tp, FSDP2's DTensors) is joined."""
         return parameter.detach()
 
     def sum_over_replicas(self, values: Iterable[float]) -> list[float]:
@@ -341,9 +341,9 @@ class Engine:
     def generate(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor:
-        """`generate` of the model on this rank's rows (B, T), on all ranks together: under ZeRO-3 and FSDP2 every rank
-        takes part in every forward pass, so ranks that have finished continue until all have. Without dropout; the
-        model is in the mode then that it was in before."""
+        """Call the model's `generate` on this rank's rows (B, T), on all ranks together and in eval mode. Under ZeRO-3
+        and FSDP2 every forward pass is collective, so ranks that have finished continue until all have
+        (`synced_gpus`). The model's mode is restored."""
         was_training = self.model.training
         self.model.eval()
         input_ids = input_ids.to(self.device)

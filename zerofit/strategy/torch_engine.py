@@ -73,9 +73,9 @@ class TorchEngine(Engine):
     def _decide(self, losses: list[torch.Tensor], bounds: Bounds) -> tuple[Outcome, torch.Tensor, torch.Tensor | None]:
         """Decide about an update without a wait for the device: loss, norm and verdict are read while it steps.
 
-        Returns: (the outcome, refused, divisor). refused: 1.0 or 0.0, an fp32 scalar on the device. divisor: norm /
-            max_grad_norm, at least 1, likewise; None without clipping. Nothing is clipped here: the optimizer's kernel
-            divides gradients by it as it steps (`_step_unless`).
+        Returns: (the outcome, refused, divisor), the latter two fp32 scalars on the device. refused: 1.0 or 0.0.
+            divisor: 1 / the clipping factor, max(1, norm / max_grad_norm); None without clipping. Nothing is
+            clipped here: the fused kernel divides gradients by `divisor` as it steps (`_step_unless`).
         """
         norm = self._global_norm()
         report = torch.tensor(bounds.report, dtype=torch.float64).to(self.device, non_blocking=True)
@@ -126,7 +126,7 @@ class TorchEngine(Engine):
 
     def discard(self) -> None:
         if self.accelerator.scaler is not None:
-            self.accelerator.scaler.update()  # else it takes the next gradients for unscaled ones
+            self.accelerator.scaler.update()  # else the next unscale_ raises; to the scaler this was a step
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:

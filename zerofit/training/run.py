@@ -34,7 +34,7 @@ from zerofit.model.adapter_folder import trained_on_configuration
 from zerofit.model.parameters import count_parameters
 from zerofit.model.preflight import safe_precision
 from zerofit.model.stages import whole_model
-from zerofit.recipe.errors import EXIT
+from zerofit.recipe.errors import EXIT, UserError
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.schedule import Schedule
 from zerofit.recipe.tasks import TaskRecipe
@@ -80,7 +80,8 @@ class Progress:
 
     Attributes:
         began: when its micro-batches were there, by time.perf_counter.
-        is_passed_over: it was refused before the run went back to a checkpoint.
+        is_skipped: it was refused before the run went back to a checkpoint.
+        bounds: those that it was given.
         is_abandoned: it was refused, and the run goes back to a checkpoint, or stops.
         metrics: its line of the record, until what follows it is known.
         held_out: the figures of the evaluation after it.
@@ -88,7 +89,8 @@ class Progress:
     """
 
     began: float = 0.0
-    is_passed_over: bool = False
+    is_skipped: bool = False
+    bounds: Bounds | None = None
     is_abandoned: bool = False
     metrics: UpdateMetrics | None = None
     held_out: dict[str, float] = field(default_factory=dict)
@@ -141,11 +143,12 @@ class Run:
         self.warmup: Any = None  # sequence-length warm-up; None: all rows at full length
         self.state, self.stop = RunState(), Stop()
         self.missing: list[str] = []  # what could not be written, each with the reason
-        self.schedule: Schedule | None = None
+        self.schedule: Callable[[int], float] | None = None
         self._totals: Totals | None = None  # counts of the next global batch; None: the ranks have not told each other
         self._following: list[Batch] | None = None  # the micro-batches of the next update, once they are loaded
         self._now = Progress()
         self._has_stepped = False  # in this launch: the optimizer has its state
+        self.seconds: float | None = None  # of the loop, once it has ended
 
     @classmethod
     def open(cls, start: "Start") -> "Run":
@@ -178,8 +181,8 @@ class Run:
     # ----------------------------------------------------------------------------------------- before the first update
 
     def model_config(self, auto_class: Any) -> Any:
-        """The configuration of the model, which the task needs an `auto_class` of transformers for. Raises UserError:
-        there is no such model, the strategy cannot split it, it has too few positions, or needs a GPU."""
+        """Read and check the model's configuration. `auto_class`: the class of transformers that the task builds the
+        model with. Raises UserError: no such model; the strategy cannot split it; too few positions; no GPU."""
         config = self.model_configuration = check_model(self.task, self.recipe, self.strategy, auto_class)
         precision, warning = safe_precision(self.strategy, config)  # some models give NaN in fp16
         self.use_precision(precision)
@@ -243,15 +246,17 @@ class Run:
         """Keep lines for `log_start`; None is left out."""
         self.lines += [line for line in lines if line]
 
-    def prepare(self, model: Any, optimizer: Any, schedule: Schedule | None) -> Engine:
+    def prepare(self, model: Any, optimizer: Any, schedule: Callable[[int], float] | None) -> Engine:
         """Let the strategy wrap, shard and place the model and its optimizer.
 
         Args:
             optimizer: of make_optimizer, or any other torch optimizer over the model's parameters; None where nothing
                 is trained, and `schedule` with it.
-            schedule: (update, counted from 0) -> its learning rate.
+            schedule: (update, counted from 0) -> its learning rate: a Schedule, or any function.
         """
         recipe, strategy = self.recipe, self.strategy
+        if schedule is not None and not callable(schedule):
+            raise UserError(f"the schedule is a {type(schedule).__name__}: give a function, (update) -> learning rate")
         self.timeline.mark("model")
         self.watchdog.phase("prepare", patience=LONG)
         self.notes += self.stored.notes if self.stored else ()
@@ -270,13 +275,13 @@ class Run:
         self.parameters, self.trainable = count_parameters(whole_model(model))
         self.engine, self.schedule = prepare_engine(strategy, self.accelerator, model, recipe, optimizer), schedule
         self.starting.close()
-        if schedule is not None and schedule.warning:
+        if isinstance(schedule, Schedule) and schedule.warning:
             self.log_lines(f"warning: {schedule.warning}")
         self.engine.alive = self.watchdog.alive
         self.counters = [counter for counter in [getattr(model, "routing", None)] if counter is not None]
         if self.counters:
             self.log_at_start(*self.counters[0].describe(strategy.autocasts and not recipe.lora))
-        set_seed(recipe.seed, device_specific=True)  # dropout: the same in every run, another on every rank
+        set_seed(recipe.seed, device_specific=True)  # for draws outside updates: each update seeds its own dropout
         self.timeline.mark("preparing the model")
         return self.engine
 
@@ -307,7 +312,7 @@ class Run:
             figures: the names of the held-out figures, without their `eval_`; the first tells which evaluation is the
                 best, unless the recipe names another.
             unit: what the loss is a mean over ("token", "example"), for the label of the loss plot's axis.
-            counter: a loss with figures of its own, as PreferenceLoss; in place of the routers' of the model.
+            counter: a loss that reports figures of its own (PreferenceLoss), in place of a mixture's routers.
             evaluate_first: () -> the held-out figures; called before the first update, with `eval_on_start`.
         """
         self.data, self.collate, self.figures, self.unit = data, collate, tuple(figures), unit
@@ -332,8 +337,8 @@ class Run:
             if self.profiler:
                 self.profiler.begin(number)
             self._stream = stream
-            self._now = now = Progress(time.perf_counter(), is_passed_over=number in state.skipped_updates)
-            if now.is_passed_over:
+            self._now = now = Progress(time.perf_counter(), is_skipped=number in state.skipped_updates)
+            if now.is_skipped:
                 yield Update(number, [])
             else:
                 if recipe.record_samples:
@@ -346,6 +351,8 @@ class Run:
                 self.engine.set_learning_rate(schedule(number - 1))
                 scale = self.engine.layout.data_size / (self._totals.targets or 1.0)
                 yield Update(number, batches, self._totals, scale)
+            if state.updates != number and not now.is_abandoned:
+                raise UserError(f"the loop has not called run.log(update, outcome) for update {number}")
             if now.is_abandoned:
                 if self.stopped:
                     break
@@ -359,18 +366,27 @@ class Run:
             if reason:
                 self.stop = Stop(reason)
                 break
-        self.recorder.close()
-        self.enter("save", state.updates)
-        self.checkpoints.finish(after_anomaly=self.stop.reason is StopReason.ANOMALY)
-        self.seconds = time.perf_counter() - self._began
+        self._end()
+
+    def _end(self) -> None:
+        """Write what is left of the record, and wait for the checkpoints; once, at the end of the loop."""
+        if self.seconds is None:
+            self._write()
+            self.recorder.close()
+            self.enter("save", self.state.updates)
+            self.checkpoints.finish(after_anomaly=self.stop.reason is StopReason.ANOMALY)
+            self.seconds = time.perf_counter() - self._began
 
     def bounds(self) -> Bounds:
-        """Fetch the next update's micro-batches, while the device still computes this one's gradients, and return the
-        limits of loss and gradient norm (see AnomalyDetector) with this rank's report to the others."""
+        """Return the limits of the update's loss and gradient norm (see AnomalyDetector), with this rank's report. The
+        first call also fetches the next update's micro-batches, while the device still computes."""
         if self.measurement:
             return self.measurement.bounds()
-        if self._now.is_passed_over:
-            return Bounds()
+        if self._now.bounds is None:
+            self._now.bounds = Bounds() if self._now.is_skipped else self._bounds_and_report()
+        return self._now.bounds
+
+    def _bounds_and_report(self) -> Bounds:
         self.enter_part("data")
         self._following = next(self._stream, None)
         self.enter_part("update")
@@ -387,9 +403,9 @@ class Run:
         return replace(self.detector.bounds(self._totals.targets or 1.0), report=report.numbers())
 
     def log(self, update: Update, outcome: Outcome, own: Mapping[str, float] | None = None) -> None:
-        """Take an update down for metrics.jsonl, the terminal and trackers; its line is written with the next update,
-        or with `save`, once an evaluation has been added. If it was refused, do what `on_anomaly` says: stop, skip it,
-        or rewind to the last checkpoint.
+        """Record an update for metrics.jsonl, the terminal and trackers. Its line is written when the next update
+        begins, or at `save`, so that it can have the figures of an evaluation too. If the update was refused, do what
+        `on_anomaly` says: stop, skip it, or rewind to the last checkpoint.
 
         Args:
             own: figures of the script's own by name, those of rank 0, for the record, the terminal and trackers.
@@ -426,7 +442,7 @@ class Run:
             if has_stepped and not self._has_stepped:
                 self._has_stepped = True
                 gc.collect()
-                gc.freeze()  # what is here stays: to look through it again takes 0.3 to 0.5 s, while other ranks wait
+                gc.freeze()  # these objects stay: a collection scans them for 0.3 to 0.5 s, while other ranks wait
                 if self.recipe.save_strategy != "no":
                     check_kept(self.engine.torch_optimizer)
         seconds = time.perf_counter() - now.began
@@ -586,6 +602,8 @@ class Run:
         Args:
             remarks: () -> lines for the end of the log, asked for once the model is written.
         """
+        if self.recipe.trains and self.measurement is None:
+            self._end()  # where the script has left the loop itself
         export_run(self, remarks)
 
     def finish(self) -> int:

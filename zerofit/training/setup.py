@@ -83,8 +83,8 @@ def build_model(auto_class: Any, config: PretrainedConfig, run: "Run", ignored_w
 
 
 def notes_on_weights(model: Any, ignored: Sequence[str], name: str | None) -> list[str]:
-    """Notes on weights that a checkpoint should have and has not, and which are random (but for those of a head to be
-    trained, and those that are ignored); and on weights of it that the model does not have."""
+    """Notes for the log on weights that are not in the checkpoint, and so are random (new heads and `ignored` ones are
+    left out), and on weights of the checkpoint that the model does not use."""
     missing = [each for each in getattr(model, "initialized_weights", ()) if each not in ignored]
     missing = [each for each in missing if not HEAD.search(each)]
     unused = [each for each in getattr(model, "unused_weights", ()) if each.removeprefix("ignored.") not in ignored]
@@ -97,9 +97,9 @@ def notes_on_weights(model: Any, ignored: Sequence[str], name: str | None) -> li
 
 
 def add_lora(model: Any, run: "Run") -> None:
-    """Add the LoRA adapter that the recipe asks for, and freeze the rest; continue one that is trained on; put one
-    that is only evaluated onto its base. Nothing without any. Raises UserError: modules that the adapter needs are not
-    in the model."""
+    """Add the recipe's LoRA adapter and freeze the rest; or load the adapter that training continues, or the one that
+    is evaluated. Without an adapter do nothing. Raises UserError: modules that the adapter needs are not in the
+    model."""
     if run.stored is not None:
         run.stored.inject(model, run.strategy)
     elif run.config.adapter is not None:
@@ -113,7 +113,7 @@ def open_process_group(run: "Run") -> tuple[Accelerator, list[str]]:
     or other data."""
     if not (run.is_main and sys.stderr.isatty()):
         disable_progress_bar()
-    # Rows are packed full or come with their mask; transformers cannot know, and asks for one at every run.
+    # transformers warns where it sees no attention_mask: full rows need none, and others bring one.
     of_loading = logging.getLogger("transformers.modeling_utils")
     of_loading.addFilter(lambda line: "attention_mask" not in line.getMessage())
     if run.recipe.trains:  # `notes_on_weights` tells what matters of it
@@ -127,7 +127,7 @@ def open_process_group(run: "Run") -> tuple[Accelerator, list[str]]:
     silence = timedelta(minutes=run.recipe.watchdog_minutes)
     timeout = max(processes.COLLECTIVE_TIMEOUT, 2 * LONG * silence)  # the watchdog is to speak first
     run.starting.enter_context(group_timeout(timeout))
-    # It serves until the process group has taken it over. An earlier run in this process may have left a group.
+    # Referenced until the process group has it. An earlier run in this process may have left a group.
     store = None if distributed.is_initialized() else store_of_one_process()  # noqa: F841
     accelerator, notes = processes.make_accelerator(
         run.strategy,
@@ -179,7 +179,7 @@ def prepare_activations(model: Any, recipe: Any, device: torch.device, is_open: 
     """Checkpoint, offload and compile as the recipe says, on this device. Returns notes for the log.
 
     Args:
-        is_open: torch_compile was "auto": what cannot be compiled is computed as it is, with a note.
+        is_open: torch_compile was "auto": a model that cannot be compiled runs eagerly, with a note.
     """
     notes = []
     if recipe.gradient_checkpointing:

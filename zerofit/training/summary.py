@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerofit.compat.torch import compiled_graphs
 from zerofit.recipe.parsing import counted
+from zerofit.recipe.schedule import Schedule
 from zerofit.record.metrics import EvaluationTime
 from zerofit.record.terminal import decimals, duration, rounded, screen_width, table
 from zerofit.strategy.gpus import describe_device
@@ -35,8 +36,10 @@ def about_the_run(run: "Run", data: Any) -> list[str]:
             )
         if isinstance(run.engine.torch_optimizer, Muon):
             model += [f"optimizer {run.engine.torch_optimizer.describe()}"]
-        warmup = f", {schedule.num_warmup} warm-up" if schedule and schedule.num_warmup else ""
-        rate = f"learning rate {recipe.learning_rate:g}, {recipe.lr_scheduler_type}{warmup}"
+        rate = "learning rate by the script's own schedule"
+        if isinstance(schedule, Schedule):
+            warmup = f", {schedule.num_warmup} warm-up" if schedule.num_warmup else ""
+            rate = f"learning rate {recipe.learning_rate:g}, {recipe.lr_scheduler_type}{warmup}"
         length = [f"run       {run.length.describe}; {rate}"]
     return [
         *model,
@@ -126,7 +129,7 @@ def about_evaluations(evaluations: list[EvaluationTime]) -> list[str]:
 
 def _trained(run: "Run") -> str:
     state, throughput, made = run.state, run.throughput, run.state.updates - run.checkpoints.resumed_at
-    seconds = run.seconds - sum(each.seconds for each in throughput.evaluations)
+    seconds = (run.seconds or 0.0) - sum(each.seconds for each in throughput.evaluations)
     if not made:
         return f"trained     {counted(state.updates, 'update')}, all of them before: there was nothing left to train"
     tokens_per_s = throughput.typical()

@@ -164,8 +164,8 @@ def _find(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None) -> Lab
 def _readers(
     recipe: ClsRecipe, sources: list[LabelledSource], task: GlueTask | None, config: PretrainedConfig
 ) -> list[Reader]:
-    """Return a reader for each source, with the labels that are in all of them. Raises UserError: there are no labels,
-    or only one; the model was trained for others."""
+    """Return a reader for each source, all with the same label set: that of all sources together, or without training
+    the trained model's. Raises UserError: there are no labels, or only one; the model was trained for others."""
     kinds = {each.kind: each.source.where("train") for each in sources}
     if len(kinds) > 1:
         found = ", ".join(f"{kind} in {where}" for kind, where in kinds.items())

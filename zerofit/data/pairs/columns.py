@@ -85,8 +85,8 @@ class PairReader:
         yield content[-1].target
 
     def read(self, record: dict[str, Any]) -> list[Pair]:
-        """The pairs of a record; of a record to be answered one without a target, without replies at its end. Raises
-        BadRecord: there is none, or a text is empty."""
+        """Read the pairs of a record. With predict_file: one pair without a target, where replies at the end of the
+        conversation are dropped. Raises BadRecord: there is none, or a text is empty."""
         if self.answered:
             refuse_rejected(record, self.verdict)
         if self.dialogue is None:

@@ -81,8 +81,8 @@ class Planner:
             self._add_fastest(outcome, candidates)
 
     def find_longest(self, outcome: LayoutOutcome, lengths: list[int]) -> None:
-        """Add the predictions of rows that a search for the longest needed, at the recipe's micro-batch, else one row;
-        or why there are none. Each length is traced.
+        """Search for the longest rows that fit, and add the predictions that this took, or why there are none. The
+        micro-batch is the recipe's, else one row. Each length is traced.
 
         Args:
             lengths: tokens of a row, ascending.
@@ -167,7 +167,7 @@ class Planner:
         return self.timing.predict(resolved, micro_batch, accumulation)
 
     def tokens_per_s(self, resolved: PlannedStrategy, micro_batch: int) -> float:
-        """Tokens per second, known or only for the rank; 0 where no time is predicted."""
+        """Tokens per second (where speeds are unknown, only good to order candidates); 0 if no time is predicted."""
         speed = self.speed(resolved, micro_batch)
         return speed.tokens_per_s if speed else 0.0
 
@@ -213,8 +213,8 @@ class Planner:
     # ---------------------------------------------------------------------------------------------------------- search
 
     def _add_fastest(self, outcome: LayoutOutcome, candidates: list[int]) -> None:
-        """Add the prediction of the fastest candidate that fits. Its time is known before its memory: it lies between
-        those of sizes that were traced; so where all sizes accumulate alike, one of those is the fastest."""
+        """Add the prediction of the fastest candidate that fits. Speeds are interpolated between traced sizes. If no
+        global batch is set, all sizes accumulate alike, and a traced one is the fastest: nothing is added."""
         largest, best = outcome.largest, outcome.best
         if largest is None or best is None or largest.speed is None or self._total is None:
             return
