@@ -24,7 +24,7 @@ from zerofit.record.run_folder import RunFolder
 from zerofit.strategy.batches import BatchSizes
 from zerofit.strategy.engine import Outcome
 from zerofit.training.best_metric import make_best_tracker
-from zerofit.training.run import Run, Stop
+from zerofit.training.run import Progress, Run, Stop
 from zerofit.training.stream import run_length
 
 UPDATES = 12
@@ -142,6 +142,8 @@ class Launches:
             profiler=None,
             measurement=None,
             _has_stepped=True,
+            seconds=None,
+            _now=Progress(),
             **parts,
         )
         data = SimpleNamespace(train=SimpleNamespace(sort_key=None, lengths=None), order=None, num_held_out=1)
