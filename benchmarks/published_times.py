@@ -78,7 +78,7 @@ def predict(row: MeasuredRow) -> tuple[str, float, dict[str, float]]:
         model = replace(read_planned_model(options, "clm", True), own_kernels=row.id.startswith(FUSED))
         pair, degrees = read_pair(row.strategy), Degrees(row.tensor, row.pipeline)
         degrees = pair.degrees if degrees == Degrees() else degrees
-        recipe = Planner(options, model, budget).resolved_recipe()
+        recipe = Planner(options, model, budget).recipe_for_layouts()
         resolved = resolve_with(
             row.strategy, pair, degrees, recipe, model, world_size=row.gpus, gpus_per_node=row.gpus_per_node
         )

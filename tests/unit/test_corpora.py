@@ -326,7 +326,7 @@ def test_what_a_data_worker_says_reaches_the_user(tmp_path):
     prefix = write_corpus(tmp_path / "big", [[1, 2, 3] * 50, [4, 96, 5] * 50])
     train, batches = (
         samples_of(prefix, 12, tmp_path, vocabulary=90),
-        MicroBatches(FixedOrder(12), 12, 0, 4, 1, world=1, rank=0),
+        MicroBatches(FixedOrder(12), 12, 0, 4, 1, num_replicas=1, rank=0),
     )
     message = refusal(list, loader(train, batches, CausalCollator(pad_id=0), 1, pin=False))
     assert message.startswith("error: data_path: sample ")

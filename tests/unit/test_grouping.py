@@ -23,7 +23,9 @@ def global_batches(order: SampleOrder, total: int, layout: tuple = (G, 1, 1), co
     """(updates, accumulation, world, micro-batch): what each rank sees, as it sees it."""
     micro, accumulation, world = layout
     ranks = [
-        list(MicroBatches(order, total, consumed, micro, accumulation, world=world, rank=rank, sort_key=lengths))
+        list(
+            MicroBatches(order, total, consumed, micro, accumulation, num_replicas=world, rank=rank, sort_key=lengths)
+        )
         for rank in range(world)
     ]
     return np.array(ranks).reshape(world, -1, accumulation, micro).transpose(1, 2, 0, 3)

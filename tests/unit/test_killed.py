@@ -106,7 +106,7 @@ class Launches:
 
         def before() -> None:
             if state.updates == killed_after:
-                checkpoints.wait()
+                checkpoints.writer.wait()
                 raise Killed
             self.folder.metrics.add({"update": state.updates + 1})
             engine.train(range(state.updates + 1, state.updates + 2))

@@ -21,12 +21,12 @@ from zerofit.health.failure import died_elsewhere
 from zerofit.health.watchdog_process import (
     GIB,
     MemoryReading,
-    RankMessages,
+    RankStatus,
     Watch,
     cause,
     cgroups,
     headroom,
-    take_sample,
+    read_memory,
 )
 
 PRELUDE = """
@@ -164,7 +164,7 @@ def test_signs_of_life_and_patience(monkeypatch, steps, signals):
 
     monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(watch.select, "poll", lambda: SimpleNamespace(poll=poll, register=lambda *_: None))
-    monkeypatch.setattr(watch, "take_sample", lambda *place: MemoryReading())
+    monkeypatch.setattr(watch, "read_memory", lambda *place: MemoryReading())
     monkeypatch.setattr(watch, "send", lambda pid, number: sent.append(number))
     stdin = os.dup(0)
     os.dup2(reader, 0)  # where a watch reads its rank's messages
@@ -195,13 +195,13 @@ PLENTY = MemoryReading(2 * GIB, 20 * GIB, 32 * GIB, 5)
     ],
 )
 def test_the_cause(status, last, kills, words, for_memory):
-    text, memory = cause(status, [last, last], last._replace(oom_kills=kills), RankMessages(1, 42))
+    text, memory = cause(status, [last, last], last._replace(oom_kills=kills), RankStatus(1, 42))
     assert words in text
     assert memory == for_memory
 
 
 def test_under_nccl_an_abort_points_to_the_other_ranks():
-    alone = RankMessages(1, 42, machine="machine 0 (node0)")
+    alone = RankStatus(1, 42, machine="machine 0 (node0)")
     many = alone.after('{"world_size": 16, "backend": "nccl", "machines": ["machine 0 (node0)", "machine 1 (node1)"]}')
     assert "native code" in cause(signal.SIGABRT, [PLENTY], PLENTY, alone)[0]
     assert "machine 1 (node1)" in cause(signal.SIGABRT, [PLENTY], PLENTY, many)[0]
@@ -223,7 +223,7 @@ def test_cgroups_of_version_2(tmp_path):
     groups = cgroups("0::/slurm/job\n", root=str(tmp_path))
     assert groups == [str(job), str(job.parent), str(tmp_path)]
     assert [headroom(group) for group in groups] == [None, (8 * GIB, 2 * GIB), None]
-    assert take_sample(os.getpid(), groups).oom_kills == 2
+    assert read_memory(os.getpid(), groups).oom_kills == 2
 
 
 # ---------------------------------------------------------------------------------------------------- errors of others

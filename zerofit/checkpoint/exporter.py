@@ -41,7 +41,7 @@ class ModelExporter:
 
     def weights(self) -> Weights:
         """The full tensors that are written, on the main process; nothing elsewhere. All ranks read it to its end."""
-        return self._engine.weights() if self.writes_all else (self._engine.trained_state() or {}).items()
+        return self._engine.weights() if self.writes_all else self._engine.trained_weights()
 
     def check_base(self, folder: Path) -> None:
         """Raises UserError if the frozen weights are others than those that a checkpoint's adapter was trained on."""

@@ -151,7 +151,7 @@ class CheckpointManager:
         """
         if self.recipe.on_anomaly != "rewind" or len(self.state.skipped_updates) >= MAX_REWINDS:
             return False
-        self.wait()
+        self.writer.wait()
         checkpoint, warnings = self.writer.choose("auto")
         self._log(*warnings)
         if checkpoint is None:
@@ -230,10 +230,6 @@ class CheckpointManager:
             self._saved_at = time.time()
             self._saved_update = self.state.updates
 
-    def wait(self) -> bool:
-        """Wait for the checkpoint that is being written. Returns whether it failed."""
-        return self.writer.wait()
-
     def messages(self) -> list[str]:
         """Lines on checkpoints since the last call, for the log of the main process."""
         messages, self.writer.messages = self.writer.messages, []
@@ -243,7 +239,7 @@ class CheckpointManager:
         """Wait for the last checkpoint, and say what became of it. After an anomaly, first save what is good."""
         if after_anomaly:
             self.save(LEAVING, False, {})
-        self.wait()
+        self.writer.wait()
         self._log(*self.messages())
 
     def _log(self, *lines: str) -> None:

@@ -120,21 +120,21 @@ class MicroBatches(torch.utils.data.Sampler[list[Any]]):
     def __init__(
         self,
         order: Order,
-        total: int,
+        total_samples: int,
         consumed: int,
-        micro: int,
+        micro_batch: int,
         accumulation: int,
         *,
-        world: int,
+        num_replicas: int,
         rank: int,
         sort_key: np.ndarray | None = None,
         warmup: Sequence[int] = (),
         lengths: Iterable[int] | None = None,
     ):
         super().__init__()
-        self.order, self.total, self.consumed, self.sort_key = order, total, consumed, sort_key
+        self.order, self.total_samples, self.consumed, self.sort_key = order, total_samples, consumed, sort_key
         self.accumulation, self.warmup, self.lengths = accumulation, warmup, lengths
-        self.shape, self.rank = (-1, world, micro), rank
+        self.shape, self.rank = (-1, num_replicas, micro_batch), rank
 
     def __len__(self) -> int:
         return sum(accumulation for _, accumulation in self._updates())
@@ -143,7 +143,7 @@ class MicroBatches(torch.utils.data.Sampler[list[Any]]):
         """Yield (first place, accumulation) of each update."""
         start = self.consumed
         for accumulation in itertools.chain(self.warmup, itertools.repeat(self.accumulation)):
-            if start >= self.total:
+            if start >= self.total_samples:
                 return
             yield start, accumulation
             start += accumulation * self.shape[1] * self.shape[2]
@@ -153,7 +153,7 @@ class MicroBatches(torch.utils.data.Sampler[list[Any]]):
         for start, accumulation in self._updates():
             size = accumulation * self.shape[1] * self.shape[2]
             indices = np.full(size, FILLER)
-            drawn = self.order.indices(start, min(start + size, self.total))
+            drawn = self.order.indices(start, min(start + size, self.total_samples))
             if self.sort_key is not None:
                 drawn = drawn[np.argsort(-self.sort_key[drawn], kind="stable")]
             indices[: len(drawn)] = drawn

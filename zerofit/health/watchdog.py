@@ -136,7 +136,7 @@ class Watchdog:
         self._forget()
 
     def _send(self, **message: Any) -> None:
-        """Send fields of RankMessages that have changed."""
+        """Send fields of RankStatus that have changed."""
         if self._pipe is not None:
             with contextlib.suppress(OSError):  # the pipe is full, or the watchdog is gone
                 os.write(self._pipe, f"{json.dumps(message)}\n".encode())

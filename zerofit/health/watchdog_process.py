@@ -48,7 +48,7 @@ class MemoryReading(NamedTuple):
     oom_kills: int | None = None  # by the kernel so far, in the rank's cgroup; of the host where it has none
 
 
-class RankMessages(NamedTuple):
+class RankStatus(NamedTuple):
     """The state of a rank, as its messages to the watchdog tell it: lines of JSON with some of these fields."""
 
     rank: int
@@ -64,7 +64,7 @@ class RankMessages(NamedTuple):
     backend: str = ""
     machines: Sequence[str] = ()  # all of them
 
-    def after(self, line: str) -> "RankMessages":
+    def after(self, line: str) -> "RankStatus":
         """Return the state after one more message."""
         if line.startswith("{"):
             return self._replace(**json.loads(line))
@@ -89,7 +89,7 @@ class RankMessages(NamedTuple):
 # ------------------------------------------------------------------------------------------------------------- looking
 
 
-def take_sample(pid: int, groups: list[str]) -> MemoryReading:
+def read_memory(pid: int, groups: list[str]) -> MemoryReading:
     memory, pages = read_or_empty("/proc/meminfo"), read_or_empty(f"/proc/{pid}/statm").split()
     total, available = proc_field(memory, "MemTotal:", 1024), proc_field(memory, "MemAvailable:", 1024)
     rooms = [room for room in map(headroom, groups) if room]
@@ -124,7 +124,7 @@ def state_and_parent(pid: int | str) -> tuple[str, str]:
 
 
 def cause(
-    status: int | None, samples: list[MemoryReading], now: MemoryReading, messages: RankMessages
+    status: int | None, samples: list[MemoryReading], now: MemoryReading, messages: RankStatus
 ) -> tuple[str, bool]:
     """Return (why a rank died, whether for want of memory), from its wait status where that is known and from the
     samples."""
@@ -155,7 +155,7 @@ def describe_memory(sample: MemoryReading) -> str:
     return "; ".join(parts) or "unknown on this system"
 
 
-def crash_report(messages: RankMessages, status: int | None, samples: list[MemoryReading], now: MemoryReading) -> str:
+def crash_report(messages: RankStatus, status: int | None, samples: list[MemoryReading], now: MemoryReading) -> str:
     """The report on a rank that died; empty where somebody knows already: it left by itself, or was asked to."""
     ended_by = status & 127 if status is not None else None
     if ended_by == 0 or ended_by in ORDERLY or messages.was_terminated:
@@ -195,26 +195,26 @@ class Watch:
     def __init__(self, pid: int, rank: int, limit_s: float, machine: str = ""):
         self.pid, self.rank, self.limit_s = pid, rank, limit_s
         self.began, self.groups = time.time(), cgroups(read_or_empty(f"/proc/{pid}/cgroup"))
-        self.state: int | None = None  # descriptor of /proc/PID/stat, which can be read while the rank dies
+        self.stat_file: int | None = None  # descriptor of /proc/PID/stat, which can be read while the rank dies
         with contextlib.suppress(OSError):
-            self.state = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
-        self.messages, self.rest, self.messages_at = RankMessages(rank, pid, machine), b"", time.monotonic()
-        self.looked_at, self.samples = time.monotonic(), [take_sample(pid, self.groups)]
+            self.stat_file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
+        self.messages, self.rest, self.messages_at = RankStatus(rank, pid, machine), b"", time.monotonic()
+        self.looked_at, self.samples = time.monotonic(), [read_memory(pid, self.groups)]
         self.stopped_at: float | None = None
-        self.end = select.poll()
-        self.end.register(0, 0)  # wakes when no writer is left, not for every message
+        self.pipe = select.poll()
+        self.pipe.register(0, 0)  # wakes when no writer is left, not for every message
         os.set_blocking(0, False)
 
     def run(self) -> None:
         while True:
-            closed = bool(self.end.poll(1000 * TICK_S))
-            state = process_state(self.state)
+            closed = bool(self.pipe.poll(1000 * TICK_S))
+            state = process_state(self.stat_file)
             self.listen()
             if os.getppid() != self.pid or (closed and (state is None or state[1])):
                 return self.tell_end(state)
             if closed:
                 return None  # it lives and has closed the pipe: nothing can be known of it any more
-            self.samples = [*self.samples[1 - HISTORY :], take_sample(self.pid, self.groups)]
+            self.samples = [*self.samples[1 - HISTORY :], read_memory(self.pid, self.groups)]
             self.look_for_stop(state is not None and state[0] in "Tt")
             slept_s, self.looked_at = time.monotonic() - self.looked_at, time.monotonic()
             self.messages_at += slept_s if slept_s > SLEPT_S else 0
@@ -238,7 +238,7 @@ class Watch:
 
     def tell_end(self, state: tuple[str, bool, int] | None) -> None:
         status = state[2] if state and state[1] else None
-        now = take_sample(self.pid, self.groups)
+        now = read_memory(self.pid, self.groups)
         report = crash_report(self.messages, status, self.samples, now)
         write_log("\n  waiting  ".join([report, *self.waiting()]) if report else "")
 
@@ -282,7 +282,7 @@ class Watch:
             others_are_missing = self.rank in there and len(there) < self.messages.world_size
             if time.monotonic() - asked_at >= (RECORDS_S if others_are_missing else STACKS_S):
                 break
-            self.end.poll(1000 * TICK_S)
+            self.pipe.poll(1000 * TICK_S)
             self.listen()
             if os.getppid() != self.pid:
                 return True

@@ -16,7 +16,7 @@ from zerofit.recipe.paths import is_address
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "wsd")
 # All trackers of accelerate 1.15.
 TRACKERS = ("tensorboard", "wandb", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab", "trackio")
-HELD_OUT = "validation_split_percentage|validation_file|dataset_name|data_path"  # one of them, to evaluate on
+NEEDS_HELD_OUT = "validation_split_percentage|validation_file|dataset_name|data_path"  # one of them, to evaluate on
 OPTIMIZERS = ("adamw", "muon", "adamw_8bit", "adafactor")
 
 
@@ -171,14 +171,14 @@ class EvaluationOptions(Recipe, phase="train"):
         identity=False,
     )
     early_stopping_patience: int | None = option(
-        None, "Stop after this many evaluations in a row without an improvement.", positive=True, needs=HELD_OUT
+        None, "Stop after this many evaluations in a row without an improvement.", positive=True, needs=NEEDS_HELD_OUT
     )
     load_best_model_at_end: bool | None = option(
         None,
         "Export the best weights to model/ instead of the last; by default on with early stopping.",
         aliases=("load_best_model",),
         identity=False,
-        needs=HELD_OUT,
+        needs=NEEDS_HELD_OUT,
     )
 
 

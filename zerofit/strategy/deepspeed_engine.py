@@ -74,10 +74,10 @@ class DeepSpeedEngine(Engine):
             torch.accelerator.synchronize()  # gradients are on their way to the host
         return self._split.norm()
 
-    def apply(self) -> None:
+    def clip_and_step(self) -> None:
         self._split.run(self._take_step, discards=False)
 
-    def discard(self) -> None:
+    def skip_step(self) -> None:
         self._split.run(self._take_step, discards=True)
 
     def _take_step(self) -> None:

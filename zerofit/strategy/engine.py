@@ -186,11 +186,11 @@ class Engine:
         rows = torch.tensor(self.per_rank(own), dtype=torch.float64)
         accepted = bool(bounds.accept(rows[self.layout.loss_ranks, 0].sum(), rows[0, 1]))
         if accepted:
-            self.apply()
+            self.clip_and_step()
             if rows[0, 1].isfinite():  # else fp16 has left the weights where they were
                 self.update_ema()
         else:
-            self.discard()
+            self.skip_step()
         return Outcome(losses, lambda: (not accepted, rows.tolist()), self.layout.loss_ranks)
 
     @torch.no_grad()
@@ -217,12 +217,12 @@ class Engine:
         each update, on all ranks together. NaN or infinite where a gradient is."""
         raise NotImplementedError
 
-    def apply(self) -> None:
+    def clip_and_step(self) -> None:
         """Clip by the norm that `gradient_norm` has found, step, and drop the gradients. In fp16 the weights stay
         where the norm is infinite: the loss scale is lowered."""
         raise NotImplementedError
 
-    def discard(self) -> None:
+    def skip_step(self) -> None:
         """Drop the gradients and do not step: weights and optimizer state stay, of DeepSpeed the loss scale too."""
         raise NotImplementedError
 
@@ -273,9 +273,9 @@ class Engine:
         stored, own = self.whole.state_dict().keys(), dict(self.module.named_buffers())
         return {name: own.get(name, buffer) for name, buffer in self.whole.named_buffers() if name in stored}
 
-    def trained_state(self) -> dict[str, torch.Tensor] | None:
-        """The weights that are trained, on the main process; None elsewhere."""
-        return dict(self._gathered_weights(self.state.parameters)) or None
+    def trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, full tensor on the CPU) of the weights that are trained, as `weights` does."""
+        yield from self._gathered_weights(self.state.parameters)
 
     def _named_parameters(self) -> dict[str, Any]:
         return dict(self.module.named_parameters())

@@ -58,7 +58,7 @@ class TorchEngine(Engine):
         if not losses or not self.decides_on_device:
             return super().step(losses, bounds)
         outcome, refused, divisor = self._decide(losses, bounds)
-        self._step_unless(refused, divisor)
+        self._clip_and_step_unless(refused, divisor)
         self._drop_gradients()
         return outcome
 
@@ -75,7 +75,7 @@ class TorchEngine(Engine):
 
         Returns: (the outcome, refused, divisor), the latter two fp32 scalars on the device. refused: 1.0 or 0.0.
             divisor: 1 / the clipping factor, max(1, norm / max_grad_norm); None without clipping. Nothing is
-            clipped here: the fused kernel divides gradients by `divisor` as it steps (`_step_unless`).
+            clipped here: the fused kernel divides gradients by `divisor` as it steps (`_clip_and_step_unless`).
         """
         norm = self._global_norm()
         report = torch.tensor(bounds.report, dtype=torch.float64).to(self.device, non_blocking=True)
@@ -96,7 +96,7 @@ class TorchEngine(Engine):
 
         return Outcome(losses, read, self.layout.loss_ranks), refused, divisor
 
-    def _step_unless(self, refused: torch.Tensor, divisor: torch.Tensor | None) -> None:
+    def _clip_and_step_unless(self, refused: torch.Tensor, divisor: torch.Tensor | None) -> None:
         optimizer = self.torch_optimizer
         optimizer.found_inf, optimizer.grad_scale = refused, divisor  # what torch.amp.GradScaler gives an optimizer
         optimizer.step()
@@ -118,13 +118,13 @@ class TorchEngine(Engine):
         self._norm = self._global_norm()
         return float(self._norm)
 
-    def apply(self) -> None:
+    def clip_and_step(self) -> None:
         if self.max_grad_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self.trained(), self.max_grad_norm, self._norm)
         self.optimizer.step()
         self._drop_gradients()
 
-    def discard(self) -> None:
+    def skip_step(self) -> None:
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.update()  # else the next unscale_ raises; to the scaler this was a step
         self._drop_gradients()

@@ -103,22 +103,22 @@ def decide(
     Raises:
         UserError: it is on, and torch's compiler does not work.
     """
-    is_open, on_gpu = recipe.torch_compile == "auto", device.type == "cuda"
+    is_auto, on_gpu = recipe.torch_compile == "auto", device.type == "cuda"
     if not (recipe.trains and on_gpu):
-        if is_open:
+        if is_auto:
             recipe.torch_compile = False
-        return "auto: false, without a GPU to train on" if is_open else None, []
+        return "auto: false, without a GPU to train on" if is_auto else None, []
     chosen = Compilation(recipe.torch_compile, recipe.source("torch_compile") or "")
-    if is_open:
+    if is_auto:
         chosen = choose(recipe, strategy, config, num_updates, compiled_before=compiled_before)
     ranks = all_gather_objects((chosen, failing_compiler(device) if chosen.value else None))
     chosen, broken = ranks[0][0], next((fault for _, fault in ranks if fault), None)
-    if not is_open and chosen.value and broken:
+    if not is_auto and chosen.value and broken:
         raise UserError(
             f"torch_compile = {chosen.value} ({chosen.why}): {broken}. Install what is missing, or say "
             "--torch_compile false"
         )
-    if not is_open:
+    if not is_auto:
         return None, []
     if chosen.value and broken:
         chosen = Compilation(False, broken)

@@ -36,7 +36,7 @@ def eval_batches(
     order = FixedOrder(count, key)
     stop = count if stop is None else stop
     micro_batches = MicroBatches(
-        order, stop, start, batch_size, 1, world=layout.data_size, rank=layout.data_rank, sort_key=key
+        order, stop, start, batch_size, 1, num_replicas=layout.data_size, rank=layout.data_rank, sort_key=key
     )
     engine.model.eval()
     for batch in loader(samples, micro_batches, collate, 0, pin=pins_memory(engine.device)):

@@ -51,7 +51,7 @@ def export_run(run: "Run", remarks: Callable[[], list[str]] = list) -> None:
     if run.engine.from_main(bool(run.missing)):  # with the state the same command exports again, and trains nothing
         if not checkpoints.saved_latest:
             checkpoints.save(LEAVING, False, {})
-            checkpoints.wait()
+            checkpoints.writer.wait()
         run.log_lines(*checkpoints.messages())
     if recipe.ema_decay:
         with run.engine.state.averaged():

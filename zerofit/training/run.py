@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from zerofit.training.entry import Start
     from zerofit.training.profiling import Profiler
 
-PATIENCE = {"save": 4.0}  # watchdog timeout / watchdog_minutes, by phase
+SAVING = 4.0  # watchdog timeout / watchdog_minutes while a checkpoint is begun
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,9 @@ class Run:
         model with. Raises UserError: no such model; the strategy cannot split it; too few positions; no GPU."""
         config = self.model_configuration = check_model(self.task, self.recipe, self.strategy, auto_class)
         precision, warning = safe_precision(self.strategy, config)  # some models give NaN in fp16
-        self.use_precision(precision)
+        self.strategy = self.strategy.with_precision(precision)
+        if self.recipe.precision:
+            self.recipe.precision = precision
         self.strategy.check_precision()
         self.log_at_start(warning)
         if self.stored is not None:
@@ -193,12 +195,6 @@ class Run:
         if self.config.adapter is not None:
             config, _ = trained_on_configuration(self.config.adapter, config, self.recipe)
         return config
-
-    def use_precision(self, precision: str) -> None:
-        """Override the strategy's precision, and the recipe's."""
-        if self.recipe.precision:
-            self.recipe.precision = precision
-        self.strategy = self.strategy.with_precision(precision)
 
     def start(self, data: TaskData) -> None:
         """Fix the number of updates, and start the ranks' process group: not before, since reading data may take long.
@@ -266,7 +262,7 @@ class Run:
             named = ", ".join(f"{name} = {value!r}" for name, value in dropped.items())
             self.notes.append(f"generation settings that transformers refuses to save are dropped: {named}")
         chosen = recipe.compiles
-        self.notes += prepare_activations(model, recipe, self.device, is_open=bool(self.compilation))
+        self.notes += prepare_activations(model, recipe, self.device, falls_back=bool(self.compilation))
         if chosen and not recipe.compiles:
             self.compilation = "auto: false, the model's code names no blocks"
         if recipe.trains:
@@ -360,7 +356,7 @@ class Run:
                 continue
             self._write()
             if now.checkpoint_failed:
-                self.checkpoints.wait()
+                self.checkpoints.writer.wait()
             reason = StopReason.NONE if self.length.is_last(number) else now.stop_reason
             self.recorder.log_lines(*self.checkpoints.messages(), *self.slow_ranks.messages())
             if reason:
@@ -581,7 +577,7 @@ class Run:
 
     def enter(self, phase: str, update: int) -> None:
         """Tell the watchdog where the loop is."""
-        self.watchdog.phase(phase, update or None, patience=PATIENCE.get(phase, 1.0))
+        self.watchdog.phase(phase, update or None, patience=SAVING if phase == "save" else 1.0)
 
     def enter_part(self, phase: str) -> None:
         """Tell the watchdog and the clock which part of an update begins: forward, backward, data, update."""

@@ -175,11 +175,11 @@ def check_output_folder(config: RunConfiguration, engine: Engine) -> None:
     check_same({view: "the run" if is_seen else "no such run"}, f"{SHARED_FOLDER_REMEDY}, or --save_strategy no")
 
 
-def prepare_activations(model: Any, recipe: Any, device: torch.device, is_open: bool = False) -> list[str]:
+def prepare_activations(model: Any, recipe: Any, device: torch.device, falls_back: bool = False) -> list[str]:
     """Checkpoint, offload and compile as the recipe says, on this device. Returns notes for the log.
 
     Args:
-        is_open: torch_compile was "auto": a model that cannot be compiled runs eagerly, with a note.
+        falls_back: torch_compile was "auto": a model that cannot be compiled runs eagerly, with a note.
     """
     notes = []
     if recipe.gradient_checkpointing:
@@ -191,9 +191,9 @@ def prepare_activations(model: Any, recipe: Any, device: torch.device, is_open: 
         offload_inputs(model, functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=pinned))
     if recipe.float8 and recipe.trains:
         notes.append(convert_to_float8(model, blocks_of(model)))
-    if recipe.compiles and is_open and not blocks_of(model):
+    if recipe.compiles and falls_back and not blocks_of(model):
         recipe.torch_compile = False
         notes.append(f"layers are not compiled: the code of a {model.config.model_type} names no blocks")
     elif recipe.compiles:
-        compile_model(model, str(recipe.compiles), falls_back=is_open)
+        compile_model(model, str(recipe.compiles), falls_back=falls_back)
     return notes

@@ -175,7 +175,7 @@ def micro_batches(run: "Run") -> Iterator[Batch]:
         length.consumed(updates),
         sizes.micro_batch,
         sizes.accumulation,
-        world=layout.data_size,
+        num_replicas=layout.data_size,
         rank=layout.data_rank,
         sort_key=samples.sort_key if grouping != "none" else None,
         warmup=[sizes.accumulation_of(update) for update in range(updates + 1, sizes.warmup_updates + 1)],

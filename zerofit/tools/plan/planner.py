@@ -52,7 +52,7 @@ class Planner:
 
     def layouts(self, name: str, check: Check) -> list[LayoutOutcome]:
         """Those that a strategy can have, without predictions."""
-        pair, recipe, budget = read_pair(name), self.resolved_recipe(), self.budget
+        pair, recipe, budget = read_pair(name), self.recipe_for_layouts(), self.budget
         outcomes, ranks = [], {"world_size": budget.num_gpus, "gpus_per_node": budget.gpus_per_node}
         tried = possible_degrees(name, pair, budget.num_gpus, budget.local_ranks, self.model.num_layers)
         for degrees in tried:
@@ -175,16 +175,16 @@ class Planner:
 
     def accumulation(self, micro_batch: int, replicas: int) -> int:
         """Micro-batches of an update: what the recipe says, or what makes the global batch."""
-        if self._total is None:
+        if self._global_batch is None:
             return self.recipe.gradient_accumulation_steps or 1
-        return self._total // (micro_batch * replicas)
+        return self._global_batch // (micro_batch * replicas)
 
     @property
-    def _total(self) -> int | None:
+    def _global_batch(self) -> int | None:
         """The global batch, or the limit to it."""
         return self.recipe.max_global_batch_size or self.recipe.global_batch_size
 
-    def resolved_recipe(self) -> PlanOptions:
+    def recipe_for_layouts(self) -> PlanOptions:
         """Without the recipe's own global batch where there is only a limit to it."""
         if not self.recipe.max_global_batch_size:
             return self.recipe
@@ -207,7 +207,7 @@ class Planner:
         if self.recipe.max_global_batch_size:
             limit = f"max_global_batch_size = {self.recipe.max_global_batch_size}: too few for {holders}"
             return f"{limit}. Set it to at least {minimum}, or a smaller --num_gpus"
-        tried = f"global_batch_size = {self._total}: {' or '.join(map(str, sizes or [1]))} rows"
+        tried = f"global_batch_size = {self._global_batch}: {' or '.join(map(str, sizes or [1]))} rows"
         return f"{tried} on {holders} do not divide it: set it to a multiple of {minimum}"
 
     # ---------------------------------------------------------------------------------------------------------- search
@@ -216,7 +216,7 @@ class Planner:
         """Add the prediction of the fastest candidate that fits. Speeds are interpolated between traced sizes. If no
         global batch is set, all sizes accumulate alike, and a traced one is the fastest: nothing is added."""
         largest, best = outcome.largest, outcome.best
-        if largest is None or best is None or largest.speed is None or self._total is None:
+        if largest is None or best is None or largest.speed is None or self._global_batch is None:
             return
         made = {one.micro_batch for one in outcome.predictions}
         smaller = [size for size in candidates if size < largest.micro_batch]
