@@ -71,7 +71,7 @@ def stats_rows(
 
 
 class SampleSet(Protocol):
-    """Samples by index. Every rank can read every sample.
+    """Samples by index, each a dict with at least `input_ids`. Every rank can read every sample.
 
     With grouping by length, `lengths` decides which samples form an update, and `sort_key` which samples of an update
     form a micro-batch. Both are None if all samples have the same length.

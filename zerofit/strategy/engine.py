@@ -249,7 +249,7 @@ class Engine:
         """Restore fp16's loss scaling."""
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients that this rank has now."""
+        """Return the gradients that this rank has now; none under ZeRO, where DeepSpeed keeps them in shards."""
         return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
 
     def shards(self) -> list[torch.Tensor]:
