@@ -102,6 +102,7 @@ BAD_FILES = {  # name: (the file, what is in it, words)
     "code": ("own.py", "import no_such_kernels\nfrom transformers import PretrainedConfig as C", ["no_such_kernels"]),
     "newer": ("own.py", "from transformers import Mistaken as C", ["Mistaken", "transformers"]),
     "tokenizer": ("tokenizer.json", "{}", ["cannot be loaded", "added_tokens"]),
+    "pointer": ("tokenizer.json", "version https://git-lfs.github.com/spec/v1\n", ["tokenizer.json", "git lfs pull"]),
 }  # fmt: skip
 
 
@@ -326,6 +327,25 @@ def test_files_without_a_weight_of_the_model_are_refused(tmp_path):
     model, recipe = stored_as(tmp_path, "state_dict.{}".format)
     said = refusal(load_model, AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 0)
     assert "none of the weights of a LlamaForCausalLM, such as model.embed_tokens.weight" in said
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-9])
+    assert "SafetensorError" in refusal(load_model, AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 0)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "modernbert"])
+def test_folders_without_a_tokenizer_or_a_configuration(tmp_path, family):
+    """A BERT got a tokenizer of five tokens, to which each word is unknown."""
+    config = AutoConfig.for_model(family)
+    config.save_pretrained(tmp_path / "run" / "checkpoint-500")
+    recipe = ClmRecipe(model_name_or_path=str(tmp_path / "run" / "checkpoint-500"))
+    assert "the folder has no tokenizer" in refusal(load_tokenizer, recipe, config)
+    recipe = ClmRecipe(model_name_or_path=str(tmp_path / "run"))
+    assert f"Name {tmp_path / 'run' / 'checkpoint-500'}" in refusal(load_configuration, recipe)
+
+
+def test_the_end_of_a_text_is_that_of_the_model_where_a_tokenizer_names_none(byte_tokenizer, tmp_path):
+    shutil.copyfile(byte_tokenizer / "tokenizer.json", tmp_path / "tokenizer.json")
+    recipe, config = ClmRecipe(model_name_or_path=str(tmp_path)), AutoConfig.for_model("gpt_neox", eos_token_id=[0, 1])
+    assert load_tokenizer(recipe, config).eos_token_id == 0
 
 
 def test_a_folder_of_vocabulary_files_does_not_hide_an_architecture(tmp_path, monkeypatch):

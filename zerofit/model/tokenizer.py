@@ -81,11 +81,21 @@ def load_named_tokenizer(
     if bare and (Path(name) / "config.json").exists():
         config = read_config(option, name, trust_remote_code)
     kind = getattr(transformers, type(config).__name__.replace("Config", "Tokenizer"), None) if bare else None
+    files = getattr(kind, "vocab_files_names", {"": "tokenizer.json"}).values()
+    if bare and files and not has_tokenizer(Path(name)) and not any((Path(name) / file).exists() for file in files):
+        raise UserError(
+            f"{option} = {name!r}: the folder has no tokenizer. Copy the model's tokenizer files into it, or name "
+            "their folder with --tokenizer_name"
+        )
     if kind and config is not None:
         tokenizer = from_hub_or_folder(option, name, kind.from_pretrained, **family_of(config).bare_tokenizer_options)
         _check_reads_words(tokenizer, option, name, kind.__name__)
         return tokenizer
-    return from_hub_or_folder(option, name, AutoTokenizer.from_pretrained, trust_remote_code=trust_remote_code)
+    tokenizer = from_hub_or_folder(option, name, AutoTokenizer.from_pretrained, trust_remote_code=trust_remote_code)
+    end = getattr(config, "eos_token_id", None) if option == "model_name_or_path" else None
+    if end is not None and tokenizer.eos_token is None:  # a tokenizer.json alone does not name it
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end if isinstance(end, int) else end[0])
+    return tokenizer
 
 
 def find_vocabulary_files(folder: Path) -> tuple[str, str] | None:
