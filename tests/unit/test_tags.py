@@ -64,7 +64,8 @@ def test_tags_stand_at_first_tokens(recipe_of):
 @pytest.mark.parametrize(
     ("bad", "said"),
     [({"ner_tags": TAGS[:2]}, "2 tags"), ({"tokens": [], "ner_tags": []}, "no words"),
-     ({"tokens": ["a", " "], "ner_tags": ["O", "O"]}, "empty word")],
+     ({"tokens": ["a", " "], "ner_tags": ["O", "O"]}, "empty word"),
+     ({"tokens": ["a", "b"], "ner_tags": [-100, "O"]}, "a tag is -100 (ner_tags)")],
 )  # fmt: skip
 def test_bad_records(recipe_of, bad, said):
     good = {"tokens": WORDS, "ner_tags": TAGS}

@@ -8,7 +8,7 @@ from datasets import ClassLabel, Dataset, Features, Value
 from transformers import PretrainedConfig
 
 from zerofit.data import tables
-from zerofit.data.labelled.choices import Choices, find_choices, labels_of_choices
+from zerofit.data.labelled.choices import Choices, find_choices, known_choices, labels_of_choices
 from zerofit.data.labelled.label_report import label_report
 from zerofit.data.labelled.labels import Labels, find_labels, in_model_order, refuse_flags, trained_labels
 from zerofit.data.labelled.samples import ExampleData, HeldOut, LabelledColumns, encode_parts
@@ -284,6 +284,8 @@ def _columns(
         label = tables.match_columns(("label", task.label_column) if task else LABELS, present)
         if label is None:
             problems.append("no column of labels is found. Name it with --label_column")
+    if problems and not task and (choices := known_choices(table)):
+        problems.append(f"For multiple choice name the choices, too: --choice_columns {' '.join(choices)}")
     if label in texts:
         problems.append(f"label_column = {label!r} is a text column too: name another one")
     for option, names in (("text_columns", texts), ("label_column", (label,) if label else ())):
