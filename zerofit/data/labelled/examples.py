@@ -25,7 +25,8 @@ from zerofit.recipe.tasks import ClsRecipe
 
 TEXTS = (  # columns that hold the text, or the texts of a pair, by default
     ("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("question", "sentence"),
-    ("text1", "text2"), ("sentence",), ("text",), ("review",), ("content",), ("title", "content"),
+    ("text1", "text2"), ("text_a", "text_b"), ("text", "text_pair"), ("sentence_a", "sentence_b"),
+    ("sentence",), ("text",), ("review",), ("content",), ("title", "content"),
 )  # fmt: skip
 LABELS = ("label", "labels", "class", "category", "target", "score", "gold_label")
 
