@@ -346,6 +346,13 @@ def test_the_end_of_a_text_is_that_of_the_model_where_a_tokenizer_names_none(byt
     shutil.copyfile(byte_tokenizer / "tokenizer.json", tmp_path / "tokenizer.json")
     recipe, config = ClmRecipe(model_name_or_path=str(tmp_path)), AutoConfig.for_model("gpt_neox", eos_token_id=[0, 1])
     assert load_tokenizer(recipe, config).eos_token_id == 0
+    assert load_tokenizer(recipe, AutoConfig.for_model("gpt_neox", eos_token_id=[])).eos_token is None
+
+
+@pytest.mark.parametrize(("padding", "read"), [(-1, None), (32000, None), (0, 0)])
+def test_padding_that_has_no_row(tmp_path, padding, read):
+    AutoConfig.for_model("llama", pad_token_id=padding).save_pretrained(tmp_path)
+    assert load_configuration(ClmRecipe(model_name_or_path=str(tmp_path))).pad_token_id == read
 
 
 def test_a_folder_of_vocabulary_files_does_not_hide_an_architecture(tmp_path, monkeypatch):

@@ -89,6 +89,9 @@ def load_configuration(recipe: ModelOptions, auto_class: Any = None) -> "Pretrai
         check_task(recipe, config, auto_class)
         if getattr(config, "output_router_logits", False) and not family_of(config).has_experts:
             raise UserError("output_router_logits = true: set --config_overrides output_router_logits=false")
+    padding, rows = (getattr(config, name, None) for name in ("pad_token_id", "vocab_size"))
+    if padding is not None and rows and not 0 <= padding < rows:
+        config.pad_token_id = None  # -1 says so, too; torch would refuse 32000 of 32000 rows
     config.use_cache = False
     return config
 

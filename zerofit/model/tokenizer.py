@@ -92,9 +92,10 @@ def load_named_tokenizer(
         _check_reads_words(tokenizer, option, name, kind.__name__)
         return tokenizer
     tokenizer = from_hub_or_folder(option, name, AutoTokenizer.from_pretrained, trust_remote_code=trust_remote_code)
-    end = getattr(config, "eos_token_id", None) if option == "model_name_or_path" else None
-    if end is not None and tokenizer.eos_token is None:  # a tokenizer.json alone does not name it
-        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end if isinstance(end, int) else end[0])
+    ends = getattr(config, "eos_token_id", None) if option == "model_name_or_path" else None
+    ends = [ends] if isinstance(ends, int) else ends
+    if ends and tokenizer.eos_token is None:  # a tokenizer.json alone does not name it
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
     return tokenizer
 
 
