@@ -156,7 +156,7 @@ def _find(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None) -> Lab
     if of_sets := tables.holds_lists(feature):
         feature = feature.feature
         if not tables.class_names(feature):
-            refuse_flags(source.first[label][:], source.where("train"))
+            refuse_flags(source.first[label][:], source.where(next(iter(source.parts))))
     class_names = task.labels if task else tables.class_names(feature)
     source.parts = {name: _as_text(table, texts) for name, table in source.parts.items()}
     return LabelledSource(options, source, LabelledColumns(texts, label, Labels(None), class_names), of_sets)
