@@ -14,7 +14,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "train": 496,  # 800
     "zerofit": 142,  # cli.py
     "zerofit/recipe": 3_603,  # 2,700
-    "zerofit/model": 5_891,  # 4,700
+    "zerofit/model": 5_904,  # 4,700
     "zerofit/compat": 604,  # 600
     "zerofit/data": 7_166,  # 6,000
     "zerofit/strategy": 5_045,  # 4,800
@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_573,  # 1,300
     "zerofit/tools": 10_729,  # 10,600
     "benchmarks": 1_903,  # 1,800
-    "tests": 26_552,  # 21,500
+    "tests": 26_563,  # 21,500
 }
 
 

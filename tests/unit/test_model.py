@@ -160,6 +160,17 @@ def test_vocabulary_files_of_another_kind_are_refused(data):
     assert "has vocabulary files of another tokenizer" in message
     tokenizer = load_tokenizer(recipe, AutoConfig.for_model("gpt2"))
     assert len(tokenizer("The quick brown fox")["input_ids"]) >= 4
+    recipe = ClmRecipe(tokenizer_name=str(data("tokenizers/llama")))  # which are read without the space before a text
+    assert "another tokenizer" in refusal(load_tokenizer, recipe, AutoConfig.for_model("mistral"))
+
+
+@pytest.mark.parametrize("capital", ["The", "the"])
+def test_a_bare_vocabulary_with_capitals_keeps_them(tmp_path, capital):
+    """transformers reads each vocab.txt in lower case, if no other file says otherwise: BioBERT's, too."""
+    words = f"[PAD] [UNK] [CLS] [SEP] [MASK] {capital} quick brown fox jumps over the lazy dog ."
+    (tmp_path / "vocab.txt").write_text("\n".join(dict.fromkeys(words.split())))
+    tokenizer = load_tokenizer(ClmRecipe(tokenizer_name=str(tmp_path)), AutoConfig.for_model("bert"))
+    assert tokenizer.tokenize("The quick") == [capital, "quick"]
 
 
 def test_from_scratch_the_model_takes_the_tokenizers_size():
