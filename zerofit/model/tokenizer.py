@@ -82,8 +82,8 @@ def load_named_tokenizer(
     if bare and (Path(name) / "config.json").exists():
         config = read_config(option, name, trust_remote_code)
     kind = getattr(transformers, type(config).__name__.replace("Config", "Tokenizer"), None) if bare else None
-    files = getattr(kind, "vocab_files_names", {"": "tokenizer.json"}).values()
-    if bare and files and not has_tokenizer(Path(name)) and not any((Path(name) / file).exists() for file in files):
+    known = getattr(kind, "vocab_files_names", {"": "tokenizer.json"}).values()
+    if bare and known and not has_tokenizer(Path(name)) and not any((Path(name) / file).exists() for file in known):
         raise UserError(
             f"{option} = {name!r}: the folder has no tokenizer. Copy the model's tokenizer files into it, or name "
             "their folder with --tokenizer_name"
