@@ -93,6 +93,7 @@ EACH_TURN = [Pair(TURNS[:1], TURNS[1]), Pair(TURNS[:2], TURNS[2])]
         (PairReader(None, "s", "t"), {"s": "1 + 1?", "t": 2.0}, [Pair(["1 + 1?"], "2")]),
         (ASKED, {**WHO, "context": [], "answers": "Ann"}, [Pair(["Who?"], "Ann")]),
         (ASKED, {**WHO, "answers": {"text": ["Ann", "she"]}}, [Pair(["question: Who? context: Ann did."], "Ann")]),
+        (ASKED, {**WHO, "context": "", "answers": "{'text': ['Ann'], 'answer_start': [0]}"}, [Pair(["Who?"], "Ann")]),
     ],
 )  # fmt: skip
 def test_pairs_of_a_record(columns, record, pairs):
@@ -119,6 +120,7 @@ def test_pairs_of_a_record(columns, record, pairs):
         (PairReader("d", None, None), {"d": []}, "a conversation without a turn"),
         (PairReader(None, "s", "t"), {"s": " ", "t": "x"}, "the s is empty"),
         (ASKED, {**WHO, "answers": {"text": []}}, "the answers is empty"),
+        (ASKED, {**WHO, "answers": "{'text': array(['y']), 'answer_start': array([0])}"}, "its answers are the text"),
         (ASKED, {**WHO, "context": {"title": ["t"]}, "answers": "Ann"}, "its context is a list or an object"),
     ],
 )
