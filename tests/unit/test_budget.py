@@ -16,7 +16,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/recipe": 3_603,  # 2,700
     "zerofit/model": 5_904,  # 4,700
     "zerofit/compat": 604,  # 600
-    "zerofit/data": 7_168,  # 6,000
+    "zerofit/data": 7_169,  # 6,000
     "zerofit/strategy": 5_045,  # 4,800
     "zerofit/estimate": 4_763,  # 4,700
     "zerofit/record": 1_578,  # 4,300 with health and checkpoint
@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_573,  # 1,300
     "zerofit/tools": 10_729,  # 10,600
     "benchmarks": 1_903,  # 1,800
-    "tests": 26_565,  # 21,500
+    "tests": 26_567,  # 21,500
 }
 
 

@@ -121,7 +121,8 @@ def find_choices(recipe: ClsRecipe, table: Dataset) -> Choices | None:
         problem = f"there is no column {missing[0]!r}" if missing else f"name two columns, or one of lists ({found})"
         raise UserError(f"choice_columns = {' '.join(choices)}: {problem}. See also --text_columns and --label_column")
     reader = Choices(context, choices, label)
-    values = {reader._described(row) for row in table.select_columns([*choices, label]) if not is_missing(row[label])}
+    rows = table.select_columns([*dict.fromkeys((*choices, label))])
+    values = {reader._described(row) for row in rows if not is_missing(row[label])}
     numbers = {(int(match[1]), size) for name, size, _ in values if (match := INTEGER.fullmatch(name))}
     counts_from_one = any(number == size for number, size in numbers) and all(number for number, _ in numbers)
     return replace(reader, start=int(counts_from_one), by_text=all(is_text for _, _, is_text in values))
