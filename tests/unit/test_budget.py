@@ -13,10 +13,10 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 496,  # 800
     "zerofit": 142,  # cli.py
-    "zerofit/recipe": 3_596,  # 2,700
-    "zerofit/model": 5_869,  # 4,700
+    "zerofit/recipe": 3_604,  # 2,700
+    "zerofit/model": 5_904,  # 4,700
     "zerofit/compat": 604,  # 600
-    "zerofit/data": 7_120,  # 6,000
+    "zerofit/data": 7_170,  # 6,000
     "zerofit/strategy": 5_045,  # 4,800
     "zerofit/estimate": 4_770,  # 4,700
     "zerofit/record": 1_578,  # 4,300 with health and checkpoint
@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_573,  # 1,300
     "zerofit/tools": 10_732,  # 10,600
     "benchmarks": 1_903,  # 1,800
-    "tests": 26_525,  # 21,500
+    "tests": 26_591,  # 21,500
 }
 
 

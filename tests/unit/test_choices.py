@@ -32,6 +32,12 @@ FORMS = {  # how it is published: (a record, the texts of its choices, which is 
     "HellaSwag": ({"ctx": "He", "endings": ["runs.", "eats."], "label": "1"}, ("He", ["runs.", "eats."]), 1),
     "CosmosQA": ({"context": "It was red.", **QUESTION, "answer0": "sky", "answer1": "blood", "label": 1},
                  ("It was red.", ["Which is red? sky", "Which is red? blood"]), 1),
+    "SocialIQA": ({"context": "It was red.", **QUESTION, "answerA": "sky", "answerB": "blood", "label": "2"},
+                  ("It was red.", ["Which is red? sky", "Which is red? blood"]), 1),
+    "MedQA": ({**QUESTION, "options": {"A": "sky", "B": "blood"}, "answer": "B"},
+              ("Which is red?", ["sky", "blood"]), 1),
+    "a column": ({**QUESTION, "option_a": "sky", "option_b": "blood", "label": "option_b"},
+                 ("Which is red?", ["sky", "blood"]), 1),
 }  # fmt: skip
 
 
@@ -49,7 +55,9 @@ def _recipe(tokenizer, path, cache, *flags):
 def others(record: dict) -> list[dict]:
     """Records that show where the numbers of the choices begin."""
     name = next(name for name in ("label", "answer", "answerKey") if name in record)
-    values = {"A": "AB", "B": "AB", "2": "12"}.get(record[name], (0, 1) if record[name] in (0, 1) else "01")
+    values = {"A": "AB", "B": "AB", "2": "12", "option_b": ["option_a"]}.get(
+        record[name], (0, 1) if record[name] in (0, 1) else "01"
+    )
     return [{**record, name: value} for value in values]
 
 
@@ -68,6 +76,9 @@ def test_published_forms(recipe_of, tmp_path, form):
         (["a", "b", "c"], [1, 2], [1, 2]),
         (["a", "b", "c"], [1, 2, 3], [0, 1, 2]),
         ({"text": ["a", "b", "c"], "label": []}, [2, 1], [2, 1]),
+        (["one ", "two", "3"], ["two", "one"], [1, 0]),  # by their texts
+        (["2", "3", "4"], [3, 4], [1, 2]),
+        (["2", "3", "4"], [1, 2], [1, 2]),
     ],
 )
 def test_whether_numbers_of_choices_begin_at_one(recipe_of, tmp_path, choices, numbers, right):

@@ -267,6 +267,7 @@ def grown(base: Path, tokens: int, *flags: str, task: str = "clm"):
     recipe = parse_recipe(TASKS[task], words)
     config = load_configuration(recipe)
     note = check_vocabulary(config, tokenizer, recipe)
+    config.pad_token_id = config.vocab_size - 1 if tokens else 0  # as train/cls.py sets it
     model = load_model(CLASSES[task], config, recipe, NOT_SHARDED, recipe.seed)
     return model, add_adapter(model, recipe, task, NOT_SHARDED), note
 
@@ -285,7 +286,7 @@ def test_new_rows_are_the_mean_of_the_others(tmp_path, tokenizer, family):
     rows = before.config.vocab_size
     model, _, note = grown(tmp_path, 3, "--resize_embeddings", task=task)
     assert f"{rows:,} rows become {model.config.vocab_size:,}" in note
-    assert model.config.vocab_size == rows + 3
+    assert (model.config.vocab_size, model.config.pad_token_id) == (rows + 3, rows + 2)
     assert "stored_vocab_size" not in model.config.to_dict()
     ends = [each for each in (model.get_input_embeddings(), model.get_output_embeddings()) if each is not None]
     olds = [each for each in (before.get_input_embeddings(), before.get_output_embeddings()) if each is not None]

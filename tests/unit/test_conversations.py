@@ -38,7 +38,9 @@ def columns_of(record: dict, **options: str) -> PairReader:
         ({"dialogue": "a text, no list", "summary": "y"}, {}, PairReader(None, "dialogue", "summary")),
         ({"dialogue": "[10:02] Ann: Hi!", "summary": "y"}, {}, PairReader(None, "dialogue", "summary")),
         ({"dialog": "['Hi!', 'Ho.']", "act": "[1, 2]"}, {}, PairReader("dialog", None, None)),  # DailyDialog as .csv
+        ({"turns": {"speaker": [0, 1], "utterance": TURNS[:2]}}, {}, PairReader("turns", None, None)),  # MultiWOZ
         ({"ja": "x", "en": "y"}, {"source_column": "en"}, PairReader(None, "en", "ja")),
+        ({"answers": "y", "message": "x"}, {}, PairReader(None, "message", "answers")),
         ({"question": "x", "passage": "z", "answer": True}, {}, PairReader(None, "question", "answer")),  # BoolQ
         ({"a": "1 + 1?", "b": 2}, {"source_column": "a", "target_column": "b"}, PairReader(None, "a", "b")),
         ({"dialog": TURNS, "a": "x", "b": "y", "c": "z"}, {"source_column": "a", "target_column": "c"},
@@ -57,6 +59,7 @@ def test_columns_that_are_found(record, options, expected):
         ({"a": "x", "b": "y", "c": "z"}, {}, "name --source_column and --target_column"),
         ({"prompt": "x", "chosen": "y", "rejected": "z"}, {}, "the records are preferences"),
         ({"instruction": "Add.", "input": "1 2", "output": "3"}, {}, "name --source_column and --target_column"),
+        ({"source": "x", "target": ["y", "z"]}, {}, "no pairs (target: no text each, but lists or objects)"),
         ({"a": TURNS, "b": "y"}, {"source_column": "a", "target_column": "b"}, "source_column = 'a' holds no text"),
     ],
 )
@@ -90,6 +93,7 @@ EACH_TURN = [Pair(TURNS[:1], TURNS[1]), Pair(TURNS[:2], TURNS[2])]
         (PairReader(None, "s", "t"), {"s": "1 + 1?", "t": 2.0}, [Pair(["1 + 1?"], "2")]),
         (ASKED, {**WHO, "context": [], "answers": "Ann"}, [Pair(["Who?"], "Ann")]),
         (ASKED, {**WHO, "answers": {"text": ["Ann", "she"]}}, [Pair(["question: Who? context: Ann did."], "Ann")]),
+        (ASKED, {**WHO, "context": "", "answers": "{'text': ['Ann'], 'answer_start': [0]}"}, [Pair(["Who?"], "Ann")]),
     ],
 )  # fmt: skip
 def test_pairs_of_a_record(columns, record, pairs):
@@ -116,6 +120,7 @@ def test_pairs_of_a_record(columns, record, pairs):
         (PairReader("d", None, None), {"d": []}, "a conversation without a turn"),
         (PairReader(None, "s", "t"), {"s": " ", "t": "x"}, "the s is empty"),
         (ASKED, {**WHO, "answers": {"text": []}}, "the answers is empty"),
+        (ASKED, {**WHO, "answers": "{'text': array(['y']), 'answer_start': array([0])}"}, "its answers are the text"),
         (ASKED, {**WHO, "context": {"title": ["t"]}, "answers": "Ann"}, "its context is a list or an object"),
     ],
 )

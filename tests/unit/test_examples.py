@@ -191,6 +191,10 @@ def test_pairs_have_token_types(tmp_path, prepare):
     assert types == [0] * middle + [1] * (len(ids) - middle)
     assert data.tokenizer.decode(ids[1 : middle - 1]).strip() == TEXTS[3]
     assert data.tokenizer.decode(ids[middle:-1]).strip() == TEXTS[36]
+    one_type = prepare(path, "--config_overrides", f"{SIZES},type_vocab_size=1")  # the model has no row for the second
+    assert "token_type_ids" not in one_type.train[3]
+    twice = prepare(path, "--text_columns", "sentence1", "sentence1", "--validation_split_percentage", "0")
+    assert words(twice)[3].count(TEXTS[3]) == 2
 
 
 def test_truncation_is_counted_and_keeps_the_marks(tmp_path, prepare):

@@ -47,6 +47,7 @@ def form_of(record: dict, **options) -> Form | None:
         ({"id": "1", "context": "z", "question": "x", "answers": {"text": ["y"], "answer_start": [0]}}, {},
          Form("instruction", "question", "answers", "context")),  # SQuAD
         ({"messages": TURNS, "label": True}, {}, Form("messages", "messages", verdict="label")),
+        ({"conversations": {"from": ["human", "gpt"], "value": ["Hi", "Ho"]}}, {}, Form("messages", "conversations")),
     ],
 )  # fmt: skip
 def test_forms_that_are_found(record, options, expected):

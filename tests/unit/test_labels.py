@@ -117,10 +117,11 @@ def test_decimal_commas_are_numbers_if_that_is_said(values):
     assert [labels.encode(value) for value in values] == [float(value.replace(",", ".")) for value in values]
 
 
-def test_texts_of_lists_are_no_classes():
-    values = ["['a', 'b']", "['a']", "[]"]
+@pytest.mark.parametrize("values", [["['a', 'b']", "['a']", "[]"], ["c; a", "a", "c"], ["a", "b|c", "c", "b", "c|d"]])
+def test_several_labels_in_a_text_are_no_classes(values):
     assert ".jsonl" in refusal(found, values)
-    assert len(found(values, regression=False).names) == 3
+    assert len(found(values, regression=False).names) == len(values)
+    assert found(["a, b", "a", "c|d"]).names, "no label joins others"
 
 
 @pytest.mark.parametrize("other", ["NA", "NULL", "-", "n/a", "inf", "#N/A", float("inf")])

@@ -102,6 +102,7 @@ BAD_FILES = {  # name: (the file, what is in it, words)
     "code": ("own.py", "import no_such_kernels\nfrom transformers import PretrainedConfig as C", ["no_such_kernels"]),
     "newer": ("own.py", "from transformers import Mistaken as C", ["Mistaken", "transformers"]),
     "tokenizer": ("tokenizer.json", "{}", ["cannot be loaded", "added_tokens"]),
+    "pointer": ("tokenizer.json", "version https://git-lfs.github.com/spec/v1\n", ["tokenizer.json", "git lfs pull"]),
 }  # fmt: skip
 
 
@@ -159,6 +160,17 @@ def test_vocabulary_files_of_another_kind_are_refused(data):
     assert "has vocabulary files of another tokenizer" in message
     tokenizer = load_tokenizer(recipe, AutoConfig.for_model("gpt2"))
     assert len(tokenizer("The quick brown fox")["input_ids"]) >= 4
+    recipe = ClmRecipe(tokenizer_name=str(data("tokenizers/llama")))  # which are read without the space before a text
+    assert "another tokenizer" in refusal(load_tokenizer, recipe, AutoConfig.for_model("mistral"))
+
+
+@pytest.mark.parametrize("capital", ["The", "the"])
+def test_a_bare_vocabulary_with_capitals_keeps_them(tmp_path, capital):
+    """transformers reads each vocab.txt in lower case, if no other file says otherwise: BioBERT's, too."""
+    words = f"[PAD] [UNK] [CLS] [SEP] [MASK] {capital} quick brown fox jumps over the lazy dog ."
+    (tmp_path / "vocab.txt").write_text("\n".join(dict.fromkeys(words.split())))
+    tokenizer = load_tokenizer(ClmRecipe(tokenizer_name=str(tmp_path)), AutoConfig.for_model("bert"))
+    assert tokenizer.tokenize("The quick") == [capital, "quick"]
 
 
 def test_from_scratch_the_model_takes_the_tokenizers_size():
@@ -326,6 +338,32 @@ def test_files_without_a_weight_of_the_model_are_refused(tmp_path):
     model, recipe = stored_as(tmp_path, "state_dict.{}".format)
     said = refusal(load_model, AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 0)
     assert "none of the weights of a LlamaForCausalLM, such as model.embed_tokens.weight" in said
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-9])
+    assert "SafetensorError" in refusal(load_model, AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 0)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "modernbert"])
+def test_folders_without_a_tokenizer_or_a_configuration(tmp_path, family):
+    """A BERT got a tokenizer of five tokens, to which each word is unknown."""
+    config = AutoConfig.for_model(family)
+    config.save_pretrained(tmp_path / "run" / "checkpoint-500")
+    recipe = ClmRecipe(model_name_or_path=str(tmp_path / "run" / "checkpoint-500"))
+    assert "the folder has no tokenizer" in refusal(load_tokenizer, recipe, config)
+    recipe = ClmRecipe(model_name_or_path=str(tmp_path / "run"))
+    assert f"Name {tmp_path / 'run' / 'checkpoint-500'}" in refusal(load_configuration, recipe)
+
+
+def test_the_end_of_a_text_is_that_of_the_model_where_a_tokenizer_names_none(byte_tokenizer, tmp_path):
+    shutil.copyfile(byte_tokenizer / "tokenizer.json", tmp_path / "tokenizer.json")
+    recipe, config = ClmRecipe(model_name_or_path=str(tmp_path)), AutoConfig.for_model("gpt_neox", eos_token_id=[0, 1])
+    assert load_tokenizer(recipe, config).eos_token_id == 0
+    assert load_tokenizer(recipe, AutoConfig.for_model("gpt_neox", eos_token_id=[])).eos_token is None
+
+
+@pytest.mark.parametrize(("padding", "read"), [(-1, None), (32000, None), (0, 0)])
+def test_padding_that_has_no_row(tmp_path, padding, read):
+    AutoConfig.for_model("llama", pad_token_id=padding).save_pretrained(tmp_path)
+    assert load_configuration(ClmRecipe(model_name_or_path=str(tmp_path))).pad_token_id == read
 
 
 def test_a_folder_of_vocabulary_files_does_not_hide_an_architecture(tmp_path, monkeypatch):

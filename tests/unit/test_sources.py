@@ -143,6 +143,8 @@ def test_files_that_cannot_be_read(tmp_path, cache):
     assert "no file matches" in refusal(find_files, "train_file", [str(tmp_path / "*.nothing")])
     assert "is a folder" in refusal(find_files, "train_file", [str(tmp_path)])
     assert "empty" in refusal(find_files, "train_file", [str(tmp_path / "empty.txt")])
+    (tmp_path / "large.txt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9000\n")
+    assert "git lfs pull" in refusal(find_files, "train_file", [str(tmp_path / "large.txt")])
     message = refusal(records, cache, tmp_path / "latin.txt")
     assert "0xe9 at offset 8 (line 2)" in message
     assert "cp1252, 'café au lait'" in message

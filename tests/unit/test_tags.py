@@ -64,7 +64,8 @@ def test_tags_stand_at_first_tokens(recipe_of):
 @pytest.mark.parametrize(
     ("bad", "said"),
     [({"ner_tags": TAGS[:2]}, "2 tags"), ({"tokens": [], "ner_tags": []}, "no words"),
-     ({"tokens": ["a", " "], "ner_tags": ["O", "O"]}, "empty word")],
+     ({"tokens": ["a", " "], "ner_tags": ["O", "O"]}, "empty word"),
+     ({"tokens": ["a", "b"], "ner_tags": [-100, "O"]}, "a tag is -100 (ner_tags)")],
 )  # fmt: skip
 def test_bad_records(recipe_of, bad, said):
     good = {"tokens": WORDS, "ner_tags": TAGS}
@@ -139,6 +140,7 @@ def test_columns_of_conll_files(tmp_path):
     assert sentences_of("a\n\nb\n", tmp_path) == [{"tokens": ["a"]}, {"tokens": ["b"]}]
     read = sentences_of("New York\tB-LOC\r\n\u2028\tO\n\t\n.\tO", tmp_path)
     assert read == [{"tokens": ["New York", "\u2028"], "tags": ["B-LOC", "O"]}, {"tokens": ["."], "tags": ["O"]}]
+    assert sentences_of("B-52 B-X\nO O\n", tmp_path) == [{"tokens": ["B-52", "O"], "tags": ["B-X", "O"]}]
 
 
 @pytest.mark.parametrize("ends", ["\n", "\r\n", "\r"])
@@ -157,6 +159,7 @@ def test_comments_and_line_ends_of_conll_files(tmp_path, ends):
         ("a\tO\nb\t\n", "line 2"),
         ("\tO", "line 1"),
         ("1 The the DET _\n2 dog dog NOUN SpaceAfter=No\n", "numbers of words, as in CoNLL-U"),
+        ("O\ta\n\nO\twith\nB-Rating\tfive\n", "line 5: the first column has the tags"),
         ("\n\n", "no "),
     ],
 )

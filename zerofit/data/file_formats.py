@@ -34,6 +34,7 @@ OPTIONS = {  # that some formats have
     "field": ("json",),
 }
 COMMENT = re.compile(r"#\s*(id\s|(newdoc|newpar)\b|[\w.:]+\s*=)")  # of CoNLL-U, MultiCoNER; "# O" is a word
+ENTITY = re.compile("O|[BIESLU]-.+")
 DOCUMENT = "-DOCSTART-"  # the first word of a line between documents of a .conll file
 BLANKS = " \t\r"  # no others: a tweet has U+00A0 and U+2028 as words
 
@@ -198,6 +199,10 @@ def sentences(lines: Iterable[str], path: Path) -> Iterator[dict[str, list[str]]
             if num_columns > 4 and words == [*map(str, range(1, len(words) + 1))] and len(words) > 1:
                 what = "the first column has the numbers of words, as in CoNLL-U"
                 raise UserError(f"{path}, line {number}: {what}. Keep the columns of words and of tags")
+            are_tags = [all(map(ENTITY.fullmatch, column)) for column in (words, tags)]
+            if are_tags == [True, False] and any("-" in word for word in words):  # as in the MIT corpora of films
+                what = f"the first column has the tags ({words[-1]} of {tags[-1]})"
+                raise UserError(f"{path}, line {number}: {what}. Write the word first, and its tag last")
             if words:
                 yield {"tokens": words, "tags": tags} if tags else {"tokens": words}
             words, tags = [], []

@@ -95,7 +95,7 @@ def read_parts(
         reader, where = readers[name], source.where(name)
         if missing := [column for column in reader.columns if column not in table.column_names]:
             raise UserError(f"{where} has no column {', '.join(missing)}; {columns_present(table)}")
-        read = derived(table.select_columns(reader.columns), table)
+        read = derived(table.select_columns([*dict.fromkeys(reader.columns)]), table)
         part = RecordSet(read, reader, where, np.arange(len(table)), table)
         bad = _bad_records(part, [column for column in MEDIA if column in table.column_names], options.cache)
         if len(bad):

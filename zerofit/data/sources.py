@@ -9,7 +9,7 @@ from typing import Any
 from datasets import Dataset, DatasetDict, Value, load_dataset, load_from_disk
 
 from zerofit.data.delimited_files import DELIMITERS, delimiter_of
-from zerofit.data.file_formats import format_of, read_table
+from zerofit.data.file_formats import FORMATS, format_of, read_table
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.stdlib import EMBEDDED, read_stdlib
 from zerofit.data.stream_reader import find_shards
@@ -83,7 +83,7 @@ def read_source(
             raise UserError(f"{part}_file is {format_of(paths)} and {named}_file is {kind}: use one format for both")
     if kind == "text":
         if unit_of is None:
-            what = "this task reads records: .jsonl, .json, .csv, .xlsx, .parquet"
+            what = f"this task reads records: {', '.join(name for name in FORMATS if FORMATS[name] != 'text')}"
             raise UserError(f"{named}_file = {files[named][0]}: {what}")
         unit = unit_of([path for paths in files.values() for path in paths])
     parts, notes = {}, []

@@ -98,6 +98,12 @@ def holds_lists(feature: Any) -> bool:
     return isinstance(feature, list) or hasattr(feature, "feature")
 
 
+def may_hold_turns(feature: Any) -> bool:
+    """Return whether a column of this feature holds lists, or objects of lists, as which the datasets library stores
+    lists of objects."""
+    return holds_lists(feature) or (isinstance(feature, dict) and all(map(holds_lists, feature.values())))
+
+
 def holds_values(dataset: Dataset, name: str) -> bool:
     """Return whether a column holds texts, numbers or true and false."""
     dtype = getattr(dataset.features[name], "dtype", "")
@@ -185,7 +191,7 @@ def check_column(dataset: Dataset, option: str, name: str | None, holds: str = "
         "": True,
         "text": name in text_columns(dataset),
         "text or number": holds_values(dataset, name),
-        "list of turns": holds_lists(dataset.features[name]),
+        "list of turns": may_hold_turns(dataset.features[name]),
     }
     if not is_right[holds]:
         raise UserError(f"{option} = {name!r} holds no {holds}; {columns_present(dataset)}")

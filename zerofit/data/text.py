@@ -154,6 +154,8 @@ def prepare_text(
             raise UserError(f"block_size = {block_size} leaves no {part} sample. Make it smaller")
     stats = next(iter(sets.values())).stats
     mean, notes = stats.tokens / stats.documents, []
+    if wanted and not ends:
+        notes.append("note      the tokenizer has no end-of-text token: nothing stands behind a document")
     if packing == "documents" and mean < block_size / 4:
         notes.append(f"hint      documents have {mean:.0f} tokens. Lines of longer texts? --packing concatenate")
     held_out = sets.get("validation")

@@ -69,8 +69,10 @@ def question_answering_columns(table: Dataset) -> tuple[str, str, str] | None:
 
 
 def first_answer(value: Any) -> Any:
-    """A text; of several, the first: ["..."], {"text": ["..."]} as in SQuAD on the hub, [{"text": "..."}] as in its
-    files."""
+    """A text; of several, the first: ["..."], {"text": ["..."]} as in SQuAD on the hub, or the text of such an object
+    (pandas' to_csv), [{"text": "..."}] as in its files. Raises BadRecord: that text is not JSON, and no Python."""
+    if isinstance(value, str) and "answer_start" in value:
+        value = unpacked(value, "its answers are", "{")
     while isinstance(value, (list, dict)):
         value = value.get("text") if isinstance(value, dict) else value[0] if value else None
     return value

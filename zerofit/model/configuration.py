@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import pickle
 import re
 import socket
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 
 from zerofit.compat import UNTIL_THE_RUN_ENDS
 from zerofit.compat.huggingface_hub import work_offline
@@ -21,7 +23,7 @@ from zerofit.compat.transformers import attention_of
 from zerofit.model.families import family_of
 from zerofit.recipe.errors import UserError, first_line, nearest
 from zerofit.recipe.model_options import ModelOptions
-from zerofit.recipe.paths import is_missing_folder, why_no_model
+from zerofit.recipe.paths import POINTER, is_missing_folder, is_pointer, why_no_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -87,6 +89,9 @@ def load_configuration(recipe: ModelOptions, auto_class: Any = None) -> "Pretrai
         check_task(recipe, config, auto_class)
         if getattr(config, "output_router_logits", False) and not family_of(config).has_experts:
             raise UserError("output_router_logits = true: set --config_overrides output_router_logits=false")
+    padding, rows = (getattr(config, name, None) for name in ("pad_token_id", "vocab_size"))
+    if padding is not None and rows and not 0 <= padding < rows:
+        config.pad_token_id = None  # -1 says so, too; torch would refuse 32000 of 32000 rows
     config.use_cache = False
     return config
 
@@ -120,12 +125,14 @@ def from_hub_or_folder(option: str, name: str, load: Callable[..., Any], **kwarg
         work_offline_without_network()
     try:
         loaded = load(name, **kwargs)
-    except pickle.UnpicklingError:
-        raise UserError(f"{option} = {name!r}: a file holds more than tensors. Name safetensors") from None
     except ImportError as error:
         raise UserError(f"{option} = {name!r} {missing_package(error)}") from None
-    except (*OF_FILES, StrictDataclassError) as error:
+    except (*OF_FILES, StrictDataclassError, SafetensorError, pickle.UnpicklingError) as error:
         first = first_line(error)
+        if pointer := next((file.name for file in Path(name).glob("*") if is_pointer(file)), None):
+            raise UserError(f"{option} = {name!r}: {pointer} {POINTER}") from None
+        if isinstance(error, pickle.UnpicklingError):
+            raise UserError(f"{option} = {name!r}: a file holds more than tensors. Name safetensors") from None
         if "trust_remote_code" in str(error):
             raise UserError(f"{option} = {name!r} has its own code: read it, add --trust_remote_code") from None
         if family := re.search("has model type `(.+?)`", str(error)):
@@ -154,7 +161,11 @@ def read_config(
     """The transformers configuration of a stored model."""
     from transformers import AutoConfig
 
-    more = {"revision": revision} if revision else {}
+    folder, more = Path(name), {"revision": revision} if revision else {}
+    if folder.is_dir() and not (folder / "config.json").is_file() and not why_no_model(name):
+        within = [file for kind in ("", "adapter_") for file in folder.glob(f"*/{kind}config.json")]
+        latest = f". Name {max(within, key=os.path.getmtime).parent}" if within else ""
+        raise UserError(f"{option} = {name!r} has no config.json, and is not a model's folder{latest}")
     return from_hub_or_folder(option, name, AutoConfig.from_pretrained, trust_remote_code=trust_remote_code, **more)
 
 

@@ -117,6 +117,7 @@ def _build(
                 model, info = from_hub_or_folder("model_name_or_path", name, load)
                 if stored is not config:
                     _resize_embeddings(model, config.vocab_size, drawn_dtype)
+                    model.config.pad_token_id = config.pad_token_id
             # What was renamed or converted at load is undone at save. Under ZeRO-3 transformers notes every rule that
             # it knows, and would give the weights names that this model has never had (LayerNorm.gamma).
             keep_conversions(model, lambda rule: rule.was_used() and not of_wrappers(rule))
@@ -154,11 +155,13 @@ def _build(
 
 
 def _as_stored(config: "PretrainedConfig") -> "PretrainedConfig":
-    """The configuration with the rows that the stored embeddings have."""
+    """The configuration with the rows that the stored embeddings have; a token for padding that was added has none."""
     if not hasattr(config, STORED_ROWS):
         return config
     stored = copy.deepcopy(config)
     stored.vocab_size = getattr(config, STORED_ROWS)
+    if (stored.pad_token_id or 0) >= stored.vocab_size:
+        stored.pad_token_id = None
     delattr(stored, STORED_ROWS)
     return stored
 

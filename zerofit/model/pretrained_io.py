@@ -56,7 +56,6 @@ def read_model(
             not installed.
     """
     import torch
-    from safetensors import SafetensorError
 
     from zerofit.compat.transformers import keep_conversions
     from zerofit.model.compilation import fuse_gelu  # imports torch
@@ -79,8 +78,6 @@ def read_model(
             key_mapping=WRAPPERS,
             **common,
         )
-    except SafetensorError as error:
-        raise UserError(f"{option} = {name!r}: its weights are broken: {first_line(error)}") from None
     except RuntimeError as error:
         if not quantised:
             raise

@@ -6,6 +6,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,11 +82,29 @@ def load_named_tokenizer(
     if bare and (Path(name) / "config.json").exists():
         config = read_config(option, name, trust_remote_code)
     kind = getattr(transformers, type(config).__name__.replace("Config", "Tokenizer"), None) if bare else None
+    known = getattr(kind, "vocab_files_names", {"": "tokenizer.json"}).values()
+    if bare and known and not has_tokenizer(Path(name)) and not any((Path(name) / file).exists() for file in known):
+        raise UserError(
+            f"{option} = {name!r}: the folder has no tokenizer. Copy the model's tokenizer files into it, or name "
+            "their folder with --tokenizer_name"
+        )
     if kind and config is not None:
-        tokenizer = from_hub_or_folder(option, name, kind.from_pretrained, **family_of(config).bare_tokenizer_options)
+        more = dict(family_of(config).bare_tokenizer_options)
+        tokenizer = from_hub_or_folder(option, name, kind.from_pretrained, **more)
+        words = tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)
+        cased = [token for token in words if token != token.lower()]
+        if getattr(tokenizer, "do_lower_case", False) and len(cased) > len(tokenizer) / 20:  # of a BERT with capitals
+            tokenizer = from_hub_or_folder(option, name, kind.from_pretrained, do_lower_case=False, **more)
         _check_reads_words(tokenizer, option, name, kind.__name__)
         return tokenizer
-    return from_hub_or_folder(option, name, AutoTokenizer.from_pretrained, trust_remote_code=trust_remote_code)
+    tokenizer = from_hub_or_folder(option, name, AutoTokenizer.from_pretrained, trust_remote_code=trust_remote_code)
+    if bare:
+        _check_reads_words(tokenizer, option, name, type(tokenizer).__name__)
+    ends = getattr(config, "eos_token_id", None) if option == "model_name_or_path" else None
+    ends = [ends] if isinstance(ends, int) else ends
+    if ends and tokenizer.eos_token is None:  # a tokenizer.json alone does not name it
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
+    return tokenizer
 
 
 def find_vocabulary_files(folder: Path) -> tuple[str, str] | None:
@@ -122,10 +141,15 @@ def tokenizer_from_vocabulary_files(vocab_file: str, merge_file: str) -> "PreTra
 
 def _check_reads_words(tokenizer: "PreTrainedTokenizerBase", option: str, name: str, kind: str) -> None:
     """Raises UserError if the vocabulary files are of another class of tokenizer: then a complete sentence may become
-    one unknown token."""
-    sentence = "The quick brown fox jumps over the lazy dog."
-    tokens = tokenizer(sentence, add_special_tokens=False)["input_ids"]
-    if len(tokens) < len(sentence.split()):
+    one unknown token, or others than those of sentencepiece, whose file it is."""
+    from sentencepiece import SentencePieceProcessor
+
+    sentence = "the quick brown fox jumps over the lazy dog."
+    pieces = tokens = tokenizer.convert_ids_to_tokens(tokenizer(sentence, add_special_tokens=False)["input_ids"])
+    for file in Path(name).glob("*.model"):
+        with suppress(RuntimeError, OSError):  # tiktoken's file is called so, too
+            pieces = SentencePieceProcessor(model_file=str(file)).encode(sentence, out_type=str)
+    if len(tokens) < len(sentence.split()) or tokens != pieces:
         raise UserError(
             f"{option} = {name!r} has vocabulary files of another tokenizer than {kind}. Name a folder with "
             "a tokenizer.json, or GPT-2's two files with --vocab_file and --merge_file"

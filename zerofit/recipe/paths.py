@@ -22,6 +22,7 @@ ONE_FILE_OPTIONS = ("vocab_file", "merge_file")
 ENVIRONMENT = "environment.json"  # of a run
 ADMINISTRATOR = 0  # the user whose folders all trust
 SPACE_BYTES = 1 << 16  # what the record of a run takes at least
+POINTER = "is a pointer of git lfs to a file that was not fetched: git lfs pull"
 
 
 def check_paths(recipe: "TrainingRecipe", output: Path, output_option: str = "output_dir") -> None:
@@ -80,6 +81,8 @@ def find_files(option: str, patterns: list[str]) -> list[Path]:
                 saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
                 remedy = f"read it with --dataset_name {path}" if saved else f"name its files, e.g. {path}/*.txt"
                 problems.append(f"{option} = {str(path)!r} is a folder; {remedy}")
+            elif is_pointer(path):
+                problems.append(f"{option} = {str(path)!r} {POINTER}")
             elif path.stat().st_size == 0 and not is_glob:
                 problems.append(f"{option} = {str(path)!r}: the file is empty")
         files_with_content += [path for path in files if path.is_file() and path.stat().st_size > 0]
@@ -89,6 +92,11 @@ def find_files(option: str, patterns: list[str]) -> list[Path]:
         raise UserError(problems)
     # Each once; a link keeps its name, as the hub's cache has links to files without an ending.
     return sorted({path.resolve(): Path(os.path.abspath(path)) for path in files_with_content}.values())
+
+
+def is_pointer(path: Path) -> bool:
+    """Return whether a file is what `git clone` leaves of a large file where git lfs is not installed."""
+    return path.stat().st_size < 500 and path.is_file() and path.read_bytes().startswith(b"version https://git-lfs")
 
 
 def is_address(name: str) -> bool:

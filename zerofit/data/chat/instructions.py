@@ -15,7 +15,7 @@ from typing import Any
 from datasets import Dataset
 
 from zerofit.data.records import BadRecord
-from zerofit.data.tables import holds_lists, match_columns, text_columns
+from zerofit.data.tables import holds_lists, match_columns, may_hold_turns, text_columns
 from zerofit.data.turns import (
     ASSISTANT,
     DIALOGUES,
@@ -246,7 +246,7 @@ def first_form(recipe: ClmRecipe, table: Dataset, answered: bool) -> Form | None
     names = table.column_names
     system = match_columns(SYSTEMS, names)
     form = partial(Form, system=system, system_prompt=recipe.system_prompt, answered=answered)
-    lists = [name for name in DIALOGUES if name in names and holds_lists(table.features[name])]
+    lists = [name for name in DIALOGUES if name in names and may_hold_turns(table.features[name])]
     packed = [name for name in DIALOGUES if name in text_columns(table)]
     for name in (*lists, *packed):
         if name != "history" and _has_roles(table[name][:FIRST_RECORDS]):

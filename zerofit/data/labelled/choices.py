@@ -19,7 +19,7 @@ from zerofit.data.turns import blank
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import ClsRecipe
 
-NUMBERED = re.compile(r"(choice|ending|option|answer|sol|alternative)_?(\d+)")
+NUMBERED = re.compile(r"(choice|ending|option|answer|sol|alternative)_?(\d+|[a-h])")
 LISTS = ("choices", "options", "endings")
 CONTEXTS = (  # the columns of a question, by default
     ("sent1", "sent2"), ("article", "question"), ("context", "question"), ("passage", "question"),
@@ -35,8 +35,9 @@ class Choices:
 
     context: tuple[str, ...]  # the column of the question, or the two of them
     choices: tuple[str, ...]  # a column each, or one column of lists
-    label: str  # the column that says which choice is right: by its number, its letter, or its name among the choices
+    label: str  # the column that says which choice is right: by its number, its letter, its name or that of its column
     start: int = 0  # the number of the first choice
+    by_text: bool = False  # whether the label is the text of a choice, in all records
 
     @property
     def columns(self) -> list[str]:
@@ -65,20 +66,30 @@ class Choices:
         value = record[self.label]
         if is_missing(value):
             raise BadRecord(f"it has no label ({self.label})")
-        name = name_of(value)
-        right = names.index(name) if name in names else self._number(name)
+        name, stripped = name_of(value), [text.strip() for text in texts] if self.by_text else []
+        right = next((among.index(name) for among in (names, stripped) if name in among), self._number(name))
         if not 0 <= right < len(texts):
             raise BadRecord(f"its label {value!r} is not one of the {len(texts)} choices")
         return [(parts[0], " ".join([*parts[1:], text])) for text in texts], right
 
     def _choices(self, record: dict[str, Any]) -> tuple[list[str], list[str | None]]:
         """Return (names of the choices, where they have some; their texts)."""
-        held = [record[name] for name in self.choices] if len(self.choices) > 1 else record[self.choices[0]] or []
+        if len(self.choices) > 1:
+            return [*self.choices], _texts(record[name] for name in self.choices)
+        held = record[self.choices[0]] or []
+        if isinstance(held, dict) and "text" not in held:  # {"A": text, ...}, as MedQA has it
+            held = {name: text for name, text in held.items() if text is not None}
+            return [*held], _texts(held.values())
         if isinstance(held, dict):  # {"label": ["A", ...], "text": [...]}, as ARC and CommonsenseQA have it
             return [name_of(name) for name in held.get("label") or []], _texts(held.get("text") or [])
         if held and isinstance(held[0], dict):
             return [name_of(choice.get("label")) for choice in held], _texts(choice.get("text") for choice in held)
         return [], _texts(held)
+
+    def _described(self, record: dict[str, Any]) -> tuple[str, int, bool]:
+        """Return (the label, the number of choices, whether the label is the text of one)."""
+        name, (_, texts) = name_of(record[self.label]), self._choices(record)
+        return name, len(texts), name in [text and text.strip() for text in texts]
 
     def _number(self, name: str) -> int:
         if len(name) == 1 and name.isalpha():
@@ -95,7 +106,7 @@ def find_choices(recipe: ClsRecipe, table: Dataset) -> Choices | None:
     """The columns of multiple choice; None for other records. Raises UserError: `choice_columns` names columns that
     are not there, or no column of the question or label is found."""
     present = table.column_names
-    choices = tuple(recipe.choice_columns or ()) or _known_choices(table)
+    choices = tuple(recipe.choice_columns or ()) or known_choices(table)
     if not choices or (recipe.text_columns and not recipe.choice_columns):
         return None
     texts = set(text_columns(table)) - set(choices)
@@ -110,20 +121,22 @@ def find_choices(recipe: ClsRecipe, table: Dataset) -> Choices | None:
         problem = f"there is no column {missing[0]!r}" if missing else f"name two columns, or one of lists ({found})"
         raise UserError(f"choice_columns = {' '.join(choices)}: {problem}. See also --text_columns and --label_column")
     reader = Choices(context, choices, label)
-    values = {(name_of(row[label]), len(reader._choices(row)[1])) for row in table.select_columns([*choices, label])}
-    numbers = {(int(match[1]), size) for name, size in values if (match := INTEGER.fullmatch(name))}
+    rows = table.select_columns([*dict.fromkeys((*choices, label))])
+    values = {reader._described(row) for row in rows if not is_missing(row[label])}
+    numbers = {(int(match[1]), size) for name, size, _ in values if (match := INTEGER.fullmatch(name))}
     counts_from_one = any(number == size for number, size in numbers) and all(number for number, _ in numbers)
-    return replace(reader, start=int(counts_from_one))
+    return replace(reader, start=int(counts_from_one), by_text=all(is_text for _, _, is_text in values))
 
 
-def _known_choices(table: Dataset) -> tuple[str, ...]:
+def known_choices(table: Dataset) -> tuple[str, ...]:
+    """The columns of choices by their usual names, in the order of their numbers or letters."""
     of_stem: dict[str, list[tuple[int, str]]] = {}
     for name in table.column_names:
         if match := NUMBERED.fullmatch(name):
-            of_stem.setdefault(match[1], []).append((int(match[2]), name))
+            of_stem.setdefault(match[1], []).append((int(match[2], 18), name))  # h is 17
     numbered = next((names for names in of_stem.values() if len(names) > 1), [])
     lists = [(name,) for name in LISTS if name in table.column_names and _is_list(table, name)]
-    return tuple(name for _, name in sorted(numbered, key=lambda each: each[0])) or next(iter(lists), ())
+    return tuple(name for _, name in sorted(numbered)) or next(iter(lists), ())
 
 
 def _is_list(table: Dataset, name: str) -> bool:

@@ -8,7 +8,7 @@ from datasets import ClassLabel, Dataset, Features, Value
 from transformers import PretrainedConfig
 
 from zerofit.data import tables
-from zerofit.data.labelled.choices import Choices, find_choices, labels_of_choices
+from zerofit.data.labelled.choices import Choices, find_choices, known_choices, labels_of_choices
 from zerofit.data.labelled.label_report import label_report
 from zerofit.data.labelled.labels import Labels, find_labels, in_model_order, refuse_flags, trained_labels
 from zerofit.data.labelled.samples import ExampleData, HeldOut, LabelledColumns, encode_parts
@@ -25,7 +25,8 @@ from zerofit.recipe.tasks import ClsRecipe
 
 TEXTS = (  # columns that hold the text, or the texts of a pair, by default
     ("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("question", "sentence"),
-    ("text1", "text2"), ("sentence",), ("text",), ("review",), ("content",), ("title", "content"),
+    ("text1", "text2"), ("text_a", "text_b"), ("text", "text_pair"), ("sentence_a", "sentence_b"),
+    ("sentence",), ("text",), ("review",), ("content",), ("title", "content"),
 )  # fmt: skip
 LABELS = ("label", "labels", "class", "category", "target", "score", "gold_label")
 
@@ -155,7 +156,7 @@ def _find(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None) -> Lab
     if of_sets := tables.holds_lists(feature):
         feature = feature.feature
         if not tables.class_names(feature):
-            refuse_flags(source.first[label][:], source.where("train"))
+            refuse_flags(source.first[label][:], source.where(next(iter(source.parts))))
     class_names = task.labels if task else tables.class_names(feature)
     source.parts = {name: _as_text(table, texts) for name, table in source.parts.items()}
     return LabelledSource(options, source, LabelledColumns(texts, label, Labels(None), class_names), of_sets)
@@ -284,6 +285,8 @@ def _columns(
         label = tables.match_columns(("label", task.label_column) if task else LABELS, present)
         if label is None:
             problems.append("no column of labels is found. Name it with --label_column")
+    if problems and not task and (choices := known_choices(table)):
+        problems.append(f"For multiple choice name the choices, too: --choice_columns {' '.join(choices)}")
     if label in texts:
         problems.append(f"label_column = {label!r} is a text column too: name another one")
     for option, names in (("text_columns", texts), ("label_column", (label,) if label else ())):

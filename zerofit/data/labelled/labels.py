@@ -190,7 +190,8 @@ def refuse_flags(labels: Iterable[list[Any] | None], where: str) -> None:
 
 
 def refuse_unclear(names: Iterable[str], where: str) -> None:
-    """Raises UserError where all labels are texts of lists, or look like numbers and some have commas or blanks."""
+    """Raises UserError where all labels are texts of lists, or look like numbers and some have commas or blanks, or
+    where one joins others (a,c beside a and c)."""
     if all(name[0] + name[-1] == "[]" for name in names):
         raise UserError(
             f"{where}: the labels are texts of lists, such as {next(iter(names))!r}. Write lists in a .jsonl file: "
@@ -202,6 +203,13 @@ def refuse_unclear(names: Iterable[str], where: str) -> None:
             f"{where}: labels such as {commas[0]!r} have a comma or blank. If they are numbers with a decimal comma, "
             "say --regression true; if they are names of classes, --regression false; several labels of a record are "
             'lists: {"label": ["0", "5"]} in a .jsonl file'
+        )
+    known = {*names}
+    marks = ((name, mark) for name in names for mark in ",;|" if mark in name)
+    if joined := next((name for name, mark in marks if {part.strip() for part in name.split(mark)} <= known), None):
+        raise UserError(
+            f"{where}: the label {joined!r} joins other labels. If a record has several, write lists in a .jsonl: "
+            '{"labels": ["a", "c"]}; if it is the name of a class, say --regression false'
         )
 
 

@@ -107,6 +107,8 @@ def encode_parts(
     parts = options.limited(parts)
     train = next(iter(parts.values()))
     tokenizer = get_tokenizer(options.recipe, config, train.texts, table_key(train.table), pairs=True)
+    if getattr(config, "type_vocab_size", None) == 1:  # as of a RoBERTa, which has no second type of tokens
+        tokenizer.model_input_names = [name for name in tokenizer.model_input_names if name != "token_type_ids"]
     columns, notes = tuple(padding_values(tokenizer)), list[str]()
     sets: dict[str, TokenizedDataset] = {}
     if labels.of_words:

@@ -10,6 +10,7 @@ from zerofit.data.labelled.samples import LabelledColumns
 from zerofit.data.records import BadRecord
 from zerofit.data.tables import STRINGS
 from zerofit.data.turns import blank
+from zerofit.model.loss import IGNORE
 
 WORDS = ("tokens", "words")  # the columns, by default
 TAGS = ("ner_tags", "tags", "labels", "label", "pos_tags")
@@ -33,6 +34,8 @@ class TaggedWords(LabelledColumns):
         tags = record[self.label] or []
         if len(tags) != len(words):
             raise BadRecord(f"it has {len(words)} words ({column}) and {len(tags)} tags ({self.label})")
+        if IGNORE in tags or str(IGNORE) in tags:
+            raise BadRecord(f"a tag is {IGNORE} ({self.label}), as parts of words have it: only whole words are read")
         return words, [self.labels.encode(tag, self.class_names) for tag in tags]
 
 

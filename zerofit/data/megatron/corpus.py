@@ -201,7 +201,7 @@ def read_card(prefix: str) -> Card | None:
         card = parse_json(path.read_text(encoding="utf-8"))
         return Card(**{field.name: card[field.name] for field in dataclasses.fields(Card)})
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is not a file of `zerofit prepare` ({type(error).__name__}). Remove it") from None
+        raise UserError(f"{path} is not a file of `zerofit prepare` ({type(error).__name__}). Rename it") from None
 
 
 def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -38,12 +38,14 @@ SOURCES_AND_TARGETS = (
     ("input", "output"),
     ("document", "summary"),
     ("article", "highlights"),
+    ("article", "abstract"),
     ("text", "summary"),
     ("dialogue", "summary"),
     ("prompt", "completion"),
     ("question", "answer"),
     ("context", "response"),
 )
+TARGETS = {*REPLIES, "label", *(target for _, target in SOURCES_AND_TARGETS)}  # also with an s behind them
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> PairReader:
         lists = (
             name
             for name in (*DIALOGUES, "content")
-            if name in table.column_names and (tables.holds_lists(table.features[name]) or _are_lists(table, name))
+            if name in table.column_names and (tables.may_hold_turns(table.features[name]) or _are_lists(table, name))
         )
         dialogue = next(lists, None)
     if dialogue:
@@ -171,12 +173,15 @@ def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> PairReader:
     if (source is None or target is None) and answered and len(texts) == 2:
         for name in () if source or target else texts:
             tables.check_name(name, "source_column and --target_column")
+        texts.sort(key=lambda name: bool({name, name.removesuffix("s")} & TARGETS))  # else in the file's order
         source = source or next(name for name in texts if name != target)
         target = target or next(name for name in texts if name != source)
     if source is None and not answered and len(texts) == 1:
         source = texts[0]
     if source is None or (answered and target is None):
-        raise UserError(f"no pairs: name --source_column and --target_column; {tables.columns_present(table)}")
+        others = [name for name in table.column_names if name in of_known and not tables.holds_values(table, name)]
+        what = f" ({' and '.join(others)}: no text each, but lists or objects)" if others else ""
+        raise UserError(f"no pairs{what}: name --source_column and --target_column; {tables.columns_present(table)}")
     return PairReader(None, source, target, context, verdict, answered)
 
 

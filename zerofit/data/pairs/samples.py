@@ -119,7 +119,8 @@ def _check_languages(recipe: Seq2SeqRecipe, tokenizer: PreTrainedTokenizerBase, 
 def _missing_prefix(config: PretrainedConfig, prefix: str) -> list[str]:
     """A note where the model says with which prefixes it was trained (T5), and the sources have none."""
     tasks = getattr(config, "task_specific_params", None) or {}
-    known = [settings["prefix"] for settings in tasks.values() if settings.get("prefix", "").strip()]
+    prefixes = [(settings or {}).get("prefix") or "" for settings in tasks.values()]
+    known = [each for each in prefixes if each.strip()]
     if prefix or not known:
         return []
     return [f"note      source_prefix is empty; the model was trained with {', '.join(map(repr, known))}"]
