@@ -35,6 +35,13 @@ def form_of(record: dict, **options) -> Form | None:
         ({"instruction": "x", "input": "", "output": "y", "system": "s", "history": [["a", "b"]]}, {},
          Form("instruction", "instruction", "output", "input", "history", "system")),  # LLaMA-Factory
         ({"prompt": "x", "completion": "y"}, {}, Form("prompt", "prompt", "completion", plain=True)),
+        ({"instruction": "x", "answer": "y"}, {}, Form("instruction", "instruction", "answer")),
+        ({"inputs": "x", "targets": "y"}, {}, Form("prompt", "inputs", "targets", plain=True)),  # FLAN
+        ({"input": "x", "output": "y"}, {}, Form("prompt", "input", "output", plain=True)),
+        ({"prompt": "x", "input": "z", "output": "y"}, {}, Form("instruction", "prompt", "output", "input")),
+        ({"user": "x", "assistant": "y", "id": "1"}, {}, Form("prompt", "user", "assistant", plain=True)),
+        ({"user": "x", "text": "z", "target": "y"}, {}, None),  # of tweets
+        ({"question": "x", "answer": ["y", "z"]}, {}, Form("prompt", "question", "answer")),  # NQ-open
         ({"query": "x", "response": "y", "history": [["a", "b"]]}, {},
          Form("prompt", "query", "response", history="history")),  # ms-swift
         ({"system_prompt": "s", "question": "x", "response": "y"}, {},
@@ -83,6 +90,8 @@ def test_an_instruction():
     in_parts = [{"text": "Count."}]  # as Amazon's Bedrock and Anthropic have it
     assert INSTRUCTION.read(instruction(input=12, system=in_parts))[0] == own
     assert INSTRUCTION.read(instruction(output=3)) == [default, asked, three], "an answer of digits"
+    record = {"question": "Who?", "context": "Ann did."}
+    assert form_of(record, predict_file=["x.jsonl"]).read(record)[-1]["input"] == "Ann did.", "SQuAD without answers"
 
 
 def test_a_prompt():
@@ -163,7 +172,8 @@ def test_tools_answer_between_two_turns_of_the_assistant():
 def test_preferences_are_refused(record):
     message = refusal(form_of, record)
     assert "the records are preferences" in message
-    assert "--preference_loss dpo" in message
+    assert "train/dpo.py reads them" in message
+    assert form_of({"prompt": "x", **record}, predict_file=["x.jsonl"]).read({"prompt": "x"})[-1]["content"] == "x"
 
 
 @pytest.fixture

@@ -131,6 +131,7 @@ FORMS = {
     "prompt": {"prompt": "x", "chosen": "good", "rejected": "bad"},
     "question": {"question": "x", "chosen": "good", "rejected": "bad"},
     "instruction": {"instruction": "x", "input": "", "chosen": "good", "rejected": "bad"},
+    "input": {"input": "x", "chosen": "good", "rejected": "bad"},
     "prompt beside conversations": {"prompt": "x", "chosen": [user("x"), answer("good")],
                                     "rejected": [user("x"), answer("bad")]},
     "conversations": {"chosen": [user("x"), answer("good")], "rejected": [user("x"), answer("bad")]},

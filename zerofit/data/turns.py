@@ -43,7 +43,7 @@ def refuse_preferences(table: Dataset, remedy: str) -> str | None:
     """The column that says whether an answer is good or bad, if there is one. Raises UserError: each record has a
     preferred and a rejected answer."""
     if pair := match_columns(PREFERENCES, table.column_names):
-        what = f"the records are preferences ({', '.join(pair)}): train/clm.py takes --preference_loss dpo"
+        what = f"the records are preferences ({', '.join(pair)}): train/dpo.py reads them as chosen and rejected"
         raise UserError(f"{what}. Or name columns with {remedy}; {columns_present(table)}")
     return next((name for name in VERDICTS if name in table.column_names and _holds_booleans(table, name)), None)
 
@@ -70,8 +70,8 @@ def question_answering_columns(table: Dataset) -> tuple[str, str, str] | None:
 
 def first_answer(value: Any) -> Any:
     """A text; of several, the first: ["..."], {"text": ["..."]} as in SQuAD on the hub, [{"text": "..."}] as in its
-    files."""
-    while isinstance(value, (list, dict)):
+    files. Turns with roles as they are."""
+    while isinstance(value, (list, dict)) and not role_of(value[0] if isinstance(value, list) and value else value):
         value = value.get("text") if isinstance(value, dict) else value[0] if value else None
     return value
 

@@ -26,7 +26,6 @@ from zerofit.data.turns import (
     is_trained,
     listed,
     optional_text,
-    question_answering_columns,
     refuse_preferences,
     refuse_rejected,
     role_of,
@@ -38,10 +37,11 @@ from zerofit.data.turns import (
 from zerofit.model.chat import TEMPLATE_ARGUMENTS, Conversation, Message, check_arguments, tool_definitions
 from zerofit.recipe.tasks import ClmRecipe
 
-QUESTIONS = {"instruction": ("instruction",), "prompt": ("prompt", "question", "query")}
-ANSWERS = {"instruction": ("output", "response"), "prompt": ("completion", "response", "answer")}
+QUESTIONS = ("instruction", "prompt", "question", "query", "input", "inputs")
+ANSWERS = ("output", "completion", "response", "answer", "answers", "target", "targets")
+SPEAKERS = (("user", "assistant"), ("human", "assistant"))  # a column for the text of each
 INPUTS = ("input", "context")
-SYSTEMS = ("system", "system_prompt")
+SYSTEMS = ("system", "system_prompt", "system_message", "system_instruction")
 ROLES = {
     "system": ("system", "developer"),
     "user": ("user", "human", "prompter"),
@@ -97,8 +97,7 @@ class Form:
             turns = [{**turn, "trained": False} if turn["role"] == "assistant" else turn for turn in turns]
         turns = [*self._history(record), *turns]
         if self.answer:
-            answer = record[self.answer] if self.kind == "prompt" else first_answer(record[self.answer])
-            turns += turns_in(answer, "assistant", self.answer)
+            turns += turns_in(first_answer(record[self.answer]), "assistant", self.answer)
         while not self.answered and turns and turns[-1]["role"] == "assistant":
             turns = turns[:-1]
         check_order(turns, self.answered)
@@ -232,8 +231,8 @@ def find_form(recipe: ClmRecipe, table: Dataset) -> Form | None:
     """The form of the records, by the names of the columns. None: plain text."""
     if recipe.text_column:
         return None
-    verdict = refuse_preferences(table, "--text_column")
     answered = not recipe.predict_file
+    verdict = refuse_preferences(table, "--text_column") if answered else None
     form = first_form(recipe, table, answered)
     if form is None:
         return None
@@ -251,19 +250,18 @@ def first_form(recipe: ClmRecipe, table: Dataset, answered: bool) -> Form | None
     for name in (*lists, *packed):
         if name != "history" and _has_roles(table[name][:FIRST_RECORDS]):
             return form("messages", name)
-    if columns := question_answering_columns(table):
-        return form("instruction", *columns)
-    for kind in ("instruction", "prompt"):
-        question = match_columns(QUESTIONS[kind], names)
-        answer = match_columns(ANSWERS[kind], names) if answered else None
-        if question is None or (answered and answer is None):
-            continue
-        history = "history" if "history" in names and holds_turns(table, "history") else None
-        if kind == "prompt":
-            plain = not any(holds_turns(table, name) for name in (question, answer, history) if name)
-            return form(kind, question, answer, history=history, plain=plain)
-        return form(kind, question, answer, match_columns(INPUTS, names), history=history)
-    return None
+    question, answer = match_columns(QUESTIONS, names), match_columns(ANSWERS, names)
+    if question is None or (answered and answer is None):
+        question, answer = match_columns(SPEAKERS, names) or (None, None)
+    if question is None:
+        return None
+    answer = answer if answered else None
+    history = "history" if "history" in names and holds_turns(table, "history") else None
+    given = match_columns(INPUTS, [name for name in names if name != question])
+    turns = [name for name in (question, answer, history) if name and holds_turns(table, name)]
+    if question == "instruction" or (given and question not in turns):
+        return form("instruction", question, answer, given, history=history)
+    return form("prompt", question, answer, history=history, plain=not turns)
 
 
 def given_columns(table: Dataset) -> tuple[str, ...]:
