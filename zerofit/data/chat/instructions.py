@@ -51,6 +51,7 @@ ROLES = {
 ROLE_OF_NAME = {name: role for role, names in ROLES.items() for name in names}
 KINDS = {"messages": "a conversation", "instruction": "an instruction", "prompt": "a prompt and its answer"}
 TURNS = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")  # of a text, what only a list has
+SPOKEN = re.compile(r"(?:^|(?:\r?\n){2})(Human|Assistant):[ ]?")
 FIRST_RECORDS = 100  # that are looked at for turns with roles
 
 
@@ -67,6 +68,7 @@ class Form:
     system_prompt: str | None = None  # for conversations without one
     verdict: str | None = None  # the column that says whether the answer is a good one
     plain: bool = False  # prompt and answer are texts, which can be concatenated without a template
+    spoken: bool = False  # prompts have "Human:" and "Assistant:" in front of each turn
     answered: bool = True  # whether records have an answer, which is trained on; else one is removed
     given: tuple[str, ...] = ()  # the columns of what a template takes beside the messages, such as tools
 
@@ -92,12 +94,14 @@ class Form:
             turns = [self._instruction(record)]
         else:
             value = record[self.question] or ([] if self.kind == "messages" else None)
-            turns = turns_in(unpacked(value) if self.kind == "messages" else value, "user", self.question)
+            value = unpacked(value) if self.kind == "messages" else spoken(value) if self.spoken else value
+            turns = turns_in(value, "user", self.question)
         if self.kind == "prompt":
             turns = [{**turn, "trained": False} if turn["role"] == "assistant" else turn for turn in turns]
         turns = [*self._history(record), *turns]
         if self.answer:
-            turns += turns_in(first_answer(record[self.answer]), "assistant", self.answer)
+            answer = first_answer(record[self.answer])
+            turns += turns_in(spoken(answer) if self.spoken else answer, "assistant", self.answer)
         while not self.answered and turns and turns[-1]["role"] == "assistant":
             turns = turns[:-1]
         check_order(turns, self.answered)
@@ -134,6 +138,18 @@ class Form:
                 content = _text(text, f"the {name} in entry {number} of its {self.history}")
                 turns.append({"role": role, "content": content})
         return turns
+
+
+def spoken(text: Any) -> Any:
+    """The turns of a text that has "Human:" and "Assistant:" in front of each, without the last if it is still to be
+    said; another text without the blanks around it."""
+    if not isinstance(text, str):
+        return text
+    before, *parts = SPOKEN.split(text.rstrip())
+    if before.strip() or "Human" not in parts[::2]:
+        return text.strip()
+    turns = [{"role": role, "content": said.strip()} for role, said in zip(parts[::2], parts[1::2])]
+    return turns[:-1] if parts[-2:] == ["Assistant", ""] else turns
 
 
 def _text(value: Any, what: str) -> str:
@@ -261,7 +277,9 @@ def first_form(recipe: ClmRecipe, table: Dataset, answered: bool) -> Form | None
     turns = [name for name in (question, answer, history) if name and holds_turns(table, name)]
     if question == "instruction" or (given and question not in turns):
         return form("instruction", question, answer, given, history=history)
-    return form("prompt", question, answer, history=history, plain=not turns)
+    texts = [] if turns or recipe.chat_template == "none" else table[question][:FIRST_RECORDS]
+    is_spoken = any(isinstance(spoken(text), list) for text in texts)
+    return form("prompt", question, answer, history=history, plain=not (turns or is_spoken), spoken=is_spoken)
 
 
 def given_columns(table: Dataset) -> tuple[str, ...]:
