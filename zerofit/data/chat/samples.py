@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from zerofit.model.chat import (
     missing_end_token,
     render,
     unread_keys,
+    written_twice,
 )
 from zerofit.model.loss import IGNORE
 from zerofit.model.tokenizer import get_tokenizer, padding_token
@@ -43,6 +45,7 @@ TABLE = Features(
 )  # fmt: skip
 TABLE_OF_PAIRS = Features({**TABLE, "rejected_ids": IDS, "rejected_labels": IDS})
 Rendered = tuple[str, list[chat.Span], list[chat.Span]]  # text, answers, and what is never trained on
+FIRST_TEXTS = 1000  # that are searched for what the template writes
 SHOWN_RUNS, SHOWN = 6, 200  # of a sample: runs of trained or other tokens, and characters at each end of a run
 
 
@@ -66,6 +69,7 @@ def prepare_chat(
     tokenizer = get_tokenizer(recipe, config, first.texts, f"{table_key(first.table)} {form}")
     template, note = install_template(tokenizer, recipe.chat_template, "none" if form.plain else None)
     notes = [note, form.describe, *notes, *missing_end_token(tokenizer, template)]
+    notes += written_twice(tokenizer, template, islice(first.texts(), FIRST_TEXTS))
     encoder = ChatEncoder(tokenizer, template, block_size, recipe.train_on_prompt and not compares)
     encode, features = (encode_pairs, TABLE_OF_PAIRS) if compares else (encode_conversations, TABLE)
     sets: dict[str, Conversations] = {}
