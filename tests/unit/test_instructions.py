@@ -50,6 +50,7 @@ def form_of(record: dict, **options) -> Form | None:
         ({"messages": TURNS, "prompt": "x", "completion": "y"}, {}, Form("messages", "messages")),
         ({"conversations": SHAREGPT, "id": "1"}, {"system_prompt": "s"},
          Form("messages", "conversations", system_prompt="s")),
+        ({"conversation": [{"assistant": "y", "human": "x"}]}, {}, Form("messages", "conversation")),
         ({"dialogue": [{"speaker": "Ann", "text": "Hi?"}], "text": "x"}, {}, None),
         ({"id": "1", "context": "z", "question": "x", "answers": {"text": ["y"], "answer_start": [0]}}, {},
          Form("instruction", "question", "answers", "context")),  # SQuAD
@@ -88,7 +89,8 @@ def test_an_instruction():
     assert INSTRUCTION.read(instruction(history=[["a?", "b"], ["c?", "d"]])) == [default, *past, asked, three]
     assert INSTRUCTION.read(instruction(history=past)) == [default, *past, asked, three]
     in_parts = [{"text": "Count."}]  # as Amazon's Bedrock and Anthropic have it
-    assert INSTRUCTION.read(instruction(input=12, system=in_parts))[0] == own
+    for system in (in_parts, {"role": "system", "parts": in_parts}):  # the latter as Gemini's
+        assert INSTRUCTION.read(instruction(input=12, system=system))[0] == own
     assert INSTRUCTION.read(instruction(output=3)) == [default, asked, three], "an answer of digits"
     record = {"question": "Who?", "context": "Ann did."}
     assert form_of(record, predict_file=["x.jsonl"]).read(record)[-1]["input"] == "Ann did.", "SQuAD without answers"
@@ -112,6 +114,9 @@ def test_a_prompt():
         SHAREGPT,
         [{"role": "user", "content": [{"type": "text", "text": "Hi?"}]}, {**ANSWER, "tool_calls": None}],
         {"role": ["user", "assistant"], "content": ["Hi?", "Ho."]},
+        [{"assistant": "Ho.", "human": "Hi?"}],  # of Firefly
+        [{"user": "Hi?", "assistant": None}, {"user": None, "assistant": "Ho."}],
+        [{"role": "user", "parts": [{"text": "Hi?"}]}, {"role": "model", "parts": [{"text": "Ho."}]}],  # of Gemini
     ],
 )
 def test_a_conversation(turns):

@@ -17,10 +17,11 @@ from zerofit.data.tables import LOOKED_AT, columns_present, match_columns, text_
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import parse_json
 
-DIALOGUES = ("dialogue", "dialog", "messages", "turns", "conversation", "conversations", "utterances", "history")
-TEXT_OF_A_TURN = ("content", "message", "text", "value", "utterance")
+DIALOGUES = ("dialogue", "dialog", "messages", "turns", "conversation", "conversations", "utterances", "contents",
+             "history")  # fmt: skip
+TEXT_OF_A_TURN = ("content", "message", "text", "value", "utterance", "parts")
 TEXT_OF_A_PART = ("text", "value", "content")
-ROLE_OF_A_TURN = ("role", "from", "speaker")
+ROLE_OF_A_TURN = ("role", "from", "speaker", "sender", "author")
 PREFERENCES = (
     ("chosen", "rejected"),
     ("response_a", "response_b"),
@@ -157,6 +158,8 @@ def _plain(content: Any) -> Any:
 def optional_text(value: Any, what: str) -> str:
     """A text that a record may have, also a number, or in parts; "" where it has none. Raises BadRecord: it is
     something else. `what`: its name in the message."""
+    if role_of(value):
+        value = turns_of([value])[0].text
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
         value = _plain(value)
     value = worded(value)

@@ -41,7 +41,7 @@ QUESTIONS = ("instruction", "prompt", "question", "query", "input", "inputs")
 ANSWERS = ("output", "completion", "response", "answer", "answers", "target", "targets")
 SPEAKERS = (("user", "assistant"), ("human", "assistant"))  # a column for the text of each
 INPUTS = ("input", "context")
-SYSTEMS = ("system", "system_prompt", "system_message", "system_instruction")
+SYSTEMS = ("system", "system_prompt", "system_message", "system_instruction", "systeminstruction")
 ROLES = {
     "system": ("system", "developer"),
     "user": ("user", "human", "prompter"),
@@ -186,7 +186,7 @@ def turns_in(value: Any, role: str, column: str) -> list[Message]:
     if not isinstance(value, (list, dict)):
         return [{"role": role, "content": _text(value, f"the {column}")}]
     messages = []
-    for number, (name, text, more) in enumerate(turns_of(value), 1):
+    for number, (name, text, more) in enumerate(turns_of(_with_roles(value)), 1):
         if name is None:
             raise BadRecord(f"turn {number} of its {column} has no role ({' or '.join(ROLE_OF_A_TURN)})")
         if name not in ROLE_OF_NAME:
@@ -208,6 +208,16 @@ def turns_in(value: Any, role: str, column: str) -> list[Message]:
         message = {"role": ROLE_OF_NAME[name], "content": text, **more}
         messages.append({**message, "tool_calls": calls} if calls else message)
     return messages
+
+
+def _with_roles(turns: Any) -> list[Any]:
+    """The turns as a list; of objects with roles as their keys, {"human": "Hi?", "assistant": "Ho."}, all of each."""
+    found = list[Any]()
+    for turn in listed(turns):
+        said = {key.lower(): text for key, text in turn.items() if text is not None} if isinstance(turn, dict) else {}
+        of_roles = [{"role": name, "content": said[name]} for name in ROLE_OF_NAME if name in said]
+        found += of_roles if len(of_roles) == len(said) > 0 else [turn]
+    return found
 
 
 def _calls(more: dict[str, Any], where: str) -> list[dict[str, Any]]:
@@ -306,6 +316,6 @@ def _has_roles(conversations: list[Any]) -> bool:
         if any(isinstance(items, str) and TURNS.match(items) for items in conversations):
             return True
         lists = [items for items in map(unpacked, conversations) if isinstance(items, (list, dict))]
-        return any(role in ROLE_OF_NAME for items in lists for role in map(role_of, listed(items)))
+        return any(role in ROLE_OF_NAME for items in lists for role in map(role_of, _with_roles(items)))
     except BadRecord:
         return False
