@@ -242,6 +242,12 @@ def test_texts_under_another_name_are_told(tmp_path, cache, number, said):
     assert f"{number} of {20 + number} records of {tmp_path / 'a.jsonl'} have no text (text)" in told
 
 
+def test_empty_texts_are_told(tmp_path, llama, prepare_causal):
+    (tmp_path / "a.csv").write_text("id,text\n" + "1,a\n2,\n" * 3)
+    data = prepare_causal(llama, tmp_path / "a.csv", validation_split_percentage=0)
+    assert "note      3 of 6 training texts are empty, and are left out" in data.notes
+
+
 @pytest.mark.parametrize("texts", [[b"a", b"b"], [["a"], ["b"]], [1, 2]])
 def test_a_column_text_that_holds_none_is_not_passed_over(tmp_path, cache, texts):
     Dataset.from_dict({"text": texts, "title": ["one text", "two"]}).to_parquet(tmp_path / "a.parquet")
