@@ -21,7 +21,7 @@ from zerofit.data.tables import text_of, write_table
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import each_key_once, has_half_pair, parse_json
 
-NOT_BLANK = re.compile(r"\S")
+NOT_BLANK = re.compile(r"[^\s\ufeff]")  # files that were joined have byte-order marks within
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 FEW = 5  # records and columns: with fewer it is not clear which are which
 HALF_PAIR = r"a text has half of a surrogate pair (as \ud83d alone), which is no character"
@@ -144,6 +144,7 @@ def _one_after_another(text: str, line: int, path: Path) -> Iterator[Any]:
                 f"{path}, line {line + text.count(chr(10), 0, found.start())}: not valid JSON: {error}"
             ) from None
         yield record
+        place += isinstance(record, dict) and text.startswith(",", place)  # a list without its brackets
 
 
 def _under(field: str, held: Any, path: Path) -> list[Any]:
