@@ -1,6 +1,8 @@
 """Instructions, prompts and chats: what a table holds, the messages of a record, and records that are of no use."""
 
 import json
+from datetime import date
+from decimal import Decimal
 from functools import partial
 
 import pytest
@@ -136,6 +138,7 @@ def test_a_system_text():
     ("form", "record", "words"),
     [
         (INSTRUCTION, instruction(output=""), "the output is empty"),
+        (INSTRUCTION, instruction(output=date(2024, 1, 2)), "the output is a date, and no text"),
         (INSTRUCTION, instruction(input=["a", "b"]), "its input is a list or an object"),
         (INSTRUCTION, instruction(history=[["a?", "b"], ["c?", ""]]), "the answer in entry 2 of its history is empty"),
         (INSTRUCTION, instruction(input=["a", "b"]), "its input is a list"),
@@ -232,9 +235,9 @@ def test_turns_as_the_text_of_a_list(written):
 
 
 def test_answers_that_are_numbers():
-    table = Dataset.from_list([{"question": "1+1", "answer": 2}, {"question": "1/2", "answer": 0.5}])
-    form = find_form(ClmRecipe(), table)
-    assert [form.read(record)[-1]["content"] for record in table] == ["2", "0.5"]
+    records = [{"question": "?", "answer": number} for number in (2, 0.5, 3.0, Decimal("1.10"))]
+    form = form_of(records[0])
+    assert [form.read(record)[-1]["content"] for record in records] == ["2", "0.5", "3", "1.10"]
 
 
 @pytest.mark.parametrize("record", [

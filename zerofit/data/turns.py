@@ -5,6 +5,7 @@ Chats (data/chat), pairs (data/pairs) and multiple choice (data/labelled) read r
 
 import ast
 import contextlib
+from decimal import Decimal
 from io import StringIO
 from itertools import pairwise
 from tokenize import NL, STRING, TokenError, generate_tokens
@@ -199,4 +200,13 @@ def blank(text: Any) -> bool:
 
 def worded(value: Any) -> Any:
     """A number as text, any other value as it is: an answer of digits is read as a number."""
-    return text_of(value) if isinstance(value, (int, float)) else value
+    return text_of(value) if isinstance(value, (int, float, Decimal)) else value
+
+
+def checked_text(value: Any, what: str) -> str:
+    """A text, or a number as one. Raises BadRecord: it is empty, or no text. `what`: its name in the message."""
+    text = worded(value)
+    if blank(text):
+        is_other = value is not None and not isinstance(value, str)
+        raise BadRecord(f"{what} is a {type(value).__name__}, and no text" if is_other else f"{what} is empty")
+    return str(text)

@@ -22,6 +22,7 @@ from zerofit.data.turns import (
     MASKS,
     ROLE_OF_A_TURN,
     blank,
+    checked_text,
     first_answer,
     is_trained,
     listed,
@@ -32,7 +33,6 @@ from zerofit.data.turns import (
     turns_of,
     unpacked,
     without_nothing,
-    worded,
 )
 from zerofit.model.chat import TEMPLATE_ARGUMENTS, Conversation, Message, check_arguments, tool_definitions
 from zerofit.recipe.tasks import ClmRecipe
@@ -120,7 +120,7 @@ class Form:
         return Conversation([*begin, *turns], given_in(record, self.given))
 
     def _instruction(self, record: dict[str, Any]) -> Message:
-        instruction = _text(record[self.question], f"the {self.question}")
+        instruction = checked_text(record[self.question], f"the {self.question}")
         message = {"role": "user", "content": instruction, "instruction": instruction}
         if self.input and (given := optional_text(record[self.input], f"its {self.input}")):
             message["input"] = given
@@ -135,7 +135,7 @@ class Form:
             if not isinstance(pair, list) or len(pair) != 2:
                 raise BadRecord(f"entry {number} of its {self.history} is no pair of question and answer")
             for role, text, name in zip(("user", "assistant"), pair, ("question", "answer")):
-                content = _text(text, f"the {name} in entry {number} of its {self.history}")
+                content = checked_text(text, f"the {name} in entry {number} of its {self.history}")
                 turns.append({"role": role, "content": content})
         return turns
 
@@ -150,13 +150,6 @@ def spoken(text: Any) -> Any:
         return text.strip()
     turns = [{"role": role, "content": said.strip()} for role, said in zip(parts[::2], parts[1::2])]
     return turns[:-1] if parts[-2:] == ["Assistant", ""] else turns
-
-
-def _text(value: Any, what: str) -> str:
-    text = worded(value)
-    if blank(text):
-        raise BadRecord(f"{what} is empty")
-    return text
 
 
 def given_in(record: dict[str, Any], columns: tuple[str, ...]) -> dict[str, Any]:
@@ -184,7 +177,7 @@ def turns_in(value: Any, role: str, column: str) -> list[Message]:
     if isinstance(value, str) and TURNS.match(value):
         value = unpacked(value, f"the {column} is")
     if not isinstance(value, (list, dict)):
-        return [{"role": role, "content": _text(value, f"the {column}")}]
+        return [{"role": role, "content": checked_text(value, f"the {column}")}]
     messages = []
     for number, (name, text, more) in enumerate(turns_of(_with_roles(value)), 1):
         if name is None:
@@ -204,7 +197,7 @@ def turns_in(value: Any, role: str, column: str) -> list[Message]:
         elif text is None:
             raise BadRecord(f"{where} has no text and no tool_calls")
         else:
-            text = _text(text, where)
+            text = checked_text(text, where)
         message = {"role": ROLE_OF_NAME[name], "content": text, **more}
         messages.append({**message, "tool_calls": calls} if calls else message)
     return messages
