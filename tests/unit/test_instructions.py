@@ -209,6 +209,12 @@ def test_options_that_do_not_go_with_instructions(tmp_path, prepare, flags, word
     check_refusal(words, prepare, path, *flags)
 
 
+def test_a_record_of_another_form_is_told_from_an_empty_one(tmp_path, prepare):
+    path = write_records(tmp_path / "a.jsonl", [asked(0), {"messages": TURNS, "id": "1"}, asked(2)])
+    message = refusal(prepare, path, "--chat_template", "instruction")
+    assert "record 1: a conversation without a turn (not read: its instruction, output; files of" in message
+
+
 def test_a_held_out_file_of_another_form(tmp_path, prepare):
     """Each part is read as what it is: other columns, or turns in place of columns."""
     path = write_records(tmp_path / "a.jsonl", [asked(n) for n in range(30)])
