@@ -59,11 +59,14 @@ class PreferenceForm:
 
     def read(self, record: dict[str, Any]) -> Pair:
         """The two conversations of a record; only what is not common to both is compared. Raises BadRecord: a text is
-        empty, a role is out of order, there is no prompt, or both answers are the same."""
+        empty, a role is out of order, there is no prompt, the prompts differ, or both answers are the same."""
         chosen, rejected = (self._conversation(record, column) for column in (CHOSEN, REJECTED))
-        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected)))
-        if common == max(len(chosen), len(rejected)):
-            raise BadRecord("its two answers are the same")
+        common = sum(1 for _ in takewhile(lambda pair: _is_same(*pair), zip(chosen, rejected)))
+        if common == min(len(chosen), len(rejected)):
+            same = "its two answers are the same"
+            raise BadRecord(same if len(chosen) == len(rejected) else "one conversation is the beginning of the other")
+        if (role := chosen[common]["role"]) != "assistant":
+            raise BadRecord(f"turn {common + 1}, the {role}'s, differs: both answers must be to one prompt")
         given, pair = given_in(record, self.given), []
         for conversation in (chosen, rejected):
             turns = [
@@ -99,6 +102,11 @@ class PreferenceForm:
             with contextlib.suppress(BadRecord):  # the rest of its prompt is not needed
                 return [turn for turn in self.prompt.read(record)[:1] if turn["role"] == "system"]
         return [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+
+
+def _is_same(one: Message, other: Message) -> bool:
+    """Return whether turns are the same; keys beside the text, such as an id, count in answers alone."""
+    return one == other or (one["role"] != "assistant" and all(one[key] == other[key] for key in ("role", "content")))
 
 
 def find_preferences(recipe: ClmRecipe, table: Dataset) -> PreferenceForm:
