@@ -6,7 +6,7 @@ from decimal import Decimal
 from functools import partial
 
 import pytest
-from datasets import Dataset
+from datasets import ClassLabel, Dataset, Features, Value
 from helpers import check_refusal, refusal, write_records
 
 from zerofit.data.chat.instructions import Form, find_form
@@ -244,6 +244,14 @@ def test_answers_that_are_numbers():
     records = [{"question": "?", "answer": number} for number in (2, 0.5, 3.0, Decimal("1.10"))]
     form = form_of(records[0])
     assert [form.read(record)[-1]["content"] for record in records] == ["2", "0.5", "3", "1.10"]
+
+
+def test_answers_that_are_names_of_classes(tmp_path, prepare):
+    features = Features({"question": Value("string"), "answer": ClassLabel(names=["no", "yes"])})
+    table = Dataset.from_dict({"question": ["Is it so? "] * 30, "answer": [1] * 30}, features=features)
+    table.to_parquet(tmp_path / "a.parquet")
+    data = prepare(tmp_path / "a.parquet", "--chat_template", "none")
+    assert "Is it so? yes" in text_of(data, data.train)
 
 
 @pytest.mark.parametrize("record", [

@@ -22,7 +22,7 @@ from zerofit.data.options import PARTS, DataOptions
 from zerofit.data.pack import DatasetStats, Documents, Sample, SampleSet, TextData
 from zerofit.data.records import read_parts
 from zerofit.data.sources import Source
-from zerofit.data.tables import IDS, Columns, table_key, tokenizer_hash
+from zerofit.data.tables import IDS, Columns, table_key, texts_of, tokenizer_hash, with_class_names
 from zerofit.model import chat
 from zerofit.model.chat import (
     BadTemplate,
@@ -63,7 +63,8 @@ def prepare_chat(
     records of each part; they may differ."""
     form = next(iter(forms.values()))
     compares = isinstance(form, PreferenceForm)
-    parts, notes = read_parts(source, dict(forms), options)
+    named = {name: with_class_names(table, [texts_of(forms[name].columns)]) for name, table in source.parts.items()}
+    parts, notes = read_parts(replace(source, parts=named), dict(forms), options)  # names of classes are texts, too
     parts = options.limited(parts)
     first_of, first = next(iter(parts.items()))
     tokenizer = get_tokenizer(recipe, config, first.texts, f"{table_key(first.table)} {form}")
