@@ -60,7 +60,7 @@ def test_formats(tmp_path, cache, name):
     assert len(found.validation) == 4
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.md"])
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.md", "a.html", "a.cpp"])
 def test_text_is_one_document_unless_told_otherwise(tmp_path, cache, name):
     path = write(tmp_path, name)
     whole = records(cache, path, validation_split_percentage=0)
