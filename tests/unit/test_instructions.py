@@ -90,6 +90,9 @@ def test_an_instruction():
             {"role": "user", "content": "c?"}, {"role": "assistant", "content": "d"}]  # fmt: skip
     assert INSTRUCTION.read(instruction(history=[["a?", "b"], ["c?", "d"]])) == [default, *past, asked, three]
     assert INSTRUCTION.read(instruction(history=past)) == [default, *past, asked, three]
+    of_a_csv = instruction(history="[['a?', 'b'], ['c?', 'd']]")
+    assert INSTRUCTION.read(of_a_csv) == [default, *past, asked, three]
+    assert form_of(of_a_csv).history == "history"
     in_parts = [{"text": "Count."}]  # as Amazon's Bedrock and Anthropic have it
     for system in (in_parts, {"role": "system", "parts": in_parts}):  # the latter as Gemini's
         assert INSTRUCTION.read(instruction(input=12, system=system))[0] == own
@@ -117,6 +120,7 @@ def test_a_prompt():
         [{"role": "user", "content": [{"type": "text", "text": "Hi?"}]}, {**ANSWER, "tool_calls": None}],
         {"role": ["user", "assistant"], "content": ["Hi?", "Ho."]},
         [{"assistant": "Ho.", "human": "Hi?"}],  # of Firefly
+        [{"input": "Hi?", "output": "Ho."}],  # of Capybara
         [{"user": "Hi?", "assistant": None}, {"user": None, "assistant": "Ho."}],
         [{"role": "user", "parts": [{"text": "Hi?"}]}, {"role": "model", "parts": [{"text": "Ho."}]}],  # of Gemini
     ],

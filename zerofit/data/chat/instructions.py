@@ -49,8 +49,10 @@ ROLES = {
     "tool": ("tool", "function", "observation", "ipython"),  # the answer of a tool
 }
 ROLE_OF_NAME = {name: role for role, names in ROLES.items() for name in names}
+ROLE_OF_KEY = {**ROLE_OF_NAME, **dict.fromkeys(QUESTIONS, "user"), **dict.fromkeys(ANSWERS, "assistant")}  # of a turn
 KINDS = {"messages": "a conversation", "instruction": "an instruction", "prompt": "a prompt and its answer"}
 TURNS = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")  # of a text, what only a list has
+LISTS = re.compile(r"\s*\[\s*[\[{]")  # the text of a list of pairs or turns
 SPOKEN = re.compile(r"(?:^|(?:\r?\n){2})(Human|Assistant):[ ]?")
 FIRST_RECORDS = 100  # that are looked at for turns with roles
 
@@ -128,7 +130,7 @@ class Form:
         return message
 
     def _history(self, record: dict[str, Any]) -> list[Message]:
-        turns, entries = [], listed(record[self.history] or []) if self.history else []
+        turns, entries = [], listed(unpacked(record[self.history]) or []) if self.history else []
         if entries and isinstance(entries[0], dict):
             return turns_in(entries, "user", "history")
         for number, pair in enumerate(entries, 1):
@@ -204,11 +206,11 @@ def turns_in(value: Any, role: str, column: str) -> list[Message]:
 
 
 def _with_roles(turns: Any) -> list[Any]:
-    """The turns as a list; of objects with roles as their keys, {"human": "Hi?", "assistant": "Ho."}, all of each."""
+    """The turns as a list; {"human": "Hi?", "assistant": "Ho."} and {"input": "Hi?", "output": "Ho."} are two."""
     found = list[Any]()
     for turn in listed(turns):
         said = {key.lower(): text for key, text in turn.items() if text is not None} if isinstance(turn, dict) else {}
-        of_roles = [{"role": name, "content": said[name]} for name in ROLE_OF_NAME if name in said]
+        of_roles = [{"role": role, "content": said[name]} for name, role in ROLE_OF_KEY.items() if name in said]
         found += of_roles if len(of_roles) == len(said) > 0 else [turn]
     return found
 
@@ -275,7 +277,7 @@ def first_form(recipe: ClmRecipe, table: Dataset, answered: bool) -> Form | None
     if question is None:
         return None
     answer = answer if answered else None
-    history = "history" if "history" in names and holds_turns(table, "history") else None
+    history = "history" if "history" in names and holds_turns(table, "history", LISTS) else None
     given = match_columns(INPUTS, [name for name in names if name != question])
     turns = [name for name in (question, answer, history) if name and holds_turns(table, name)]
     if question == "instruction" or (given and question not in turns):
@@ -296,11 +298,11 @@ def given_columns(table: Dataset) -> tuple[str, ...]:
     )
 
 
-def holds_turns(table: Dataset, name: str) -> bool:
-    """Return whether a column holds turns, and not one text: as a list, an object, or the text of a list."""
+def holds_turns(table: Dataset, name: str, form: re.Pattern[str] = TURNS) -> bool:
+    """Return whether a column holds turns, and not one text: as a list, an object, or the text of a list of `form`."""
     kind = table.features[name]
     texts = table[name][:FIRST_RECORDS] if name in text_columns(table) else []
-    return holds_lists(kind) or isinstance(kind, dict) or any(text and TURNS.match(text) for text in texts)
+    return holds_lists(kind) or isinstance(kind, dict) or any(text and form.match(text) for text in texts)
 
 
 def _has_roles(conversations: list[Any]) -> bool:
