@@ -43,6 +43,7 @@ def form_of(record: dict, **options) -> Form | None:
         ({"prompt": "x", "input": "z", "output": "y"}, {}, Form("instruction", "prompt", "output", "input")),
         ({"user": "x", "assistant": "y", "id": "1"}, {}, Form("prompt", "user", "assistant", plain=True)),
         ({"user": "x", "text": "z", "target": "y"}, {}, None),  # of tweets
+        ({"query": "x", "text": "z", "target": "y"}, {}, None),
         ({"question": "x", "answer": ["y", "z"]}, {}, Form("prompt", "question", "answer")),  # NQ-open
         ({"query": "x", "response": "y", "history": [["a", "b"]]}, {},
          Form("prompt", "query", "response", history="history")),  # ms-swift

@@ -39,6 +39,7 @@ from zerofit.recipe.tasks import ClmRecipe
 
 QUESTIONS = ("instruction", "prompt", "question", "query", "input", "inputs")
 ANSWERS = ("output", "completion", "response", "answer", "answers", "target", "targets")
+UNSURE = ("input", "inputs", "target", "targets")  # which beside a column `text` are about it
 SPEAKERS = (("user", "assistant"), ("human", "assistant"))  # a column for the text of each
 INPUTS = ("input", "context")
 SYSTEMS = ("system", "system_prompt", "system_message", "system_instruction", "systeminstruction")
@@ -271,7 +272,8 @@ def first_form(recipe: ClmRecipe, table: Dataset, answered: bool) -> Form | None
     for name in (*lists, *packed):
         if name != "history" and _has_roles(table[name][:FIRST_RECORDS]):
             return form("messages", name)
-    question, answer = match_columns(QUESTIONS, names), match_columns(ANSWERS, names)
+    sure = [name for name in names if "text" not in names or name not in UNSURE]
+    question, answer = match_columns(QUESTIONS, sure), match_columns(ANSWERS, sure)
     if question is None or (answered and answer is None):
         question, answer = match_columns(SPEAKERS, names) or (None, None)
     if question is None:
