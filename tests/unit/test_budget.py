@@ -14,9 +14,9 @@ LIMITS = {  # what there is; the goal of each is behind it
     "train": 496,  # 800
     "zerofit": 142,  # cli.py
     "zerofit/recipe": 3_595,  # 2,700
-    "zerofit/model": 5_869,  # 4,700
+    "zerofit/model": 5_880,  # 4,700
     "zerofit/compat": 604,  # 600
-    "zerofit/data": 7_119,  # 6,000
+    "zerofit/data": 7_210,  # 6,000
     "zerofit/strategy": 5_045,  # 4,800
     "zerofit/estimate": 4_763,  # 4,700
     "zerofit/record": 1_578,  # 4,300 with health and checkpoint
@@ -24,9 +24,9 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/checkpoint": 1_827,
     "zerofit/training": 3_313,  # 2,000
     "zerofit/launch": 1_573,  # 1,300
-    "zerofit/tools": 10_729,  # 10,600
+    "zerofit/tools": 10_731,  # 10,600
     "benchmarks": 1_903,  # 1,800
-    "tests": 26_501,  # 21,500
+    "tests": 26_578,  # 21,500
 }
 
 

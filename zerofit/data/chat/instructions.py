@@ -210,7 +210,10 @@ def _with_roles(turns: Any) -> list[Any]:
     """The turns as a list; {"human": "Hi?", "assistant": "Ho."} and {"input": "Hi?", "output": "Ho."} are two."""
     found = list[Any]()
     for turn in listed(turns):
-        said = {key.lower(): text for key, text in turn.items() if text is not None} if isinstance(turn, dict) else {}
+        if not isinstance(turn, dict) or role_of(turn):
+            found.append(turn)
+            continue
+        said = {key.lower(): text for key, text in turn.items() if text is not None}
         of_roles = [{"role": role, "content": said[name]} for name, role in ROLE_OF_KEY.items() if name in said]
         found += of_roles if len(of_roles) == len(said) > 0 else [turn]
     return found
