@@ -183,6 +183,8 @@ def test_what_a_prompt_is(writer, cache, tmp_path):
     data = text_data(writer, cache, "--predict_file", tmp_path / "a.txt")
     assert [record["prompt"] for record in data.prompts.records] == ["Once upon", "  a time "]
     assert [data.tokenizer.decode(ids) for ids in data.prompts.ids] == ["Once upon", "  a time "]
+    flags = ("--predict_file", tmp_path / "a.txt", "--chat_template", "chatml")
+    assert "chat_template = 'chatml': no effect" in refusal(text_data, writer, cache, *flags)
     known = {"instruction": "Say 1", "output": "one"}
     file = write_records(tmp_path / "a.jsonl", [known, {"instruction": "Say 2", "output": None}])
     asked = text_data(writer, cache, "--predict_file", file, "--chat_template", "instruction")

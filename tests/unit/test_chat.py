@@ -8,7 +8,7 @@ from helpers import refusal
 
 from zerofit.data.chat.instructions import Form
 from zerofit.data.rendering import Renderer
-from zerofit.model.chat import BadTemplate, named_template, render
+from zerofit.model.chat import BadTemplate, named_template, render, written_twice
 from zerofit.model.loss import IGNORE
 
 SAID = [{"role": "user", "content": "Add.\n\n1 2", "instruction": "Add.", "input": "1 2"},
@@ -79,6 +79,16 @@ def test_a_template_that_fails_on_a_record(tokenizer_of, tmp_path, template, wor
     assert message.startswith("error: a.jsonl, record 7: chat_template = ")
     assert "mine.jinja' fails on it: " in message
     assert words in message, message
+
+
+def test_texts_that_a_template_has_written_are_named(tokenizer_of):
+    tokenizer = tokenizer_of("llama")
+    tokenizer.chat_template = named_template("llama-2-chat")
+    (warning,) = written_twice(tokenizer, "it", ["a", "<s>[INST] b [/INST]"])
+    assert "texts have '[INST]', which it writes again" in warning
+    assert not written_twice(tokenizer, "it", ["a", "<|im_start|>user"])
+    tokenizer.chat_template = named_template("none")
+    assert not written_twice(tokenizer, "it", ["[INST]"])
 
 
 def test_a_template_that_does_not_write_calls_of_tools_is_refused(tokenizer_of):

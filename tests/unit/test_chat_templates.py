@@ -347,5 +347,8 @@ def test_prompts_of_generate_bring_what_records_bring(tmp_path):
     assert prompt.given == {"tools": [TOOL]}
     assert prompt[1]["tool_calls"] == [CALL]
     assert prompt[2]["name"] == "weather"
+    asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    write_records(file, [{"prompt": "q", "system": "s", "id": 1}, {"prompt": asked}, {"prompt": "q", "system": ""}])
+    assert read_prompts(GenerateOptions(model="a", prompt_file=str(file))) == [asked, asked, "q"]
     write_records(file, [{"messages": [{"role": "user", "content": [PARTS[0], {"type": "text", "text": "What?"}]}]}])
     assert "line 1: a turn holds image" in refusal(read_prompts, GenerateOptions(model="a", prompt_file=str(file)))

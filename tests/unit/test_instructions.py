@@ -1,10 +1,12 @@
 """Instructions, prompts and chats: what a table holds, the messages of a record, and records that are of no use."""
 
 import json
+from datetime import date
+from decimal import Decimal
 from functools import partial
 
 import pytest
-from datasets import Dataset
+from datasets import ClassLabel, Dataset, Features, Value
 from helpers import check_refusal, refusal, write_records
 
 from zerofit.data.chat.instructions import Form, find_form
@@ -35,6 +37,14 @@ def form_of(record: dict, **options) -> Form | None:
         ({"instruction": "x", "input": "", "output": "y", "system": "s", "history": [["a", "b"]]}, {},
          Form("instruction", "instruction", "output", "input", "history", "system")),  # LLaMA-Factory
         ({"prompt": "x", "completion": "y"}, {}, Form("prompt", "prompt", "completion", plain=True)),
+        ({"instruction": "x", "answer": "y"}, {}, Form("instruction", "instruction", "answer")),
+        ({"inputs": "x", "targets": "y"}, {}, Form("prompt", "inputs", "targets", plain=True)),  # FLAN
+        ({"input": "x", "output": "y"}, {}, Form("prompt", "input", "output", plain=True)),
+        ({"prompt": "x", "input": "z", "output": "y"}, {}, Form("instruction", "prompt", "output", "input")),
+        ({"user": "x", "assistant": "y", "id": "1"}, {}, Form("prompt", "user", "assistant", plain=True)),
+        ({"user": "x", "text": "z", "target": "y"}, {}, None),  # of tweets
+        ({"query": "x", "text": "z", "target": "y"}, {}, None),
+        ({"question": "x", "answer": ["y", "z"]}, {}, Form("prompt", "question", "answer")),  # NQ-open
         ({"query": "x", "response": "y", "history": [["a", "b"]]}, {},
          Form("prompt", "query", "response", history="history")),  # ms-swift
         ({"system_prompt": "s", "question": "x", "response": "y"}, {},
@@ -43,6 +53,7 @@ def form_of(record: dict, **options) -> Form | None:
         ({"messages": TURNS, "prompt": "x", "completion": "y"}, {}, Form("messages", "messages")),
         ({"conversations": SHAREGPT, "id": "1"}, {"system_prompt": "s"},
          Form("messages", "conversations", system_prompt="s")),
+        ({"conversation": [{"assistant": "y", "human": "x"}]}, {}, Form("messages", "conversation")),
         ({"dialogue": [{"speaker": "Ann", "text": "Hi?"}], "text": "x"}, {}, None),
         ({"id": "1", "context": "z", "question": "x", "answers": {"text": ["y"], "answer_start": [0]}}, {},
          Form("instruction", "question", "answers", "context")),  # SQuAD
@@ -81,9 +92,15 @@ def test_an_instruction():
             {"role": "user", "content": "c?"}, {"role": "assistant", "content": "d"}]  # fmt: skip
     assert INSTRUCTION.read(instruction(history=[["a?", "b"], ["c?", "d"]])) == [default, *past, asked, three]
     assert INSTRUCTION.read(instruction(history=past)) == [default, *past, asked, three]
+    of_a_csv = instruction(history="[['a?', 'b'], ['c?', 'd']]")
+    assert INSTRUCTION.read(of_a_csv) == [default, *past, asked, three]
+    assert form_of(of_a_csv).history == "history"
     in_parts = [{"text": "Count."}]  # as Amazon's Bedrock and Anthropic have it
-    assert INSTRUCTION.read(instruction(input=12, system=in_parts))[0] == own
+    for system in (in_parts, {"role": "system", "parts": in_parts}):  # the latter as Gemini's
+        assert INSTRUCTION.read(instruction(input=12, system=system))[0] == own
     assert INSTRUCTION.read(instruction(output=3)) == [default, asked, three], "an answer of digits"
+    record = {"question": "Who?", "context": "Ann did."}
+    assert form_of(record, predict_file=["x.jsonl"]).read(record)[-1]["input"] == "Ann did.", "SQuAD without answers"
 
 
 def test_a_prompt():
@@ -104,6 +121,10 @@ def test_a_prompt():
         SHAREGPT,
         [{"role": "user", "content": [{"type": "text", "text": "Hi?"}]}, {**ANSWER, "tool_calls": None}],
         {"role": ["user", "assistant"], "content": ["Hi?", "Ho."]},
+        [{"assistant": "Ho.", "human": "Hi?"}],  # of Firefly
+        [{"input": "Hi?", "output": "Ho."}],  # of Capybara
+        [{"user": "Hi?", "assistant": None}, {"user": None, "assistant": "Ho."}],
+        [{"role": "user", "parts": [{"text": "Hi?"}]}, {"role": "model", "parts": [{"text": "Ho."}]}],  # of Gemini
     ],
 )
 def test_a_conversation(turns):
@@ -123,6 +144,7 @@ def test_a_system_text():
     ("form", "record", "words"),
     [
         (INSTRUCTION, instruction(output=""), "the output is empty"),
+        (INSTRUCTION, instruction(output=date(2024, 1, 2)), "the output is a date, and no text"),
         (INSTRUCTION, instruction(input=["a", "b"]), "its input is a list or an object"),
         (INSTRUCTION, instruction(history=[["a?", "b"], ["c?", ""]]), "the answer in entry 2 of its history is empty"),
         (INSTRUCTION, instruction(input=["a", "b"]), "its input is a list"),
@@ -164,7 +186,8 @@ def test_tools_answer_between_two_turns_of_the_assistant():
 def test_preferences_are_refused(record):
     message = refusal(form_of, record)
     assert "the records are preferences" in message
-    assert "--preference_loss dpo" in message
+    assert "train/dpo.py reads them" in message
+    assert form_of({"prompt": "x", **record}, predict_file=["x.jsonl"]).read({"prompt": "x"})[-1]["content"] == "x"
 
 
 @pytest.fixture
@@ -190,6 +213,12 @@ def text_of(data, samples) -> str:
 def test_options_that_do_not_go_with_instructions(tmp_path, prepare, flags, words):
     path = write_records(tmp_path / "a.jsonl", [asked(n) for n in range(30)])
     check_refusal(words, prepare, path, *flags)
+
+
+def test_a_record_of_another_form_is_told_from_an_empty_one(tmp_path, prepare):
+    path = write_records(tmp_path / "a.jsonl", [asked(0), {"messages": TURNS, "id": "1"}, asked(2)])
+    message = refusal(prepare, path, "--chat_template", "instruction")
+    assert "record 1: a conversation without a turn (not read: its instruction, output; files of" in message
 
 
 def test_a_held_out_file_of_another_form(tmp_path, prepare):
@@ -218,9 +247,17 @@ def test_turns_as_the_text_of_a_list(written):
 
 
 def test_answers_that_are_numbers():
-    table = Dataset.from_list([{"question": "1+1", "answer": 2}, {"question": "1/2", "answer": 0.5}])
-    form = find_form(ClmRecipe(), table)
-    assert [form.read(record)[-1]["content"] for record in table] == ["2", "0.5"]
+    records = [{"question": "?", "answer": number} for number in (2, 0.5, 3.0, Decimal("1.10"))]
+    form = form_of(records[0])
+    assert [form.read(record)[-1]["content"] for record in records] == ["2", "0.5", "3", "1.10"]
+
+
+def test_answers_that_are_names_of_classes(tmp_path, prepare):
+    features = Features({"question": Value("string"), "answer": ClassLabel(names=["no", "yes"])})
+    table = Dataset.from_dict({"question": ["Is it so? "] * 30, "answer": [1] * 30}, features=features)
+    table.to_parquet(tmp_path / "a.parquet")
+    data = prepare(tmp_path / "a.parquet", "--chat_template", "none")
+    assert "Is it so? yes" in text_of(data, data.train)
 
 
 @pytest.mark.parametrize("record", [

@@ -152,7 +152,8 @@ VALUES = [["007", 7], ["2024-01-01", "2024-01-02"], ["a", 3, "b"], [1, 2]]
 
 
 @pytest.mark.parametrize("values", VALUES)
-@pytest.mark.parametrize("form", [("\r", None), ("\r\n", None), ("", None), (" ", None), ("\n", 1), ("", 1)])
+@pytest.mark.parametrize("form", [("\r", None), ("\r\n", None), ("", None), (" ", None), ("\n", 1), ("", 1),
+                                  (",\n", None), (",\r\n", 1), ("\n\ufeff", None)])  # fmt: skip
 def test_records_that_are_not_one_a_line(tmp_path, cache, form, values):
     between, indent = form
     texts = [json.dumps({"text": "\u2028", "label": value}, indent=indent) for value in values]

@@ -131,6 +131,7 @@ FORMS = {
     "prompt": {"prompt": "x", "chosen": "good", "rejected": "bad"},
     "question": {"question": "x", "chosen": "good", "rejected": "bad"},
     "instruction": {"instruction": "x", "input": "", "chosen": "good", "rejected": "bad"},
+    "input": {"input": "x", "chosen": "good", "rejected": "bad"},
     "prompt beside conversations": {"prompt": "x", "chosen": [user("x"), answer("good")],
                                     "rejected": [user("x"), answer("bad")]},
     "conversations": {"chosen": [user("x"), answer("good")], "rejected": [user("x"), answer("bad")]},
@@ -139,6 +140,9 @@ FORMS = {
                  "rejected": {"from": "gpt", "value": "bad"}},
     "texts of lists": {"prompt": "x", "chosen": repr([user("x"), answer("good")]),
                        "rejected": json.dumps([user("x"), answer("bad")])},
+    "spoken prompt": {"prompt": "\n\nHuman: x\n\nAssistant: ", "chosen": " good", "rejected": " bad"},
+    "spoken, whole": {"prompt": "\n\nHuman: x\n\nAssistant:", "chosen": "\n\nHuman: x\n\nAssistant: good",
+                      "rejected": "\n\nHuman: x\n\nAssistant: bad"},
     "spoken": {"chosen": "\n\nHuman: x\n\nAssistant: good", "rejected": "\n\nHuman: x\n\nAssistant: bad"},
     "spoken, from Windows": {"chosen": "\r\n\r\nHuman: x\r\n\r\nAssistant: good",
                              "rejected": "Human: x\r\n\r\nAssistant: bad"},
@@ -168,8 +172,8 @@ def test_pairs_as_people_have_them(name):
 
 
 def test_earlier_answers_are_part_of_the_prompt():
-    begins = [user("a"), answer("b"), user("c")]
-    chosen, rejected = read({"chosen": [*begins, answer("good")], "rejected": [*begins, answer("bad")]})
+    begins, other = [user("a"), answer("b"), user("c")], [{**user("a"), "id": 1}, answer("b"), user("c")]
+    chosen, rejected = read({"chosen": [*begins, answer("good")], "rejected": [*other, answer("bad")]})
     for conversation in (chosen, rejected):
         assert [turn.get("trained", True) for turn in conversation if turn["role"] == "assistant"] == [False, True]
 
@@ -179,6 +183,9 @@ def test_earlier_answers_are_part_of_the_prompt():
     ({"prompt": "x", "chosen": " ", "rejected": "bad"}, "chosen is empty"),
     ({"chosen": "good", "rejected": "bad"}, "without a prompt"),
     ({"chosen": [user("x")], "rejected": [user("x"), answer("bad")]}, "no answer"),
+    ({"chosen": [user("x"), answer("good")], "rejected": [user("y"), answer("bad")]}, "turn 1, the user's, differs"),
+    ({"chosen": [user("x"), answer("a")], "rejected": [user("x"), answer("a"), user("y"), answer("b")]},
+     "one conversation is the beginning of the other"),
 ])  # fmt: skip
 def test_records_that_cannot_be_used(record, words):
     with pytest.raises(BadRecord, match=words):

@@ -60,7 +60,7 @@ def test_formats(tmp_path, cache, name):
     assert len(found.validation) == 4
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.md"])
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.md", "a.html", "a.cpp"])
 def test_text_is_one_document_unless_told_otherwise(tmp_path, cache, name):
     path = write(tmp_path, name)
     whole = records(cache, path, validation_split_percentage=0)
@@ -187,6 +187,7 @@ PROSE = {
     "今天天氣很好。我們去公園散步。看見了很多花和樹。": ("cp950",),
     "오늘은 날씨가 매우 좋아서 우리는 공원에 산책하러 갔습니다.": ("cp949",),
     "Die Straße führt über die Brücke, schöne Grüße aus München": ("cp1252",),
+    "Déjà vu: un café naïf, déjà bu": ("cp1252",),
     "Москва является столицей России и крупнейшим городом страны.": ("cp1251", "koi8_r"),
 }
 
@@ -242,6 +243,12 @@ def test_texts_under_another_name_are_told(tmp_path, cache, number, said):
         told = str(error)
     assert said in told
     assert f"{number} of {20 + number} records of {tmp_path / 'a.jsonl'} have no text (text)" in told
+
+
+def test_empty_texts_are_told(tmp_path, llama, prepare_causal):
+    (tmp_path / "a.csv").write_text("id,text\n" + "1,a\n2,\n" * 3)
+    data = prepare_causal(llama, tmp_path / "a.csv", validation_split_percentage=0)
+    assert "note      3 of 6 training texts are empty, and are left out" in data.notes
 
 
 @pytest.mark.parametrize("texts", [[b"a", b"b"], [["a"], ["b"]], [1, 2]])

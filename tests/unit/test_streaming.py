@@ -17,6 +17,7 @@ from zerofit.checkpoint.resume import data_fingerprint
 from zerofit.data import stream_reader
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.order import SampleOrder
+from zerofit.data.stream_reader import find_shards, read_window
 from zerofit.model.configuration import load_configuration
 
 TEXTS = [f"record {number}: " + "words " * (number % 7 + 1) for number in range(300)]
@@ -256,12 +257,21 @@ def test_names_of_columns_in_upper_case(prepared, tmp_path):
     assert data.tokenizer.decode(samples_at(data.train, 0, 1)[0], skip_special_tokens=True) in TEXTS
 
 
-def test_shards_with_other_types_are_named(prepared, tmp_path):
+@pytest.mark.parametrize("values", [(1, "x"), ({"a": 1}, "x"), ([{"a": "y"}], [{"a": "y", "b": 1}]), (1, 2.5)])
+def test_shards_may_have_other_types(tmp_path, values):
+    for name, value in zip("ab", values):
+        write_records(tmp_path / f"{name}.jsonl", [{"n": value, "date": "2024-01-01" if name == "a" else "?"}] * 2)
+    found = datasets.Dataset(read_window(find_shards((str(tmp_path / "*.jsonl"),)), [0, 1], (0, 0), 1 << 20)[0])
+    first, second = ("1", "x") if values == (1, "x") else values
+    assert found["n"][:] == [first, first, second, second]
+    assert found["date"][:] == [None, None, "?", "?"], "a date is no longer the text that it was"
+
+
+def test_shards_with_other_types_are_named(tmp_path):
     for name, value in (("a", 1), ("b", "x")):
-        write_records(tmp_path / f"{name}.jsonl", [{"text": "a text", "n": value}] * 3)
-    message = refusal(prepared, tmp_path / "*.jsonl", streaming="1GiB", max_train_steps=9)
-    assert f"{tmp_path / 'a.jsonl'} and the other shards" in message
-    assert "Field n" in message
+        datasets.Dataset.from_dict({"n": [value]}).to_parquet(tmp_path / f"{name}.parquet")
+    message = refusal(read_window, find_shards((str(tmp_path / "*.parquet"),)), [0, 1], (0, 0), 1 << 20)
+    assert f"{tmp_path / 'a.parquet'} and the other shards of a window differ in n (int64 or string)" in message
 
 
 def test_formats_and_names(prepared, tmp_path):

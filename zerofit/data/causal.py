@@ -8,7 +8,7 @@ from pathlib import Path
 from datasets import Dataset
 from transformers import PretrainedConfig
 
-from zerofit.data.chat.instructions import KINDS, Form, find_form
+from zerofit.data.chat.instructions import KINDS, find_form
 from zerofit.data.chat.preferences import find_preferences
 from zerofit.data.chat.samples import prepare_chat
 from zerofit.data.lengths import DEFAULT_BLOCK_SIZE, choose_length
@@ -16,7 +16,7 @@ from zerofit.data.megatron.samples import prepare_corpora
 from zerofit.data.mixture import mixed, named, options_of_sources
 from zerofit.data.options import DataOptions
 from zerofit.data.pack import SampleSet, TextData
-from zerofit.data.prompts import read_causal_prompts
+from zerofit.data.prompts import OF_CHATS, OF_TEXT, check_options, read_causal_prompts
 from zerofit.data.sources import Source, in_lower_case
 from zerofit.data.stream_reader import find_shards
 from zerofit.data.tables import columns_present, one_process_at_a_time, table_key
@@ -24,12 +24,9 @@ from zerofit.data.text import prepare_text, read_records, take_texts
 from zerofit.data.windows import LAG_UPDATES, StreamedSamples
 from zerofit.model.tokenizer import get_tokenizer
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.inference_options import OF_MODEL
 from zerofit.recipe.parsing import counted, parse_bytes
 from zerofit.recipe.paths import output_folder
 from zerofit.recipe.tasks import ClmRecipe
-
-OF_CHATS, OF_TEXT = ("chat_template", "system_prompt", "train_on_prompt"), ("document_separator", "append_eos")
 
 
 def prepare_causal_data(recipe: ClmRecipe, config: PretrainedConfig, consumed: Callable[[int], int] = int) -> TextData:
@@ -67,7 +64,7 @@ def _prepare_text_or_chat(
         pairs = {part: find_preferences(recipe, table) for part, table in source.parts.items()}
         return prepare_chat(recipe, options, config, source, pairs, block_size=block_size)
     forms = {part: find_form(recipe, table) for part, table in source.parts.items()}
-    _check_options(recipe, next(iter(forms.values())), source)
+    check_options(recipe, next(iter(forms.values())), source)
     chats = {part: form for part, form in forms.items() if form is not None}
     if len(chats) == len(forms):
         return prepare_chat(recipe, options, config, source, chats, block_size=block_size)
@@ -141,20 +138,3 @@ def _prepare_stream(
     )
     validation, notes = held_out.validation if held_out else None, [*data.notes, stream]
     return replace(data, train=train, validation=validation, notes=notes, order=train, samples_per_epoch=total)
-
-
-def _check_options(recipe: ClmRecipe, form: Form | None, source: Source) -> None:
-    """Raises UserError for options that the detected kind of data does not use."""
-    if form is None:
-        given = [name for name in OF_CHATS if getattr(recipe, name) and recipe.source(name) != OF_MODEL]
-        what = (
-            f"text; {columns_present(source.first)}. Name the columns as those of chats are named (docs/fine-tune.md)"
-        )
-    else:
-        given = [name for name in OF_TEXT if getattr(recipe, name) is not None and recipe.source(name) != OF_MODEL]
-        what = f"{KINDS[form.kind]} a record (column {form.question}). For running text say --text_column NAME"
-    if given and not recipe.mixture:  # of which another source may be of the other kind
-        named = ", ".join(f"{name} = {getattr(recipe, name)!r}" for name in given)
-        raise UserError(f"{named}: no effect, the data is taken for {what}, or leave the option out")
-    if form is not None and recipe.packing == "concatenate" and recipe.source("packing") != OF_MODEL:
-        raise UserError("packing = concatenate: no loss on the answers alone. Use --packing documents or none")

@@ -73,7 +73,7 @@ def likely(data: bytes) -> list[str]:
         name = marked or ("utf-16-be" if bigger else "utf-16-le")
         return [name] if _decoded(data, name) else []
     lines = b"\n".join(line for line in data.splitlines() if not line.isascii())[:SAMPLE]
-    matches = list(from_bytes(lines, cp_isolation=list(PROPOSED), threshold=0.2))
+    matches = list(from_bytes(lines, cp_isolation=list(PROPOSED), threshold=0.4))
     best = min((match.chaos for match in matches), default=0.0)
     good = [name for match in matches if match.chaos <= best + NEARLY for name in match.could_be_from_charset]
     texts: dict[str, str] = {}

@@ -23,10 +23,11 @@ from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import PACKED, ending_of
 from zerofit.recipe.parsing import counted
 
+TEXTS = (".txt .text .md .rst .tokens .tex .html .htm .py .c .h .cc .cpp .hpp .cs .go .java .js .ts .kt .php .r .rb "
+         ".rs .scala .sh .sql .swift").split()  # fmt: skip
 FORMATS = {
     ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "tsv", ".xlsx": "xlsx",
-    ".parquet": "parquet", ".conll": "conll",
-    ".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".tokens": "text", ".py": "text", ".tex": "text",
+    ".parquet": "parquet", ".conll": "conll", **dict.fromkeys(TEXTS, "text"),
 }  # fmt: skip
 OPTIONS = {  # that some formats have
     "encoding": ("json", "csv", "tsv", "text", "conll"),

@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from datasets import Features, Json, List, Value
 
 from zerofit.data.encodings import open_text
@@ -21,7 +22,7 @@ from zerofit.data.tables import text_of, write_table
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import each_key_once, has_half_pair, parse_json
 
-NOT_BLANK = re.compile(r"\S")
+NOT_BLANK = re.compile(r"[^\s\ufeff]")  # files that were joined have byte-order marks within
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 FEW = 5  # records and columns: with fewer it is not clear which are which
 HALF_PAIR = r"a text has half of a surrogate pair (as \ud83d alone), which is not a character"
@@ -144,6 +145,7 @@ def _one_after_another(text: str, line: int, path: Path) -> Iterator[Any]:
                 f"{path}, line {line + text.count(chr(10), 0, found.start())}: not valid JSON: {error}"
             ) from None
         yield record
+        place += isinstance(record, dict) and text.startswith(",", place)  # a list without its brackets
 
 
 def _under(field: str, held: Any, path: Path) -> list[Any]:
@@ -236,6 +238,15 @@ def as_kind(value: Any, kind: Kind) -> Any:
     if kind == TEXT:
         return text_of(value)
     return float(value) if kind == NUMBER else value
+
+
+def column_of(values: Iterable[Any]) -> pa.ChunkedArray:
+    """A column of values of JSON, of one type."""
+    held, kind = list(values), None
+    for value in held:
+        kind = widened(kind, value)
+    stored, shown = (Features({"": _feature(kind, mixed)}).arrow_schema for mixed in (Value(TEXT), Json()))
+    return pa.table([pa.array([as_kind(value, kind) for value in held], stored.types[0])], stored).cast(shown)[0]
 
 
 def _feature(kind: Kind, mixed: Any) -> Any:

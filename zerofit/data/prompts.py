@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from transformers import PretrainedConfig
 
-from zerofit.data.chat.instructions import find_form
+from zerofit.data.chat.instructions import KINDS, Form, find_form
 from zerofit.data.chat.samples import unread_note
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.pack import DatasetStats, Sample, TextData
@@ -16,14 +16,16 @@ from zerofit.data.pairs.samples import PairData, chosen_widths, open_pairs
 from zerofit.data.records import read_parts
 from zerofit.data.rendering import Renderer
 from zerofit.data.sources import Source, read_source
-from zerofit.data.tables import kept_columns
+from zerofit.data.tables import columns_present, kept_columns
 from zerofit.data.text import text_column
 from zerofit.model.chat import install_template, unread_keys
 from zerofit.model.configuration import usable_positions
 from zerofit.model.tokenizer import get_tokenizer
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.inference_options import OF_MODEL
 from zerofit.recipe.tasks import ClmRecipe, Seq2SeqRecipe
 
+OF_CHATS, OF_TEXT = ("chat_template", "system_prompt", "train_on_prompt"), ("document_separator", "append_eos")
 MADE_HERE = ("instruction", "input", "trained", "masked")  # keys of messages that are in no record
 
 
@@ -77,6 +79,7 @@ def read_causal_prompts(
     source = read_source(options, unit_of=lambda files: unit)
     recipe = recipe.columns_in(source.first.column_names)
     form = find_form(recipe, source.first)
+    check_options(recipe, form, source)
     tokenizer = get_tokenizer(recipe, config, lambda: (), "")
     if form is None:
         notes, ends = ["data      each record is a text to continue", *source.notes], []
@@ -133,3 +136,20 @@ def longest_answer(max_new_tokens: int, is_set: bool, config: PretrainedConfig) 
     if positions and max_new_tokens >= positions:
         raise UserError(f"max_new_tokens = {max_new_tokens}: the model has {positions:,} positions. Choose fewer")
     return max_new_tokens
+
+
+def check_options(recipe: ClmRecipe, form: Form | None, source: Source) -> None:
+    """Raises UserError for options that the detected kind of data does not use."""
+    if form is None:
+        given = [name for name in OF_CHATS if getattr(recipe, name) and recipe.source(name) != OF_MODEL]
+        what = (
+            f"text; {columns_present(source.first)}. Name the columns as those of chats are named (docs/fine-tune.md)"
+        )
+    else:
+        given = [name for name in OF_TEXT if getattr(recipe, name) is not None and recipe.source(name) != OF_MODEL]
+        what = f"{KINDS[form.kind]} a record (column {form.question}). For running text say --text_column NAME"
+    if given and not recipe.mixture:  # of which another source may be of the other kind
+        named = ", ".join(f"{name} = {getattr(recipe, name)!r}" for name in given)
+        raise UserError(f"{named}: no effect, the data is taken for {what}, or leave the option out")
+    if form is not None and recipe.packing == "concatenate" and recipe.source("packing") != OF_MODEL:
+        raise UserError("packing = concatenate: no loss on the answers alone. Use --packing documents or none")

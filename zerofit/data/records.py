@@ -134,6 +134,9 @@ def _bad_records(part: RecordSet, media: list[str], cache: Path) -> Dataset:
 def _report(bad: Dataset, part: RecordSet, options: DataOptions) -> list[str]:
     """Notes about records that are skipped. Raises UserError unless they may be."""
     first = f"record {bad[0]['record'] + 1}: {bad[0]['problem']}"
+    held, read = {name for name, value in part.records[bad[0]["record"]].items() if value}, {*part.reader.columns}
+    if not read <= held and (others := sorted(held - read)):
+        first += f" (not read: its {', '.join(others)}; files of another form take a weight each)"
     if len(bad) == len(part):
         columns = " or ".join(f"--{name}" for name in COLUMN_OPTIONS if hasattr(options.recipe, name))
         raise UserError(f"{part.where} has no usable record: {first}. Correct it, or set {columns}")

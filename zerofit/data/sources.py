@@ -143,7 +143,8 @@ def _from_hub(data: DataOptions, held_out: dict[str, tuple[str, ...]]) -> tuple[
     assert isinstance(dataset, DatasetDict)
     known = {"train", *(name for names in held_out.values() if not data.trains for name in names)}
     if not known & set(dataset):
-        raise UserError(f"dataset_name = {name!r} has no split `train`; it has {', '.join(dataset)}")
+        has = f"it has {', '.join(dataset)}. Name the files of one with train_file"
+        raise UserError(f"dataset_name = {name!r} has no split `train`; {has}")
     names = {"train": ("train",), **held_out}
     splits = {part: each for part, known in names.items() for each in known[::-1] if each in dataset}
     notes = []

@@ -11,13 +11,17 @@ import glob
 import importlib.util
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
-from datasets import IterableDataset, load_dataset
+from datasets import Dataset, IterableDataset, load_dataset
 
+from zerofit.data.json_files import column_of
 from zerofit.recipe.addresses import open_address
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.paths import find_files, is_address
@@ -111,11 +115,30 @@ def _joined(shards: Shards, read: dict[int, list[pa.Table]]) -> pa.Table:
     tables = [table for number in sorted(read) for table in read[number]]
     if not tables:
         return pa.table({})
-    try:
+    with suppress(pa.ArrowException):
         return pa.concat_tables(tables, promote_options="permissive")
-    except pa.ArrowException as error:  # a table of JSON has the types of its first megabytes
+    types: dict[str, set[pa.DataType]] = {}  # a table of JSON has those of its first megabytes
+    for field in chain.from_iterable(table.schema for table in tables):
+        types.setdefault(field.name, set()).add(field.type)
+    different = {name: kinds for name, kinds in types.items() if len(kinds) > 1}
+    if shards.reader != "json" or any(map(_has_dates_within, chain.from_iterable(different.values()))):
         names = f"{shards.names[min(read)]} and the other shards of a window"
-        raise UserError(f"streaming: {names} differ: {first_line(error)}. Write values of one type") from None
+        found = ", ".join(f"{name} ({' or '.join(sorted(map(str, kinds)))})" for name, kinds in different.items())
+        raise UserError(f"streaming: {names} differ in {found}. Write values of one type")
+    alike = [table.drop_columns([name for name in different if name in table.column_names]) for table in tables]
+    same = pa.concat_tables(alike, promote_options="permissive")
+    return pa.table({name: column_of(_values(tables, name)) if name in different else same[name] for name in types})
+
+
+def _has_dates_within(kind: pa.DataType) -> bool:
+    return "timestamp" in str(kind) and not pa.types.is_timestamp(kind)
+
+
+def _values(tables: list[pa.Table], name: str) -> Iterator[Any]:
+    """The values of a column, null where a table has none, or dates, of which the reader does not keep the text."""
+    for table in tables:
+        has_some = name in table.column_names and not pa.types.is_timestamp(table.schema.field(name).type)
+        yield from Dataset(table.select([name]))[name] if has_some else [None] * len(table)
 
 
 def _batches(shards: Shards, number: int, record: int) -> Iterator[pa.Table]:

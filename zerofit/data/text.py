@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from zerofit.data import tables
 from zerofit.data.encodings import open_text
 from zerofit.data.lengths import report_data_loss
-from zerofit.data.options import DataOptions
+from zerofit.data.options import PARTS, DataOptions
 from zerofit.data.pack import NO_TEXT, Documents, PackedBlocks, SeparateDocuments, TextData
 from zerofit.data.sources import Source, read_source
 from zerofit.model.tokenizer import END_OF_TEXT, padding_token
@@ -143,8 +143,11 @@ def prepare_text(
     wanted = packing != "concatenate" if recipe.append_eos is None else recipe.append_eos
     ends = wanted and tokenizer.eos_token_id is not None
     sets: dict[str, SeparateDocuments | PackedBlocks] = {}
+    notes = list[str]()
     for part, dataset in parts.items():
         documents = Documents(tokenize_texts(dataset, tokenizer, ends, options.cache))
+        if empty := len(dataset) - len(documents):
+            notes.append(f"note      {empty:,} of {len(dataset):,} {PARTS[part]} texts are empty, and are left out")
         limit = recipe.max_eval_samples if part == "validation" else None
         if packing == "none":
             sets[part] = SeparateDocuments(documents, block_size, limit)
@@ -153,7 +156,7 @@ def prepare_text(
         if not len(sets[part]):
             raise UserError(f"block_size = {block_size} leaves no {part} sample. Make it smaller")
     stats = next(iter(sets.values())).stats
-    mean, notes = stats.tokens / stats.documents, []
+    mean = stats.tokens / stats.documents
     if wanted and not ends:
         notes.append("note      the tokenizer has no end-of-text token: nothing stands behind a document")
     if packing == "documents" and mean < block_size / 4:

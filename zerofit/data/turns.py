@@ -5,6 +5,7 @@ Chats (data/chat), pairs (data/pairs) and multiple choice (data/labelled) read r
 
 import ast
 import contextlib
+from decimal import Decimal
 from io import StringIO
 from itertools import pairwise
 from tokenize import NL, STRING, TokenError, generate_tokens
@@ -17,10 +18,11 @@ from zerofit.data.tables import LOOKED_AT, columns_present, match_columns, text_
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import parse_json
 
-DIALOGUES = ("dialogue", "dialog", "messages", "turns", "conversation", "conversations", "utterances", "history")
-TEXT_OF_A_TURN = ("content", "message", "text", "value", "utterance")
+DIALOGUES = ("dialogue", "dialog", "messages", "turns", "conversation", "conversations", "utterances", "contents",
+             "history")  # fmt: skip
+TEXT_OF_A_TURN = ("content", "message", "text", "value", "utterance", "parts")
 TEXT_OF_A_PART = ("text", "value", "content")
-ROLE_OF_A_TURN = ("role", "from", "speaker")
+ROLE_OF_A_TURN = ("role", "from", "speaker", "sender", "author")
 PREFERENCES = (
     ("chosen", "rejected"),
     ("response_a", "response_b"),
@@ -43,7 +45,7 @@ def refuse_preferences(table: Dataset, remedy: str) -> str | None:
     """The column that says whether an answer is good or bad, if there is one. Raises UserError: each record has a
     preferred and a rejected answer."""
     if pair := match_columns(PREFERENCES, table.column_names):
-        what = f"the records are preferences ({', '.join(pair)}): train/clm.py takes --preference_loss dpo"
+        what = f"the records are preferences ({', '.join(pair)}): train/dpo.py reads them as chosen and rejected"
         raise UserError(f"{what}. Or name columns with {remedy}; {columns_present(table)}")
     return next((name for name in VERDICTS if name in table.column_names and _holds_booleans(table, name)), None)
 
@@ -70,10 +72,11 @@ def question_answering_columns(table: Dataset) -> tuple[str, str, str] | None:
 
 def first_answer(value: Any) -> Any:
     """A text; of several, the first: ["..."], {"text": ["..."]} as in SQuAD on the hub, or the text of such an object
-    (pandas' to_csv), [{"text": "..."}] as in its files. Raises BadRecord: that text is not JSON, and no Python."""
+    (pandas' to_csv), [{"text": "..."}] as in its files. Turns with roles as they are. Raises BadRecord: that text is
+    not JSON, and no Python."""
     if isinstance(value, str) and "answer_start" in value:
         value = unpacked(value, "its answers are", "{")
-    while isinstance(value, (list, dict)):
+    while isinstance(value, (list, dict)) and not role_of(value[0] if isinstance(value, list) and value else value):
         value = value.get("text") if isinstance(value, dict) else value[0] if value else None
     return value
 
@@ -159,6 +162,8 @@ def _plain(content: Any) -> Any:
 def optional_text(value: Any, what: str) -> str:
     """A text that a record may have, also a number, or in parts; "" where it has none. Raises BadRecord: it is
     something else. `what`: its name in the message."""
+    if role_of(value):
+        value = turns_of([value])[0].text
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
         value = _plain(value)
     value = worded(value)
@@ -198,4 +203,13 @@ def blank(text: Any) -> bool:
 
 def worded(value: Any) -> Any:
     """A number as text, any other value as it is: an answer of digits is read as a number."""
-    return text_of(value) if isinstance(value, (int, float)) else value
+    return text_of(value) if isinstance(value, (int, float, Decimal)) else value
+
+
+def checked_text(value: Any, what: str) -> str:
+    """A text, or a number as one. Raises BadRecord: it is empty, or no text. `what`: its name in the message."""
+    text = worded(value)
+    if blank(text):
+        is_other = value is not None and not isinstance(value, str)
+        raise BadRecord(f"{what} is a {type(value).__name__}, and no text" if is_other else f"{what} is empty")
+    return str(text)

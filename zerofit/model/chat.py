@@ -377,6 +377,17 @@ def missing_end_token(tokenizer: "PreTrainedTokenizerBase", template: str) -> li
     ]
 
 
+def written_twice(tokenizer: "PreTrainedTokenizerBase", template: str, texts: Iterable[str]) -> list[str]:
+    """A warning if a text has in it what the template writes before a question: a template has written it already."""
+    placeholder, before = PLACEHOLDER.format(0), ""
+    with suppress(BadTemplate):  # it accepts other conversations only
+        before = apply_template(tokenizer, [{"role": "user", "content": placeholder}]).partition(placeholder)[0]
+    mark = before.removeprefix(tokenizer.bos_token or "").strip().rpartition("\n")[2]
+    if not mark or not any(mark in text for text in texts):
+        return []
+    return [f"warning   texts have {mark!r}, which {template} writes again. As they are: --chat_template none"]
+
+
 def _end_mark(ending: str, after: str, tokenizer: "PreTrainedTokenizerBase") -> str:
     """The mark at the end of an answer: the text after it, as far as that does not depend on a next turn."""
     common = ending[: _in_common(ending, after)]

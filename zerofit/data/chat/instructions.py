@@ -22,26 +22,27 @@ from zerofit.data.turns import (
     MASKS,
     ROLE_OF_A_TURN,
     blank,
+    checked_text,
     first_answer,
     is_trained,
     listed,
     optional_text,
-    question_answering_columns,
     refuse_preferences,
     refuse_rejected,
     role_of,
     turns_of,
     unpacked,
     without_nothing,
-    worded,
 )
 from zerofit.model.chat import TEMPLATE_ARGUMENTS, Conversation, Message, check_arguments, tool_definitions
 from zerofit.recipe.tasks import ClmRecipe
 
-QUESTIONS = {"instruction": ("instruction",), "prompt": ("prompt", "question", "query")}
-ANSWERS = {"instruction": ("output", "response"), "prompt": ("completion", "response", "answer")}
+QUESTIONS = ("instruction", "prompt", "question", "query", "input", "inputs")
+ANSWERS = ("output", "completion", "response", "answer", "answers", "target", "targets")
+UNSURE = ("input", "inputs", "target", "targets")  # which beside a column `text` are about it
+SPEAKERS = (("user", "assistant"), ("human", "assistant"))  # a column for the text of each
 INPUTS = ("input", "context")
-SYSTEMS = ("system", "system_prompt")
+SYSTEMS = ("system", "system_prompt", "system_message", "system_instruction", "systeminstruction")
 ROLES = {
     "system": ("system", "developer"),
     "user": ("user", "human", "prompter"),
@@ -49,8 +50,11 @@ ROLES = {
     "tool": ("tool", "function", "observation", "ipython"),  # the answer of a tool
 }
 ROLE_OF_NAME = {name: role for role, names in ROLES.items() for name in names}
+ROLE_OF_KEY = {**ROLE_OF_NAME, **dict.fromkeys(QUESTIONS, "user"), **dict.fromkeys(ANSWERS, "assistant")}  # of a turn
 KINDS = {"messages": "a conversation", "instruction": "an instruction", "prompt": "a prompt and its answer"}
 TURNS = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")  # of a text, what only a list has
+LISTS = re.compile(r"\s*\[\s*[\[{]")  # the text of a list of pairs or turns
+SPOKEN = re.compile(r"(?:^|(?:\r?\n){2})(Human|Assistant):[ ]?")
 FIRST_RECORDS = 100  # that are looked at for turns with roles
 
 
@@ -67,6 +71,7 @@ class Form:
     system_prompt: str | None = None  # for conversations without one
     verdict: str | None = None  # the column that says whether the answer is a good one
     plain: bool = False  # prompt and answer are texts, which can be concatenated without a template
+    spoken: bool = False  # prompts have "Human:" and "Assistant:" in front of each turn
     answered: bool = True  # whether records have an answer, which is trained on; else one is removed
     given: tuple[str, ...] = ()  # the columns of what a template takes beside the messages, such as tools
 
@@ -92,13 +97,14 @@ class Form:
             turns = [self._instruction(record)]
         else:
             value = record[self.question] or ([] if self.kind == "messages" else None)
-            turns = turns_in(unpacked(value) if self.kind == "messages" else value, "user", self.question)
+            value = unpacked(value) if self.kind == "messages" else spoken(value) if self.spoken else value
+            turns = turns_in(value, "user", self.question)
         if self.kind == "prompt":
             turns = [{**turn, "trained": False} if turn["role"] == "assistant" else turn for turn in turns]
         turns = [*self._history(record), *turns]
         if self.answer:
-            answer = record[self.answer] if self.kind == "prompt" else first_answer(record[self.answer])
-            turns += turns_in(answer, "assistant", self.answer)
+            answer = first_answer(record[self.answer])
+            turns += turns_in(spoken(answer) if self.spoken else answer, "assistant", self.answer)
         while not self.answered and turns and turns[-1]["role"] == "assistant":
             turns = turns[:-1]
         check_order(turns, self.answered)
@@ -117,7 +123,7 @@ class Form:
         return Conversation([*begin, *turns], given_in(record, self.given))
 
     def _instruction(self, record: dict[str, Any]) -> Message:
-        instruction = _text(record[self.question], f"the {self.question}")
+        instruction = checked_text(record[self.question], f"the {self.question}")
         message = {"role": "user", "content": instruction, "instruction": instruction}
         if self.input and (given := optional_text(record[self.input], f"its {self.input}")):
             message["input"] = given
@@ -125,23 +131,28 @@ class Form:
         return message
 
     def _history(self, record: dict[str, Any]) -> list[Message]:
-        turns, entries = [], listed(record[self.history] or []) if self.history else []
+        turns, entries = [], listed(unpacked(record[self.history]) or []) if self.history else []
         if entries and isinstance(entries[0], dict):
             return turns_in(entries, "user", "history")
         for number, pair in enumerate(entries, 1):
             if not isinstance(pair, list) or len(pair) != 2:
                 raise BadRecord(f"entry {number} of its {self.history} is not a pair of question and answer")
             for role, text, name in zip(("user", "assistant"), pair, ("question", "answer")):
-                content = _text(text, f"the {name} in entry {number} of its {self.history}")
+                content = checked_text(text, f"the {name} in entry {number} of its {self.history}")
                 turns.append({"role": role, "content": content})
         return turns
 
 
-def _text(value: Any, what: str) -> str:
-    text = worded(value)
-    if blank(text):
-        raise BadRecord(f"{what} is empty")
-    return text
+def spoken(text: Any) -> Any:
+    """The turns of a text that has "Human:" and "Assistant:" in front of each, without the last if it is still to be
+    said; another text without the blanks around it."""
+    if not isinstance(text, str):
+        return text
+    before, *parts = SPOKEN.split(text.rstrip())
+    if before.strip() or "Human" not in parts[::2]:
+        return text.strip()
+    turns = [{"role": role, "content": said.strip()} for role, said in zip(parts[::2], parts[1::2])]
+    return turns[:-1] if parts[-2:] == ["Assistant", ""] else turns
 
 
 def given_in(record: dict[str, Any], columns: tuple[str, ...]) -> dict[str, Any]:
@@ -169,9 +180,9 @@ def turns_in(value: Any, role: str, column: str) -> list[Message]:
     if isinstance(value, str) and TURNS.match(value):
         value = unpacked(value, f"the {column} is")
     if not isinstance(value, (list, dict)):
-        return [{"role": role, "content": _text(value, f"the {column}")}]
+        return [{"role": role, "content": checked_text(value, f"the {column}")}]
     messages = []
-    for number, (name, text, more) in enumerate(turns_of(value), 1):
+    for number, (name, text, more) in enumerate(turns_of(_with_roles(value)), 1):
         if name is None:
             raise BadRecord(f"turn {number} of its {column} has no role ({' or '.join(ROLE_OF_A_TURN)})")
         if name not in ROLE_OF_NAME:
@@ -189,10 +200,23 @@ def turns_in(value: Any, role: str, column: str) -> list[Message]:
         elif text is None:
             raise BadRecord(f"{where} has no text and no tool_calls")
         else:
-            text = _text(text, where)
+            text = checked_text(text, where)
         message = {"role": ROLE_OF_NAME[name], "content": text, **more}
         messages.append({**message, "tool_calls": calls} if calls else message)
     return messages
+
+
+def _with_roles(turns: Any) -> list[Any]:
+    """The turns as a list; {"human": "Hi?", "assistant": "Ho."} and {"input": "Hi?", "output": "Ho."} are two."""
+    found = list[Any]()
+    for turn in listed(turns):
+        if not isinstance(turn, dict) or role_of(turn):
+            found.append(turn)
+            continue
+        said = {key.lower(): text for key, text in turn.items() if text is not None}
+        of_roles = [{"role": role, "content": said[name]} for name, role in ROLE_OF_KEY.items() if name in said]
+        found += of_roles if len(of_roles) == len(said) > 0 else [turn]
+    return found
 
 
 def _calls(more: dict[str, Any], where: str) -> list[dict[str, Any]]:
@@ -232,8 +256,8 @@ def find_form(recipe: ClmRecipe, table: Dataset) -> Form | None:
     """The form of the records, by the names of the columns. None: plain text."""
     if recipe.text_column:
         return None
-    verdict = refuse_preferences(table, "--text_column")
     answered = not recipe.predict_file
+    verdict = refuse_preferences(table, "--text_column") if answered else None
     form = first_form(recipe, table, answered)
     if form is None:
         return None
@@ -251,19 +275,21 @@ def first_form(recipe: ClmRecipe, table: Dataset, answered: bool) -> Form | None
     for name in (*lists, *packed):
         if name != "history" and _has_roles(table[name][:FIRST_RECORDS]):
             return form("messages", name)
-    if columns := question_answering_columns(table):
-        return form("instruction", *columns)
-    for kind in ("instruction", "prompt"):
-        question = match_columns(QUESTIONS[kind], names)
-        answer = match_columns(ANSWERS[kind], names) if answered else None
-        if question is None or (answered and answer is None):
-            continue
-        history = "history" if "history" in names and holds_turns(table, "history") else None
-        if kind == "prompt":
-            plain = not any(holds_turns(table, name) for name in (question, answer, history) if name)
-            return form(kind, question, answer, history=history, plain=plain)
-        return form(kind, question, answer, match_columns(INPUTS, names), history=history)
-    return None
+    sure = [name for name in names if "text" not in names or name not in UNSURE]
+    question, answer = match_columns(QUESTIONS, sure), match_columns(ANSWERS, sure)
+    if question is None or (answered and answer is None):
+        question, answer = match_columns(SPEAKERS, names) or (None, None)
+    if question is None:
+        return None
+    answer = answer if answered else None
+    history = "history" if "history" in names and holds_turns(table, "history", LISTS) else None
+    given = match_columns(INPUTS, [name for name in names if name != question])
+    turns = [name for name in (question, answer, history) if name and holds_turns(table, name)]
+    if question == "instruction" or (given and question not in turns):
+        return form("instruction", question, answer, given, history=history)
+    texts = [] if turns or recipe.chat_template == "none" else table[question][:FIRST_RECORDS]
+    is_spoken = any(isinstance(spoken(text), list) for text in texts)
+    return form("prompt", question, answer, history=history, plain=not (turns or is_spoken), spoken=is_spoken)
 
 
 def given_columns(table: Dataset) -> tuple[str, ...]:
@@ -277,11 +303,11 @@ def given_columns(table: Dataset) -> tuple[str, ...]:
     )
 
 
-def holds_turns(table: Dataset, name: str) -> bool:
-    """Return whether a column holds turns, and not one text: as a list, an object, or the text of a list."""
+def holds_turns(table: Dataset, name: str, form: re.Pattern[str] = TURNS) -> bool:
+    """Return whether a column holds turns, and not one text: as a list, an object, or the text of a list of `form`."""
     kind = table.features[name]
     texts = table[name][:FIRST_RECORDS] if name in text_columns(table) else []
-    return holds_lists(kind) or isinstance(kind, dict) or any(text and TURNS.match(text) for text in texts)
+    return holds_lists(kind) or isinstance(kind, dict) or any(text and form.match(text) for text in texts)
 
 
 def _has_roles(conversations: list[Any]) -> bool:
@@ -290,6 +316,6 @@ def _has_roles(conversations: list[Any]) -> bool:
         if any(isinstance(items, str) and TURNS.match(items) for items in conversations):
             return True
         lists = [items for items in map(unpacked, conversations) if isinstance(items, (list, dict))]
-        return any(role in ROLE_OF_NAME for items in lists for role in map(role_of, listed(items)))
+        return any(role in ROLE_OF_NAME for items in lists for role in map(role_of, _with_roles(items)))
     except BadRecord:
         return False

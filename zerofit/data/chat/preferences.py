@@ -1,12 +1,11 @@
 """Pairs of answers to one prompt, the chosen one and the rejected one, for DPO and its kin: how they are read.
 
 Records as people have them: `prompt` (or `question`, `instruction` with `input`, `conversations`) beside `chosen` and
-`rejected`, each of these a text, a turn or the turns of a whole conversation; or whole conversations without a prompt;
-or texts with "Human:" and "Assistant:" in front of each turn.
+`rejected`, each of these a text, a turn or the turns of a whole conversation; or whole conversations without a prompt.
+Prompts and conversations may be texts with "Human:" and "Assistant:" in front of each turn.
 """
 
 import contextlib
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
@@ -21,6 +20,7 @@ from zerofit.data.chat.instructions import (
     given_columns,
     given_in,
     holds_turns,
+    spoken,
     turns_in,
 )
 from zerofit.data.records import BadRecord
@@ -31,7 +31,6 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import ClmRecipe
 
 CHOSEN, REJECTED = "chosen", "rejected"
-SPOKEN = re.compile(r"(?:^|(?:\r?\n){2})(Human|Assistant):[ ]?")
 Pair = tuple[Conversation, Conversation]
 
 
@@ -60,11 +59,14 @@ class PreferenceForm:
 
     def read(self, record: dict[str, Any]) -> Pair:
         """The two conversations of a record; only what is not common to both is compared. Raises BadRecord: a text is
-        empty, a role is out of order, there is no prompt, or both answers are the same."""
+        empty, a role is out of order, there is no prompt, the prompts differ, or both answers are the same."""
         chosen, rejected = (self._conversation(record, column) for column in (CHOSEN, REJECTED))
-        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected)))
-        if common == max(len(chosen), len(rejected)):
-            raise BadRecord("its two answers are the same")
+        common = sum(1 for _ in takewhile(lambda pair: _is_same(*pair), zip(chosen, rejected)))
+        if common == min(len(chosen), len(rejected)):
+            same = "its two answers are the same"
+            raise BadRecord(same if len(chosen) == len(rejected) else "one conversation is the beginning of the other")
+        if (role := chosen[common]["role"]) != "assistant":
+            raise BadRecord(f"turn {common + 1}, the {role}'s, differs: both answers must be to one prompt")
         given, pair = given_in(record, self.given), []
         for conversation in (chosen, rejected):
             turns = [
@@ -82,8 +84,8 @@ class PreferenceForm:
         value = record[column]
         if isinstance(value, dict) and not any(isinstance(each, list) for each in value.values()):
             value = [value]  # one turn
-        spoken = [] if self.prompt or not isinstance(value, str) else _spoken(value)
-        turns = spoken or turns_in(value, "assistant", column)
+        is_spoken = self.prompt is None or self.prompt.spoken
+        turns = turns_in(spoken(value) if is_spoken else value, "assistant", column)
         if turns and turns[0]["role"] != "assistant":  # a whole conversation
             begins = [] if turns[0]["role"] == "system" else self._system(record)
         elif self.prompt is None:
@@ -102,14 +104,9 @@ class PreferenceForm:
         return [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
 
 
-def _spoken(text: str) -> list[Message]:
-    """The turns of a text that has "Human:" and "Assistant:" in front of each; none of another text."""
-    before, *parts = SPOKEN.split(text)
-    if before.strip() or "Human" not in parts[::2]:
-        return []
-    names, texts = parts[::2], parts[1::2]
-    roles = {"Human": "user", "Assistant": "assistant"}
-    return [turn for name, said in zip(names, texts) for turn in turns_in(said.strip(), roles[name], f"{name}'s turn")]
+def _is_same(one: Message, other: Message) -> bool:
+    """Return whether turns are the same; keys beside the text, such as an id, count in answers alone."""
+    return one == other or (one["role"] != "assistant" and all(one[key] == other[key] for key in ("role", "content")))
 
 
 def find_preferences(recipe: ClmRecipe, table: Dataset) -> PreferenceForm:

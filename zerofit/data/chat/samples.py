@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from zerofit.data.options import PARTS, DataOptions
 from zerofit.data.pack import DatasetStats, Documents, Sample, SampleSet, TextData
 from zerofit.data.records import read_parts
 from zerofit.data.sources import Source
-from zerofit.data.tables import IDS, Columns, table_key, tokenizer_hash
+from zerofit.data.tables import IDS, Columns, table_key, texts_of, tokenizer_hash, with_class_names
 from zerofit.model import chat
 from zerofit.model.chat import (
     BadTemplate,
@@ -30,6 +31,7 @@ from zerofit.model.chat import (
     missing_end_token,
     render,
     unread_keys,
+    written_twice,
 )
 from zerofit.model.loss import IGNORE
 from zerofit.model.tokenizer import get_tokenizer, padding_token
@@ -43,6 +45,7 @@ TABLE = Features(
 )  # fmt: skip
 TABLE_OF_PAIRS = Features({**TABLE, "rejected_ids": IDS, "rejected_labels": IDS})
 Rendered = tuple[str, list[chat.Span], list[chat.Span]]  # text, answers, and what is never trained on
+FIRST_TEXTS = 1000  # that are searched for what the template writes
 SHOWN_RUNS, SHOWN = 6, 200  # of a sample: runs of trained or other tokens, and characters at each end of a run
 
 
@@ -60,12 +63,14 @@ def prepare_chat(
     records of each part; they may differ."""
     form = next(iter(forms.values()))
     compares = isinstance(form, PreferenceForm)
-    parts, notes = read_parts(source, dict(forms), options)
+    named = {name: with_class_names(table, [texts_of(forms[name].columns)]) for name, table in source.parts.items()}
+    parts, notes = read_parts(replace(source, parts=named), dict(forms), options)  # names of classes are texts, too
     parts = options.limited(parts)
     first_of, first = next(iter(parts.items()))
     tokenizer = get_tokenizer(recipe, config, first.texts, f"{table_key(first.table)} {form}")
     template, note = install_template(tokenizer, recipe.chat_template, "none" if form.plain else None)
     notes = [note, form.describe, *notes, *missing_end_token(tokenizer, template)]
+    notes += written_twice(tokenizer, template, islice(first.texts(), FIRST_TEXTS))
     encoder = ChatEncoder(tokenizer, template, block_size, recipe.train_on_prompt and not compares)
     encode, features = (encode_pairs, TABLE_OF_PAIRS) if compares else (encode_conversations, TABLE)
     sets: dict[str, Conversations] = {}

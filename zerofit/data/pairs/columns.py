@@ -19,6 +19,7 @@ from zerofit.data.turns import (
     DIALOGUES,
     MASKS,
     blank,
+    checked_text,
     first_answer,
     is_trained,
     optional_text,
@@ -27,7 +28,6 @@ from zerofit.data.turns import (
     refuse_rejected,
     turns_of,
     unpacked,
-    worded,
 )
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import Seq2SeqRecipe
@@ -99,7 +99,10 @@ class PairReader:
         turns = turns_of(held)
         while not self.answered and turns and turns[-1].role in ASSISTANT:
             turns.pop()
-        texts = [_text(turn.text, f"turn {number} of its {self.dialogue}") for number, turn in enumerate(turns, 1)]
+        texts = [
+            checked_text(turn.text, f"turn {number} of its {self.dialogue}").strip()
+            for number, turn in enumerate(turns, 1)
+        ]
         if not texts:
             raise BadRecord(f"a conversation without a turn: its {self.dialogue} is empty")
         if self.target is not None or not self.answered:
@@ -115,20 +118,15 @@ class PairReader:
         return [Pair(texts[:place], texts[place]) for place in trained]
 
     def _source(self, record: dict[str, Any]) -> str:
-        source = _text(record[self.source or ""], f"the {self.source}")
+        source = checked_text(record[self.source or ""], f"the {self.source}").strip()
         if self.context and (given := optional_text(record[self.context], f"its {self.context}")):
             return f"question: {source} context: {given.strip()}".strip()
         return source
 
     def _target(self, record: dict[str, Any]) -> str:
-        return _text(first_answer(record[self.target or ""]), f"the {self.target}") if self.answered else ""
-
-
-def _text(value: Any, what: str) -> str:
-    text = worded(value)
-    if blank(text):
-        raise BadRecord(f"{what} is empty")
-    return text.strip()
+        if not self.answered:
+            return ""
+        return checked_text(first_answer(record[self.target or ""]), f"the {self.target}").strip()
 
 
 def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> PairReader:

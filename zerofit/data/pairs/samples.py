@@ -17,7 +17,15 @@ from zerofit.data.pack import TaskData, TokenizedDataset
 from zerofit.data.pairs.columns import Pair, PairReader, column_of, find_columns
 from zerofit.data.records import RecordSet, read_parts
 from zerofit.data.sources import read_source
-from zerofit.data.tables import IDS, derived, one_process_at_a_time, table_key, tokenizer_hash
+from zerofit.data.tables import (
+    IDS,
+    derived,
+    one_process_at_a_time,
+    table_key,
+    texts_of,
+    tokenizer_hash,
+    with_class_names,
+)
 from zerofit.model.families import family_of
 from zerofit.model.languages import check_marked, describe_languages, language_codes, set_languages
 from zerofit.model.tokenizer import end_with_eos, get_tokenizer
@@ -90,6 +98,8 @@ def open_pairs(
     source = read_source(options, unit_of=(lambda files: "line") if recipe.predict_file else None)
     source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
     columns = find_columns(recipe.columns_in(source.first.column_names), source.first)
+    texts = [texts_of(columns.columns)]  # the names of classes are texts, too
+    source.parts = {part: with_class_names(table, texts) for part, table in source.parts.items()}
     parts, notes = read_parts(source, dict.fromkeys(source.parts, columns), options)
     first = next(iter(parts.values()))
     tokenizer = get_tokenizer(options.recipe, config, first.texts, table_key(first.table), pairs=True)

@@ -7,10 +7,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from zerofit.data.chat.instructions import given_in, turns_in
+from zerofit.data.chat.instructions import SYSTEMS, given_in, turns_in
 from zerofit.data.chat.samples import unread_note
 from zerofit.data.records import BadRecord
 from zerofit.data.rendering import Messages, Prompt, Renderer
+from zerofit.data.turns import optional_text
 from zerofit.model.chat import TEMPLATE_ARGUMENTS, Conversation, named_template, unread_keys
 from zerofit.model.pretrained_io import silence_libraries
 from zerofit.recipe.errors import UserError
@@ -92,18 +93,19 @@ def _prompt_of(line: str, where: str) -> Prompt:
     if has_half_pair(record):
         raise UserError(f"{where}: a text has half of a surrogate pair (as \\ud83d alone), which is not a character")
     keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-    if isinstance(record, dict) and isinstance(record.get("prompt"), str):
-        return record["prompt"]
-    messages = record.get("messages") if isinstance(record, dict) else None
-    if messages is None:
+    name = next((name for name in ("prompt", "messages") if isinstance(record, dict) and record.get(name)), None)
+    if name is None:
         raise UserError(f"{where} has no `prompt` and no `messages`; it has {keys}")
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise UserError(f'{where}: messages must be a list of {{"role": "user", "content": "..."}}')
     try:
-        messages = turns_in(messages, "user", "messages")
         given = given_in(record, tuple(name for name in TEMPLATE_ARGUMENTS if name in record))
+        system = next(filter(None, (optional_text(record.get(each), f"its {each}") for each in SYSTEMS)), "")
+        if isinstance(record[name], str) and not (given or system):
+            return str(record[name])
+        messages = turns_in(record[name], "user", name)
     except BadRecord as bad:
         raise UserError(f"{where}: {bad}") from None
+    if system and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
     while messages and messages[-1]["role"] == "assistant":  # the reply that is known: another one is to be written
         messages.pop()
     if not any(message["role"] == "user" for message in messages):
