@@ -324,6 +324,17 @@ def test_precision_of_a_json(launched, tmp_path):
     assert read_strategy(recipe_of(precision="fp32")).deepspeed["bf16"]["enabled"] is False
 
 
+def test_offload_in_a_plain_yaml(launched):
+    launched({"distributed_type": "DEEPSPEED", "deepspeed_config": {"offload_optimizer_nvme_path": "/fast"}},
+             ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_ZERO_STAGE="3",
+             ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE="nvme")  # fmt: skip
+    disk = {"device": "nvme", "nvme_path": "/fast"}
+    assert read_strategy(recipe_of()).deepspeed["zero_optimization"]["offload_optimizer"] == disk
+    launched({}, ACCELERATE_DEEPSPEED_ZERO_STAGE="2", ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE="none",
+             ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE="cpu")  # fmt: skip
+    assert "offload_param has no effect under stage 2" in read_strategy(recipe_of()).notes[0]
+
+
 def test_clipping_in_a_plain_yaml(launched):
     launched({}, ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_GRADIENT_CLIPPING="0.5")
     assert read_strategy(recipe_of()).deepspeed["gradient_clipping"] == 0.5
