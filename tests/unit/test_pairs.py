@@ -111,11 +111,13 @@ def test_what_the_recipe_leaves_open_the_json_decides(tmp_path):
         ({"train_batch_size": 32}, {"per_device_train_batch_size": 4}, 4),
         ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, {"per_device_train_batch_size": 8}, 2),
         ({"train_batch_size": 32}, {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}, 2),
+        ({"train_batch_size": 32.0, "train_micro_batch_size_per_gpu": 4e0}, {}, 4),
     ],
 )
 def test_the_accumulation_follows_from_a_jsons_train_batch_size(tmp_path, content, options, accumulation):
     resolved, _ = resolve(tmp_path, content, recipe_of(**options))
-    assert (resolved["train_batch_size"], resolved["gradient_accumulation_steps"]) == (32, accumulation)
+    sizes = resolved["train_batch_size"], resolved["gradient_accumulation_steps"]
+    assert json.dumps(sizes) == f"[32, {accumulation}]"
 
 
 @pytest.mark.parametrize(
@@ -186,6 +188,10 @@ def zero(stage: int, **settings) -> dict:
         ({"optimizer": {"type": "AdamW", "parms": {}}}, ["Did you mean params?"]),
         ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}, ["its place is gradient_clipping"]),
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, ["the optimizer is AdamW"]),
+        ({"train_micro_batch_size_per_gpu": 4.5}, ["train_micro_batch_size_per_gpu = 4.5: it must be an integer"]),
+        ({"train_micro_batch_size_per_gpu": 0}, ["train_micro_batch_size_per_gpu = 0: it must be above 0"]),
+        ({"gradient_clipping": float("nan")}, ["gradient_clipping = NaN: it must be a finite number"]),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": [2, 0.9]}}}, ["betas[0] = 2: it must be below 1"]),
         ({"wandb": {"enabled": True}}, ["wandb.enabled = true", "open a second run", "--report_to wandb"]),
     ],
 )
@@ -268,6 +274,7 @@ def test_numbers_and_truth_values_in_quotes_are_read(tmp_path):
 def test_a_broken_json(tmp_path):
     for text, words in (
         ("{,}", "not valid JSON"),
+        ('{"bf16": {"enabled": 1},} // mine', "no comments, no comma behind the last value"),
         ('{"bf16": {"enabled": 1, "enabled": 0}}', "enabled is there twice"),
     ):
         (tmp_path / "broken.json").write_text(text)

@@ -98,7 +98,8 @@ def read_deepspeed_config(launch: Launch, collected: Problems | None = None) -> 
     try:
         config = parse_json(read_text(path), object_pairs_hook=each_key_once)
     except ValueError as error:  # the message names the line
-        raise UserError(f"{path}: not valid JSON: {error}") from None
+        hint = "JSON has no comments, no comma behind the last value and no single quotes"
+        raise UserError(f"{path}: not valid JSON: {error}. {hint}") from None
     if not isinstance(config, dict):
         raise UserError(f"{path}: expected an object with DeepSpeed's settings")
     notes, problems = _read_whole(config)
