@@ -1,6 +1,7 @@
 """Options from YAML and flags: names, types, who wins, and what is refused."""
 
 import dataclasses
+import os
 import re
 
 import pytest
@@ -119,6 +120,7 @@ def test_forms_of_flags():
     assert recipe.learning_rate == 3e-4
     assert recipe.train_file == ["a.txt", "b.txt"]
     assert recipe.append_eos is False
+    assert parse("--output_dir=~/runs").output_dir == os.path.expanduser("~/runs")
 
 
 @pytest.mark.parametrize(
@@ -157,6 +159,7 @@ def test_what_is_refused(flags, words):
         ("seed: 010\n", ["seed is '010'", "an integer"]),  # 8 in YAML 1.1
         ("seed: 1:30\n", ["'1:30'", "an integer"]),  # 90 in YAML 1.1
         ("report_name: no\n", ["report_name is no", "put it in quotes"]),
+        ("output_dir: $HOME/runs\n", ["output_dir = '$HOME/runs'", "variables such as $HOME are not replaced"]),
         ("push_to_hub: false\n", ["push_to_hub is false", "Leave the line out"]),
     ],
 )
