@@ -13,7 +13,7 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 496,  # 800
     "zerofit": 142,  # cli.py
-    "zerofit/recipe": 3_605,  # 2,700
+    "zerofit/recipe": 3_607,  # 2,700
     "zerofit/model": 5_869,  # 4,700
     "zerofit/compat": 604,  # 600
     "zerofit/data": 7_119,  # 6,000
@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_573,  # 1,300
     "zerofit/tools": 10_729,  # 10,600
     "benchmarks": 1_903,  # 1,800
-    "tests": 26_561,  # 21,500
+    "tests": 26_564,  # 21,500
 }
 
 

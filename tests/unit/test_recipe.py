@@ -140,6 +140,9 @@ def test_forms_of_flags():
         (["--warmup_ratio", "1.5"], ["warmup_ratio = 1.5", "at most 1"]),
         (["--vocab_file", "a"], ["vocab_file has no effect without merge_file"]),
         (["--dataset_name", "wikitext"], ["dataset_name", "train_file", "keep one"]),
+        (["--output_dir="], ["output_dir = '' (--output_dir): expected a folder"]),
+        (["--seed", "2147483648"], ["it must be below 2147483648"]),
+        (["--val_set_size", "0.1"], ["say --validation_split_percentage 10 for 0.1"]),
         (["--profile", "12:9"], ["profile = '12:9' (--profile): expected N:M"]),
     ],
 )

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable
 from typing import Annotated, Any
 
-WRITTEN_OUT = (r"[^$]*", "a folder; variables such as $HOME are not replaced here")
+WRITTEN_OUT = (r"[^$]+", "a folder; variables such as $HOME are not replaced here")
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -146,7 +146,7 @@ def broken_rule(value: Any, metadata: typing.Mapping[str, Any]) -> str | None:
         if metadata["minimum"] is not None and not item >= metadata["minimum"]:
             return f"it must be {metadata['minimum']:g} or more"
         if metadata["below"] is not None and not item < metadata["below"]:
-            return f"it must be below {metadata['below']:g}"
+            return f"it must be below {metadata['below']:.10g}"
         if metadata["at_most"] is not None and not item <= metadata["at_most"]:
             return f"it must be at most {metadata['at_most']:g}"
         if metadata["form"] and not _is_of_form(item, metadata["form"][0]):
