@@ -17,16 +17,16 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/model": 5_869,  # 4,700
     "zerofit/compat": 604,  # 600
     "zerofit/data": 7_119,  # 6,000
-    "zerofit/strategy": 5_139,  # 4,800
+    "zerofit/strategy": 5_143,  # 4,800
     "zerofit/estimate": 4_763,  # 4,700
     "zerofit/record": 1_578,  # 4,300 with health and checkpoint
     "zerofit/health": 1_409,
     "zerofit/checkpoint": 1_827,
     "zerofit/training": 3_313,  # 2,000
     "zerofit/launch": 1_573,  # 1,300
-    "zerofit/tools": 10_729,  # 10,600
+    "zerofit/tools": 10_735,  # 10,600
     "benchmarks": 1_903,  # 1,800
-    "tests": 26_564,  # 21,500
+    "tests": 26_566,  # 21,500
 }
 
 

@@ -204,3 +204,4 @@ def test_what_accelerates_own_questions_write_is_accepted(tmp_path):
     file = tmp_path / "default_config.yaml"
     file.write_text(yaml.safe_dump(usual))
     assert find_strategies([str(file)])
+    check_refusal(["zero2.json'", "a JSON alone is for torchrun"], find_strategies, ["ds_configs/zero2.json"])

@@ -257,7 +257,11 @@ def find_strategies(names: list[str]) -> dict[str, Path]:
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     missing = []
     for name, path in files.items():
-        if not path.is_file():
+        if is_json(name):
+            missing.append(
+                f"strategy {name!r}: a JSON alone is for torchrun. Name a YAML that names it, as zero2.yaml"
+            )
+        elif not path.is_file():
             close = nearest(name, known)
             remedy = f"{f'Did you mean {close}? ' if close else ''}There are {', '.join(known)}"
             missing.append(f"strategy {name!r}: there is no file {path}. {remedy}")
