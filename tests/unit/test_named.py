@@ -179,6 +179,27 @@ def test_what_accelerate_launch_would_leave_out_is_refused(tmp_path, torchrun, m
     assert words in refusal(lambda: check_launch(find_launch()))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("ACCELERATE_MIXED_PRECISION", "bf17", "unset ACCELERATE_MIXED_PRECISION, and say --precision"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "--torch_compile"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "--gradient_accumulation_steps"),
+        ("ACCELERATE_GRADIENT_CLIPPING", "0.5", "--max_grad_norm"),
+    ],
+)
+def test_a_variable_of_accelerate_that_has_no_effect_is_refused(torchrun, name, value, words):
+    torchrun[name] = value
+    message = refusal(lambda: check_launch(find_launch()))
+    assert f"{name} = {value} is set in this shell" in message
+    assert words in message
+
+
+def test_a_variable_of_a_precision_in_upper_case(torchrun):
+    torchrun["ACCELERATE_MIXED_PRECISION"] = "BF16"
+    assert find_launch().precision == "bf16"
+
+
 def test_the_first_yamls_of_accelerate_are_read_as_it_reads_them():
     assert environment_of({"fp16": True}, "")["ACCELERATE_MIXED_PRECISION"] == "fp16"
 

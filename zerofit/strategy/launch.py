@@ -18,6 +18,13 @@ from zerofit.strategy.named import FP8_BACKEND, export_environment, is_json, pro
 SHARES_DEVICES = "ZEROFIT_SHARES_DEVICES"  # set by `zerofit compare`: processes may share a device
 PRECISIONS = {"no": None, "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
 
+SAID_OTHERWISE = (  # variables of accelerate, the values that change nothing here, and the option to use
+    ("ACCELERATE_MIXED_PRECISION", PRECISIONS, "precision"),
+    ("ACCELERATE_DYNAMO_BACKEND", ("no",), "torch_compile"),
+    ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", ("no", "1"), "gradient_accumulation_steps"),
+    ("ACCELERATE_GRADIENT_CLIPPING", ("no",), "max_grad_norm"),
+)
+
 
 @dataclass
 class Launch:
@@ -68,7 +75,7 @@ def find_launch(named: str | None = None) -> Launch:
         world_size=int(environment.get("WORLD_SIZE", "1")),
         rank=int(environment.get("RANK", "0")),
         deepspeed=environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true",
-        precision=PRECISIONS.get(environment.get("ACCELERATE_MIXED_PRECISION", "no")),
+        precision=PRECISIONS.get(environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()),
         json_path=environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"),
         config_file=config_file,
         yaml=content,
@@ -88,6 +95,10 @@ def check_launch(launch: Launch) -> None:
         problems += fsdp_problems(launch.fsdp, launch.yaml, source)
         if launch.deepspeed:
             problems.append(f"{launch.source}: FSDP and DeepSpeed are both asked for. unset ACCELERATE_USE_FSDP")
+    for name, usable, option in SAID_OTHERWISE:
+        value = os.environ.get(name, "no")
+        if value.lower() not in usable and not (launch.deepspeed and "_GRADIENT_" in name) and not problems:
+            problems.append(f"{name} = {value} is set in this shell. unset {name}, and say --{option}")
     if launch.command and not problems:
         problems += _not_started(launch, source)
     backend = os.environ.get("ACCELERATE_FP8_BACKEND", FP8_BACKEND).upper()
