@@ -128,7 +128,7 @@ def megatron(**more) -> dict:
         ),
         (megatron(), ["MEGATRON_LM", "tp, pp or 3d"]),
         ({"distributed_type": "TP", "tp_config": {"tp_size": 2}}, ["TP is not supported here", "or tp"]),
-        ({"distributed_type": "MULTIGPU"}, ["Did you mean MULTI_GPU?"]),
+        ({"distributed_type": "multi_gpu"}, ["Did you mean MULTI_GPU?"]),
         ({"distributed_type": False}, ["distributed_type = false", '"NO" in quotes']),
         ({"mixed_precision": False}, ["mixed_precision = false", '"no" in quotes']),
         ({"mixed_precision": True}, ["mixed_precision = true", "one of no, fp16, bf16"]),
@@ -193,6 +193,14 @@ def test_a_variable_of_accelerate_that_has_no_effect_is_refused(torchrun, name, 
     message = refusal(lambda: check_launch(find_launch()))
     assert f"{name} = {value} is set in this shell" in message
     assert words in message
+
+
+def test_a_yaml_for_one_process_may_name_more(tmp_path, torchrun, monkeypatch):
+    """That of TRL for one GPU does."""
+    (tmp_path / "single_gpu.yaml").write_text("distributed_type: 'NO'\nnum_processes: 8\n")
+    torchrun["WORLD_SIZE"] = "1"
+    accelerate_launch(monkeypatch, "--config_file", str(tmp_path / "single_gpu.yaml"))
+    check_launch(find_launch())
 
 
 def test_a_variable_of_a_precision_in_upper_case(torchrun):

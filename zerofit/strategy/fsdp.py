@@ -111,7 +111,7 @@ def fsdp_problems(settings: dict[str, str], content: Mapping[str, Any], source: 
         if value not in (honoured := HONOURED[key]):
             number = (*filter(EITHER.__contains__, honoured), "a number of processes")
             words = honoured if len(honoured) < 4 else number
-            remedy = f"Write {' or '.join(words)}, or use another strategy, such as zero3_offload or tp"
+            remedy = f"Write {' or '.join(words)}, or use another strategy, such as zero3_offload, tp or sp"
             if key.startswith("fsdp_activation_checkpointing"):
                 remedy = "Write false, and say --gradient_checkpointing"
             problems.append(f"{source}: {key} = {value} is not supported. {remedy}")

@@ -111,7 +111,7 @@ def check_launch(launch: Launch) -> None:
 def _not_started(launch: Launch, source: str) -> list[str]:
     """Say what accelerate launch was told to start, and has not."""
     kind, asked = launch.yaml.get("distributed_type"), flag_value(launch.command, "num_processes")
-    asked = str(asked or launch.yaml.get("num_processes"))
+    asked = asked or (kind != "NO" and str(launch.yaml.get("num_processes"))) or "1"
     if asked.isdigit() and int(asked) > 1 == launch.world_size:
         return [
             f"{source}: num_processes = {asked}, and accelerate launch has started one process. Use --config_file "

@@ -172,10 +172,10 @@ def problems_of_yaml(content: Any, source: str) -> list[str]:
     for key, its_kind in SECTIONS.items():
         if not isinstance(content.get(key) or {}, dict):
             problems.append(f"{source}: {key} = {content[key]!r}: expected indented `key: value` lines")
-        elif content.get(key) and kind not in (its_kind, False):
-            other = " Or use --strategy tp, sp or hsdp" if key == "parallelism_config" else ""
+        elif content.get(key) and kind in SUPPORTED and kind != its_kind:
+            other = ". Or use --strategy tp, sp or hsdp" if key == "parallelism_config" else ""
             stated = f"{key} ({', '.join(map(str, content[key]))}) has no effect with distributed_type = {kind}"
-            problems.append(f"{source}: {stated}. Write {its_kind}, or remove it.{other}")
+            problems.append(f"{source}: {stated}. Write {its_kind}, or remove it{other}")
     section = content.get("deepspeed_config") or {}
     for key, value in section.items() if isinstance(section, dict) else ():
         if key not in (*VARIABLES, *READ_TOO):
@@ -244,7 +244,7 @@ def _why_not(kind: str) -> list[str]:
     device = torch.accelerator.current_accelerator()
     if device is not None and kind == f"MULTI_{device.type.upper()}":
         return []
-    close = nearest(kind, SUPPORTED)
+    close = nearest(kind.upper(), SUPPORTED)
     meant = f"Did you mean {close}? " if close else ""
     return [f"is not supported here. {meant}Use --strategy ddp, zero1, zero2, zero3, fsdp2 or tp"]
 
