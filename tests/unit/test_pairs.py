@@ -127,6 +127,11 @@ def test_the_accumulation_follows_from_a_jsons_train_batch_size(tmp_path, conten
         ({"train_batch_size": 5}, {"per_device_train_batch_size": 8}, ["batch_size = 5", "16"]),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, {"learning_rate": 1e-4}, ["lr = 0.001", "0.0001"]),
         ({"optimizer": {"type": "Lion", "params": {}}}, {}, ["Lion", "AdamW"]),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 9}}},
+            {"warmup_ratio": 0.1},
+            ["warmup_num_steps = 9", "warmup_ratio = 0.1"],
+        ),
     ],
 )
 def test_contradictions_name_both_values_and_both_sources(tmp_path, content, options, words):
@@ -192,6 +197,7 @@ def zero(stage: int, **settings) -> dict:
         ({"train_micro_batch_size_per_gpu": 0}, ["train_micro_batch_size_per_gpu = 0: it must be above 0"]),
         ({"gradient_clipping": float("nan")}, ["gradient_clipping = NaN: it must be a finite number"]),
         ({"optimizer": {"type": "AdamW", "params": {"betas": [2, 0.9]}}}, ["betas[0] = 2: it must be below 1"]),
+        ({"scheduler": {"type": "WarmupLR", "params": None}}, ["scheduler.params = None: expected an object"]),
         ({"wandb": {"enabled": True}}, ["wandb.enabled = true", "open a second run", "--report_to wandb"]),
     ],
 )

@@ -94,6 +94,7 @@ class OptionResolver(Problems):
 
     def _contradiction(self, key: str, stated: Any, option: str, ours: Any) -> str:
         where = self.recipe.source(option) if hasattr(self.recipe, option) else None
+        ours = getattr(self.recipe, option) if ours == "auto" else ours
         return (
             f"{self.source} says {key} = {json.dumps(stated)}, and {option} = {json.dumps(ours)}"
             f'{f" ({where})" if where else ""}. Make them agree, or write "auto" in the DeepSpeed configuration'
@@ -241,7 +242,9 @@ def _take_scheduler(resolver: OptionResolver) -> None:
     if shape not in SCHEDULERS[kind]:
         recipe.adopt("lr_scheduler_type", SCHEDULERS[kind][-1], source)
     params = "scheduler.params"
-    scheduler.setdefault("params", {})
+    if not isinstance(scheduler.setdefault("params", {}), dict):
+        resolver.found.append(f"{source}: {params} = {scheduler['params']!r}: expected an object, or no params")
+        return
     tell_deepspeed_of_a_cpu()
     from deepspeed.runtime import lr_schedules
 
