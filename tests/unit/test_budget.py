@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_573,  # 1,300
     "zerofit/tools": 10_735,  # 10,600
     "benchmarks": 1_903,  # 1,800
-    "tests": 26_601,  # 21,500
+    "tests": 26_602,  # 21,500
 }
 
 

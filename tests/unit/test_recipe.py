@@ -162,6 +162,7 @@ def test_what_is_refused(flags, words):
         ("seed: 010\n", ["seed is '010'", "an integer"]),  # 8 in YAML 1.1
         ("seed: 1:30\n", ["'1:30'", "an integer"]),  # 90 in YAML 1.1
         ("report_name: no\n", ["report_name is no", "put it in quotes"]),
+        ("lora_r: 8\nlora_alpha: 16\n", ["lora_r, lora_alpha", "no effect without --lora"]),  # the defaults, stated
         ("output_dir: $HOME/runs\n", ["output_dir = '$HOME/runs'", "variables such as $HOME are not replaced"]),
         ("push_to_hub: false\n", ["push_to_hub is false", "Leave the line out"]),
     ],
