@@ -112,13 +112,13 @@ def _not_started(launch: Launch, source: str) -> list[str]:
     """Say what accelerate launch was told to start, and has not."""
     kind, asked = launch.yaml.get("distributed_type"), flag_value(launch.command, "num_processes")
     asked = asked or (kind != "NO" and str(launch.yaml.get("num_processes"))) or "1"
+    if kind in ("DEEPSPEED", "FSDP") and not (launch.deepspeed or launch.fsdp):
+        return [f"{source}: with --cpu accelerate launch leaves {kind} out. Remove --cpu: the CPU is found without it"]
     if asked.isdigit() and int(asked) > 1 == launch.world_size:
         return [
             f"{source}: num_processes = {asked}, and accelerate launch has started one process. Use --config_file "
             "accelerate_configs/ddp.yaml, which starts all without a GPU, too, and no --cpu, use_cpu or MULTI_CPU"
         ]
-    if kind in ("DEEPSPEED", "FSDP") and not (launch.deepspeed or launch.fsdp):
-        return [f"{source}: with --cpu accelerate launch leaves {kind} out. Remove --cpu: the CPU is found without it"]
     return []
 
 
