@@ -17,7 +17,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/model": 5_869,  # 4,700
     "zerofit/compat": 604,  # 600
     "zerofit/data": 7_119,  # 6,000
-    "zerofit/strategy": 5_177,  # 4,800
+    "zerofit/strategy": 5_181,  # 4,800
     "zerofit/estimate": 4_763,  # 4,700
     "zerofit/record": 1_578,  # 4,300 with health and checkpoint
     "zerofit/health": 1_409,
@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_573,  # 1,300
     "zerofit/tools": 10_735,  # 10,600
     "benchmarks": 1_903,  # 1,800
-    "tests": 26_602,  # 21,500
+    "tests": 26_603,  # 21,500
 }
 
 

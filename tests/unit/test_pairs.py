@@ -112,6 +112,7 @@ def test_what_the_recipe_leaves_open_the_json_decides(tmp_path):
         ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, {"per_device_train_batch_size": 8}, 2),
         ({"train_batch_size": 32}, {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}, 2),
         ({"train_batch_size": 32.0, "train_micro_batch_size_per_gpu": 4e0}, {}, 4),
+        ({"train_batch_size": 32, "gradient_accumulation_steps": 1}, {}, 1),  # the micro-batch follows from both
     ],
 )
 def test_the_accumulation_follows_from_a_jsons_train_batch_size(tmp_path, content, options, accumulation):

@@ -122,6 +122,10 @@ def resolve_config(
         resolver.resolve("global_batch_size", "train_batch_size", default="auto")  # the accumulation follows from it
     if recipe.global_batch_size is None:
         resolver.resolve("gradient_accumulation_steps", "gradient_accumulation_steps", default=1)
+    total, passes = config.get("train_batch_size"), (recipe.gradient_accumulation_steps or 0) * layout.data_size
+    is_open = recipe.global_batch_size is None and recipe.source("per_device_train_batch_size") is None
+    if is_open and isinstance(total, (int, float)) and passes and total > 0 == total % passes:
+        recipe.adopt("per_device_train_batch_size", int(total) // passes, source)  # as DeepSpeed does
     resolver.resolve("max_grad_norm", "gradient_clipping")
     _resolve_optimizer(resolver)
     if recipe.optim == "muon":
