@@ -218,6 +218,7 @@ def test_bad_input(folder, capsys):
     for words, said in (
         (["--stratgy", "zero2"], "--stratgy is not an option. Did you mean strategy?"),
         (["--config", "ds_configs/zero2.json"], "the task is unknown"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml cannot be read"),
     ):
         assert main(["doctor", *words]) == 2
         assert said in capsys.readouterr().err

@@ -41,6 +41,8 @@ def test_what_it_is(read):
     half = read({**OWN, "fsdp_config": near}, processes=4)
     assert (half.reshards, half.reduces_in_half, strategy.reduces_in_half) == (2, True, False)
     assert half.reshards is not True
+    written = {"fsdp_state_dict_type": "FULL_STATE_DICT", "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
+    assert "the blocks of the model are wrapped" in read({**OWN, "fsdp_config": near | written}, processes=4).notes[0]
     alone = read(OWN, processes=1)
     assert not alone.fully_shards
     assert "nothing is sharded" in alone.notes[0]
@@ -59,6 +61,11 @@ def test_what_it_is(read):
             "fsdp_auto_wrap_policy = size_based_wrap is not supported. Write transformer_based_wrap",
         ),
         ({"fsdp_config": {"fsdp_version": 2, "fsdp_reduce_dtype": "fp16"}}, [], "Write fp32 or bf16"),
+        ({"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}}, [], "accelerate to-fsdp2 --config_file FILE"),
+        ({"fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": True}}, [], "--gradient_checkpointing"),
+        ({"fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": "x"}}, [], "true or false or a number"),
+        ({"parallelism_config": {"dp_replicate_size": 2}}, [], "Did you mean parallelism_config_dp_replicate_size?"),
+        ({"parallelism_config": {"parallelism_config_dp_shard_size": 4}}, [], "dp_shard_size = 4, and 2 processes"),
         (
             {"fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": 3}}, [],
             "fsdp_reshard_after_forward = 3 is not a part of the 2 processes that share weights. Write true, false",

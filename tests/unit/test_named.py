@@ -128,7 +128,7 @@ def megatron(**more) -> dict:
         ),
         (megatron(), ["MEGATRON_LM", "tp, pp or 3d"]),
         ({"distributed_type": "TP", "tp_config": {"tp_size": 2}}, ["TP is not supported here", "or tp"]),
-        ({"distributed_type": "MULTIGPU"}, ["Did you mean MULTI_GPU?"]),
+        ({"distributed_type": "multi_gpu"}, ["Did you mean MULTI_GPU?"]),
         ({"distributed_type": False}, ["distributed_type = false", '"NO" in quotes']),
         ({"mixed_precision": False}, ["mixed_precision = false", '"no" in quotes']),
         ({"mixed_precision": True}, ["mixed_precision = true", "one of no, fp16, bf16"]),
@@ -140,6 +140,10 @@ def megatron(**more) -> dict:
         ({"compute_environment": "AMAZON_SAGEMAKER"}, ["LOCAL_MACHINE"]),
         ({"deepspeed_config": "zero2.json"}, ["deepspeed_config = 'zero2.json'", "key: value"]),
         ({"use_cpu": "false"}, ["use_cpu", "counts as true"]),
+        ({"mixed_precison": "bf16"}, ["accelerate knows no mixed_precison. Did you mean mixed_precision?"]),
+        ({"dynamo_backend": "INDUCTOR"}, ["dynamo_config", "--torch_compile"]),
+        ({"deepspeed_config": {"zero_stage": 3}}, ["deepspeed_config (zero_stage) has no effect", "Write DEEPSPEED"]),
+        ({"fsdp_config": {"fsdp_version": 2}}, ["fsdp_config (fsdp_version) has no effect", "Write FSDP"]),
     ],
 )  # fmt: skip
 def test_a_yaml_that_is_no_strategy_here_is_one_sentence(tmp_path, monkeypatch, content, words):
@@ -149,6 +153,63 @@ def test_a_yaml_that_is_no_strategy_here_is_one_sentence(tmp_path, monkeypatch, 
     monkeypatch.setattr(launch_module, "_launcher", lambda: (["accelerate", "launch"], str(file), False))
     said = refusal(lambda: check_launch(find_launch()))
     assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "words"),
+    [
+        ("MULTI_GPU", "--zero_stage 3", "with --zero_stage: deepspeed_config (zero_stage) has no effect"),
+        ("MULTI_GPU", "--gradient-accumulation-steps=8", "(gradient_accumulation_steps) has no effect"),
+        ("MULTI_GPU", "--dynamo_backend inductor", "with --dynamo_backend: dynamo_config is not supported"),
+        ("MULTI_GPU", "--use_megatron_lm", "MEGATRON_LM is accelerate's plugin"),
+        ("DEEPSPEED", "--deepspeed_config_file a.json --zero_stage 3", "zero_stage = '3' stands beside"),
+        ("FSDP", "--fsdp_sharding_strategy SHARD_GRAD_OP", "fsdp_sharding_strategy = 'SHARD_GRAD_OP' is of FSDP1"),
+        ("FSDP", "--parallelism_config_dp_replicate_size 2", "Write it there, and not as a flag"),
+        ("MULTI_GPU", "--cpu --num_processes 3", "num_processes = 3, and accelerate launch has started one process"),
+        ("MULTI_CPU", "", "num_processes = 2, and accelerate launch has started one process"),
+        ("DEEPSPEED", "--cpu --num_processes 1", "with --cpu accelerate launch leaves DEEPSPEED out"),
+    ],
+)  # fmt: skip
+def test_what_accelerate_launch_would_leave_out_is_refused(tmp_path, torchrun, monkeypatch, kind, flags, words):
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"distributed_type: {kind}\nnum_processes: 2\n")
+    started = "2" if kind != "MULTI_CPU" and "--cpu" not in flags else "1"
+    torchrun.update(WORLD_SIZE=started, ACCELERATE_USE_FSDP=str(kind == "FSDP"), FSDP_VERSION="2")
+    accelerate_launch(monkeypatch, "--config_file", str(file), *flags.split())
+    assert words in refusal(lambda: check_launch(find_launch()))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("ACCELERATE_MIXED_PRECISION", "bf17", "unset ACCELERATE_MIXED_PRECISION, and say --precision"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "--torch_compile"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "--gradient_accumulation_steps"),
+        ("ACCELERATE_GRADIENT_CLIPPING", "0.5", "--max_grad_norm"),
+    ],
+)
+def test_a_variable_of_accelerate_that_has_no_effect_is_refused(torchrun, name, value, words):
+    torchrun[name] = value
+    message = refusal(lambda: check_launch(find_launch()))
+    assert f"{name} = {value} is set in this shell" in message
+    assert words in message
+
+
+def test_a_yaml_for_one_process_may_name_more(tmp_path, torchrun, monkeypatch):
+    """That of TRL for one GPU does."""
+    (tmp_path / "single_gpu.yaml").write_text("distributed_type: 'NO'\nnum_processes: 8\n")
+    torchrun["WORLD_SIZE"] = "1"
+    accelerate_launch(monkeypatch, "--config_file", str(tmp_path / "single_gpu.yaml"))
+    check_launch(find_launch())
+
+
+def test_a_variable_of_a_precision_in_upper_case(torchrun):
+    torchrun["ACCELERATE_MIXED_PRECISION"] = "BF16"
+    assert find_launch().precision == "bf16"
+
+
+def test_the_first_yamls_of_accelerate_are_read_as_it_reads_them():
+    assert environment_of({"fp16": True}, "")["ACCELERATE_MIXED_PRECISION"] == "fp16"
 
 
 @pytest.mark.parametrize("text", [
@@ -172,3 +233,4 @@ def test_what_accelerates_own_questions_write_is_accepted(tmp_path):
     file = tmp_path / "default_config.yaml"
     file.write_text(yaml.safe_dump(usual))
     assert find_strategies([str(file)])
+    check_refusal(["zero2.json'", "a JSON alone is for torchrun"], find_strategies, ["ds_configs/zero2.json"])

@@ -111,11 +111,14 @@ def test_what_the_recipe_leaves_open_the_json_decides(tmp_path):
         ({"train_batch_size": 32}, {"per_device_train_batch_size": 4}, 4),
         ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, {"per_device_train_batch_size": 8}, 2),
         ({"train_batch_size": 32}, {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}, 2),
+        ({"train_batch_size": 32.0, "train_micro_batch_size_per_gpu": 4e0}, {}, 4),
+        ({"train_batch_size": 32, "gradient_accumulation_steps": 1}, {}, 1),  # the micro-batch follows from both
     ],
 )
 def test_the_accumulation_follows_from_a_jsons_train_batch_size(tmp_path, content, options, accumulation):
     resolved, _ = resolve(tmp_path, content, recipe_of(**options))
-    assert (resolved["train_batch_size"], resolved["gradient_accumulation_steps"]) == (32, accumulation)
+    sizes = resolved["train_batch_size"], resolved["gradient_accumulation_steps"]
+    assert json.dumps(sizes) == f"[32, {accumulation}]"
 
 
 @pytest.mark.parametrize(
@@ -125,6 +128,11 @@ def test_the_accumulation_follows_from_a_jsons_train_batch_size(tmp_path, conten
         ({"train_batch_size": 5}, {"per_device_train_batch_size": 8}, ["batch_size = 5", "16"]),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, {"learning_rate": 1e-4}, ["lr = 0.001", "0.0001"]),
         ({"optimizer": {"type": "Lion", "params": {}}}, {}, ["Lion", "AdamW"]),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 9}}},
+            {"warmup_ratio": 0.1},
+            ["warmup_num_steps = 9", "warmup_ratio = 0.1"],
+        ),
     ],
 )
 def test_contradictions_name_both_values_and_both_sources(tmp_path, content, options, words):
@@ -186,6 +194,11 @@ def zero(stage: int, **settings) -> dict:
         ({"optimizer": {"type": "AdamW", "parms": {}}}, ["Did you mean params?"]),
         ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}, ["its place is gradient_clipping"]),
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, ["the optimizer is AdamW"]),
+        ({"train_micro_batch_size_per_gpu": 4.5}, ["train_micro_batch_size_per_gpu = 4.5: it must be an integer"]),
+        ({"train_micro_batch_size_per_gpu": 0}, ["train_micro_batch_size_per_gpu = 0: it must be above 0"]),
+        ({"gradient_clipping": float("nan")}, ["gradient_clipping = NaN: it must be a finite number"]),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": [2, 0.9]}}}, ["betas[0] = 2: it must be below 1"]),
+        ({"scheduler": {"type": "WarmupLR", "params": None}}, ["scheduler.params = None: expected an object"]),
         ({"wandb": {"enabled": True}}, ["wandb.enabled = true", "open a second run", "--report_to wandb"]),
     ],
 )
@@ -268,6 +281,7 @@ def test_numbers_and_truth_values_in_quotes_are_read(tmp_path):
 def test_a_broken_json(tmp_path):
     for text, words in (
         ("{,}", "not valid JSON"),
+        ('{"bf16": {"enabled": 1},} // mine', "no comments, no comma behind the last value"),
         ('{"bf16": {"enabled": 1, "enabled": 0}}', "enabled is there twice"),
     ):
         (tmp_path / "broken.json").write_text(text)
@@ -322,6 +336,17 @@ def test_precision_of_a_json(launched, tmp_path):
     with pytest.raises(UserError, match=r"bf16 \(.*mine.json\) and fp32 \(recipe.yaml, line 3\)"):
         read_strategy(recipe_of(OF_FILE, precision="fp32"))
     assert read_strategy(recipe_of(precision="fp32")).deepspeed["bf16"]["enabled"] is False
+
+
+def test_offload_in_a_plain_yaml(launched):
+    launched({"distributed_type": "DEEPSPEED", "deepspeed_config": {"offload_optimizer_nvme_path": "/fast"}},
+             ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_ZERO_STAGE="3",
+             ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE="nvme")  # fmt: skip
+    disk = {"device": "nvme", "nvme_path": "/fast"}
+    assert read_strategy(recipe_of()).deepspeed["zero_optimization"]["offload_optimizer"] == disk
+    launched({}, ACCELERATE_DEEPSPEED_ZERO_STAGE="2", ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE="none",
+             ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE="cpu")  # fmt: skip
+    assert "offload_param has no effect under stage 2" in read_strategy(recipe_of()).notes[0]
 
 
 def test_clipping_in_a_plain_yaml(launched):

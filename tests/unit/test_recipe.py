@@ -1,6 +1,7 @@
 """Options from YAML and flags: names, types, who wins, and what is refused."""
 
 import dataclasses
+import os
 import re
 
 import pytest
@@ -119,6 +120,7 @@ def test_forms_of_flags():
     assert recipe.learning_rate == 3e-4
     assert recipe.train_file == ["a.txt", "b.txt"]
     assert recipe.append_eos is False
+    assert parse("--output_dir=~/runs").output_dir == os.path.expanduser("~/runs")
 
 
 @pytest.mark.parametrize(
@@ -138,6 +140,9 @@ def test_forms_of_flags():
         (["--warmup_ratio", "1.5"], ["warmup_ratio = 1.5", "at most 1"]),
         (["--vocab_file", "a"], ["vocab_file has no effect without merge_file"]),
         (["--dataset_name", "wikitext"], ["dataset_name", "train_file", "keep one"]),
+        (["--output_dir="], ["output_dir = '' (--output_dir): expected a folder"]),
+        (["--seed", "2147483648"], ["it must be below 2147483648"]),
+        (["--val_set_size", "0.1"], ["say --validation_split_percentage 10 for 0.1"]),
         (["--profile", "12:9"], ["profile = '12:9' (--profile): expected N:M"]),
     ],
 )
@@ -157,6 +162,8 @@ def test_what_is_refused(flags, words):
         ("seed: 010\n", ["seed is '010'", "an integer"]),  # 8 in YAML 1.1
         ("seed: 1:30\n", ["'1:30'", "an integer"]),  # 90 in YAML 1.1
         ("report_name: no\n", ["report_name is no", "put it in quotes"]),
+        ("lora_r: 8\nlora_alpha: 16\n", ["lora_r, lora_alpha", "no effect without --lora"]),  # the defaults, stated
+        ("output_dir: $HOME/runs\n", ["output_dir = '$HOME/runs'", "variables such as $HOME are not replaced"]),
         ("push_to_hub: false\n", ["push_to_hub is false", "Leave the line out"]),
     ],
 )

@@ -96,7 +96,9 @@ class BatchOptions(Recipe, phase="train"):
         common=True,
         zero=WITHOUT_TRAINING,
     )
-    seed: int = option(42, "Seed of the order of samples, the initial weights and dropout.", minimum=0, phase="always")
+    seed: int = option(
+        42, "Seed of the order of samples, the initial weights and dropout.", minimum=0, below=2**31, phase="always"
+    )
     dataloader_num_workers: int | None = option(
         None, "Processes per rank that load batches; by default 2 with a GPU, else 0.", minimum=0, identity=False
     )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from zerofit.recipe.base import Recipe
-from zerofit.recipe.fields import option
+from zerofit.recipe.fields import WRITTEN_OUT, option
 from zerofit.recipe.model_options import ModelOptions
 from zerofit.recipe.paths import is_weight
 
@@ -95,7 +95,10 @@ class SourceOptions(Recipe):
         False, "Train even if more than half of the samples or answers are skipped or cut.", needs="!data_path"
     )
     cache_dir: str | None = option(
-        None, "Folder for prepared data; by default the cache of the datasets library.", identity=False
+        None,
+        "Folder for prepared data; by default the cache of the datasets library.",
+        form=WRITTEN_OUT,
+        identity=False,
     )
 
     @property

@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+import os
 import re
 import types
 import typing
 from collections.abc import Callable
 from typing import Annotated, Any
 
+WRITTEN_OUT = (r"[^$]+", "a folder; variables such as $HOME are not replaced here")
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -126,7 +128,8 @@ def from_text(text: str, kind: OptionType) -> Any:
         return kind.values[str(is_on).lower()] if kind.values else is_on
     if kind.base is int:
         return int(text, 0)  # 1_000 and 0x1f; no 010, which is 8 in YAML 1.1
-    return kind.base(text)
+    # A shell has done so, but not in a file, nor behind --name=
+    return kind.base(os.path.expanduser(text) if text.startswith("~/") else text)
 
 
 def broken_rule(value: Any, metadata: typing.Mapping[str, Any]) -> str | None:
@@ -143,7 +146,7 @@ def broken_rule(value: Any, metadata: typing.Mapping[str, Any]) -> str | None:
         if metadata["minimum"] is not None and not item >= metadata["minimum"]:
             return f"it must be {metadata['minimum']:g} or more"
         if metadata["below"] is not None and not item < metadata["below"]:
-            return f"it must be below {metadata['below']:g}"
+            return f"it must be below {metadata['below']:.10g}"
         if metadata["at_most"] is not None and not item <= metadata["at_most"]:
             return f"it must be at most {metadata['at_most']:g}"
         if metadata["form"] and not _is_of_form(item, metadata["form"][0]):

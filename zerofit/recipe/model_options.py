@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from zerofit.recipe.base import Recipe
+from zerofit.recipe.base import Recipe, is_set
 from zerofit.recipe.fields import option
 from zerofit.recipe.parsing import read_record
 from zerofit.recipe.paths import is_run
@@ -212,7 +212,7 @@ class LoraOptions(ModelOptions, phase="train"):
             problems += [f"{problem}. {remedy}" for problem in self.contradictions]
         names = [name for name in inspect.get_annotations(LoraOptions) if name != "lora"]
         if not self.lora and not self.source("lora"):  # an explicit `lora: false` turns a whole block of them off
-            useless = [name for name in names if self.is_changed(name)]
+            useless = [name for name in names if self.source(name) and is_set(getattr(self, name))]
             if useless:
                 problems.append(f"{', '.join(useless)} ({self.source(useless[0])}): no effect without --lora")
         return problems

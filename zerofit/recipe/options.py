@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.batch_options import BatchOptions
 from zerofit.recipe.data_options import SourceOptions
-from zerofit.recipe.fields import option
+from zerofit.recipe.fields import WRITTEN_OUT, option
 from zerofit.recipe.model_options import LoraOptions, ModelOptions
 from zerofit.recipe.paths import is_address
 
@@ -127,7 +127,11 @@ class RunOptions(Recipe, phase="train", identity=False):
     """Run folder and logs"""
 
     output_dir: str | None = option(
-        None, "The run folder; by default outputs/ and the name of the recipe.", common=True, phase="always"
+        None,
+        "The run folder; by default outputs/ and the name of the recipe.",
+        form=WRITTEN_OUT,
+        common=True,
+        phase="always",
     )
     overwrite_output_dir: bool = option(
         False, "Replace another run in output_dir; files that no run has written stay.", phase="always"

@@ -1,5 +1,6 @@
 """The DeepSpeed configuration of a run: its "auto" filled in from the recipe, contradictions refused."""
 
+import dataclasses
 import inspect
 import json
 import math
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from zerofit.recipe.errors import Problems, nearest
+from zerofit.recipe.fields import broken_rule, kinds_of
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.strategy.batches import BatchSizes, resolve_batches
 from zerofit.strategy.launch import tell_deepspeed_of_a_cpu
@@ -54,6 +56,13 @@ class OptionResolver(Problems):
         if isinstance(stated, bool) or not isinstance(stated, (int, float)):
             self.found.append(f'{self.source}: {key} = {stated!r}: expected a number or "auto"')
             return
+        field = next(field for field in dataclasses.fields(self.recipe) if field.name == option)
+        is_whole = kinds_of(type(self.recipe))[option].base is int
+        rule = "it must be an integer" if is_whole and stated % 1 else broken_rule(float(stated), field.metadata)
+        if rule:
+            self.found.append(f"{self.source}: {key} = {json.dumps(stated)}: {rule}")
+            return
+        stated = int(stated) if is_whole else stated  # 1e3 is 1000
         if self.recipe.source(option) is None:
             self.recipe.adopt(option, stated, self.source)
             return
@@ -78,13 +87,14 @@ class OptionResolver(Problems):
         flag = next(filter(self.recipe.is_flag, follows_from), None)
         if stated not in ("auto", value) and flag:
             self.leave_out(key, stated, flag)
-        if stated == "auto" or flag:
-            node[name] = value
-        elif stated != value:
+        if stated in ("auto", value) or flag:
+            node[name] = value  # 4 in the place of 4.0, too
+        else:
             self.found.append(self._contradiction(key, stated, what, value))
 
     def _contradiction(self, key: str, stated: Any, option: str, ours: Any) -> str:
         where = self.recipe.source(option) if hasattr(self.recipe, option) else None
+        ours = getattr(self.recipe, option) if ours == "auto" else ours
         return (
             f"{self.source} says {key} = {json.dumps(stated)}, and {option} = {json.dumps(ours)}"
             f'{f" ({where})" if where else ""}. Make them agree, or write "auto" in the DeepSpeed configuration'
@@ -112,6 +122,10 @@ def resolve_config(
         resolver.resolve("global_batch_size", "train_batch_size", default="auto")  # the accumulation follows from it
     if recipe.global_batch_size is None:
         resolver.resolve("gradient_accumulation_steps", "gradient_accumulation_steps", default=1)
+    total, passes = config.get("train_batch_size"), (recipe.gradient_accumulation_steps or 0) * layout.data_size
+    is_open = recipe.global_batch_size is None and recipe.source("per_device_train_batch_size") is None
+    if is_open and isinstance(total, (int, float)) and passes and total > 0 == total % passes:
+        recipe.adopt("per_device_train_batch_size", int(total) // passes, source)  # as DeepSpeed does
     resolver.resolve("max_grad_norm", "gradient_clipping")
     _resolve_optimizer(resolver)
     if recipe.optim == "muon":
@@ -232,7 +246,9 @@ def _take_scheduler(resolver: OptionResolver) -> None:
     if shape not in SCHEDULERS[kind]:
         recipe.adopt("lr_scheduler_type", SCHEDULERS[kind][-1], source)
     params = "scheduler.params"
-    scheduler.setdefault("params", {})
+    if not isinstance(scheduler.setdefault("params", {}), dict):
+        resolver.found.append(f"{source}: {params} = {scheduler['params']!r}: expected an object, or no params")
+        return
     tell_deepspeed_of_a_cpu()
     from deepspeed.runtime import lr_schedules
 

@@ -84,7 +84,7 @@ def read_deepspeed_config(launch: Launch, collected: Problems | None = None) -> 
     """Return (configuration, name of its source, notes): the JSON file, or what the accelerate YAML alone says. Raises
     UserError where it cannot be used; `collected` takes the problems of one that is whole but for them."""
     if launch.json_path is None:
-        config = _from_yaml_alone()
+        config = _from_yaml_alone(launch.yaml.get("deepspeed_config") or {})
         zero = config["zero_optimization"]
         _, problems = read_section(zero, models_of_sections()["zero_optimization"], "deepspeed_config")
         if problems := problems or _disk_problems(zero):
@@ -98,7 +98,8 @@ def read_deepspeed_config(launch: Launch, collected: Problems | None = None) -> 
     try:
         config = parse_json(read_text(path), object_pairs_hook=each_key_once)
     except ValueError as error:  # the message names the line
-        raise UserError(f"{path}: not valid JSON: {error}") from None
+        hint = "JSON has no comments, no comma behind the last value and no single quotes"
+        raise UserError(f"{path}: not valid JSON: {error}. {hint}") from None
     if not isinstance(config, dict):
         raise UserError(f"{path}: expected an object with DeepSpeed's settings")
     notes, problems = _read_whole(config)
@@ -161,8 +162,9 @@ def read_quoted(config: dict[str, Any], prefix: str = "") -> list[str]:
     return notes
 
 
-def _from_yaml_alone() -> dict[str, Any]:
-    """Read accelerate's own environment variables into the form of a DeepSpeed JSON."""
+def _from_yaml_alone(section: dict[str, Any]) -> dict[str, Any]:
+    """Read accelerate's own environment variables into the form of a DeepSpeed JSON. `section`: the YAML's, of which
+    accelerate hands down all but the paths."""
 
     def variable(name: str) -> str | None:
         value = os.environ.get(f"ACCELERATE_{name}", "none")
@@ -172,7 +174,7 @@ def _from_yaml_alone() -> dict[str, Any]:
     for part in ("optimizer", "param"):
         if device := variable(f"DEEPSPEED_OFFLOAD_{part.upper()}_DEVICE"):
             zero[f"offload_{part}"] = {"device": device}
-            if path := variable(f"DEEPSPEED_OFFLOAD_{part.upper()}_NVME_PATH"):
+            if path := section.get(f"offload_{part}_nvme_path"):
                 zero[f"offload_{part}"]["nvme_path"] = path
     config = {
         "train_batch_size": "auto",

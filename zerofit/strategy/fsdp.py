@@ -8,8 +8,9 @@ read from the YAML.
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from zerofit.recipe.errors import UserError
+from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.options import TrainingRecipe
+from zerofit.recipe.parsing import counted
 
 if TYPE_CHECKING:
     from zerofit.strategy.strategy import Strategy
@@ -24,6 +25,8 @@ REPLICAS = "parallelism_config_dp_replicate_size"
 SHARDS = "parallelism_config_dp_shard_size"
 EITHER = ("true", "false")
 SIZES = [str(size) for size in range(1, 1025)]
+UNITS = "fsdp_transformer_layer_cls_to_wrap"
+SIZED_1 = ("parallelism_config_cp_", "parallelism_config_sp_")  # settings of what has no other size than 1 here
 ALONE = "fsdp2 with one process: there is nobody to share with, so nothing is sharded"
 HONOURED: dict[str, Sequence[str]] = {  # the values of each key that a run honours, the usual one first
     VERSION: ("2",),
@@ -35,7 +38,7 @@ HONOURED: dict[str, Sequence[str]] = {  # the values of each key that a run hono
     SYNCS: EITHER,  # false reduces gradients once an update, from full gradients
     IGNORED: (EXPERTS,),  # which are divided among the ranks then
     "fsdp_auto_wrap_policy": ("transformer_based_wrap",),
-    "fsdp_state_dict_type": ("sharded_state_dict",),
+    "fsdp_state_dict_type": ("sharded_state_dict", "full_state_dict"),  # of accelerate's own checkpoints
     "fsdp_cpu_ram_efficient_loading": EITHER,
     "fsdp_offload_params": ("false",),
     "fsdp_activation_checkpointing": ("false",),
@@ -50,7 +53,7 @@ HONOURED: dict[str, Sequence[str]] = {  # the values of each key that a run hono
 
 def read_fsdp(environment: Mapping[str, str], content: Mapping[str, Any]) -> dict[str, str] | None:
     """The settings, in lower case, that the launcher has put into the environment; None: it does not use FSDP."""
-    if environment.get("ACCELERATE_USE_FSDP", "false") != "true":
+    if environment.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return None
     settings = {key: environment[key.upper()].lower() for key in HONOURED if key.upper() in environment}
     section = content.get("fsdp_config") or {}
@@ -71,6 +74,7 @@ def check_replicas(settings: Mapping[str, str], world_size: int, source: str) ->
     """Raises UserError where the processes cannot form the replicas that are asked for, or groups that share weights
     between the passes, or where replicas and divided experts are asked for."""
     replicas = int(settings.get(REPLICAS, "1"))
+    shards = int(settings.get(SHARDS, "1"))
     among, sharers = settings.get(RESHARDS, "true"), world_size // replicas
     if world_size > 1 and among.isdigit() and (sharers % int(among) or int(among) >= sharers):
         possible = [str(size) for size in range(2, sharers) if sharers % size == 0]
@@ -78,39 +82,49 @@ def check_replicas(settings: Mapping[str, str], world_size: int, source: str) ->
             f"{source}: {RESHARDS} = {among} is not a part of the {sharers} processes that share weights. "
             f"Write {', '.join((*possible, *EITHER))}"
         )
-    if 1 in (replicas, world_size):
+    if world_size == 1:
         return
     stated = f"{source}: {REPLICAS} = {replicas}"
-    if settings.get(IGNORED) == EXPERTS:
+    if replicas > 1 and settings.get(IGNORED) == EXPERTS:
         raise UserError(f"{stated} does not go together with {IGNORED}: {EXPERTS}. Remove one of them")
-    if world_size % replicas or world_size == replicas:
+    if replicas > 1 and (world_size % replicas or world_size == replicas):
         raise UserError(
             f"{stated} needs a multiple of it as num_processes, {2 * replicas} or more, and there are {world_size}. "
-            f"Use --num_processes {2 * replicas}, or --parallelism_config_dp_replicate_size"
+            f"Use --num_processes {2 * replicas}, or write another size"
         )
-    shards = int(settings.get(SHARDS, "1"))
-    if shards not in (1, world_size // replicas):
+    if shards not in (1, sharers):
         raise UserError(
-            f"{source}: {SHARDS} = {shards}, and {world_size} processes in {replicas} replicas are "
-            f"{world_size // replicas} each. Remove it"
+            f"{source}: {SHARDS} = {shards}, and {world_size} processes in {counted(replicas, 'replica')} are "
+            f"{sharers} each. Remove it"
         )
 
 
 def fsdp_problems(settings: dict[str, str], content: Mapping[str, Any], source: str) -> list[str]:
     """Return a problem for each setting that a run would not honour."""
+    if settings[VERSION] == "1":
+        translate = "accelerate to-fsdp2 --config_file FILE --output_file NEW_FILE"
+        return [
+            f"{source}: {VERSION} = 1 is not supported. Write 2; of FSDP1's keys this makes those of 2: {translate}"
+        ]
     problems = []
     for key, value in settings.items():
         if value not in (honoured := HONOURED[key]):
-            words = honoured if len(honoured) < 4 else ("a number of processes",)
-            remedy = f"Write {' or '.join(words)}, or use another strategy, such as zero3_offload or tp"
+            number = (*filter(EITHER.__contains__, honoured), "a number of processes")
+            words = honoured if len(honoured) < 4 else number
+            remedy = f"Write {' or '.join(words)}, or use another strategy, such as zero3_offload, tp or sp"
+            if key.startswith("fsdp_activation_checkpointing"):
+                remedy = "Write false, and say --gradient_checkpointing"
             problems.append(f"{source}: {key} = {value} is not supported. {remedy}")
     problems += [
         f"{source}: {key} = {value!r} is of FSDP1, or not supported. Remove it"
         for key, value in (content.get("fsdp_config") or {}).items()
-        if key not in HONOURED
+        if key not in (*HONOURED, UNITS)
     ]
-    if content.get("deepspeed_config"):
-        problems.append(f"{source}: deepspeed_config stands beside distributed_type: FSDP. Keep one of the two")
+    unread = (content.get("parallelism_config") or {}).keys() - settings.keys()
+    for key in unread - {key for key in unread if key.startswith(SIZED_1)}:
+        close = nearest(key, [REPLICAS, SHARDS])
+        remedy = "Write it there, and not as a flag" if close in (key, None) else f"Did you mean {close}?"
+        problems.append(f"{source}: {key} is not what accelerate reads of a YAML's parallelism_config. {remedy}")
     return problems
 
 

@@ -13,10 +13,17 @@ from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.places import CONFIGS
 from zerofit.strategy.fsdp import fsdp_problems, read_fsdp
 from zerofit.strategy.gpus import use_expandable_segments
-from zerofit.strategy.named import FP8_BACKEND, export_environment, is_json, problems_of_yaml
+from zerofit.strategy.named import FP8_BACKEND, export_environment, is_json, problems_of_yaml, with_flags
 
 SHARES_DEVICES = "ZEROFIT_SHARES_DEVICES"  # set by `zerofit compare`: processes may share a device
 PRECISIONS = {"no": None, "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
+
+SAID_OTHERWISE = (  # variables of accelerate, the values that change nothing here, and the option to use
+    ("ACCELERATE_MIXED_PRECISION", PRECISIONS, "precision"),
+    ("ACCELERATE_DYNAMO_BACKEND", ("no",), "torch_compile"),
+    ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", ("no", "1"), "gradient_accumulation_steps"),
+    ("ACCELERATE_GRADIENT_CLIPPING", ("no",), "max_grad_norm"),
+)
 
 
 @dataclass
@@ -31,6 +38,7 @@ class Launch:
     config_file: str | None  # accelerate YAML, where it can be found out
     yaml: dict[str, Any] = field(default_factory=dict)
     command: list[str] = field(default_factory=list)
+    flags: str = ""  # those of the launcher that `yaml` has, too
     fsdp: dict[str, str] | None = None  # FSDP's settings; None: it is not used
     threads_are_the_users: bool = False  # OMP_NUM_THREADS was set before the launcher, which would set it to 1
 
@@ -60,15 +68,19 @@ def find_launch(named: str | None = None) -> Launch:
         export_environment(named, config_file)
         config_file = config_file if is_json(named) else named
     content = (read_yaml(Path(config_file)) if config_file else None) or {}
+    flags = ""
+    if isinstance(content, dict):
+        content, flags = with_flags(content, command)
     return Launch(
         world_size=int(environment.get("WORLD_SIZE", "1")),
         rank=int(environment.get("RANK", "0")),
-        deepspeed=environment.get("ACCELERATE_USE_DEEPSPEED", "false") == "true",
-        precision=PRECISIONS.get(environment.get("ACCELERATE_MIXED_PRECISION", "no")),
+        deepspeed=environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true",
+        precision=PRECISIONS.get(environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()),
         json_path=environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"),
         config_file=config_file,
         yaml=content,
         command=command,
+        flags=flags,
         fsdp=read_fsdp(environment, content),
         threads_are_the_users=threads_are_the_users,
     )
@@ -77,18 +89,37 @@ def find_launch(named: str | None = None) -> Launch:
 def check_launch(launch: Launch) -> None:
     """Raises UserError where the YAML holds nested keys that accelerate would ignore, or names a strategy that is not
     supported."""
-    problems = problems_of_yaml(launch.yaml, launch.source)
-    if os.environ.get("ACCELERATE_USE_MEGATRON_LM", "false") == "true" and not problems:  # by a flag
-        problems = problems_of_yaml({"distributed_type": "MEGATRON_LM"}, launch.source)
+    source = f"{launch.source} with {launch.flags}" if launch.flags else launch.source
+    problems = problems_of_yaml(launch.yaml, source)
     if launch.fsdp is not None:
-        problems += fsdp_problems(launch.fsdp, launch.yaml, launch.source)
+        problems += fsdp_problems(launch.fsdp, launch.yaml, source)
         if launch.deepspeed:
             problems.append(f"{launch.source}: FSDP and DeepSpeed are both asked for. unset ACCELERATE_USE_FSDP")
+    for name, usable, option in SAID_OTHERWISE:
+        value = os.environ.get(name, "no")
+        if value.lower() not in usable and not (launch.deepspeed and "_GRADIENT_" in name) and not problems:
+            problems.append(f"{name} = {value} is set in this shell. unset {name}, and say --{option}")
+    if launch.command and not problems:
+        problems += _not_started(launch, source)
     backend = os.environ.get("ACCELERATE_FP8_BACKEND", FP8_BACKEND).upper()
     if launch.precision == "fp8" and backend not in (FP8_BACKEND, "NO") and not problems:  # by a flag
         problems.append(f"--fp8_backend {backend} is not supported. Write {FP8_BACKEND}, which is torchao")
     if problems:
         raise UserError(problems)
+
+
+def _not_started(launch: Launch, source: str) -> list[str]:
+    """Say what accelerate launch was told to start, and has not."""
+    kind, asked = launch.yaml.get("distributed_type"), flag_value(launch.command, "num_processes")
+    asked = asked or (kind != "NO" and str(launch.yaml.get("num_processes"))) or "1"
+    if kind in ("DEEPSPEED", "FSDP") and not (launch.deepspeed or launch.fsdp):
+        return [f"{source}: with --cpu accelerate launch leaves {kind} out. Remove --cpu: the CPU is found without it"]
+    if asked.isdigit() and int(asked) > 1 == launch.world_size:
+        return [
+            f"{source}: num_processes = {asked}, and accelerate launch has started one process. Use --config_file "
+            "accelerate_configs/ddp.yaml, which starts all without a GPU, too, and no --cpu, use_cpu or MULTI_CPU"
+        ]
+    return []
 
 
 def tell_deepspeed_of_a_cpu() -> None:

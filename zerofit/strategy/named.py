@@ -6,12 +6,13 @@ torchrun they are made here (accelerate/utils/launch.py, 1.15).
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import UserError, nearest
+from zerofit.recipe.parse import flag_value, option_named
 from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.places import configs
 from zerofit.strategy.fsdp import variables_of
@@ -45,6 +46,14 @@ IN_THE_JSON = (
     "offload_optimizer_device",
     "offload_param_device",
 )
+SECTIONS = {  # and the distributed_type that each is for
+    "deepspeed_config": "DEEPSPEED",
+    "fsdp_config": "FSDP",
+    "parallelism_config": "FSDP",
+    "megatron_lm_config": "MEGATRON_LM",
+}
+PREFIXES = {"fsdp_": "fsdp_config", "parallelism_config_": "parallelism_config", "megatron_lm_": "megatron_lm_config"}
+KINDS = {"use_deepspeed": "DEEPSPEED", "use_fsdp": "FSDP", "use_megatron_lm": "MEGATRON_LM"}
 SUPPORTED = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 FP8_BACKEND = "AO"
@@ -112,7 +121,7 @@ def environment_of(content: Mapping[str, Any], source: str) -> dict[str, str]:
         problems.append(f"{source} is for one process, not for {world}. Use --strategy ddp")
     if problems:
         raise UserError(problems)
-    precision = content.get("mixed_precision") or "no"
+    precision = content.get("mixed_precision") or ("fp16" if content.get("fp16") else "no")
     made = {"ACCELERATE_MIXED_PRECISION": str(precision).lower()}
     if content.get("use_cpu"):
         made["ACCELERATE_USE_CPU"] = "true"
@@ -130,6 +139,8 @@ def environment_of(content: Mapping[str, Any], source: str) -> dict[str, str]:
 def problems_of_yaml(content: Any, source: str) -> list[str]:
     """Return a problem for each thing in an accelerate YAML that is not a strategy here, or that accelerate would
     stumble over."""
+    from accelerate.commands.config.config_args import ClusterConfig
+
     if not isinstance(content or {}, dict):
         return [f"{source}: expected `key: value` lines, as in accelerate_configs/ddp.yaml"]
     content, problems = content or {}, []
@@ -139,6 +150,11 @@ def problems_of_yaml(content: Any, source: str) -> list[str]:
             meant = f'"{words[0]}" in quotes' if content[key] is False else f"one of {', '.join(words)}"
             problems.append(f"{source}: {key} = {str(content[key]).lower()}, as YAML reads no and yes: write {meant}")
     kind, precision = content.get("distributed_type", "NO"), content.get("mixed_precision")
+    known = (*ClusterConfig.__dataclass_fields__, "fp16", "dynamo_backend")  # the last two in its older files
+    for key in content.keys() - known:
+        close = nearest(str(key), known)
+        remedy = f"Did you mean {close}? Else remove it" if close else "Remove it"
+        problems.append(f"{source}: accelerate knows no {key}. {remedy}")
     if not isinstance(kind, bool):
         problems += [f"{source}: distributed_type = {kind} {why}" for why in _why_not(str(kind))]
     if not isinstance(precision, bool) and str(precision or "no").lower() not in PRECISIONS:
@@ -149,14 +165,17 @@ def problems_of_yaml(content: Any, source: str) -> list[str]:
         problems.append(f"{source}: compute_environment = {content['compute_environment']}: write LOCAL_MACHINE")
     dynamo = content.get("dynamo_config") or {}
     backend = dynamo.get("dynamo_backend", "no") if isinstance(dynamo, dict) else dynamo
+    backend = content.get("dynamo_backend") or backend
     if str(backend).lower() not in ("no", "false"):
         problems.append(f"{source}: dynamo_config is not supported. Remove it, and say --torch_compile")
     problems += [f"{source}: {problem}" for problem in _fp8_problems(content)]
-    if kind != "FSDP" and content.get("parallelism_config"):
-        problems.append(f"{source}: parallelism_config is for distributed_type: FSDP. Use --strategy tp, sp or hsdp")
-    for key in ("deepspeed_config", "fsdp_config", "parallelism_config"):
+    for key, its_kind in SECTIONS.items():
         if not isinstance(content.get(key) or {}, dict):
             problems.append(f"{source}: {key} = {content[key]!r}: expected indented `key: value` lines")
+        elif content.get(key) and kind in SUPPORTED and kind != its_kind:
+            other = ". Or use --strategy tp, sp or hsdp" if key == "parallelism_config" else ""
+            stated = f"{key} ({', '.join(map(str, content[key]))}) has no effect with distributed_type = {kind}"
+            problems.append(f"{source}: {stated}. Write {its_kind}, or remove it{other}")
     section = content.get("deepspeed_config") or {}
     for key, value in section.items() if isinstance(section, dict) else ():
         if key not in (*VARIABLES, *READ_TOO):
@@ -170,6 +189,31 @@ def problems_of_yaml(content: Any, source: str) -> list[str]:
     if isinstance(content.get("use_cpu"), str):
         problems.append(f"{source}: use_cpu = {content['use_cpu']!r} is a text, which counts as true: no quotes")
     return problems
+
+
+def with_flags(content: dict[str, Any], words: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """Return (a YAML's content with what the flags of accelerate launch state beside it, these flags). accelerate
+    hands no flag down that is for another distributed_type, or stands beside a DeepSpeed JSON.
+
+    Args:
+        words: the command line; what stands behind the script is the script's.
+    """
+    script = next((place for place, word in enumerate(words) if word.endswith(".py") and place > 1), 0)
+    content, flags = dict(content), []
+    for name in filter(None, map(option_named, words[:script])):
+        prefix = next(filter(name.startswith, PREFIXES), "")
+        section = "deepspeed_config" if name in (*VARIABLES, *READ_TOO) else PREFIXES.get(prefix, "")
+        value, beside = flag_value(list(words[:script]), name), content.get(section) or {}
+        if name in KINDS:
+            content["distributed_type"] = KINDS[name]
+        elif name == "dynamo_backend":
+            content[name] = value
+        elif section and isinstance(beside, dict):
+            content[section] = {**beside, name: value}
+        else:
+            continue
+        flags.append(f"--{name}")
+    return content, " ".join(flags)
 
 
 def _fp8_problems(content: dict[str, Any]) -> list[str]:
@@ -200,7 +244,7 @@ def _why_not(kind: str) -> list[str]:
     device = torch.accelerator.current_accelerator()
     if device is not None and kind == f"MULTI_{device.type.upper()}":
         return []
-    close = nearest(kind, SUPPORTED)
+    close = nearest(kind.upper(), SUPPORTED)
     meant = f"Did you mean {close}? " if close else ""
     return [f"is not supported here. {meant}Use --strategy ddp, zero1, zero2, zero3, fsdp2 or tp"]
 
@@ -213,7 +257,11 @@ def find_strategies(names: list[str]) -> dict[str, Path]:
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     missing = []
     for name, path in files.items():
-        if not path.is_file():
+        if is_json(name):
+            missing.append(
+                f"strategy {name!r}: a JSON alone is for torchrun. Name a YAML that names it, as zero2.yaml"
+            )
+        elif not path.is_file():
             close = nearest(name, known)
             remedy = f"{f'Did you mean {close}? ' if close else ''}There are {', '.join(known)}"
             missing.append(f"strategy {name!r}: there is no file {path}. {remedy}")

@@ -20,6 +20,14 @@ from zerofit.strategy.strategy import Strategy
 # Longer than anything takes for which ranks wait for one of them: data that another machine prepares, a checkpoint
 # that is read or written, an export. A rank that hangs is found by its watchdog.
 COLLECTIVE_TIMEOUT = timedelta(hours=24)
+# {a variable of ranks: its value where there is one}
+ALONE = {
+    "WORLD_SIZE": "1",
+    "OMPI_COMM_WORLD_SIZE": "1",
+    "PMI_SIZE": "1",
+    "MV2_COMM_WORLD_SIZE": "1",
+    "LOCAL_RANK": "-1",
+}
 FASTER = {"bf16": "--precision bf16", "tf32": "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 (factors rounded to TF32)"}
 
 
@@ -31,13 +39,14 @@ def make_accelerator(
     Returns: it, and notes for the log.
 
     Raises:
-        UserError: fp16 without a GPU; more processes than devices.
+        UserError: fp16 without a GPU; more processes than devices; no launcher has started several.
         RuntimeError: the processes do not find each other (each would train alone, without a word).
     """
     # DeepSpeed calls collectives by names that torch 2.13 deprecates, once for every layer of every update.
     warnings.filterwarnings("ignore", message="`torch.distributed.*deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
     strategy.check_precision()
+    _check_started()
     launch, on_cpu = strategy.launch, not torch.accelerator.is_available()
     notes: list[str] = []
     if on_cpu:
@@ -87,6 +96,17 @@ def make_accelerator(
     if on_cpu and strategy.precision == "bf16" and (times := bf16_slowdown()):
         notes.append(f"bf16 products take {times:.0f} times as long as fp32 on this CPU. Faster: --precision fp32")
     return accelerator, notes
+
+
+def _check_started() -> None:
+    """Raises UserError where variables name other processes, and no launcher has said where they meet."""
+    several = [(name, os.environ[name]) for name, one in ALONE.items() if os.environ.get(name, one) != one]
+    if several and "MASTER_ADDR" not in os.environ:
+        name, value = several[0]
+        raise UserError(
+            f"{name} = {value} is set, and MASTER_ADDR is not: no launcher has started this process. Use zerofit "
+            f"launch, accelerate launch or torchrun, or unset {name}"
+        )
 
 
 def _share_devices(num_devices: int) -> bool:

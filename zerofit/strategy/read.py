@@ -11,10 +11,10 @@ from zerofit.recipe.parse import flag_value
 from zerofit.strategy.batches import resolve_batches
 from zerofit.strategy.deepspeed_config import resolve_config
 from zerofit.strategy.deepspeed_json import read_deepspeed_config, stated_precision
-from zerofit.strategy.fsdp import ALONE, check_fsdp, check_replicas
+from zerofit.strategy.fsdp import ALONE, UNITS, check_fsdp, check_replicas
 from zerofit.strategy.gpus import check_devices
 from zerofit.strategy.launch import Launch, check_launch, find_launch
-from zerofit.strategy.layout import ParallelLayout, check_degrees, idle_note, take_degrees
+from zerofit.strategy.layout import ParallelLayout, check_degrees, idle_note, offload_device, take_degrees
 from zerofit.strategy.named import take_named
 from zerofit.strategy.optimizers import check_muon, check_optimizer
 from zerofit.strategy.strategy import PrecisionSetting, Strategy
@@ -63,8 +63,10 @@ def _read_torch(launch: Launch, recipe: TrainingRecipe, problems: Problems, on_l
     total_stays = on_layout(ParallelLayout(launch.world_size, launch.rank))
     batches = resolve_batches(recipe, launch.world_size, total_stays=total_stays)
     fsdp = launch.fsdp if launch.world_size > 1 else None
-    notes = (ALONE,) if launch.fsdp is not None and fsdp is None else ()
-    return Strategy(launch, batches, precision, None, launch.source, notes, tuple(stated), fsdp=fsdp)
+    notes = [ALONE] if launch.fsdp is not None and fsdp is None else []
+    if UNITS in (launch.yaml.get("fsdp_config") or {}):
+        notes.append(f"{launch.source}: {UNITS} has no effect: the blocks of the model are wrapped")
+    return Strategy(launch, batches, precision, None, launch.source, tuple(notes), tuple(stated), fsdp=fsdp)
 
 
 def _read_deepspeed(launch: Launch, recipe: TrainingRecipe, problems: Problems, on_layout: OnLayout) -> Strategy:
@@ -77,6 +79,9 @@ def _read_deepspeed(launch: Launch, recipe: TrainingRecipe, problems: Problems, 
     tensor, pipeline, sequence = take_degrees(config, source)
     layout = ParallelLayout(launch.world_size, launch.rank, tensor, pipeline, sequence)
     config, batches = resolve_config(config, source, recipe, layout, on_layout(layout))
+    zero = config["zero_optimization"]
+    if zero["stage"] != 3 and offload_device(zero, "offload_param") != "none":
+        notes.append(f"{source}: offload_param has no effect under stage {zero['stage']}: weights stay on the device")
     if recipe.trains:
         notes += filter(None, [idle_note(pipeline, batches.accumulation)])
     strategy = Strategy(

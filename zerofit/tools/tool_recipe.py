@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
@@ -13,6 +14,7 @@ from zerofit.recipe.fields import option
 from zerofit.recipe.foreign_options import REMOVED
 from zerofit.recipe.help import wants_help
 from zerofit.recipe.parse import flag_value, parse_recipe
+from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.places import recipe_file
 from zerofit.recipe.tasks import TASKS, TaskRecipe, task_of_recipe
 from zerofit.record.terminal import log_to_stderr
@@ -129,7 +131,7 @@ def join_with_recipe(tool: type[T], argv: list[str], prog: str) -> tuple[str, ty
     """Return (the task, the options of the tool and of the task's recipe in one type).
 
     Raises:
-        UserError: the task is unknown.
+        UserError: the task is unknown; the recipe's file cannot be read.
         SystemExit: code 0 after `--help`, which shows the options of a task where one is named.
     """
     config = flag_value(argv, "config")
@@ -142,6 +144,10 @@ def join_with_recipe(tool: type[T], argv: list[str], prog: str) -> tuple[str, ty
             for name, hint in REMOVED.items()
             if f"--{name}" in argv and not hasattr(tool, name)
         ]
+        if config and not gone:
+            read_yaml(Path(recipe_file(config)))  # there is none, or it is not YAML
+        if argv and not argv[0].startswith("--"):
+            gone.append(f"{argv[0]!r} is not an option. Name a recipe with --config {argv[0]}")
         raise UserError(gone or f"the task is unknown: set --task to one of {', '.join(TASKS)}")
     return task, dataclasses.make_dataclass(tool.__name__, [], bases=(tool, TASKS[task]))
 
