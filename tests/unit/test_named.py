@@ -140,7 +140,7 @@ def megatron(**more) -> dict:
         ({"compute_environment": "AMAZON_SAGEMAKER"}, ["LOCAL_MACHINE"]),
         ({"deepspeed_config": "zero2.json"}, ["deepspeed_config = 'zero2.json'", "key: value"]),
         ({"use_cpu": "false"}, ["use_cpu", "counts as true"]),
-        ({"mixed_precison": "bf16"}, ["accelerate knows no mixed_precison. Did you mean mixed_precision?"]),
+        ({"mixed_precison": "bf16"}, ["accelerate has no setting mixed_precison. Did you mean mixed_precision?"]),
         ({"dynamo_backend": "INDUCTOR"}, ["dynamo_config", "--torch_compile"]),
         ({"deepspeed_config": {"zero_stage": 3}}, ["deepspeed_config (zero_stage) has no effect", "Write DEEPSPEED"]),
         ({"fsdp_config": {"fsdp_version": 2}}, ["fsdp_config (fsdp_version) has no effect", "Write FSDP"]),

@@ -184,8 +184,8 @@ def unknown_family(model_type: str) -> str:
     close = nearest(model_type, CONFIG_MAPPING.keys())
     remedy = f"Did you mean {close}? Else install" if close else "Install"
     return (
-        f"transformers {__version__} knows no model_type {model_type!r}. {remedy} the version that its config.json "
-        "names (pip install -U transformers)"
+        f"transformers {__version__} does not support model_type {model_type!r}. {remedy} the version that its "
+        "config.json names (pip install -U transformers)"
     )
 
 

@@ -221,7 +221,7 @@ def _problems_of_optimizer(optimizer: dict[str, Any]) -> list[str]:
 
 def _unknown(where: str, key: str, known: Iterable[str]) -> str:
     close = nearest(key, known)
-    return f"DeepSpeed knows no {where}.{key}. {f'Did you mean {close}?' if close else 'Remove it'}"
+    return f"DeepSpeed has no setting {where}.{key}. {f'Did you mean {close}?' if close else 'Remove it'}"
 
 
 def _take_scheduler(resolver: OptionResolver) -> None:

@@ -288,7 +288,7 @@ def _problem_of(detail: Any, model: Any, where: str) -> str:
     close = nearest(path[-1], fields)
     if close and fields[close].get("deprecated"):
         close = fields[close]["new_param"]
-    return f"DeepSpeed knows no {full}. " + (f"Did you mean {close}?" if close else "Remove it")
+    return f"DeepSpeed has no setting {full}. " + (f"Did you mean {close}?" if close else "Remove it")
 
 
 def _unknown_keys(config: dict[str, Any]) -> list[str]:
@@ -297,7 +297,7 @@ def _unknown_keys(config: dict[str, Any]) -> list[str]:
         if key not in KNOWN_KEYS:
             close = nearest(key, KNOWN_KEYS)
             remedy = f"Did you mean {close}?" if close else "Remove it"
-            problems.append(f"DeepSpeed knows no {key} and would ignore it. {remedy}")
+            problems.append(f"{key} is not supported, and would be ignored. {remedy}")
         elif isinstance(value, str) and value != "auto" and not key.endswith("data_type"):
             problems.append(f'{key} = "{value}": expected a number, true or false, or an object')
     return problems

@@ -154,7 +154,7 @@ def problems_of_yaml(content: Any, source: str) -> list[str]:
     for key in content.keys() - known:
         close = nearest(str(key), known)
         remedy = f"Did you mean {close}? Else remove it" if close else "Remove it"
-        problems.append(f"{source}: accelerate knows no {key}. {remedy}")
+        problems.append(f"{source}: accelerate has no setting {key}. {remedy}")
     if not isinstance(kind, bool):
         problems += [f"{source}: distributed_type = {kind} {why}" for why in _why_not(str(kind))]
     if not isinstance(precision, bool) and str(precision or "no").lower() not in PRECISIONS:

@@ -58,7 +58,7 @@ def check_sequence_parallel(config: Any, degree: int, source: str, recipe: Any, 
         possible = [n for n in range(2, config.num_attention_heads + 1) if shares_heads(config, n)]
         remedy = f"Use {' or '.join(map(str, possible))}" if possible else without
         reasons = {
-            "knows no mask of documents (packing, reset_attention_mask, reset_position_ids)": recipe.is_masked,
+            "supports no mask of documents (packing, reset_attention_mask, reset_position_ids)": recipe.is_masked,
             "has no dropout (remove it: --config_overrides attn_pdrop=0, or attention_dropout=0)": (
                 recipe.trains and has_attention_dropout(config)
             ),
