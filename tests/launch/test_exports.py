@@ -134,7 +134,7 @@ def test_on_a_disk_that_takes_nothing_the_last_good_state_stays(options, tmp_pat
 
     def last_fails(self, *args):
         if self.state.updates == 3:
-            assert not self.wait()  # update 2 is written by a thread
+            assert not self.writer.wait()  # update 2 is written by a thread
             patch()
         save(self, *args)
 

@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_573,  # 1,300
     "zerofit/tools": 10_740,  # 10,600
     "benchmarks": 1_903,  # 1,800
-    "tests": 26_770,  # 21,500
+    "tests": 26_774,  # 21,500
 }
 
 

@@ -19,6 +19,7 @@ from zerofit.health.anomaly import AnomalyDetector
 from zerofit.health.shutdown import StopReason
 from zerofit.health.slow_ranks import RankClock, SlowRanks
 from zerofit.recipe import ClmRecipe
+from zerofit.recipe.errors import UserError
 from zerofit.record.meters import Rates
 from zerofit.record.run_folder import RunFolder
 from zerofit.strategy.batches import BatchSizes
@@ -208,6 +209,12 @@ def test_patience_runs_out_at_the_same_update_wherever_a_run_was_killed(tmp_path
         assert run.best == undisturbed.best, killed_after
         for name, tensor in undisturbed.weights.items():
             assert tensor.equal(run.weights[name]), killed_after
+
+
+def test_a_loop_that_takes_no_update_down_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(Run, "log", lambda *_: None)
+    with pytest.raises(UserError, match=r"has not called run.log\(.* for update 1"):
+        Launches(tmp_path, {0: {}}, eval_on_start=False).launch()
 
 
 def falling(update: int) -> dict[str, float]:
