@@ -23,10 +23,10 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/health": 1_409,
     "zerofit/checkpoint": 1_823,
     "zerofit/training": 3_355,  # 2,000
-    "zerofit/launch": 1_573,  # 1,300
+    "zerofit/launch": 1_580,  # 1,300
     "zerofit/tools": 10_740,  # 10,600
     "benchmarks": 1_903,  # 1,800
-    "tests": 26_774,  # 21,500
+    "tests": 26_781,  # 21,500
 }
 
 

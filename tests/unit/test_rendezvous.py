@@ -185,11 +185,6 @@ def waits(group: MachineGroup) -> int:
     return waiting
 
 
-def dies(group: MachineGroup) -> None:
-    group._beat_ends.set()
-    group._beats.join()
-
-
 def test_each_round_has_a_store_of_its_own_in_which_all_ranks_meet(port):
     both = groups(port)
     assert [group.num_waiting() for group in both] == [0, 0]
@@ -205,11 +200,23 @@ def test_a_machine_that_has_died_is_replaced_and_one_that_lives_is_not(port):
     both = groups(port)
     assert "machine 1 takes part in this run already" in refusal(MachineGroup, "127.0.0.1", port, 1, 2, 5.0)
     assert both[0].num_waiting() == 0, "the run is not disturbed"
-    dies(both[1])
+    both[1].fall_silent()
     new = MachineGroup("127.0.0.1", port, 1, 2, 5.0)
     assert new.round == 1
     stores = at_once(new.meet, both[0].meet)
     assert stores[0].port == stores[1].port != port
+
+
+def test_a_launcher_ends_with_its_own_code_while_it_gives_signs_of_life(port):
+    """Without a pause between them."""
+    code = f"""
+from zerofit.launch import machine_group
+machine_group.BEAT_S = 0.0
+group = machine_group.MachineGroup("127.0.0.1", {port}, 0, 1, 5.0)
+raise SystemExit(85)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 85, done.stderr
 
 
 def test_who_does_not_restart_tells_why_and_all_end_with_one_code(port):

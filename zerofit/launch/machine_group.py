@@ -10,6 +10,7 @@ so rank 0 may move to another machine; it does not name the machine that it wait
 twice makes it restart a healthy run (torch/distributed/elastic/rendezvous/dynamic_rendezvous.py, torch 2.13).
 """
 
+import atexit
 import json
 import platform
 import sys
@@ -55,6 +56,12 @@ class MachineGroup:
             target=self._beat, args=(Heartbeats(PrefixStore("zerofit", store.clone())),), daemon=True
         )
         self._beats.start()
+        atexit.register(self.fall_silent)
+
+    def fall_silent(self) -> None:
+        """Give no more signs of life. A thread that is in the store's C++ as Python ends would abort the process."""
+        self._beat_ends.set()
+        self._beats.join(SILENT_S)
 
     def _take_part(self) -> None:
         number, beats = self.number, Heartbeats(self._store)
