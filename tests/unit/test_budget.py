@@ -16,13 +16,13 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/recipe": 3_616,  # 2,700
     "zerofit/model": 5_915,  # 4,700
     "zerofit/compat": 604,  # 600
-    "zerofit/data": 7_262,  # 6,000
+    "zerofit/data": 7_263,  # 6,000
     "zerofit/strategy": 5_181,  # 4,800
     "zerofit/estimate": 4_770,  # 4,700
     "zerofit/record": 1_578,  # 4,300 with health and checkpoint
     "zerofit/health": 1_409,
     "zerofit/checkpoint": 1_823,
-    "zerofit/training": 3_355,  # 2,000
+    "zerofit/training": 3_369,  # 2,000
     "zerofit/launch": 1_580,  # 1,300
     "zerofit/tools": 10_740,  # 10,600
     "benchmarks": 1_903,  # 1,800

@@ -25,8 +25,8 @@ from zerofit.record.run_folder import RunFolder
 from zerofit.strategy.batches import BatchSizes
 from zerofit.strategy.engine import Outcome
 from zerofit.training.best_metric import make_best_tracker
-from zerofit.training.run import Progress, Run, Stop
-from zerofit.training.stream import run_length
+from zerofit.training.run import Run
+from zerofit.training.stream import Progress, Stop, run_length
 
 UPDATES = 12
 FIGURES = ("accuracy", "loss")

@@ -30,7 +30,7 @@ START_OVER = "--resume never --overwrite_output_dir"
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """Say where a run resumes from.
+    """Says where a run resumes from.
 
     Args:
         sources: what is tried, one after another: auto (the newest checkpoint of the folder), or a checkpoint.

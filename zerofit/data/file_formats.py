@@ -23,8 +23,10 @@ from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import PACKED, ending_of
 from zerofit.recipe.parsing import counted
 
-TEXTS = (".txt .text .md .rst .tokens .tex .html .htm .py .c .h .cc .cpp .hpp .cs .go .java .js .ts .kt .php .r .rb "
-         ".rs .scala .sh .sql .swift").split()  # fmt: skip
+TEXTS = (
+    ".txt .text .md .rst .tokens .tex .html .htm .py .c .h .cc .cpp .hpp .cs .go .java .js .ts .kt .php .r .rb "
+    ".rs .scala .sh .sql .swift"
+).split()
 FORMATS = {
     ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "tsv", ".xlsx": "xlsx",
     ".parquet": "parquet", ".conll": "conll", **dict.fromkeys(TEXTS, "text"),

@@ -18,8 +18,7 @@ from zerofit.data.tables import LOOKED_AT, columns_present, match_columns, text_
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import parse_json
 
-DIALOGUES = ("dialogue", "dialog", "messages", "turns", "conversation", "conversations", "utterances", "contents",
-             "history")  # fmt: skip
+DIALOGUES = "dialogue dialog messages turns conversation conversations utterances contents history".split()
 TEXT_OF_A_TURN = ("content", "message", "text", "value", "utterance", "parts")
 TEXT_OF_A_PART = ("text", "value", "content")
 ROLE_OF_A_TURN = ("role", "from", "speaker", "sender", "author")

@@ -96,7 +96,7 @@ def _places(
 
 
 def _renaming(where: list[Any], place: tuple[str, int] | None) -> Callable[[str], str]:
-    """Return (a name in the traced model) -> the one in the full model, of a layer that stands for that of `place`."""
+    """Return a function: a name in the traced model -> the one in the full model, of the layer at `place`."""
     if place is None or place[1] == where[1]:
         return str
     traced, full = f"{place[0]}.{where[1]}.", f"{place[0]}.{place[1]}."

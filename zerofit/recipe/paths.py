@@ -96,7 +96,7 @@ def find_files(option: str, patterns: list[str]) -> list[Path]:
 
 def is_pointer(path: Path) -> bool:
     """Return whether a file is what `git clone` leaves of a large file where git lfs is not installed."""
-    return path.stat().st_size < 500 and path.is_file() and path.read_bytes().startswith(b"version https://git-lfs")
+    return path.is_file() and path.stat().st_size < 500 and path.read_bytes().startswith(b"version https://git-lfs")
 
 
 def is_address(name: str) -> bool:

@@ -75,8 +75,8 @@ class StageModule(PipelineModule):
         self._batches, self._last_stage, self._phase = iter(batches), last_stage, phase
 
     def forward(self, incoming: torch.Tensor) -> torch.Tensor:
-        """Return (B, T) token ids in the first stage, hidden states in others -> hidden states, or of the last stage
-        what `last_stage` finds. Hidden states are (B, T, H), or this rank's tokens of them (TokenParts)."""
+        """Run this stage: (B, T) token ids in the first stage, hidden states in others -> hidden states, or of the
+        last stage what `last_stage` finds. Hidden states are (B, T, H), or this rank's tokens of them (TokenParts)."""
         self._phase("forward")
         model, batch = self.forward_funcs[0], next(self._batches).to(incoming.device)
         inputs: dict[str, Any] = dict(batch.inputs)

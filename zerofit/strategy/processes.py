@@ -20,8 +20,8 @@ from zerofit.strategy.strategy import Strategy
 # Longer than anything takes for which ranks wait for one of them: data that another machine prepares, a checkpoint
 # that is read or written, an export. A rank that hangs is found by its watchdog.
 COLLECTIVE_TIMEOUT = timedelta(hours=24)
-# {a variable of ranks: its value where there is one}
-ALONE = {
+# What launchers set in a rank's environment, with the value of a process that is alone.
+RANK_VARIABLES = {
     "WORLD_SIZE": "1",
     "OMPI_COMM_WORLD_SIZE": "1",
     "PMI_SIZE": "1",
@@ -100,7 +100,7 @@ def make_accelerator(
 
 def _check_started() -> None:
     """Raises UserError where variables name other processes, and no launcher has said where they meet."""
-    several = [(name, os.environ[name]) for name, one in ALONE.items() if os.environ.get(name, one) != one]
+    several = [(name, os.environ[name]) for name, one in RANK_VARIABLES.items() if os.environ.get(name, one) != one]
     if several and "MASTER_ADDR" not in os.environ:
         name, value = several[0]
         raise UserError(

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +52,17 @@ from zerofit.training.measurement import VARIABLE, Measurement
 from zerofit.training.opening import open_record
 from zerofit.training.run_configuration import RunConfiguration, check_model, resolve
 from zerofit.training.setup import LONG, open_process_group, prepare_activations
-from zerofit.training.stream import RankReport, Totals, Update, counts_of, dropout_seed, run_length, update_batches
+from zerofit.training.stream import (
+    Progress,
+    RankReport,
+    Stop,
+    Totals,
+    Update,
+    counts_of,
+    dropout_seed,
+    run_length,
+    update_batches,
+)
 from zerofit.training.summary import about_the_run
 
 if TYPE_CHECKING:
@@ -64,40 +74,6 @@ if TYPE_CHECKING:
     from zerofit.training.profiling import Profiler
 
 SAVING = 4.0  # watchdog timeout / watchdog_minutes while a checkpoint is begun
-
-
-@dataclass(frozen=True)
-class Stop:
-    """Says why training ended. `reason` is NONE after the last update and after early stopping."""
-
-    reason: StopReason = StopReason.NONE
-    anomaly: Anomaly | None = None
-
-
-@dataclass
-class Progress:
-    """What is known of the update that the loop is at.
-
-    Attributes:
-        began: when its micro-batches were there, by time.perf_counter.
-        is_skipped: it was refused before the run went back to a checkpoint.
-        bounds: those that it was given.
-        is_abandoned: it was refused, and the run goes back to a checkpoint, or stops.
-        metrics: its line of the record, until what follows it is known.
-        held_out: the figures of the evaluation after it.
-        is_best: this evaluation is the best so far.
-    """
-
-    began: float = 0.0
-    is_skipped: bool = False
-    bounds: Bounds | None = None
-    is_abandoned: bool = False
-    metrics: UpdateMetrics | None = None
-    held_out: dict[str, float] = field(default_factory=dict)
-    is_best: bool = False
-    stop_reason: StopReason = StopReason.NONE
-    checkpoint_is_due: bool = False
-    checkpoint_failed: bool = False
 
 
 class Run:
@@ -320,7 +296,7 @@ class Run:
         state, recipe, schedule = self.state, self.recipe, self.schedule
         assert schedule is not None, "a run that trains has one"
         self._began = time.perf_counter()
-        stream = self._begin(evaluate_first)
+        self._stream = self._begin(evaluate_first)
         while state.updates < self.num_updates:
             if self.best.is_exhausted:
                 worse = counted(state.best.worse_in_a_row, "evaluation")
@@ -329,10 +305,9 @@ class Run:
                 )
                 break
             number = state.updates + 1
-            batches, self._following = self._following or next(stream), None
+            batches, self._following = self._following or next(self._stream), None
             if self.profiler:
                 self.profiler.begin(number)
-            self._stream = stream
             self._now = now = Progress(time.perf_counter(), is_skipped=number in state.skipped_updates)
             if now.is_skipped:
                 yield Update(number, [])
@@ -352,7 +327,7 @@ class Run:
             if now.is_abandoned:
                 if self.stopped:
                     break
-                stream = self._begin(evaluate_first)
+                self._stream = self._begin(evaluate_first)
                 continue
             self._write()
             if now.checkpoint_failed:

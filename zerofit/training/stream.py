@@ -1,8 +1,9 @@
-"""The length of a run, and its training data as the loop takes it: this rank's micro-batches, update after update."""
+"""The length of a run, its training data as the loop takes it (this rank's micro-batches, update after update), and
+what is known of the update that the loop is at."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -10,13 +11,17 @@ import numpy as np
 from zerofit.data.collate import Batch
 from zerofit.data.order import MicroBatches, SampleOrder, loader, samples_of_run
 from zerofit.data.token_updates import TokenMicroBatches, TokenUpdates
+from zerofit.health.anomaly import Anomaly
+from zerofit.health.shutdown import StopReason
 from zerofit.health.slow_ranks import RankSeconds
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import counted
+from zerofit.record.metrics import UpdateMetrics
 from zerofit.record.terminal import rounded
 from zerofit.strategy.batches import BatchSizes
 from zerofit.strategy.devices import pins_memory
+from zerofit.strategy.engine import Bounds
 
 if TYPE_CHECKING:
     from zerofit.training.run import Run
@@ -133,6 +138,40 @@ class Update:
     def samples(self) -> list[int]:
         """The indices of this rank's samples in the training set."""
         return [index for batch in self.micro_batches for index in batch.samples]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Says why training ended. `reason` is NONE after the last update and after early stopping."""
+
+    reason: StopReason = StopReason.NONE
+    anomaly: Anomaly | None = None
+
+
+@dataclass
+class Progress:
+    """What is known of the update that the loop is at.
+
+    Attributes:
+        began: when its micro-batches were there, by time.perf_counter.
+        is_skipped: it was refused before the run went back to a checkpoint.
+        bounds: those that it was given.
+        is_abandoned: it was refused, and the run goes back to a checkpoint, or stops.
+        metrics: its line of the record, until what follows it is known.
+        held_out: the figures of the evaluation after it.
+        is_best: this evaluation is the best so far.
+    """
+
+    began: float = 0.0
+    is_skipped: bool = False
+    bounds: Bounds | None = None
+    is_abandoned: bool = False
+    metrics: UpdateMetrics | None = None
+    held_out: dict[str, float] = field(default_factory=dict)
+    is_best: bool = False
+    stop_reason: StopReason = StopReason.NONE
+    checkpoint_is_due: bool = False
+    checkpoint_failed: bool = False
 
 
 def dropout_seed(seed: int, update: int, key: tuple[int, ...]) -> int:
