@@ -13,7 +13,7 @@ from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from zerofit.cli import main
-from zerofit.tools.convert.meta import conversion
+from zerofit.tools.convert.meta import conversion as meta_module
 from zerofit.tools.convert.meta.weight_names import same_bits
 
 pytestmark = pytest.mark.usefixtures("tools")
@@ -70,7 +70,7 @@ def edit_params(folder: Path, **values) -> None:
 
 
 def test_metas_weights_give_transformers_logits(data, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(conversion, "LARGEST_FILE", 300_000)
+    monkeypatch.setattr(meta_module, "LARGEST_FILE", 300_000)
     run(data("models/llama/meta"), tmp_path / "hf")
     assert "47 weights, bit for bit" in capsys.readouterr().out
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) == 4

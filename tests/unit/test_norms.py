@@ -38,8 +38,8 @@ def of_family(name: str) -> torch.nn.Module:
 
 def classes(model: torch.nn.Module, fused: bool) -> Counter:
     """The classes of norms that are computed by one function, or (not `fused`) by their own forward pass."""
-    norms = (module for module in model.modules() if "norm" in type(module).__name__.lower())
-    return Counter(type(each) for each in norms if ("forward" in vars(each)) == fused)
+    modules = (module for module in model.modules() if "norm" in type(module).__name__.lower())
+    return Counter(type(each) for each in modules if ("forward" in vars(each)) == fused)
 
 
 @pytest.mark.parametrize("family", FUSED)

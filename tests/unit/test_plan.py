@@ -13,7 +13,7 @@ from zerofit.estimate.planned_rows import Rows
 from zerofit.estimate.read_model import read_planned_model
 from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings
 from zerofit.recipe.errors import UserError
-from zerofit.tools.plan import parallel
+from zerofit.tools.plan import parallel as planner_module
 
 ON_GPUS = ["--gpu", "a100-40gb", "--num_gpus", "16"]
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -110,11 +110,11 @@ def never() -> bool:
 @pytest.mark.parametrize("refuses", ["_can_fork", "_can_differentiate"])
 def test_a_plan_is_the_same_in_one_process_and_in_two(refuses, monkeypatch, capfd):
     """Also where a copy of this process cannot be made, or refuses to differentiate as one of torch 2.14 does."""
-    monkeypatch.setattr(parallel, "usable_cores", lambda: 2)
-    monkeypatch.setattr(parallel, "_can_fork", lambda: True)
+    monkeypatch.setattr(planner_module, "usable_cores", lambda: 2)
+    monkeypatch.setattr(planner_module, "_can_fork", lambda: True)
     flags = (*ON_GPUS, "--strategies", "ddp,zero2", "--batch_sizes", "1,2")
     several = planned(capfd, *flags)
-    monkeypatch.setattr(parallel, refuses, never)
+    monkeypatch.setattr(planner_module, refuses, never)
     assert several == planned(capfd, *flags)
     assert len(several["predictions"]) >= 4
 

@@ -12,7 +12,8 @@ from zerofit.cli import main
 from zerofit.estimate.measured_rows import measured_rows
 from zerofit.estimate.read_model import read_planned_model
 from zerofit.strategy.gpu_table import find_gpu
-from zerofit.tools.plan import joint_search, parallel
+from zerofit.tools.plan import joint_search
+from zerofit.tools.plan import parallel as planner_module
 from zerofit.tools.plan.plan import make_budget, make_timing
 from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.plan.planner import Planner
@@ -44,7 +45,7 @@ def exhaustively(planner: Planner, names: list[str]) -> tuple[float, float]:
 
 @pytest.mark.parametrize("seed", [3, pytest.param(range(20), marks=pytest.mark.long)], ids=str)
 def test_the_search_finds_what_trying_everything_finds(seed, monkeypatch):
-    monkeypatch.setattr(parallel, "usable_cores", lambda: 1)
+    monkeypatch.setattr(planner_module, "usable_cores", lambda: 1)
     for number in seed if isinstance(seed, range) else [seed]:
         drawn = random.Random(number)
         layers, width = drawn.choice([2, 4, 8]), drawn.choice([128, 256, 512])

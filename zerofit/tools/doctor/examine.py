@@ -213,10 +213,10 @@ def _to_download(recipe: TrainingRecipe, shell: Mapping[str, str]) -> tuple[str,
 def recipe_rows(recipe: TrainingRecipe, strategy: Strategy | None) -> list[tuple[str, Any, str]]:
     """The options of the recipe that somebody has set, and its batch, with the values that hold and who set them."""
     values = {}
-    for field in dataclasses.fields(recipe):
-        source = recipe.source(field.name)
-        if source is not None and field.name not in ("precision", "strategy"):  # they are the launch's
-            values[field.name] = (field.name, getattr(recipe, field.name), source or "this machine")
+    for each in dataclasses.fields(recipe):
+        source = recipe.source(each.name)
+        if source is not None and each.name not in ("precision", "strategy"):  # they are the launch's
+            values[each.name] = (each.name, getattr(recipe, each.name), source or "this machine")
     if strategy and recipe.trains:
         batches, accumulation, name = strategy.batches, "gradient_accumulation_steps", "global_batch_size"
         made = f"{batches.micro_batch} x {batches.accumulation} x {batches.replicas} replicas"

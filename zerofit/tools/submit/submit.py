@@ -35,7 +35,7 @@ from zerofit.recipe.paths import name_of_recipe
 from zerofit.recipe.places import shown_path
 from zerofit.recipe.tasks import TASKS
 from zerofit.strategy.named import find_strategies
-from zerofit.tools.submit import requeue
+from zerofit.tools.submit.requeue import main as requeue_main
 
 GRACE_S = 600  # between SIGTERM and the end: a checkpoint is written
 
@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
         raise SystemExit(0)
     kind, *words = argv
     if kind == "requeue":
-        return requeue.main(words)
+        return requeue_main(words)
     if kind not in SCHEDULERS:
         raise UserError(f"{kind!r}: there is no such scheduler. Use zerofit submit {', '.join(SCHEDULERS)}")
     options, words = read_options(kind, words)
