@@ -20,7 +20,7 @@ from pathlib import Path
 
 from provenance import provenance
 
-from zerofit.recipe.places import CONFIGS
+from zerofit.recipe.files import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))

@@ -41,7 +41,7 @@ from zerofit.data.collate import CausalCollator
 from zerofit.data.order import SampleOrder
 from zerofit.data.pack import Documents, PackedBlocks, TextData
 from zerofit.health.watchdog import Watchdog
-from zerofit.launch.ranks import RankRendezvous
+from zerofit.launch.rendezvous import RankRendezvous
 from zerofit.model.configuration import load_configuration
 from zerofit.model.loss import model_loss
 from zerofit.model.parameters import count_parameters
@@ -50,7 +50,7 @@ from zerofit.recipe.errors import exit_within
 from zerofit.recipe.paths import output_folder
 from zerofit.recipe.schedule import make_schedule
 from zerofit.record.environment import Timeline
-from zerofit.record.jsonl import JsonlFile
+from zerofit.record.metrics import JsonlFile
 from zerofit.record.terminal import table
 from zerofit.strategy.optimizers import make_optimizer
 from zerofit.training.causal import choose_loss_and_attention

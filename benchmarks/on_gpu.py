@@ -60,7 +60,7 @@ SIDE_BY_SIDE = [("Llama-3.2-1B", 8), ("GPT-2", 32)]  # model, rows of a micro-ba
 ROUNDS = 3
 # (module, name, what stands there instead): what makes an update fast, and has no option of its own.
 BEFORE = [
-    ("zerofit.model.norms", "is_llama_norm", "lambda module: False"),
+    ("zerofit.model.compilation", "is_llama_norm", "lambda module: False"),
     ("zerofit.training.setup", "round_embeddings", "lambda model: None"),
     ("zerofit.data.collate", "GPU_MULTIPLE", "8"),
 ]

@@ -321,11 +321,9 @@ class Predictor:
     """What `zerofit plan` predicts for a configuration."""
 
     def __init__(self, configuration: Configuration):
-        from zerofit.estimate.read_model import read_planned_model
-        from zerofit.tools.plan.layouts import resolve_layout
-        from zerofit.tools.plan.plan_options import PlanOptions
-        from zerofit.tools.plan.planner import Planner
-        from zerofit.tools.plan.prediction import Budget
+        from zerofit.estimate.planned_model import read_planned_model
+        from zerofit.tools.plan.plan_options import PlanOptions, resolve_layout
+        from zerofit.tools.plan.planner import Budget, Planner
 
         flags = ["--strategies", configuration.strategy, "--gpu_memory", "16GiB"]
         options, _ = read_with_recipe(PlanOptions, [*configuration.recipe, *flags], "predict")

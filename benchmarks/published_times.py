@@ -22,13 +22,12 @@ from pathlib import Path
 
 from zerofit.cli import main as zerofit  # noqa: F401 - reads the environment before torch is loaded
 from zerofit.estimate.measured_rows import FILE, MeasuredRow, measured_rows
-from zerofit.estimate.read_model import read_planned_model
+from zerofit.estimate.planned_model import read_planned_model
 from zerofit.recipe.errors import UserError
 from zerofit.record.terminal import table
 from zerofit.strategy.gpu_table import find_gpu
-from zerofit.tools.plan.layouts import Degrees, read_pair, resolve_with
 from zerofit.tools.plan.plan import make_budget, make_timing
-from zerofit.tools.plan.plan_options import PlanOptions
+from zerofit.tools.plan.plan_options import Degrees, PlanOptions, read_pair, resolve_with
 from zerofit.tools.plan.planner import Planner
 from zerofit.tools.tool_recipe import read_with_recipe
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 from zerofit.cli import main as zerofit
-from zerofit.recipe.fields import OptionType, kinds_of
-from zerofit.recipe.help import default_text, heading, option_groups, value_text
+from zerofit.recipe.base import OptionType, kinds_of
+from zerofit.recipe.parse import default_text, heading, option_groups, value_text
 from zerofit.recipe.tasks import TASKS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"

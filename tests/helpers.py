@@ -20,7 +20,7 @@ import torch
 import yaml
 from ranks import RankServer, rank_environments
 
-from zerofit.strategy.named import find_strategies
+from zerofit.strategy.launch import find_strategies
 from zerofit.strategy.strategy import Strategy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -243,7 +243,7 @@ def labelled_recipe(file: Path, records: list[dict], tokenizer: Path, *flags):
 
 def planned_bert(*flags: str) -> tuple[str, int]:
     """(class of the model, peak of four samples in bytes beside the states) of train/cls.py in `zerofit plan`."""
-    from zerofit.estimate.read_model import read_planned_model
+    from zerofit.estimate.planned_model import read_planned_model
     from zerofit.strategy.layout import ParallelLayout
     from zerofit.tools.plan.plan_options import PlanOptions
     from zerofit.tools.tool_recipe import read_with_recipe
@@ -289,7 +289,7 @@ def forked(script: str | Path, *arguments: object, processes: int = 2) -> None:
 
 def tensor_group(rank: int, size: int, folder: str):
     """The group of this process and of the others that share its layers, which meet in a folder."""
-    from zerofit.model.tensor_parallel.cut import TensorGroup
+    from zerofit.model.tensor_parallel import TensorGroup
 
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(f"{folder}/store", size)

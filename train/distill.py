@@ -21,12 +21,11 @@ from zerofit.model.loss import model_loss
 from zerofit.model.tokenizer import padding_token
 from zerofit.recipe.schedule import make_schedule
 from zerofit.strategy.optimizers import make_optimizer
-from zerofit.training.causal import choose_loss_and_attention, fit_vocabulary, try_kernels
+from zerofit.training.causal import choose_loss_and_attention, fit_vocabulary, load_teacher, try_kernels
 from zerofit.training.evaluation import held_out_batches, held_out_loss
 from zerofit.training.generation import continue_prompts, sample_text
 from zerofit.training.run import Run
 from zerofit.training.setup import add_lora, build_model
-from zerofit.training.teacher import load_teacher
 
 
 def main(start: Start) -> int:

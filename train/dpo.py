@@ -17,14 +17,20 @@ from transformers import AutoModelForCausalLM
 
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.collate import CausalCollator, PreferenceCollator, multiple_for
-from zerofit.model.preference import without_dropout
+from zerofit.model.loss import without_dropout
 from zerofit.model.tokenizer import padding_token
 from zerofit.recipe.schedule import make_schedule
 from zerofit.strategy.optimizers import make_optimizer
-from zerofit.training.causal import choose_loss_and_attention, fit_vocabulary, try_kernels
+from zerofit.training.causal import (
+    choose_loss_and_attention,
+    evaluate_pairs,
+    fit_vocabulary,
+    measure_reference,
+    preference_loss,
+    try_kernels,
+)
 from zerofit.training.evaluation import held_out_batches
 from zerofit.training.generation import continue_prompts, sample_text
-from zerofit.training.preferences import evaluate_pairs, measure_reference, preference_loss
 from zerofit.training.run import Run
 from zerofit.training.setup import add_lora, build_model
 

@@ -18,12 +18,11 @@ if __name__ == "__main__":
 from transformers import AutoModelForSeq2SeqLM
 
 from zerofit.data.collate import PairCollator, multiple_for
-from zerofit.data.pairs.samples import prepare_pairs
+from zerofit.data.pairs import prepare_pairs
 from zerofit.data.prompts import read_sources
-from zerofit.model.languages import first_target_tokens
 from zerofit.model.loss import model_loss
 from zerofit.model.preflight import check_loss, install_chosen_loss
-from zerofit.model.tokenizer import check_vocabulary, padding_token, set_decoder_start_token
+from zerofit.model.tokenizer import check_vocabulary, first_target_tokens, padding_token, set_decoder_start_token
 from zerofit.recipe.schedule import make_schedule
 from zerofit.strategy.optimizers import make_optimizer
 from zerofit.training.evaluation import eval_batches, held_out_batches, held_out_loss

@@ -45,7 +45,7 @@ class Command:
 COMMANDS = (
     Command("launch", "Start a run on all accelerators and machines.", "zerofit.launch.command:main"),
     Command("submit", "Write a job for Slurm, Kubernetes or SkyPilot.", "zerofit.tools.submit.submit:main"),
-    Command("show", "Runs side by side, in one table.", "zerofit.tools.show.show:main"),
+    Command("show", "Runs side by side, in one table.", "zerofit.tools.show:main"),
     Command("prepare", "Text to corpora in Megatron's format; merge them.", "zerofit.tools.prepare.prepare:main"),
     Command("merge", "Fold a LoRA adapter into its base: a plain model folder.", "zerofit.tools.merge:main"),
     Command(
@@ -58,7 +58,7 @@ COMMANDS = (
     ),
     Command("doctor", "Who set what, and whether it can run here.", "zerofit.tools.doctor.doctor:main"),
     Command("plan", "What fits and how fast, predicted without a GPU.", "zerofit.tools.plan.plan:main", True),
-    Command("verify", "Prove on a recipe: strategies agree, kills lose nothing.", "zerofit.tools.verify.verify:main"),
+    Command("verify", "Prove on a recipe: strategies agree, kills lose nothing.", "zerofit.tools.verify:main"),
     Command("evaluate", "Tasks of lm-evaluation-harness on a model.", "zerofit.tools.evaluate.evaluate:main"),
     Command("generate", "Let a model continue a text, or talk with it.", "zerofit.tools.generate.generate:main"),
 )

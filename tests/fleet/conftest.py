@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers import metrics, updates
 
-from zerofit.record.jsonl import LineReader
+from zerofit.record.metrics import LineReader
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -9,7 +9,7 @@ from helpers import ROOT, environment, metrics, not_installed, updates
 from machines import wait_for
 from slurm import PACKAGES, PROGRAMS, Slurm
 
-from zerofit.record.jsonl import LineReader
+from zerofit.record.metrics import LineReader
 
 pytestmark = pytest.mark.long
 

@@ -31,7 +31,7 @@ FAILURES = {
     "review": (("zerofit.checkpoint.exporter.review_export",), RuntimeError("odd"), "a look at the files"),
     "plot": (("zerofit.training.export.plot_run",), FULL, "loss.png"),
     "a bug of the plot": (("zerofit.training.export.plot_run",), IndexError("odd"), "loss.png"),
-    "metrics": (("zerofit.record.jsonl.JsonlFile.close",), READ_ONLY, "metrics.jsonl"),
+    "metrics": (("zerofit.record.metrics.JsonlFile.close",), READ_ONLY, "metrics.jsonl"),
 }
 
 

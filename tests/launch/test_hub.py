@@ -10,7 +10,7 @@ import pytest
 from helpers import launch
 from huggingface_hub import constants
 
-from zerofit.checkpoint.hub import HubRepository
+from zerofit.checkpoint.exporter import HubRepository
 from zerofit.recipe.errors import UserError
 
 

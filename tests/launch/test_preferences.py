@@ -5,7 +5,7 @@ import json
 import pytest
 from helpers import main_of, metrics, updates, write_records
 
-from zerofit.training import preferences
+from zerofit.training import causal
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def flags(llama, pairs, cache) -> list[str]:
 @pytest.mark.long
 def test_what_was_measured_before_a_kill_is_not_measured_again(llama, pairs, tmp_path, monkeypatch):
     measured = []
-    plain = preferences.log_probabilities
+    plain = causal.log_probabilities
 
     def counted(model, batch):
         if len(measured) == kill_after:
@@ -40,8 +40,8 @@ def test_what_was_measured_before_a_kill_is_not_measured_again(llama, pairs, tmp
         measured.extend([batch])
         return plain(model, batch)
 
-    monkeypatch.setattr(preferences, "log_probabilities", counted)
-    monkeypatch.setattr(preferences, "STORED_EVERY", 16)
+    monkeypatch.setattr(causal, "log_probabilities", counted)
+    monkeypatch.setattr(causal, "STORED_EVERY", 16)
     common = [*flags(llama, pairs, tmp_path / "cache"), "--max_train_steps", "2", "--validation_split_percentage", "0"]
     kill_after = 5  # batches of 8 pairs: two parts are stored, and half of a third is lost
     assert main_of("dpo")([*common, "--output_dir", str(tmp_path / "run")]) != 0

@@ -13,7 +13,7 @@ from zerofit.data.collate import PromptCollator
 from zerofit.data.labelled.examples import GLUE, prepare_examples
 from zerofit.data.labelled.labels import trained_labels
 from zerofit.data.order import FILLER
-from zerofit.data.pairs.samples import prepare_pairs
+from zerofit.data.pairs import prepare_pairs
 from zerofit.data.prompts import read_sources
 from zerofit.model.configuration import load_configuration
 from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, parse_recipe

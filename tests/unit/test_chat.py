@@ -7,7 +7,7 @@ from chats import ANSWERS, CHAT, LONG_TALK, TOKENIZERS, encoded, encoder_of, tra
 from helpers import refusal
 
 from zerofit.data.chat.instructions import Form
-from zerofit.data.rendering import Renderer
+from zerofit.data.prompts import Renderer
 from zerofit.model.chat import BadTemplate, named_template, render, written_twice
 from zerofit.model.loss import IGNORE
 

@@ -10,9 +10,9 @@ from helpers import refusal, write_records
 from transformers import AutoConfig
 
 from zerofit.data.chat.instructions import Form
-from zerofit.data.chat.preferences import PreferenceForm
+from zerofit.data.chat.samples import PreferenceForm
+from zerofit.data.prompts import Renderer
 from zerofit.data.records import BadRecord
-from zerofit.data.rendering import Renderer
 from zerofit.model.chat import Conversation, render, unread_keys
 from zerofit.model.loss import IGNORE
 from zerofit.tools.generate.generate_options import GenerateOptions

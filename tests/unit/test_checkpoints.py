@@ -5,7 +5,7 @@ import json
 import pytest
 
 from zerofit.checkpoint.directory import ASKED, BEST, CLOCK, LEAVING, CheckpointDirectory, find_damage
-from zerofit.checkpoint.run_state import BestEvaluation, RunState
+from zerofit.checkpoint.writer import BestEvaluation, RunState
 
 
 def write(checkpoints: CheckpointDirectory, update: int, why: str = ASKED, best: bool = False) -> None:

@@ -6,8 +6,7 @@ from datasets import ClassLabel, Dataset
 from helpers import read_data, refusal, write_records
 
 from zerofit.data.collate import ExampleCollator
-from zerofit.data.labelled.choices import find_choices
-from zerofit.data.labelled.examples import prepare_examples
+from zerofit.data.labelled.examples import find_choices, prepare_examples
 from zerofit.data.order import FILLER
 from zerofit.model.configuration import load_configuration
 from zerofit.model.loss import IGNORE

@@ -13,7 +13,7 @@ from zerofit.cli import COMMANDS
 from zerofit.launch.command import read_options
 from zerofit.recipe import parse_recipe
 from zerofit.recipe.tasks import TASKS
-from zerofit.strategy.named import find_strategies
+from zerofit.strategy.launch import find_strategies
 from zerofit.tools.compare.compare import CompareOptions
 from zerofit.tools.convert.convert import FromMetaOptions
 from zerofit.tools.doctor.doctor import read_options as read_doctor
@@ -22,10 +22,10 @@ from zerofit.tools.generate.generate_options import GenerateOptions
 from zerofit.tools.merge import MergeOptions
 from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.prepare.prepare import JoinOptions, PrepareOptions
-from zerofit.tools.show.show import read_options as read_show
+from zerofit.tools.show import read_options as read_show
 from zerofit.tools.submit import submit
 from zerofit.tools.tool_recipe import read_with_recipe
-from zerofit.tools.verify.verify import VerifyOptions
+from zerofit.tools.verify import VerifyOptions
 
 TOOLS = {
     ("prepare", "merge"): JoinOptions, ("prepare",): PrepareOptions,

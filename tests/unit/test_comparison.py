@@ -15,12 +15,11 @@ from zerofit.data.collate import CausalCollator, ExampleCollator
 from zerofit.recipe.parse import parse_recipe
 from zerofit.tools.compare.candidates import check_overrides, make_recipe, read_candidates
 from zerofit.tools.compare.compare import CompareOptions
+from zerofit.tools.compare.comparison import StrategyRow, conclusion, spread
 from zerofit.tools.compare.finish import batch_to_train, values_to_finish
 from zerofit.tools.compare.report import ComparisonReport
-from zerofit.tools.compare.results import StrategyRow, conclusion, spread
 from zerofit.tools.compare.search import bounds, next_size
-from zerofit.tools.compare.trial import Journal, outcome_of
-from zerofit.tools.compare.trial_machine import TrialMachine, choose_limit, recipe_without_weights
+from zerofit.tools.compare.trial import Journal, TrialMachine, choose_limit, outcome_of, recipe_without_weights
 from zerofit.tools.machine import Device
 from zerofit.tools.tool_recipe import read_with_recipe
 from zerofit.training.measurement import longest_rows

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from zerofit.model.attention import set_attention
 from zerofit.model.compilation import compile_model
 from zerofit.model.recomputation import enable_recomputation
-from zerofit.training.summary import compilation_line
+from zerofit.training.export import compilation_line
 
 LONG = pytest.mark.long
 START = ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--train_file", "a.txt"]

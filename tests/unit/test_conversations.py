@@ -6,9 +6,11 @@ import pytest
 from datasets import Dataset
 from helpers import read_data, refusal, write_records
 
-from zerofit.data.pairs.columns import Pair, PairReader, find_columns
-from zerofit.data.pairs.samples import (
+from zerofit.data.pairs import (
+    Pair,
     PairEncoder,
+    PairReader,
+    find_columns,
     prepare_pairs,
     turn_separator,
 )

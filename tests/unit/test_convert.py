@@ -13,8 +13,8 @@ from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from zerofit.cli import main
-from zerofit.tools.convert.meta import conversion as meta_module
-from zerofit.tools.convert.meta.weight_names import same_bits
+from zerofit.tools.convert import meta as meta_module
+from zerofit.tools.convert.meta import same_bits
 
 pytestmark = pytest.mark.usefixtures("tools")
 IDS = torch.arange(3, 67).view(2, 32) * 7 % 512

@@ -14,15 +14,14 @@ from transformers import AutoConfig, AutoTokenizer
 from tests.helpers import ROOT, check_refusal, refusal, tiny_model
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.collate import CausalCollator
-from zerofit.data.megatron.blend import Blend, build_samples
-from zerofit.data.megatron.corpus import INDICES, Card, megatron, open_corpus, tokenizer_fingerprint
+from zerofit.data.megatron import INDICES, Blend, Card, build_samples, megatron, open_corpus, tokenizer_fingerprint
 from zerofit.data.order import FixedOrder, MicroBatches, loader
 from zerofit.model.configuration import load_configuration
 from zerofit.model.loss import IGNORE, install_loss
 from zerofit.model.tokenizer import check_vocabulary, pad_vocabulary, train_tokenizer
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.files import cache_root
 from zerofit.recipe.parse import parse_recipe
-from zerofit.recipe.places import cache_root
 from zerofit.recipe.tasks import ClmRecipe
 
 pytest.importorskip("megatron.core", reason="corpora take the extra [megatron]")

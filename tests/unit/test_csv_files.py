@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from tests.helpers import read_data, refusal
 from zerofit.data.chat.instructions import find_form
-from zerofit.data.pairs.columns import find_columns
+from zerofit.data.pairs import find_columns
 from zerofit.data.records import BadRecord
 from zerofit.data.tables import check_name, columns_present, is_value, worded_columns
 from zerofit.data.text import text_column
@@ -64,7 +64,7 @@ def test_files_that_were_joined_have_one_header(tmp_path, cache, name, mark):
 def test_a_file_is_looked_through_once(tmp_path, cache, monkeypatch):
     path = write(tmp_path / "a.csv", rows=[*ROWS, ("short",)])
     notes = read_data(ClsRecipe(train_file=[path], cache_dir=cache)).notes
-    monkeypatch.setattr("zerofit.data.file_formats.read_delimited", lambda *args: pytest.fail("again"))
+    monkeypatch.setattr("zerofit.data.sources.read_delimited", lambda *args: pytest.fail("again"))
     assert list(read_data(ClsRecipe(train_file=[path], cache_dir=cache)).notes) == list(notes) != []
 
 

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import zerofit.model.chunked_loss as chunked_module
 from zerofit.data.collate import Batch
-from zerofit.estimate.read_model import read_planned_model
+from zerofit.estimate.planned_model import read_planned_model
 from zerofit.model.chunked_loss import Distillation, TokenLoss
 from zerofit.model.loss import install_loss
 from zerofit.recipe.errors import UserError
+from zerofit.training.causal import Teacher
 from zerofit.training.run_configuration import check_teacher
-from zerofit.training.teacher import Teacher
 
 VOCABULARY = 97
 

@@ -10,8 +10,8 @@ import yaml
 from helpers import ROOT, environment, tiny_model
 
 from zerofit.cli import main
-from zerofit.tools.doctor.check import Installation, check_machine
 from zerofit.tools.doctor.doctor import make_report, read_options
+from zerofit.tools.doctor.examine import Installation, check_machine
 from zerofit.tools.doctor.report import DoctorReport
 from zerofit.tools.machine import Device
 

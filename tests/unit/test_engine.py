@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from helpers import NOT_SHARDED
 
 from zerofit.strategy.engine import Bounds, Engine
-from zerofit.strategy.torch_engine import TorchEngine, gradient_norm
+from zerofit.strategy.engines import TorchEngine, gradient_norm
 
 
 def test_the_gradient_norm_is_exact_on_a_cpu():

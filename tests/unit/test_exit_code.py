@@ -14,12 +14,12 @@ from zerofit.health.shutdown import ShutdownHandler, StopReason
 from zerofit.launch.command import exit_code_of
 from zerofit.launch.exit_code import ExitCode, find_folder
 from zerofit.record.run_folder import RunFolder
-from zerofit.tools.submit.requeue import reason_not_requeued
+from zerofit.tools.submit.submit import reason_not_requeued
 
 TYPO = ["--learnin_rate", "1"]
 RANK = """
 import os, sys, time
-from zerofit.launch.ranks import RankRendezvous
+from zerofit.launch.rendezvous import RankRendezvous
 from zerofit.training.entry import end, write_exit_code_at_end
 
 write_exit_code_at_end("clm", RankRendezvous())

@@ -10,8 +10,7 @@ from helpers import NOT_SHARDED, recipe_of, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, GPT2LMHeadModel
 
-from zerofit.model.export import export_model
-from zerofit.model.export_review import review_export
+from zerofit.model.export import export_model, review_export
 from zerofit.model.load import load_model
 
 

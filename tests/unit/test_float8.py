@@ -8,9 +8,15 @@ import torch
 from helpers import recipe_of, refusal, tiny_model
 
 from zerofit.data.collate import CausalCollator
-from zerofit.model import float8
-from zerofit.model.compilation import blocks_of, uncompiled
-from zerofit.model.float8 import EMULATED, check_float8, check_float8_device, convert_to_float8
+from zerofit.model import compilation
+from zerofit.model.compilation import (
+    EMULATED,
+    blocks_of,
+    check_float8,
+    check_float8_device,
+    convert_to_float8,
+    uncompiled,
+)
 from zerofit.model.preflight import documents_leak
 
 OPTIONAL = Path(sys.prefix, "optional")  # scripts/setup.sh: what only tests load
@@ -75,7 +81,7 @@ def test_checks_are_in_bf16_since_rows_of_a_batch_share_a_scale(torchao):
 
 def test_what_the_machine_lacks(monkeypatch):
     recipe = recipe_of(float8=True)
-    monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(compilation.importlib.util, "find_spec", lambda name: None)
     assert "needs torchao: pip install '.[float8]'" in refusal(check_float8, recipe)
     assert "compute capability 8.9 or more (L40S, H100), and there is none" in refusal(check_float8_device, recipe)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers import Harmful, refusal, tiny_model
 from zerofit.checkpoint.directory import ASKED, find_damage, seal
-from zerofit.data.megatron.corpus import INDICES
+from zerofit.data.megatron import INDICES
 from zerofit.model.configuration import load_configuration, read_config
 from zerofit.model.pretrained_io import read_model
 from zerofit.recipe import paths
+from zerofit.recipe.files import cache_root
 from zerofit.recipe.parse import parse_recipe
-from zerofit.recipe.places import cache_root
 from zerofit.recipe.tasks import ClmRecipe
 from zerofit.strategy.builds import check_compiled_code
 from zerofit.tools.doctor.doctor import read_options

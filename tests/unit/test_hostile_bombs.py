@@ -16,8 +16,7 @@ from zerofit.data.text import tokenize_texts
 from zerofit.model import chat
 from zerofit.model.adapter_folder import open_adapter
 from zerofit.model.chat import apply_template
-from zerofit.model.configuration import read_config
-from zerofit.model.folders import read_json
+from zerofit.model.configuration import read_config, read_json
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.tasks import ClmRecipe
 from zerofit.record.run_folder import RunFolder

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from helpers import read_data, refusal
 
-from zerofit.data.pairs.samples import split_translation_columns
+from zerofit.data.pairs import split_translation_columns
 from zerofit.recipe import ClsRecipe, Seq2SeqRecipe
 
 

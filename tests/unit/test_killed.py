@@ -13,18 +13,18 @@ from test_saving import Alone
 
 from zerofit.checkpoint.manager import CheckpointManager
 from zerofit.checkpoint.resume import ResumePlan
-from zerofit.checkpoint.run_state import RunState
+from zerofit.checkpoint.writer import RunState
 from zerofit.data.collate import Batch
 from zerofit.health.anomaly import AnomalyDetector
 from zerofit.health.shutdown import StopReason
 from zerofit.health.slow_ranks import RankClock, SlowRanks
 from zerofit.recipe import ClmRecipe
 from zerofit.recipe.errors import UserError
-from zerofit.record.meters import Rates
+from zerofit.record.recorder import Rates
 from zerofit.record.run_folder import RunFolder
 from zerofit.strategy.batches import BatchSizes
 from zerofit.strategy.engine import Outcome
-from zerofit.training.best_metric import make_best_tracker
+from zerofit.training.evaluation import make_best_tracker
 from zerofit.training.run import Run
 from zerofit.training.stream import Progress, Stop, run_length
 

@@ -12,8 +12,7 @@ from transformers import AutoConfig
 
 from zerofit.data.collate import ExampleCollator
 from zerofit.data.labelled.examples import prepare_examples
-from zerofit.data.labelled.label_report import label_report, nearly_alike
-from zerofit.data.labelled.labels import Labels
+from zerofit.data.labelled.labels import Labels, label_report, nearly_alike
 from zerofit.data.labelled.samples import class_weights
 from zerofit.data.order import FILLER
 from zerofit.model.configuration import load_configuration

@@ -17,12 +17,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from zerofit.data.pairs.samples import prepare_pairs
-from zerofit.data.prompts import read_sources
-from zerofit.data.rendering import Renderer
-from zerofit.model.folders import TRAINED_WITH
-from zerofit.model.languages import first_target_tokens, language_codes, set_languages
-from zerofit.model.tokenizer import set_decoder_start_token
+from zerofit.data.pairs import prepare_pairs
+from zerofit.data.prompts import Renderer, read_sources
+from zerofit.model.configuration import TRAINED_WITH
+from zerofit.model.tokenizer import first_target_tokens, language_codes, set_decoder_start_token, set_languages
 from zerofit.recipe import Seq2SeqRecipe, parse_recipe
 from zerofit.training.stored_model import trained_with
 

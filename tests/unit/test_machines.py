@@ -15,9 +15,9 @@ from zerofit.checkpoint import writer as saving
 from zerofit.checkpoint.directory import ASKED, CheckpointDirectory
 from zerofit.checkpoint.writer import AsyncCheckpointWriter
 from zerofit.recipe.files import appears, is_shared, is_there
-from zerofit.strategy import machines
+from zerofit.strategy import strategy
 from zerofit.strategy.layout import ParallelLayout
-from zerofit.strategy.machines import check_same
+from zerofit.strategy.strategy import check_same
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def ranks(monkeypatch):
             ("all_gather_object", gather),
         ):
             monkeypatch.setattr(dist, name, replacement)
-        monkeypatch.setattr(machines.platform, "node", lambda: f"machine{rank_of.number}")
+        monkeypatch.setattr(strategy.platform, "node", lambda: f"machine{rank_of.number}")
 
         def work(rank: int):
             rank_of.number = rank
@@ -68,7 +68,7 @@ class OneOf(Alone):
         self.layout, self.is_main = ParallelLayout(2, rank), rank == 0
 
     def from_main(self, value):
-        return machines.all_gather_objects(value)[0]
+        return strategy.all_gather_objects(value)[0]
 
 
 def test_a_checkpoint_is_read_by_all_ranks_together_and_chosen_by_all_alike(ranks, tmp_path, monkeypatch):

@@ -14,10 +14,9 @@ from transformers import LlamaConfig
 from zerofit.cli import main as zerofit
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.recipe.schedule import make_schedule
-from zerofit.tools.convert.megatron_args.ledger import MegatronArgsOptions, call_of
-from zerofit.tools.convert.megatron_args.pair import pair_of
-from zerofit.tools.convert.megatron_args.pretrain import convert_pretraining
+from zerofit.tools.convert.megatron_args.pretrain import convert_pretraining, pair_of
 from zerofit.tools.convert.megatron_args.script_to_recipe import parameters_of
+from zerofit.tools.convert.megatron_args.shape import MegatronArgsOptions, call_of
 from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.tool_recipe import read_with_recipe
 

@@ -19,8 +19,8 @@ from zerofit.model.loss import install_loss
 from zerofit.recipe import ClmRecipe
 from zerofit.record.terminal import size
 from zerofit.strategy.batches import BatchSizes
+from zerofit.strategy.engines import TorchEngine
 from zerofit.strategy.layout import ParallelLayout
-from zerofit.strategy.torch_engine import TorchEngine
 from zerofit.tools.plan.plan import main as plan_main
 
 GIB = 2**30

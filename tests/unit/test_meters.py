@@ -9,7 +9,7 @@ from helpers import TINY
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from zerofit.model.parameters import flops_per_token
-from zerofit.record.meters import ThroughputMeter, peak_flops
+from zerofit.record.recorder import ThroughputMeter, peak_flops
 from zerofit.strategy.gpu_table import peak_flops_of
 
 
@@ -36,7 +36,7 @@ def test_a_cpu_has_no_known_peak():
 
 PEAKS = """
 import torch
-from zerofit.record.meters import MemoryMeter
+from zerofit.record.recorder import MemoryMeter
 meter = MemoryMeter(torch.device("cpu"))
 meter.reset()
 before, block = meter.peak_bytes(), torch.ones(2**29 // 4)

@@ -9,14 +9,13 @@ from rouge_score import rouge_scorer
 from scipy import stats
 from sklearn import metrics as sk
 
-from zerofit.checkpoint.run_state import BestEvaluation
+from zerofit.checkpoint.writer import BestEvaluation
 from zerofit.data.labelled.labels import Labels
 from zerofit.data.labelled.samples import HeldOut
 from zerofit.recipe import ClsRecipe
 from zerofit.record.run_folder import RunFolder
-from zerofit.training.best_metric import BestMetricTracker, make_best_tracker
 from zerofit.training.classification import report_classes
-from zerofit.training.evaluation import compute
+from zerofit.training.evaluation import BestMetricTracker, compute, make_best_tracker
 from zerofit.training.generation import FIGURES
 
 RNG = np.random.default_rng(0)

@@ -16,8 +16,7 @@ from zerofit.checkpoint.directory import ASKED, CheckpointDirectory, find_damage
 from zerofit.checkpoint.mirror import Mirror, MirrorStore, files_of, open_mirror
 from zerofit.recipe import addresses
 from zerofit.recipe.errors import UserError
-from zerofit.record.run_folder import RunFolder, identity_options
-from zerofit.record.written_files import NAMES
+from zerofit.record.run_folder import NAMES, RunFolder, identity_options
 
 
 class Faults:

@@ -12,7 +12,7 @@ from transformers import T5Config
 from zerofit.data.labelled.examples import prepare_examples
 from zerofit.data.labelled.samples import class_weights
 from zerofit.data.mixture import PLACES, MixtureOrder
-from zerofit.data.pairs.samples import prepare_pairs
+from zerofit.data.pairs import prepare_pairs
 from zerofit.model.configuration import load_configuration
 from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, parse_recipe
 

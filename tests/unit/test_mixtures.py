@@ -8,7 +8,7 @@ from test_plan import tracer
 
 from zerofit.data.collate import CausalCollator
 from zerofit.data.pack import Documents, PackedBlocks
-from zerofit.estimate.operations import MATRIX
+from zerofit.estimate.allocations import MATRIX
 from zerofit.estimate.planned_rows import Rows
 from zerofit.model.loss import install_loss
 from zerofit.model.parameters import flops_per_token

@@ -8,8 +8,8 @@ from helpers import small_sizes
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from zerofit.model import norms
-from zerofit.model.norms import fuse_norms
+from zerofit.model import compilation
+from zerofit.model.compilation import fuse_norms
 
 LEFT = {  # what is special about norms that are left as they are
     "gemma": "GemmaRMSNorm",  # 1 + weight
@@ -26,7 +26,7 @@ FUSED = {"llama": 2 * 3 + 1, "qwen3": 4 * 3 + 1, "mistral": 7, "deepseek_v3": 4 
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch):
     """A CPU does what CUDA does."""
-    monkeypatch.setattr(norms, "DEVICES", {"cpu"})
+    monkeypatch.setattr(compilation, "DEVICES", {"cpu"})
 
 
 def of_family(name: str) -> torch.nn.Module:

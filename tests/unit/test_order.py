@@ -5,7 +5,7 @@ import pytest
 
 from zerofit.data.collate import CausalCollator
 from zerofit.data.order import MicroBatches, SampleOrder, first_tokens
-from zerofit.recipe.batch_options import Warmup
+from zerofit.recipe.data_options import Warmup
 from zerofit.strategy.batches import BatchSizes
 
 LAYOUTS = [

@@ -12,9 +12,8 @@ from zerofit.strategy.batches import resolve_batches
 from zerofit.strategy.deepspeed_config import resolve_config
 from zerofit.strategy.deepspeed_json import read_deepspeed_config
 from zerofit.strategy.fsdp import HONOURED
-from zerofit.strategy.launch import Launch, check_launch, find_launch
+from zerofit.strategy.launch import Launch, check_launch, find_launch, problems_of_yaml
 from zerofit.strategy.layout import ParallelLayout, take_degrees
-from zerofit.strategy.named import problems_of_yaml
 from zerofit.strategy.read import read_strategy
 
 YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))

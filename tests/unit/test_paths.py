@@ -8,8 +8,8 @@ from helpers import ROOT, check_refusal, environment, refusal
 
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.recipe.paths import check_paths
+from zerofit.tools import verify as verify
 from zerofit.tools.compare import compare as compare
-from zerofit.tools.verify import verify as verify
 
 GOOD = {"config_name": "gpt2", "tokenizer_name": "gpt2"}
 

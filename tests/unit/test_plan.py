@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from zerofit.cli import main
 from zerofit.estimate.caching_allocator import unused_bytes
+from zerofit.estimate.planned_model import read_planned_model
 from zerofit.estimate.planned_rows import Rows
-from zerofit.estimate.read_model import read_planned_model
 from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings
 from zerofit.recipe.errors import UserError
-from zerofit.tools.plan import parallel as planner_module
+from zerofit.tools.plan import planner as planner_module
 
 ON_GPUS = ["--gpu", "a100-40gb", "--num_gpus", "16"]
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}

@@ -7,12 +7,10 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from helpers import ROOT
 
 from zerofit.cli import main
-from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ATTENTION, MATRIX, REDUCE_SCATTER
-from zerofit.estimate.planned_model import PlannedModel
-from zerofit.estimate.read_model import read_planned_model
+from zerofit.estimate.allocations import ALL_GATHER, ALL_REDUCE, ATTENTION, MATRIX, REDUCE_SCATTER
+from zerofit.estimate.planned_model import PlannedModel, read_planned_model
 from zerofit.strategy.layout import ParallelLayout
-from zerofit.tools.plan.layouts import Degrees, possible_degrees, read_pair
-from zerofit.tools.plan.plan_options import PlanOptions
+from zerofit.tools.plan.plan_options import Degrees, PlanOptions, possible_degrees, read_pair
 from zerofit.tools.tool_recipe import read_with_recipe
 
 GPT2 = ["--config_name", "gpt2", "--config_overrides", "n_layer=2,n_head=4,n_embd=64,n_positions=128,vocab_size=301,"

@@ -10,10 +10,10 @@ from test_plan import RECIPE
 
 from zerofit.cli import main
 from zerofit.estimate.measured_rows import measured_rows
-from zerofit.estimate.read_model import read_planned_model
+from zerofit.estimate.planned_model import read_planned_model
 from zerofit.strategy.gpu_table import find_gpu
 from zerofit.tools.plan import joint_search
-from zerofit.tools.plan import parallel as planner_module
+from zerofit.tools.plan import planner as planner_module
 from zerofit.tools.plan.plan import make_budget, make_timing
 from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.plan.planner import Planner

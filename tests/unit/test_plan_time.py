@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from zerofit.estimate import timing
+from zerofit.estimate.allocations import ALL_REDUCE, MATRIX
 from zerofit.estimate.exchanges import Collectives, Exchanges
-from zerofit.estimate.operations import ALL_REDUCE, MATRIX
 from zerofit.estimate.planned_rows import Rows
 from zerofit.estimate.speeds import Speeds
 from zerofit.estimate.timing import PassTime, update_time

@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 from helpers import tiny_model, write_records
 
-from zerofit.data.chat.preferences import find_preferences
+from zerofit.data.chat.samples import find_preferences
 from zerofit.data.collate import PreferenceCollator
 from zerofit.data.order import FILLER
 from zerofit.data.records import BadRecord
 from zerofit.model import chunked_loss
-from zerofit.model.loss import install_loss
-from zerofit.model.preference import BETA, PreferenceLoss, without_dropout
+from zerofit.model.loss import BETA, PreferenceLoss, install_loss, without_dropout
 from zerofit.recipe import ClmRecipe
 from zerofit.recipe.causal_options import PREFERENCE_LOSSES
 

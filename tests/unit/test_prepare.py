@@ -17,7 +17,7 @@ from helpers import ROOT, refusal
 from transformers import AutoTokenizer, GPT2Config, LlamaConfig
 
 from zerofit.cli import main
-from zerofit.data.megatron.corpus import megatron, open_corpus, read_card, tokenizer_fingerprint
+from zerofit.data.megatron import megatron, open_corpus, read_card, tokenizer_fingerprint
 from zerofit.model.tokenizer import END_OF_TEXT, load_named_tokenizer
 from zerofit.tools.prepare import documents
 from zerofit.tools.prepare.corpora import encoder_of, named_tokenizer

@@ -9,7 +9,7 @@ from helpers import ROOT, check_refusal, refusal
 
 from zerofit.recipe import ClmRecipe, UserError, parse_recipe
 from zerofit.recipe import parse as parsing
-from zerofit.recipe.fields import kinds_of
+from zerofit.recipe.base import kinds_of
 from zerofit.recipe.parse import flag_value, read_recipe
 from zerofit.recipe.tasks import TASKS as RECIPES
 

@@ -13,10 +13,9 @@ from helpers import ROOT, at_once, environment, refusal
 from torch.distributed import HashStore, PrefixStore
 
 from zerofit.launch import machine_group, rendezvous
+from zerofit.launch.exit_code import code_of_run
 from zerofit.launch.machine_group import MachineGroup
-from zerofit.launch.ranks import RankRendezvous
-from zerofit.launch.rendezvous import LIMIT_VARIABLE, Rendezvous, open_store, serve_store
-from zerofit.launch.restart_rule import code_of_run
+from zerofit.launch.rendezvous import LIMIT_VARIABLE, RankRendezvous, Rendezvous, open_store, serve_store
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
@@ -124,7 +123,7 @@ def test_machines_are_named_and_other_code_is_noted():
 
 RANK = """
 import sys
-from zerofit.launch.ranks import RankRendezvous
+from zerofit.launch.rendezvous import RankRendezvous
 from zerofit.recipe.errors import EXIT, UserError, leave, reports_user_errors
 ranks = RankRendezvous()
 EXIT.tell = ranks.stop

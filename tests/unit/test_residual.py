@@ -5,8 +5,7 @@ import torch
 from helpers import recipe_of, tiny_model
 
 from zerofit.checkpoint.resume import EarlierRuns
-from zerofit.model.compilation import blocks_of
-from zerofit.model.norms import round_embeddings
+from zerofit.model.compilation import blocks_of, round_embeddings
 
 IDS = torch.arange(48).reshape(2, 24)
 PRE_NORM = ["gpt2", "llama"]

@@ -11,8 +11,7 @@ from test_run_folder import checkpoint
 from zerofit.checkpoint.resume import EarlierRuns, check_data, data_fingerprint, differences_from
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.recipe.errors import NothingToDo
-from zerofit.record.run_folder import RunFolder, identity_options
-from zerofit.record.written_files import NAMES
+from zerofit.record.run_folder import NAMES, RunFolder, identity_options
 from zerofit.strategy.batches import resolve_batches
 from zerofit.strategy.deepspeed_config import resolve_config
 from zerofit.strategy.layout import ParallelLayout

@@ -16,20 +16,17 @@ from helpers import ROOT, refusal
 from zerofit.checkpoint.directory import ASKED, BEST, CheckpointDirectory
 from zerofit.checkpoint.resume import START_OVER, EarlierRuns
 from zerofit.launch.command import exit_code_of, program_of
-from zerofit.launch.exit_code import ExitCode
-from zerofit.launch.restart_rule import Restarts
+from zerofit.launch.exit_code import ExitCode, Restarts
 from zerofit.model.adapter_folder import AdapterFolder, recorded_base
 from zerofit.recipe import ClmRecipe, UserError, parse_recipe
 from zerofit.recipe.paths import name_of_recipe, output_folder, why_no_model
 from zerofit.recipe.tasks import TASKS, task_of_recipe
-from zerofit.record.jsonl import JsonlFile
-from zerofit.record.metrics import UpdateMetrics, line_of_metrics
+from zerofit.record.metrics import JsonlFile, UpdateMetrics, line_of_metrics
 from zerofit.record.plot import plot_run
 from zerofit.record.run_folder import RunFolder, identity_options
 from zerofit.tools.doctor.doctor import DoctorOptions, read_options
-from zerofit.tools.show.show import table_of_runs
-from zerofit.tools.show.watched_run import runs_in
-from zerofit.tools.submit.requeue import reason_not_requeued
+from zerofit.tools.show import runs_in, table_of_runs
+from zerofit.tools.submit.submit import reason_not_requeued
 from zerofit.tools.tool_recipe import join_with_recipe
 
 USERS = ("model/net.py", "checkpoints/mine.bin", "predictions_mine.jsonl", "results.tsv", "train.log")

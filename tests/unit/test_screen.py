@@ -104,7 +104,7 @@ def test_a_table_of_any_number_of_columns_fits(columns, width):
 def test_columns_have_the_names_of_the_file(task, head, described, tmp_path):
     from zerofit.data.labelled.examples import _find
     from zerofit.data.options import DataOptions
-    from zerofit.data.pairs.columns import find_columns
+    from zerofit.data.pairs import find_columns
     from zerofit.data.sources import read_source
     from zerofit.recipe import ClsRecipe, Seq2SeqRecipe
 

@@ -14,8 +14,7 @@ from zerofit.launch.exit_code import ExitCode
 from zerofit.recipe import UserError
 from zerofit.recipe.paths import check_paths
 from zerofit.record.run_folder import RunFolder
-from zerofit.tools.show.show import table_of_runs
-from zerofit.tools.show.watched_run import WatchedRun, runs_in
+from zerofit.tools.show import WatchedRun, runs_in, table_of_runs
 
 
 def line(update: int, **changes) -> dict:

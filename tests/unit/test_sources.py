@@ -13,9 +13,9 @@ from helpers import load_texts, read_data, refusal, write_records
 
 from zerofit.data import tables
 from zerofit.data.causal import prepare_causal_data
-from zerofit.data.encodings import likely, proposal
+from zerofit.data.delimited_files import likely, proposal
 from zerofit.data.options import DataOptions
-from zerofit.data.stream_reader import find_shards, read_window
+from zerofit.data.streaming import find_shards, read_window
 from zerofit.data.text import split_documents, take_texts
 from zerofit.model.chat import named_template
 from zerofit.model.configuration import load_configuration

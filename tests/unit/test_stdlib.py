@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.helpers import read_data
-from zerofit.data.stdlib import MIN_WORDS, NUM_PACKAGES
+from zerofit.data.sources import MIN_WORDS, NUM_PACKAGES
 from zerofit.recipe import ClsRecipe, parse_recipe
 
 

@@ -14,10 +14,10 @@ import pytest
 from helpers import recipe_of, refusal, write_records
 
 from zerofit.checkpoint.resume import data_fingerprint
-from zerofit.data import stream_reader
+from zerofit.data import streaming
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.order import SampleOrder
-from zerofit.data.stream_reader import find_shards, read_window
+from zerofit.data.streaming import find_shards, read_window
 from zerofit.model.configuration import load_configuration
 
 TEXTS = [f"record {number}: " + "words " * (number % 7 + 1) for number in range(300)]
@@ -62,7 +62,7 @@ def prepared(tmp_path, byte_tokenizer):
             cache_dir=str(tmp_path / "cache"),
             **{"output_dir": str(tmp_path / "run"), **options},
         )
-        stream_reader.find_shards.cache_clear()  # a launch lists the shards once
+        streaming.find_shards.cache_clear()  # a launch lists the shards once
         return prepare_causal_data(recipe, load_configuration(recipe), lambda updates: 8 * updates)
 
     (tmp_path / "run").mkdir()
@@ -218,7 +218,7 @@ def address(tmp_path):
 
 
 def test_a_lost_connection_neither_skips_nor_repeats(prepared, tmp_path, address, monkeypatch):
-    monkeypatch.setattr(stream_reader, "PAUSES_S", (0.01,) * 20)
+    monkeypatch.setattr(streaming, "PAUSES_S", (0.01,) * 20)
     monkeypatch.setattr(datasets.config, "STREAMING_READ_RETRY_INTERVAL", 0.01)
     write_shards(tmp_path / "data")
     how = {"streaming": "6KiB", "packing": "none", "max_train_steps": 9}

@@ -8,12 +8,11 @@ import torch
 from helpers import labelled_recipe, planned_bert, refusal
 
 from zerofit.data.collate import ExampleCollator
-from zerofit.data.file_formats import sentences
-from zerofit.data.labelled.examples import prepare_examples
+from zerofit.data.labelled.examples import entities, prepare_examples
 from zerofit.data.labelled.labels import Labels
 from zerofit.data.labelled.samples import HeldOut
-from zerofit.data.labelled.tags import entities
 from zerofit.data.order import FILLER
+from zerofit.data.sources import sentences
 from zerofit.model.configuration import load_configuration
 from zerofit.model.loss import IGNORE, loss_of_examples
 from zerofit.model.tokenizer import padding_values

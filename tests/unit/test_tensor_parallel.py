@@ -10,11 +10,9 @@ import torch
 from helpers import TINY, forked, loss_and_gradients, refusal, small_sizes, tensor_group, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForTokenClassification
 
-from zerofit.checkpoint.shards import ShardReader, write_shard
+from zerofit.checkpoint.writer import ShardReader, write_shard
 from zerofit.model.parameters import count_parameters
-from zerofit.model.tensor_parallel.cut import Cut, cut_for, join_shares
-from zerofit.model.tensor_parallel.layers import check_split, split_model
-from zerofit.model.tensor_parallel.shares import draw_share
+from zerofit.model.tensor_parallel import Cut, check_split, cut_for, draw_share, join_shares, split_model
 from zerofit.strategy.state import KINDS, Shard
 
 RANKS = 2

@@ -5,9 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from zerofit.data.collate import round_up
+from zerofit.data.collate import TokenMicroBatches, TokenUpdates, round_up
 from zerofit.data.order import FILLER
-from zerofit.data.token_updates import TokenMicroBatches, TokenUpdates
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.tasks import ClmRecipe, ClsRecipe, DpoRecipe, Seq2SeqRecipe

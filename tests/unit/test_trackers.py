@@ -12,7 +12,7 @@ from helpers import ROOT, environment
 from zerofit.recipe import ClmRecipe
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TRACKERS
-from zerofit.record.trackers import RESUMED, wanted_trackers
+from zerofit.record.recorder import RESUMED, wanted_trackers
 
 # Where each tracker keeps what this test does, without a login or a server.
 LOCAL = {
@@ -29,7 +29,7 @@ from accelerate import Accelerator
 from zerofit.compat.accelerate import forget_state
 from zerofit.recipe import ClmRecipe
 from zerofit.record.run_folder import RunFolder
-from zerofit.record.trackers import start_trackers
+from zerofit.record.recorder import start_trackers
 for tracker in sys.argv[2:]:
     ids = []
     for updates in (0, 3):
@@ -74,7 +74,7 @@ def test_every_tracker_of_accelerate_is_one_of_ours():
 
 @pytest.mark.parametrize("tracker", TRACKERS)
 def test_a_tracker_that_is_missing_and_how_to_install_it(tracker, monkeypatch):
-    monkeypatch.setattr("zerofit.record.trackers.get_available_trackers", lambda: [LoggerType.WANDB])
+    monkeypatch.setattr("zerofit.record.recorder.get_available_trackers", lambda: [LoggerType.WANDB])
     recipe = ClmRecipe(with_tracking=True, report_to=tracker)
     if tracker == "wandb":
         assert wanted_trackers(recipe) == ["wandb"]

@@ -13,11 +13,7 @@ from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.record.run_folder import check_folder_of
 from zerofit.strategy.builds import drop_abandoned_locks, lock_files
 from zerofit.tools.tool_recipe import read_with_recipe
-from zerofit.tools.verify.killing import Killed
-from zerofit.tools.verify.proof import ComparedRun
-from zerofit.tools.verify.record_comparison import compare_metrics, compare_samples
-from zerofit.tools.verify.shorten import shorten
-from zerofit.tools.verify.verify import VerifyOptions
+from zerofit.tools.verify import ComparedRun, Killed, VerifyOptions, compare_metrics, compare_samples, shorten
 
 LINES = [{"update": k, "loss": 5.0 / k, "grad_norm": 1.0 + k, "learning_rate": 0.1 * (k - 1)} for k in range(1, 6)]
 LEDGER = [{"update": k, "samples": [4 * k, 4 * k + 1, 4 * k + 2, 4 * k + 3]} for k in range(1, 6)]

@@ -17,7 +17,7 @@ from torch.distributed.flight_recorder import fr_trace
 
 from zerofit.health import flight
 from zerofit.health import watchdog_process as watch
-from zerofit.health.failure import died_elsewhere
+from zerofit.health.out_of_memory import died_elsewhere
 from zerofit.health.watchdog_process import (
     GIB,
     MemoryReading,

@@ -22,7 +22,7 @@ from zerofit import __version__
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import TEMPORARY, atomic_file, remove, sync, temporary_path
 from zerofit.recipe.parsing import parse_json, read_record
-from zerofit.record.written_files import MANIFEST, UPDATE, files_below, remove_empty, sealed_files
+from zerofit.record.run_folder import MANIFEST, UPDATE, files_below, remove_empty, sealed_files
 
 # The number of the format of a checkpoint's files. This version reads each number up to it, and refuses a greater one.
 # It rises where an earlier version could not read, or would misread, what this one writes: not where a field is added

@@ -1,4 +1,9 @@
-"""The trained model, or its adapter, as a folder for others."""
+"""The trained model as a folder for others, and in a repository of the hub.
+
+Pushes a run's model/ to a repository of the Hugging Face hub, at its end.
+
+huggingface_hub does it, in a thread of its own, so that a hub which does not answer cannot hold the run.
+"""
 
 import contextlib
 import copy
@@ -6,12 +11,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from huggingface_hub import HfApi
+from huggingface_hub.utils import disable_progress_bars
 from transformers import PreTrainedTokenizerBase
 
+from zerofit.checkpoint.mirror import reason
 from zerofit.model.adapter_folder import BASE_SAMPLE, differs
-from zerofit.model.export import Weights, export_model, write_beside, write_card
-from zerofit.model.export_review import review_export
-from zerofit.model.folders import TRAINED_WITH
+from zerofit.model.configuration import TRAINED_WITH, work_offline_without_network
+from zerofit.model.export import Weights, export_model, review_export, write_beside, write_card
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.parsing import read_record
 from zerofit.record.model_card import model_card
@@ -78,3 +85,42 @@ class ModelExporter:
         in_full = without_sharding() if self._engine.strategy.shards_parameters else contextlib.nullcontext()
         with in_full:
             return review_export(folder, type(self._engine.whole))
+
+
+FINISH_S = 4 * 3600.0  # at the end of a run: 100 GB at 60 Mbit/s
+
+
+class HubRepository:
+    """A repository that can be written, on the main process of a run."""
+
+    def __init__(self, name: str, api: HfApi):
+        self.name, self._api = name, api
+
+    @classmethod
+    def open(cls, name: str) -> "HubRepository":
+        """See that there is such a repository, or make a private one, and that it can be written. Raises UserError:
+        there is no connection, or no right to write."""
+        work_offline_without_network()
+        disable_progress_bars()
+        api = HfApi()
+        try:
+            name = api.create_repo(name, private=True, exist_ok=True).repo_id
+            api.auth_check(name, write=True)
+        except Exception as error:  # of the connection, the hub, or the name
+            raise UserError(
+                f"push_to_hub = {name!r}: nothing can be pushed there ({reason(error)}). Log in with `hf auth login`, "
+                "or train without it, and push the run's model/ later with `hf upload`"
+            ) from None
+        return cls(name, api)
+
+    def finish(self, folder: Path) -> list[str]:
+        """Push the run's model/. Returns lines for the log. Never fails."""
+        pushed = self._api.upload_folder(
+            repo_id=self.name, folder_path=folder, commit_message="trained", run_as_future=True
+        )
+        try:
+            pushed.result(FINISH_S)
+        except Exception as error:  # of the connection or the hub, or it took too long; none may end the training
+            said = f"warning   {self.name} cannot be pushed to ({reason(error)})"
+            return [said, f"hub         not pushed. Later: `hf upload {self.name} {folder}`"]
+        return [f"hub         {self._api.endpoint}/{self.name}"]

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerofit.checkpoint.directory import BEST, LEAVING, START, STATE, CheckpointDirectory, find_damage
 from zerofit.checkpoint.resume import START_OVER, ResumePlan, check_data, refuse_to_clear
-from zerofit.checkpoint.run_state import BestEvaluation
-from zerofit.checkpoint.writer import AsyncCheckpointWriter
+from zerofit.checkpoint.writer import AsyncCheckpointWriter, BestEvaluation
 from zerofit.health.anomaly import Anomaly
 from zerofit.model.export import Weights
 from zerofit.recipe.errors import UserError, first_line

@@ -22,9 +22,17 @@ from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import atomic_file, remove, temporary_path
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import counted, object_of, parse_json
-from zerofit.record.run_folder import RunFolder, evident_differences
+from zerofit.record.run_folder import (
+    CHECKPOINTS,
+    MANIFEST,
+    MODEL,
+    RECORD,
+    UPDATE,
+    RunFolder,
+    evident_differences,
+    files_below,
+)
 from zerofit.record.terminal import log_lines
-from zerofit.record.written_files import CHECKPOINTS, MANIFEST, MODEL, RECORD, UPDATE, files_below
 
 RETRY_S = 30.0  # between two attempts while the store fails
 RETRY_AT_START_S = 10.0

@@ -14,6 +14,7 @@ from zerofit.recipe.errors import NothingToDo, UserError
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import counted, read_record
 from zerofit.record.run_folder import (
+    CHECKPOINTS,
     GIVEN_FOR,
     RunFolder,
     differing_options,
@@ -21,7 +22,6 @@ from zerofit.record.run_folder import (
     identity_options,
     is_count,
 )
-from zerofit.record.written_files import CHECKPOINTS
 from zerofit.strategy.batches import RESUMED
 
 SAMPLES_LOOKED_AT = 64

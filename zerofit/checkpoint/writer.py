@@ -1,4 +1,24 @@
-"""Saving and resuming, on all ranks together.
+"""Saving and resuming, on all ranks together: the state of a run in files.
+
+Copies of tensors in the host's memory, made again and again in the same place.
+
+What a device copies to by itself must be page-locked, and torch takes page-locked memory in blocks of powers of two
+(ATen/core/CachingHostAllocator.h: PowerOf2Ceil): one by one, tensors take up to twice the memory that they need. So
+many tensors share few blocks, which they fill.
+
+The state of a run in files: shards of the optimizer's state from every rank, and how far the run had come.
+
+    state/progress.json            the fields of RunState (above); `run`: its options, strategy and processes;
+                                   `data`: size, checksum and grouping of the training set; `steps` of the optimizer;
+                                   `loss_scale`; `weights`: sampled elements of each in the model (state.py)
+    state/rank_00000.safetensors   {kind}/{parameter} -> the part that this rank wrote, flat, fp32
+                                   on rank 0 also {what}/{parameter}, whole, of an optimizer other than AdamW
+    state/rank_00000.json          which part of which parameter that is: a range of the flattened parameter, or of the
+                                   share that tensor parallelism has cut out of it; and the checksum of the above
+
+Nothing here is ever unpickled.
+
+Saving and resuming, on all ranks together.
 
 A save has two halves. While training pauses, each rank copies what it owns to the host's memory. Then a thread
 of each rank writes its copy while training continues; the main process's thread waits for the files of the others,
@@ -15,30 +35,211 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
-from zerofit.checkpoint.directory import MANIFEST, PROGRESS, STATE, CheckpointDirectory, find_damage
-from zerofit.checkpoint.host_copies import HostCopies
-from zerofit.checkpoint.shards import (
-    Shard,
-    ShardReader,
-    entries_of_shards,
-    missing_shards,
-    write_shard,
-)
+from zerofit.checkpoint.directory import MANIFEST, PROGRESS, STATE, CheckpointDirectory, find_damage, manifest_entry
 from zerofit.model.export import Weights
-from zerofit.model.parameters import true_numel
+from zerofit.model.parameters import true_numel, true_shape
+from zerofit.model.tensor_parallel import Cut
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.files import SECONDS_TO_APPEAR, appears, is_of_the_disk, is_there, remove
+from zerofit.recipe.files import SECONDS_TO_APPEAR, appears, atomic_file, is_of_the_disk, is_there, remove
+from zerofit.strategy.devices import pins_memory
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.host_memory import host_memory
-from zerofit.strategy.machines import SHARED_FOLDER_REMEDY, all_gather_objects, check_same
+from zerofit.strategy.state import Shard, overlaps
+from zerofit.strategy.strategy import SHARED_FOLDER_REMEDY, all_gather_objects, check_same
+
+
+@dataclass
+class BestEvaluation:
+    """The best evaluation so far."""
+
+    update: int | None = None  # None: there was none
+    metric: str = ""  # the figure's name without `eval_`; empty: nothing was evaluated
+    value: float = math.nan
+    worse_in_a_row: int = 0  # evaluations since
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class RunState:
+    """The progress of a run. `consumed samples` is no field: it follows from `updates`."""
+
+    updates: int = 0
+    tokens: float = 0.0  # seen so far
+    positions: float = 0.0  # tokens and padding
+    held_out_before: dict[str, float] = field(default_factory=dict)  # figures before the first update
+    held_out: dict[str, float] = field(default_factory=dict)  # of the latest evaluation
+    skipped_updates: list[int] = field(default_factory=list)  # not trained on, after on_anomaly = rewind
+    anomalies_in_a_row: int = 0
+    tracker_ids: dict[str, str] = field(default_factory=dict)  # the run's id at each tracker
+    anomaly_history: dict[str, list[float]] = field(default_factory=dict)  # of the anomaly detector
+    best: BestEvaluation = field(default_factory=BestEvaluation)
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Take the values of state/progress.json, in place: whoever holds this object sees them. A field that the
+        version which wrote the file did not have begins as in a new run."""
+        new, saved_best = RunState(), saved.get("best", {})
+        for each in fields(self):
+            if each.name != "best":
+                setattr(self, each.name, saved.get(each.name, getattr(new, each.name)))
+        for each in fields(self.best):
+            setattr(self.best, each.name, saved_best.get(each.name, getattr(new.best, each.name)))
+
+
+ALIGNMENT = 64  # bytes
+SMALLEST_COPY = 2**16
+
+Places = dict[str, tuple[int, int]]  # {tensor: (block, first byte in it)}
+
+
+def lay_out(sizes: dict[str, int]) -> tuple[list[int], Places]:
+    """Lay tensors of these bytes into blocks of powers of two. Returns the bytes of each block, and the places.
+
+    Each block is the largest that what is left could fill, and takes the largest tensors first.
+    """
+    rounded = {name: -(-size // ALIGNMENT) * ALIGNMENT for name, size in sizes.items()}
+    left = sorted(rounded, key=rounded.__getitem__, reverse=True)
+    blocks, places = list[int](), Places()
+    while left:
+        total = sum(rounded[name] for name in left)
+        block = max(1 << total.bit_length() >> 1, 1 << (rounded[left[0]] - 1).bit_length(), SMALLEST_COPY)
+        taken = 0
+        for name in left:
+            if taken + rounded[name] <= block:
+                places[name] = len(blocks), taken
+                taken += rounded[name]
+        blocks.append(block)
+        left = [name for name in left if name not in places]
+    return blocks, places
+
+
+class HostCopies:
+    """Room for the copies of some tensors: made for the first ones, and used again for others of the same shapes."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}
+        self._room: dict[str, torch.Tensor] = {}
+
+    def of(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors on the CPU, contiguous; the next call writes over them."""
+        kinds = {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors.items()}
+        if kinds != self._kinds:
+            self._kinds, self._room = {}, {}  # what there was is given back first
+            pinned = {name: tensor.nbytes for name, tensor in tensors.items() if pins_memory(tensor.device)}
+            sizes, places = lay_out(pinned)
+            blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
+            for name, tensor in tensors.items():
+                if name in places:
+                    block, start = places[name]
+                    flat = blocks[block][start : start + tensor.nbytes].view(tensor.dtype)
+                    self._room[name] = flat.view(tensor.shape)
+                else:
+                    self._room[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            self._kinds = kinds
+        return {name: self._room[name].copy_(tensor.detach()) for name, tensor in tensors.items()}
+
+
+def write_shard(folder: Path, rank: int, shards: list[Shard], tensors: dict[str, torch.Tensor]) -> None:
+    """Write what this rank owns; its .json comes into being when the rest is on the disk."""
+    data = _file(folder, rank)
+    save_file(tensors, data)
+    parts = {shard.name: _entry_of(shard) for shard in shards}
+    with atomic_file(data.with_suffix(".json")) as file:
+        file.write(json.dumps({"data": manifest_entry(data), "pieces": parts}) + "\n")
+
+
+def _entry_of(shard: Shard) -> dict[str, Any]:
+    part = {"shape": shard.shape, "start": shard.start, "stop": shard.stop}
+    return part if shard.cut is None else {**part, "cut": {"dim": shard.cut.dim, "ranges": shard.cut.ranges}}
+
+
+def _shard_of(name: str, part: dict[str, Any]) -> Shard:
+    shape, cut = tuple(part["shape"]), part.get("cut")
+    cut = cut and Cut(shape, cut["dim"], tuple(map(tuple, cut["ranges"])))
+    return Shard(name, shape, part["start"], part["stop"], cut)
+
+
+def entries_of_shards(folder: Path) -> dict[str, dict[str, Any]]:
+    """Read what the ranks wrote about their .safetensors: {file in `folder`: its entry for the manifest}."""
+    shards = {index.with_suffix(".safetensors").name: index for index in folder.glob("rank_*.json")}
+    return {name: json.loads(index.read_text())["data"] for name, index in shards.items()}
+
+
+def missing_shards(folder: Path, world_size: int) -> list[int]:
+    """The ranks that have not finished writing."""
+    written = set(os.listdir(folder))  # a listing, since NFS remembers for a while that a single name was absent
+    return [rank for rank in range(world_size) if _file(folder, rank).with_suffix(".json").name not in written]
+
+
+class ShardReader:
+    """The shards in a folder, read where they lie: only what is asked for is held in memory."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._shards: dict[str, list[tuple[int, Shard]]] = {}  # (rank, what it wrote) of each parameter
+        self._open: dict[int, Any] = {}
+        for index in sorted(folder.glob("rank_*.json")):
+            rank = int(index.stem.removeprefix("rank_"))
+            for name, part in json.loads(index.read_text())["pieces"].items():
+                self.shapes[name] = tuple(part["shape"])
+                self._shards.setdefault(name, []).append((rank, _shard_of(name, part)))
+
+    def problems(self, parameters: dict[str, torch.nn.Parameter]) -> list[str]:
+        """Lines on trained parameters of a model that are not here, or have another shape."""
+        here, there = self.shapes, {name: tuple(true_shape(parameter)) for name, parameter in parameters.items()}
+        problems = [f"{name} is not in it" for name in there if name not in here]
+        problems += [f"{name} is not trained here" for name in here if name not in there]
+        both = (name for name in there if name in here)
+        return problems + [
+            f"{name} is {here[name]} in it, and {there[name]} here" for name in both if here[name] != there[name]
+        ]
+
+    def weight(self, name: str) -> torch.Tensor:
+        """A parameter's whole value, fp32."""
+        shape = self.shapes[name]
+        return self.read("weight", Shard(name, shape, 0, math.prod(shape))).view(shape)
+
+    def read(self, kind: str, shard: Shard) -> torch.Tensor:
+        """Return (stop - start,) fp32: the value or a moment of a shard, put together from the shards that were
+        written."""
+        values = torch.empty(shard.stop - shard.start)
+        filled = 0
+        for rank, written in self._shards[shard.name]:
+            common = list(overlaps(shard, written))
+            if not common:
+                continue
+            begin, end = common[0][1], common[-1][1] + common[-1][2]
+            part = self._of(rank).get_slice(f"{kind}/{shard.name}")[begin:end]
+            for first, there, length in common:
+                values[first : first + length] = part[there - begin : there - begin + length]
+                filled += length
+        if filled != len(values):
+            missing = len(values) - filled
+            raise RuntimeError(f"{self.folder}: of {kind} of {shard.name}, {missing} elements are missing")
+        return values
+
+    def whole(self, name: str) -> torch.Tensor:
+        """Read a tensor that the first rank wrote beside its shards."""
+        return self._of(0).get_tensor(name)
+
+    def _of(self, rank: int) -> Any:  # safetensors has no types
+        if rank not in self._open:
+            self._open[rank] = safe_open(_file(self.folder, rank), "pt")
+        return self._open[rank]
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank:05}.safetensors"
+
 
 TOLERANCE = 2**-7  # relative: bf16 rounds by 2**-8 at most
 SMALLEST = 2**-24  # of fp16

@@ -9,19 +9,17 @@ from datasets import Dataset
 from transformers import PretrainedConfig
 
 from zerofit.data.chat.instructions import KINDS, find_form
-from zerofit.data.chat.preferences import find_preferences
-from zerofit.data.chat.samples import prepare_chat
+from zerofit.data.chat.samples import find_preferences, prepare_chat
 from zerofit.data.lengths import DEFAULT_BLOCK_SIZE, choose_length
-from zerofit.data.megatron.samples import prepare_corpora
+from zerofit.data.megatron import prepare_corpora
 from zerofit.data.mixture import mixed, named, options_of_sources
 from zerofit.data.options import DataOptions
 from zerofit.data.pack import SampleSet, TextData
 from zerofit.data.prompts import OF_CHATS, OF_TEXT, check_options, read_causal_prompts
 from zerofit.data.sources import Source, in_lower_case
-from zerofit.data.stream_reader import find_shards
+from zerofit.data.streaming import LAG_UPDATES, StreamedSamples, find_shards
 from zerofit.data.tables import columns_present, one_process_at_a_time, table_key
 from zerofit.data.text import prepare_text, read_records, take_texts
-from zerofit.data.windows import LAG_UPDATES, StreamedSamples
 from zerofit.model.tokenizer import get_tokenizer
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import counted, parse_bytes

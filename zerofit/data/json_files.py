@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 from datasets import Features, Json, List, Value
 
-from zerofit.data.encodings import open_text
+from zerofit.data.delimited_files import open_text
 from zerofit.data.lengths import report_data_loss
 from zerofit.data.options import DataOptions
 from zerofit.data.tables import text_of, write_table

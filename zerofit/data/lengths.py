@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zerofit.model.configuration import usable_positions
-from zerofit.recipe.batch_options import Warmup, read_warmup
+from zerofit.recipe.data_options import Warmup, read_warmup
 from zerofit.recipe.errors import UserError
 
 if TYPE_CHECKING:

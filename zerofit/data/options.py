@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerofit.data.tables import Records, first_records
-from zerofit.recipe.places import cache_root
+from zerofit.recipe.files import cache_root
 from zerofit.recipe.tasks import TaskRecipe
 
 PREDICT = "predict"  # the part of predict_file, without labels

@@ -20,8 +20,7 @@ from datasets.utils.logging import CRITICAL, set_verbosity
 from filelock import FileLock
 
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.files import atomic_file
-from zerofit.recipe.places import digest_of_code
+from zerofit.recipe.files import atomic_file, digest_of_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,7 +10,7 @@ from datasets import Dataset, Features
 from transformers import PreTrainedTokenizerBase
 
 from zerofit.data import tables
-from zerofit.data.encodings import open_text
+from zerofit.data.delimited_files import open_text
 from zerofit.data.lengths import report_data_loss
 from zerofit.data.options import PARTS, DataOptions
 from zerofit.data.pack import NO_TEXT, Documents, PackedBlocks, SeparateDocuments, TextData

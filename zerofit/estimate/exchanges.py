@@ -9,9 +9,9 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from zerofit.estimate.allocations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, MATRIX, REDUCE_SCATTER, Operation
 from zerofit.estimate.fully_sharded import FullyShards
 from zerofit.estimate.model_states import offload_target
-from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, MATRIX, REDUCE_SCATTER, Operation
 from zerofit.estimate.weights import NORM_BYTES, Weights
 from zerofit.strategy.muon import ITERATIONS
 

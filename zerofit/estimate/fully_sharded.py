@@ -8,7 +8,7 @@ of these until the end of all. Experts that ranks divide (`ep`) are in no group:
 gradients, of all ranks' tokens, stay where the backward pass has made them.
 
 Sources: torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py (unshard, wait_for_unshard, post_backward),
-_fsdp_collectives.py (foreach_all_gather, foreach_reduce) and _fsdp_state.py; zerofit/strategy/fsdp_engine.py.
+_fsdp_collectives.py (foreach_all_gather, foreach_reduce) and _fsdp_state.py; zerofit/strategy/engines.py.
 """
 
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 step, and its gradients while they are completed one after another.
 
 Sources: DeepSpeed 0.19, runtime/zero/stage_1_and_2.py and stage3.py, read with the resolved configuration;
-zerofit/strategy/torch_engine.py for DDP and one process. Sizes are in bytes of one process, the one that holds most.
+zerofit/strategy/engines.py for DDP and one process. Sizes are in bytes of one process, the one that holds most.
 """
 
 import math

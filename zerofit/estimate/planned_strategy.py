@@ -6,9 +6,9 @@ from typing import Any
 
 from zerofit.estimate.fully_sharded import FullyShards, fully_sharded_states
 from zerofit.estimate.model_states import States, first_stages_states, third_stage_states, torch_states
-from zerofit.estimate.pipeline_stages import Stage
 from zerofit.estimate.planned_model import PlannedModel
 from zerofit.estimate.traced_shares import expert_names
+from zerofit.estimate.traced_steps import Stage
 from zerofit.estimate.weights import MASTER_BYTES
 from zerofit.strategy.deepspeed_config import fill_by_sizes
 from zerofit.strategy.layout import ParallelLayout

@@ -1,10 +1,14 @@
-"""The speed of a GPU at each kind of operation."""
+"""The speeds and links of devices, at each kind of operation."""
 
 import bisect
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
-from zerofit.estimate.operations import BY_FLOPS, MATRIX, Operation
+from zerofit.estimate.allocations import ATTENTION, BY_FLOPS, MATRIX, Operation
+from zerofit.estimate.exchanges import Links
+from zerofit.strategy.gpu_table import ATTENTION_OF_PEAK, GIGA, GPUS, OF_PEAK, TERA, Gpu
 
 # What is marked "fitted" was fitted on published measurements (measured_rows.csv) by benchmarks/published_times.py;
 # docs/measurements/plan-times.md says on how many.
@@ -115,3 +119,125 @@ class Speeds:
     def computes(self, half: bool) -> bool:
         """Return whether the rate of matrix products in this precision is known."""
         return (MATRIX, half) in self.rates
+
+
+# What is marked "fitted" was fitted on published measurements (measured_rows.csv) by benchmarks/published_times.py;
+# docs/measurements/plan-times.md says on how many.
+
+MULTIPROCESSORS = 108  # where the table of GPUs has none: those of an A100
+
+# What kernels written for Hopper and Blackwell reach of the peak in attention, forward and backward. Fitted on rows of
+# flash attention 3 and 4; Shah et al. 2024 have 0.75 forward.
+NEWER_ATTENTION = 0.65
+
+# The same of torch's own kernels of 2025 (cuDNN 9's on Hopper), where one card trains. Measured on an H100 with torch
+# 2.11 (docs/measurements/gpu.md, "Where the time goes"): 7.7 TFLOP in 25 ms on rows of 2,048 tokens and heads of 64,
+# which is 31 % of the peak, divided by what `attention_efficiency` says of such a shape.
+ATTENTION_ALONE = 0.43
+
+# What operations that move bytes reach there of the rates below: 174 ms, norm and clipping included, where those rates
+# have 150; and what torch.compile leaves of their time: 77 of these ms.
+MEMORY_ALONE, FUSED_ALONE = 0.86, 0.44
+
+# Seconds that Python, torch, transformers and peft take to start an operation of the forward pass. Fitted on LoRA with
+# short rows.
+OPERATION_S = 22e-6
+
+# The same beside Hopper and Blackwell, in a newer host with the torch of 2025: DeepSpeed's step of some 1,600
+# operations leaves an H100 idle for 27 ms (GPT-2 under zero2: docs/measurements/gpu.md).
+NEWER_OPERATION_S = 16e-6
+
+# Operations that DeepSpeed's step starts for each tensor: hooks, copies into flat buffers and out of them. Counted in
+# the source of 0.19.8: some 500 for the 148 tensors of GPT-2; 1,600 where it also checks each gradient for overflow,
+# which zerofit turns off in bf16. The constants of many cards contain them.
+STEP_OPERATIONS = 3.5
+
+# Collectives within a pass, which wait for it and which it waits for, take longer than alone by these factors: beside
+# Volta and Ampere; beside Hopper and Blackwell. Fitted.
+WAITED, NEWER_WAITED = 2.05, 1.3
+
+# What is reached of PCIe. Source: 55.4 of 63 GB/s measured beside an H200 (stas00/ml-engineering, network).
+OF_PCIE = 0.88
+
+# The network of one GPU where its maker's machine is not known: 100 Gbit/s. An assumption; --network_bandwidth.
+NETWORK = 12.5e9
+
+# The host's Adam, elements a second of a machine of eight GPUs. Fitted: on hosts of H200 and B200 (6.4e9, two rows),
+# and of V100 and A800 (1e9, six rows). Ren et al. 2021, ZeRO-Offload, table 4, has 3.9e9 for Adam alone on a DGX-2.
+# One process reaches half of that: measured beside an H100, with 16 cores (docs/measurements/gpu.md).
+HOST_ADAM, NEWER_HOST_ADAM, ADAM_OF_ONE = 1e9, 6.4e9, 0.5
+
+
+SOURCE = "makers' peaks, and efficiencies fitted on published runs (docs/plan.md); not measured"
+HOPPER_KERNELS = ("flash_attention_3", "flash_attention_4")
+OVERRIDES = ("peak_tflops", "memory_bandwidth", "link_bandwidth")
+STAND_IN = GPUS["a100-80gb"]  # whose speed ranks layouts where that of the device is not known
+
+
+def device_speeds(options: Any, gpu: Gpu | None, on_gpu: bool) -> tuple[Speeds | None, Links | None, str]:
+    """Return (speeds, links, what they rest on); (None, None, why) where one that is needed is not known.
+
+    Args:
+        options: of the plan: num_gpus, gpus_per_node, and what overrides a GPU's figures.
+    """
+    local = min(options.num_gpus, options.gpus_per_node)
+    network = (options.network_bandwidth or 0) * GIGA or (gpu and gpu.network_bandwidth) or NETWORK
+    if not on_gpu:
+        return None, None, "not known of a CPU"
+    of_maker, missing = _of_maker(options, gpu)
+    links = _links(options, gpu, network)
+    if links is None and options.num_gpus > 1:
+        missing = missing or "--link_bandwidth, in GB/s"
+    if of_maker is None or missing:
+        which, other = (f" of {gpu.name}", "") if gpu else ("", ", or --gpu")
+        return None, None, f"not known{which}: set {missing}{other}"
+    between = f"; {network / GIGA:g} GB/s to other machines" if options.num_gpus > local else ""
+    return of_maker, links, f"{SOURCE}{between}"
+
+
+def stand_in_speeds(options: Any) -> tuple[Speeds, Links]:
+    """Return (speeds, links) to rank layouts with where the device's own are not known."""
+    plain = SimpleNamespace(**vars(options) | dict.fromkeys(OVERRIDES))
+    speeds, links, _ = device_speeds(plain, STAND_IN, on_gpu=True)
+    assert speeds is not None  # its maker states them
+    assert links is not None
+    return speeds, links
+
+
+def _links(options: Any, gpu: Gpu | None, network: float) -> Links | None:
+    link = (options.link_bandwidth or 0) * GIGA or (gpu and gpu.link_bandwidth)
+    if not link:
+        return None
+    waited = NEWER_WAITED if gpu and gpu.is_newer else WAITED
+    return Links(link, network, over_pcie=gpu is not None and link == gpu.host_bandwidth, waited=waited)
+
+
+def _of_maker(options: Any, gpu: Gpu | None) -> tuple[Speeds | None, str]:
+    """The maker's peaks, with stated efficiencies."""
+    half = (options.peak_tflops or 0) * TERA or (gpu and gpu.half_flops_per_s)
+    memory = (options.memory_bandwidth or 0) * GIGA or (gpu and gpu.memory_bandwidth)
+    if not half or not memory:
+        lacking = [name for name, value in (("--peak_tflops", half), ("--memory_bandwidth", memory)) if not value]
+        return None, f"{' and '.join(lacking)}, in TFLOP/s and GB/s" if len(lacking) > 1 else lacking[0]
+    best, of_attention = (gpu.of_peak, gpu.attention_of_peak) if gpu else (OF_PEAK, ATTENTION_OF_PEAK)
+    is_newer = gpu is not None and gpu.is_newer
+    if gpu is not None and gpu.alone_of_peak and options.num_gpus == 1:
+        best = gpu.alone_of_peak
+    is_alone = is_newer and options.num_gpus == 1
+    if is_newer and options.attn_implementation in HOPPER_KERNELS:
+        of_attention = NEWER_ATTENTION
+    elif is_alone:
+        of_attention = ATTENTION_ALONE
+    reached = memory * (MEMORY_ALONE if is_alone else 1.0)
+    rates = {(MATRIX, True): half * best, (ATTENTION, True): half * of_attention}
+    if gpu is not None and gpu.fp32_flops_per_s:
+        rates[MATRIX, False] = rates[ATTENTION, False] = gpu.fp32_flops_per_s * best
+    pcie = OF_PCIE * gpu.host_bandwidth if gpu is not None and gpu.host_bandwidth else OF_PCIE * 16 * GIGA
+    local = min(options.num_gpus, options.gpus_per_node)
+    adam = (NEWER_HOST_ADAM if is_newer else HOST_ADAM) * min(1.0, local * ADAM_OF_ONE)
+    multiprocessors = (gpu and gpu.sms) or MULTIPROCESSORS
+    found = Speeds(rates, reached, OPERATION_S, adam, pcie, half, multiprocessors)
+    if is_alone:
+        step_s = STEP_OPERATIONS * NEWER_OPERATION_S
+        found = replace(found, operation_s=NEWER_OPERATION_S, fused=FUSED_ALONE, tensor_s=step_s)
+    return found, ""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from zerofit.estimate.allocations import ALL_GATHER, BY_FLOPS, EXCHANGES, MATRIX, Operation
 from zerofit.estimate.exchanges import (
     ADAM_BYTES,
     Collectives,
@@ -20,12 +21,10 @@ from zerofit.estimate.exchanges import (
     with_muon,
 )
 from zerofit.estimate.fully_sharded import FullyShards
-from zerofit.estimate.operations import ALL_GATHER, BY_FLOPS, EXCHANGES, MATRIX, Operation
-from zerofit.estimate.pipeline_stages import Stage
 from zerofit.estimate.planned_model import DTYPES, PlannedModel
 from zerofit.estimate.planned_strategy import PlannedStrategy
 from zerofit.estimate.speeds import Speeds
-from zerofit.estimate.traced_steps import TracedStep
+from zerofit.estimate.traced_steps import Stage, TracedStep
 from zerofit.estimate.tracer import Tracer
 from zerofit.model.parameters import flops_per_pair_token, flops_per_token
 
@@ -390,7 +389,7 @@ class Timing:
 
     @functools.cached_property
     def flops_per_token(self) -> float:
-        """FLOPs of a token, as a run counts them (zerofit/record/meters.py)."""
+        """FLOPs of a token, as a run counts them (zerofit/record/recorder.py)."""
         rows, full = self.rows, self.model.full
         if rows.target_length:
             return flops_per_pair_token(full, rows.length, rows.target_length)

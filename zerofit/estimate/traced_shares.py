@@ -20,8 +20,8 @@ from zerofit.compat import replaced
 from zerofit.compat.deepspeed import exchanging_heads_with
 from zerofit.compat.torch import Ring
 from zerofit.compat.transformers import exchanging_tokens_with
-from zerofit.estimate.operations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Operation
-from zerofit.model.tensor_parallel.cut import TensorGroup
+from zerofit.estimate.allocations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Operation
+from zerofit.model.tensor_parallel import TensorGroup
 from zerofit.strategy import expert_parallel
 
 
@@ -76,13 +76,13 @@ class Collectives:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """The context in which they take the place of the real ones."""
-        from zerofit.model.tensor_parallel import layers
+        from zerofit.model import tensor_parallel
 
         if self.size == 1:
             yield
             return
         with contextlib.ExitStack() as replacements:
-            replacements.enter_context(replaced(layers, "distributed", self))
+            replacements.enter_context(replaced(tensor_parallel, "distributed", self))
             for known in (Ring.communicating_with, exchanging_heads_with):
                 with contextlib.suppress(ImportError):
                     replacements.enter_context(known(self))
@@ -92,7 +92,7 @@ class Collectives:
 def split_layers(model: Any, size: int) -> None:
     """Keep one rank's share of the layers: that of the last rank, which has most of a vocabulary that is uneven."""
     if size > 1:
-        from zerofit.model.tensor_parallel.layers import split_model
+        from zerofit.model.tensor_parallel import split_model
 
         split_model(model, TensorGroup(FakeGroup(size), size - 1, size))
 

@@ -19,8 +19,7 @@ import torch
 from zerofit.compat import replaced
 from zerofit.compat.torch import fake_tensors, run_backward
 from zerofit.compat.transformers import multiplying_without_groups
-from zerofit.estimate.allocations import AllocationTracker, FusedLayers, Segment
-from zerofit.estimate.module_visits import ModuleVisits
+from zerofit.estimate.allocations import AllocationTracker, FusedLayers, ModuleVisits, Segment
 from zerofit.estimate.planned_rows import Rows, make_inputs
 from zerofit.estimate.traced_shares import (
     Collectives,
@@ -236,7 +235,7 @@ class Tracer:
         multiplying in the loss and the casts of its autocast. Experts are multiplied by an operator of transformers
         that has a shape for fake tensors of every dtype: what each of them gets is no matter, all of them together get
         every choice."""
-        from zerofit.model import chunked_loss, norms
+        from zerofit.model import chunked_loss, compilation
 
         casts = CudaCasts() if self.settings.on_gpu and self.settings.autocast else contextlib.nullcontext()
         collectives = Collectives(ledger.note, self.settings.tensor * self.settings.sequence)
@@ -259,7 +258,7 @@ class Tracer:
             linear,
         ]
         if fuses:
-            entered += [replaced(norms, "rms_norm", fused_norm), replaced(norms, "DEVICES", {"cpu"})]
+            entered += [replaced(compilation, "rms_norm", fused_norm), replaced(compilation, "DEVICES", {"cpu"})]
         with contextlib.ExitStack() as stack:
             for each in (*entered, self.mode, casts):
                 stack.enter_context(each)

@@ -13,7 +13,7 @@ from zerofit.strategy.optimizers import state_bytes
 NF4_BYTES = (4 + 0.127) / 8
 
 # Bytes of a gradient's norm, element by element: DeepSpeed turns each gradient to fp64 (runtime/zero/utils.py,
-# get_norm_dtype), and so does zerofit/strategy/torch_engine.py on a CPU.
+# get_norm_dtype), and so does zerofit/strategy/engines.py on a CPU.
 NORM_BYTES = 8
 
 # Adam: two moments in fp32, and under DeepSpeed a copy of the weights in fp32. Source: Rajbhandari et al. 2020, ZeRO.

@@ -18,7 +18,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from zerofit.estimate.module_visits import Visit
+from zerofit.estimate.allocations import Visit
 from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.weights import Weights
 

@@ -4,15 +4,15 @@
 person, also where a stopped run could not be saved. 87: out of memory. 130: Ctrl-C while the run starts, or a second
 one: nothing saved. 143: a second signal of another kind, nothing saved. 1: an error.
 
-After a failure `zerofit launch --max_restarts` starts the ranks again (restart_rule.py), but never after a signal to
+After a failure `zerofit launch --max_restarts` starts the ranks again (exit_code.py), but never after a signal to
 itself: it passes that on and ends with its ranks. Slurm's script of `zerofit submit` queues the job again after all
 codes but 0, 2, 86, 87 and 130, and not after two failures at one update; the templates of other schedulers say in
 their comments what they do.
 
-`zerofit launch` (command.py) reads the machines from the scheduler's variables (schedulers.py). Its process is
+`zerofit launch` (command.py) reads the machines from the scheduler's variables (runs.py). Its process is
 `accelerate launch` with torch's elastic agent (agent.py) and passes signals on (supervisor.py); ranks get SIGTERM when
-it is gone. The agents of several machines meet (machine_group.py), and start their ranks again (restart_rule.py). The
-ranks of several machines meet before they have a process group (ranks.py), also under other launchers.
+it is gone. The agents of several machines meet (machine_group.py), and start their ranks again (exit_code.py). The
+ranks of several machines meet before they have a process group (rendezvous.py), also under other launchers.
 
 Which process writes `exit_code` to environment.json, and when: the supervisor and rank 0 remove the code of the launch
 before, as they start. A rank that fails writes the code of its own failure, unless one is there: the first failure is

@@ -2,7 +2,7 @@
 
 torchrun lets machines wait 15 minutes for each other and then prints a traceback; here they meet in machine_group.py.
 On one machine the store listens on the loopback interface only. With `--max_restarts` the processes are started again
-where restart_rule.py allows that.
+where exit_code.py allows that.
 
 When a process fails, torchrun's log and traceback are left out, and the exit code is that of the first that has.
 """
@@ -25,9 +25,9 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from zerofit.compat.torch_elastic import AskingAgent
+from zerofit.launch.exit_code import Restarts, code_of_run, have_saved
 from zerofit.launch.machine_group import MachineGroup
 from zerofit.launch.rendezvous import Ended, serve_store
-from zerofit.launch.restart_rule import Restarts, code_of_run, have_saved
 from zerofit.recipe.errors import EXIT_USER_ERROR, OUR_LAUNCHER, UserError, first_line
 
 

@@ -16,19 +16,24 @@ from pathlib import Path
 
 from zerofit.launch.exit_code import ExitCode, find_folder
 from zerofit.launch.rendezvous import LIMIT_S, LIMIT_VARIABLE
-from zerofit.launch.runs import launcher_options
-from zerofit.launch.schedulers import GENERIC, RANK_VARIABLES, SCHEDULERS, Machines, given_machines, read_machines
+from zerofit.launch.runs import (
+    GENERIC,
+    RANK_VARIABLES,
+    SCHEDULERS,
+    Machines,
+    given_machines,
+    launcher_options,
+    read_machines,
+)
 from zerofit.launch.supervisor import Supervisor
-from zerofit.recipe.base import Recipe
+from zerofit.recipe.base import Recipe, option
 from zerofit.recipe.errors import UserError, nearest
-from zerofit.recipe.fields import option
-from zerofit.recipe.help import wants_help
-from zerofit.recipe.parse import flag_value, option_named, parse_recipe, take_words
+from zerofit.recipe.files import nearest_recipe, recipe_file, script, shown_path
+from zerofit.recipe.parse import flag_value, option_named, parse_recipe, take_words, wants_help
 from zerofit.recipe.parsing import counted
-from zerofit.recipe.places import nearest_recipe, recipe_file, script, shown_path
 from zerofit.recipe.tasks import TASKS, task_of_recipe
 from zerofit.strategy.gpus import check_devices, num_devices
-from zerofit.strategy.named import find_strategies
+from zerofit.strategy.launch import find_strategies
 
 WHAT = "Name a recipe, e.g. recipes/clm/NAME.yaml, or a program, e.g. train/clm.py --config FILE"
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from torch.distributed import PrefixStore
 
+from zerofit.launch.exit_code import code_of_run
 from zerofit.launch.rendezvous import BEAT_S, Ended, Heartbeats, Rendezvous, open_store, serve_store
-from zerofit.launch.restart_rule import code_of_run
 from zerofit.recipe.errors import EXIT_FAILED, UserError, first_line
 
 SILENT_S = 10.0  # a launcher that gives no sign of life for so long is gone

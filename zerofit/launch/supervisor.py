@@ -18,8 +18,7 @@ if __name__ == "__main__":  # started alone: the package's folder is not on the 
 import psutil
 
 from zerofit.health.shutdown import SIGNALS, end_with_parent, heard_signals
-from zerofit.launch.exit_code import ExitCode
-from zerofit.launch.restart_rule import Restarts
+from zerofit.launch.exit_code import ExitCode, Restarts
 from zerofit.recipe.errors import EXIT_INTERRUPTED, EXIT_TO_BE_RESUMED, EXIT_USER_ERROR, UserError
 from zerofit.record.terminal import outlive_the_terminal
 

@@ -16,8 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerofit.model.configuration import STORED_ROWS, check_quantiser, load_configuration, override, read_config
-from zerofit.model.folders import has_tokenizer, is_adapter, model_folder, read_json
+from zerofit.model.configuration import (
+    STORED_ROWS,
+    check_quantiser,
+    has_tokenizer,
+    is_adapter,
+    load_configuration,
+    model_folder,
+    override,
+    read_config,
+    read_json,
+)
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.model_options import merge_command
 from zerofit.recipe.parsing import read_yaml

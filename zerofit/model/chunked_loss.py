@@ -14,7 +14,7 @@ from zerofit.recipe.causal_options import DistillationOptions
 from zerofit.recipe.tasks import LossOptions
 
 if TYPE_CHECKING:
-    from zerofit.model.tensor_parallel.layers import VocabularyShare
+    from zerofit.model.tensor_parallel import VocabularyShare
 
 Share: TypeAlias = "VocabularyShare | None"  # None: no tensor parallelism
 IGNORE = -100

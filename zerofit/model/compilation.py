@@ -1,29 +1,118 @@
-"""Compile a model's blocks: torch.compile of the model, or of each block by itself; and GELU as one kernel.
+"""Faster blocks: compiled, with norms and GELU in one kernel each, or with products in float8.
+
+Linear layers in float8: the products of the blocks' linear layers, forward and backward, through torchao.
+
+Before each product both factors are rounded to 8 bits (e4m3; gradients e5m2), with one scale a tensor, by its largest
+element. Sums are in fp32, results in bf16. Weights, gradients, the optimizer, checkpoints and exports are those of a
+run in bf16; so are embeddings, norms, attention, routers and the head.
+
+Source: Micikevicius et al. 2022, FP8 formats for deep learning; torchao.float8, recipe "tensorwise".
+
+Compile a model's blocks: torch.compile of the model, or of each block by itself; and GELU as one kernel.
 
 Blocks of one class share their code, and torch looks for a graph by code: the first block is compiled, the others run
 its graph, so the time of compiling does not grow with depth. A graph is made for passes with and without gradients,
 and again where an input changes its kind (no mask in place of a mask) or begins to change its shape.
+
+RMSNorm in one kernel: torch's own function in place of the eight operations that transformers computes it with. And
+the sum that layers add to (the residual stream), in bf16 also where weights are in fp32 and products are cast.
+
+transformers writes the norm of Llama, and of some 140 other classes, as operations on single elements, in fp32. On
+CUDA torch.nn.functional.rms_norm is one kernel forward, which keeps its input and a number for each row. On a CPU
+torch computes it by the same operations in the same order: in fp32 the result and every gradient are the same to the
+last bit.
 """
 
 import importlib.util
+import inspect
 import os
 import shutil
 import sys
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
+from torch.nn import Linear
+from torch.nn.functional import rms_norm
 from transformers.activations import GELUTanh, NewGELUActivation
 
-from zerofit.compat.torch import compute_uncompiled_after_errors
+from zerofit.compat.torch import compute_uncompiled_after_errors, computed_as_linear
 from zerofit.compat.transformers import undivided_modules
-from zerofit.model.float8 import without_float8
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.parsing import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from zerofit.recipe.options import TrainingRecipe
+
+MULTIPLE = 16  # of a product's widths; torch._scaled_mm needs it
+CAPABILITY = (8, 9)  # compute capability from which GPUs of NVIDIA multiply in float8
+ROUTERS = ("gate", "router")  # the names of linear layers that choose experts, or weigh them
+EMULATED = "ZEROFIT_EMULATES_FLOAT8"  # set by tests: round to float8, and multiply in fp32, on any device
+_converted: WeakSet[Linear] = WeakSet()
+
+
+def is_emulated() -> bool:
+    """Return whether products in float8 are emulated, which no run should be: it is slow, and needs no GPU."""
+    return os.environ.get(EMULATED) == "1"
+
+
+def check_float8(recipe: "TrainingRecipe") -> None:
+    """Raises UserError where float8 is asked for and torchao is not installed."""
+    if recipe.float8 and recipe.trains and importlib.util.find_spec("torchao") is None:
+        raise UserError(f"float8 ({recipe.source('float8')}) needs torchao: pip install '.[float8]', or remove it")
+
+
+def check_float8_device(recipe: "TrainingRecipe") -> None:
+    """Raises UserError where a GPU of this process does not multiply in float8, or there is none."""
+    if not (recipe.float8 and recipe.trains) or is_emulated():
+        return
+    needs = (
+        f"float8 ({recipe.source('float8')}) needs a GPU of NVIDIA with compute capability 8.9 or more (L40S, H100)"
+    )
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        raise UserError(f"{needs}, and there is none. Remove it")
+    for number in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_capability(number)
+        if found < CAPABILITY:
+            name = torch.cuda.get_device_name(number)
+            raise UserError(f"{needs}, and a {name} has {found[0]}.{found[1]}. Remove it")
+
+
+def convert_to_float8(model: "PreTrainedModel", blocks: list[torch.nn.Module]) -> str:
+    """Let the linear layers of these blocks of a model multiply in float8, in place; parameters stay the same objects,
+    and layers whose widths do not divide by 16 stay in bf16. Returns a line for the log. Raises UserError where no
+    layer is left."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    inside = (each for block in blocks for each in block.named_modules())
+    linear = [each for name, each in inside if type(each) is Linear and name.rpartition(".")[2] not in ROUTERS]
+    fitting = {each for each in linear if not any(width % MULTIPLE for width in each.weight.shape)}
+    if not fitting:
+        why = f"no linear layer of its blocks has widths that divide by {MULTIPLE}"
+        why = why if linear else "its blocks have no torch.nn.Linear (those of GPT-2 have Conv1D)"
+        raise UserError(f"float8: a {model.config.model_type} has nothing to compute in float8: {why}. Remove it")
+    # Rows whose number does not divide by 16 are padded for the product that sums over them.
+    config = replace(Float8LinearConfig.from_recipe_name("tensorwise"), emulate=is_emulated(), pad_inner_dim=True)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: module in fitting)
+    converted = (each for each in model.modules() if type(each).__module__.startswith("torchao."))
+    _converted.update(each for each in converted if isinstance(each, Linear))
+    part = sum(each.weight.numel() for each in fitting) / sum(each.numel() for each in model.parameters())
+    emulated = ", emulated" if is_emulated() else ""
+    return f"float8 in {counted(len(fitting), 'linear layer')}, which have {part:.0%} of the weights{emulated}"
+
+
+def without_float8() -> AbstractContextManager[None]:
+    """The context of passes in bf16: one scale is shared by all rows of a batch, so each row depends on the others,
+    which is too little to matter to training, and too much for a check that compares rows."""
+    return computed_as_linear(list(_converted))
+
 
 GRAPHS = 64  # of the code that blocks share; torch computes without its compiler beyond its limit, which is 8
 
@@ -121,3 +210,65 @@ def ends_of(model: "PreTrainedModel") -> tuple[list[torch.nn.Module], list[torch
     first: list[torch.nn.Module] = [embedding] if own[0] and isinstance(embedding, torch.nn.Embedding) else []
     last = [*norms, head] if own[1] else []
     return first, last
+
+
+DEVICES = {"cuda"}  # elsewhere torch has no kernel, and in half precision its operations keep more than transformers'
+
+
+def fuse_norms(model: torch.nn.Module) -> int:
+    """Let each RMSNorm of a model that is written as Llama's be computed by one function. Returns their number. One
+    with another forward pass is left as it is, such as Gemma's, which multiplies by 1 + weight."""
+    norms = [module for module in model.modules() if is_llama_norm(module)]
+    for module in norms:
+        module.forward = types.MethodType(_fused, module)
+    return len(norms)
+
+
+def is_llama_norm(module: torch.nn.Module) -> bool:
+    """Return whether a module has the text of LlamaRMSNorm's forward pass, and its weight and `variance_epsilon`."""
+    names = [name for name, _ in module.named_parameters()]
+    if names != ["weight"] or not hasattr(module, "variance_epsilon"):
+        return False
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm  # it imports scipy, which takes a second
+
+    return "forward" not in vars(module) and _body(type(module)) == _body(LlamaRMSNorm)
+
+
+def _body(module_class: type[torch.nn.Module]) -> str | None:
+    """The text of a class's forward pass, without its first line, where annotations differ; None: there is none."""
+    try:
+        return inspect.getsource(module_class.forward).partition(":\n")[2]
+    except (OSError, TypeError):
+        return None
+
+
+def _fused(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """The forward pass that a norm is given in place of its own: the norm in the dtype that transformers' has; under
+    autocast in that of the products behind it, each of which would cast it. torch's kernel wants input and weight in
+    one dtype: the weight is cast as a product's is."""
+    weight, device, epsilon = self.weight, hidden_states.device.type, self.variance_epsilon
+    is_cast = torch.is_autocast_enabled(device)
+    if device not in DEVICES or (hidden_states.dtype != weight.dtype and not is_cast):
+        return type(self).forward(self, hidden_states)
+    if not is_cast:
+        return rms_norm(hidden_states, weight.shape, weight, epsilon)
+    with torch.autocast(device, enabled=False):
+        normalized = rms_norm(hidden_states, weight.shape, weight.to(hidden_states.dtype), epsilon)
+    return normalized.to(torch.get_autocast_dtype(device))
+
+
+def round_embeddings(model: torch.nn.Module) -> None:
+    """Let embeddings before the blocks come in bf16 under autocast in bf16, and with them the residual stream.
+    Embeddings in fp32 make every addition behind them, and every sum of gradients on its way back, one in fp32. Where
+    DeepSpeed or FSDP2 hold the weights of the passes in bf16, none of these is."""
+    within = {module for block in blocks_of(model) for module in block.modules()}
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding) and module not in within:
+            module.register_forward_hook(_rounded)
+
+
+def _rounded(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    device = output.device.type
+    if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != torch.bfloat16:
+        return output
+    return output.bfloat16()

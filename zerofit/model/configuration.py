@@ -1,4 +1,4 @@
-"""The model's configuration: from pretrained weights, the architectures in this tree, a folder or the hub."""
+"""The model's configuration, from pretrained weights, the architectures in this tree, a folder or the hub."""
 
 import copy
 import json
@@ -23,10 +23,59 @@ from zerofit.compat.transformers import attention_of
 from zerofit.model.families import family_of
 from zerofit.recipe.errors import UserError, first_line, nearest
 from zerofit.recipe.model_options import ModelOptions
+from zerofit.recipe.parsing import parse_json
 from zerofit.recipe.paths import POINTER, is_missing_folder, is_pointer, why_no_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+TRAINED_WITH = "trained_with"  # in tokenizer_config.json: the options that shaped the inputs in training
+WEIGHTS = ("*.safetensors", "*.bin", "*.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt",
+                   "spiece.model", "spm.model", "sentencepiece.bpe.model", "source.spm")  # fmt: skip
+
+
+def model_folder(name: str) -> str:
+    """The folder of a named model: for a run's folder its model/; a hub name is unchanged."""
+    path = Path(name).expanduser()
+    files = ("config.json", "adapter_config.json")
+    if path.is_dir() and not any((path / file).is_file() for file in files):
+        inside = path / "model"
+        if any((inside / file).is_file() for file in files):
+            return str(inside)
+    return str(path) if path.exists() else name
+
+
+def weights_key(name: str) -> Any:
+    """A key that tells a model's weights from others: the files of its folder; of a hub name its commit in the hub's
+    cache, which its configuration has been read into."""
+    if not (folder := Path(model_folder(name))).is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(name, "config.json")  # .../snapshots/COMMIT/config.json
+        return name, Path(found).parent.name if isinstance(found, str) else None
+    stats = ((file.name, file.stat()) for pattern in WEIGHTS for file in folder.glob(pattern))
+    return sorted((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
+
+
+def is_adapter(name: str) -> bool:
+    return (Path(name) / "adapter_config.json").is_file()
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / file).is_file() for file in TOKENIZER_FILES)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object. Raises UserError if it holds anything else."""
+    try:
+        contents = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {first_line(error)}") from None
+    if not isinstance(contents, dict):
+        raise UserError(f"{path} holds no JSON object")
+    return contents
+
 
 # What transformers raises at files that are not as it expects.
 OF_FILES = (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError, NotImplementedError)

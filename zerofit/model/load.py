@@ -16,9 +16,7 @@ from zerofit.model.lora import quantisation
 from zerofit.model.parameters import check_finite, true_shape
 from zerofit.model.pretrained_io import WRAPPERS, of_wrappers
 from zerofit.model.stages import keep_stage
-from zerofit.model.tensor_parallel.cut import keep_rows
-from zerofit.model.tensor_parallel.layers import split_model
-from zerofit.model.tensor_parallel.shares import draw_share, stored_dtype
+from zerofit.model.tensor_parallel import draw_share, keep_rows, split_model, stored_dtype
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
 

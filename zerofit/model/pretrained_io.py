@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerofit.model.configuration import check_quantiser, from_hub_or_folder
-from zerofit.model.folders import has_tokenizer
+from zerofit.model.configuration import check_quantiser, from_hub_or_folder, has_tokenizer
 from zerofit.model.tokenizer import load_named_tokenizer
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import temporary_path

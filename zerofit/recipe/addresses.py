@@ -14,9 +14,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import Problems, UserError, first_line
-from zerofit.recipe.files import put_in_place, temporary_path
+from zerofit.recipe.files import cache_root, put_in_place, temporary_path
 from zerofit.recipe.paths import FILE_OPTIONS, is_address
-from zerofit.recipe.places import cache_root
 
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 

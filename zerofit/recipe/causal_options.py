@@ -4,11 +4,8 @@ import math
 import re
 from dataclasses import dataclass
 
-from zerofit.recipe.base import Clash, Recipe
-from zerofit.recipe.batch_options import WARMUP
-from zerofit.recipe.data_options import WEIGHTS, problems_of_weights, weighted
-from zerofit.recipe.fields import option
-from zerofit.recipe.inference_options import InferenceOptions
+from zerofit.recipe.base import Clash, Recipe, option
+from zerofit.recipe.data_options import WARMUP, WEIGHTS, InferenceOptions, problems_of_weights, weighted
 from zerofit.recipe.parsing import parse_bytes
 from zerofit.recipe.paths import is_weight
 

@@ -1,14 +1,155 @@
-"""Options of other programs that users type here: the Trainer and examples of transformers, LLaMA-Factory, axolotl.
+"""Options of other programs that users type here: Megatron, the Trainer and examples of transformers, LLaMA-Factory,
+axolotl.
 
-For each, a message names the option to type instead. Megatron's flags are in megatron_flags.py.
+Flags of Megatron-LM and Megatron-DeepSpeed: those that `zerofit convert megatron-args` carries over, and what it says
+of the others. The parser of recipes names that command.
+
+For each, a message names the option to type instead.
 """
 
+import re
 from dataclasses import fields
 
-from zerofit.recipe.fields import OptionType
-from zerofit.recipe.megatron_flags import HINTS as MEGATRON_HINTS
+from zerofit.recipe.base import OptionType
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.tasks import TASKS
+
+LAUNCHER_DECIDES = "the strategy is the launcher's: accelerate launch --config_file accelerate_configs/NAME.yaml"
+DATA_PARALLEL = "its processes are data-parallel ones here"
+DEGREE = f"{DATA_PARALLEL}, and ZeRO-3 shards the weights over them (--config_file accelerate_configs/zero3.yaml)"
+SELECTIVE = "linear layers' products and attention are kept, and all else is recomputed"
+
+
+def _by_name(table: dict[str, str]) -> dict[str, str]:
+    """{flag: words} of {words: flags}."""
+    return {name: words for words, names in table.items() for name in names.split()}
+
+
+# Flags that the converter carries over.
+CARRIED = (
+    "min_lr eval_iters num_layers hidden_size ffn_hidden_size ffn_hidden_coeff num_attention_heads "
+    "num_query_groups num_key_value_heads kv_channels max_position_embeddings norm_epsilon layernorm_epsilon "
+    "rotary_percent init_method_std no_bias_gelu_fusion openai_gelu squared_relu rotary_base "
+    "rotary_position_embeddings_theta attention_dropout hidden_dropout train_samples train_tokens "
+    "lr_decay_samples lr_decay_tokens lr_warmup_samples lr_warmup_tokens lr_wsd_decay_iters "
+    "exit_duration_in_mins num_workers save load tokenizer_type tokenizer_model tokenizer_name_or_path "
+    "zero_stage deepspeed deepspeed_config use_distributed_optimizer tensor_model_parallel_size "
+    "pipeline_model_parallel_size context_parallel_size ds_sequence_parallel_size recompute_granularity "
+    "recompute_activations recompute_num_layers checkpoint_activations deepspeed_activation_checkpointing "
+    "checkpoint_in_cpu wandb_project wandb_exp_name tensorboard_dir"
+).split()
+# What is always so here, or decided by the model, the strategy or the GPU's kernels.
+SATISFIED = (
+    "sequence_parallel distribute_saved_activations distribute_checkpointed_activations partition_activations "
+    "swiglu activation_func_type use_rotary_position_embeddings no_position_embedding disable_bias_linear no_bias "
+    "untie_embeddings_and_output_weights normalization layernorm_type position_embedding_type "
+    "group_query_attention apply_layernorm_1p no_query_key_layer_scaling attention_softmax_in_fp32 optimizer "
+    "ds_fused_adam data_impl dataloader_type repeated_dataloader use_flash_attn use_flash_attn_v1 "
+    "use_flash_attn_v2 use_flash_attn_triton attention_backend use_mcore_models transformer_impl "
+    "no_pipeline_parallel recompute_method recompute_num_layers activations_checkpoint_num_layers "
+    "checkpoint_num_layers overlap_grad_reduce overlap_param_gather accumulate_allreduce_grads_in_fp32 "
+    "no_load_optim no_load_rng no_load_lr_state finetune exit_signal_handler DDP_impl calculate_per_token_loss "
+    "cross_entropy_loss_fusion no_create_attention_mask_in_dataloader dist_ckpt_format ckpt_format use_dist_ckpt "
+    "async_save use_fused_rmsnorm no_gradient_accumulation_fusion no_masked_softmax_fusion no_bias_dropout_fusion "
+    "no_bias_swiglu_fusion no_rope_fusion no_persist_layer_norm no_async_tensor_model_parallel_allreduce "
+    "disable_mem_efficient_ln eod_mask_loss"
+).split()
+OWN_FIGURES = "metrics.jsonl has loss, gradient norm, rate, tokens/s, FLOP/s and memory of every update"
+NONE = _by_name({  # what is not supported, and why
+    "the launcher, the strategy or the libraries decide it":
+    "distributed_backend local_rank use_cpu_initialization no_initialization init_model_with_meta_device "
+    "vocab_size vocab_extra_ids tiktoken_pattern no_mmap_bin_files mmap_warmup data_parallel_random_init "
+    "manual_gc empty_unused_memory_level disable_bf16_reduced_precision_matmul",
+    "GPT2BPETokenizer alone reads it": "vocab_file merge_file",
+    "the models of Megatron's flags are GPT and Llama": "task_type",
+    "the scaler begins and grows as accelerate's or, under ZeRO, as the fp16 block of the JSON says":
+    "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
+    "say --global_batch_warmup START@UPDATES, in updates and in steps of START": "rampup_batch_size",
+    "the global batch has one size from the first update on": "step_batch_size_schedule",
+    "the same command resumes, and a signal or --max_hours ends a run":
+    "exit_interval adlr_autoresume reset_iteration kill_switch_file kill_switch_path",
+    "a checkpoint has all that a run needs to resume; model/ is exported without it": "no_save_optim",
+    "the recipe has all options, and a run with another schedule is another run":
+    "override_opt_param_scheduler use_checkpoint_opt_param_scheduler override_lr_scheduler use_checkpoint_args",
+    "Megatron's checkpoints are not read or written here": "universal_checkpoint load_tag ckpt_step",
+    "all samples are used, with one seed, one learning rate and a constant weight decay":
+    "decoupled_lr decoupled_min_lr start_weight_decay end_weight_decay weight_decay_incr_style lr_warmup_init "
+    "seed_for_dataloader sample_rate",
+    "master weights and the loss are in fp32, and computation in the run's precision":
+    "embedding_weights_in_fp32 fp32_residual_connection fp16_lm_cross_entropy",
+    "communication_data_type of the DeepSpeed JSON sets it": "grad_reduce_in_bf16",
+    f"{LAUNCHER_DECIDES}; zero2_offload or zero3_offload_optimizer keep the optimizer on the host":
+    "cpu_optimizer cpu_torch_adam",
+    "--watchdog_minutes ends a run if a process makes no progress": "distributed_timeout_minutes",
+    "wandb's files are in the run folder; set WANDB_ENTITY": "wandb_save_dir wandb_entity",
+    "NaN and infinity are never hidden; --on_anomaly decides what follows": "no_check_for_nan_in_loss_and_grad",
+    "ZeRO-3 shards the weights (--config_file accelerate_configs/zero3.yaml)":
+    "use_megatron_fsdp data_parallel_sharding_strategy",
+    "stages are not interleaved, and the first has the embedding":
+    "num_layers_per_virtual_pipeline_stage standalone_embedding_stage pipeline_model_parallel_split_rank "
+    "overlap_p2p_communication",
+    "there are no experts": "create_moe_param_group mlp_type",
+    OWN_FIGURES: "logging_level synchronize_each_layer",
+})  # fmt: skip
+FAMILIES = (  # by their prefix
+    ("fp8", "float8 is --float8 here, through torchao, with a scale of its own for each tensor"),
+    ("moe", "there are no experts"),
+    ("retro", "no retrieval"),
+    (("log_", "no_log_", "timing_"), OWN_FIGURES),
+    ("tensorboard_", "say --with_tracking --report_to tensorboard; it gets every figure of metrics.jsonl"),
+    (("profile", "nvtx"), "a profiler is not built in"),
+    ("tp_comm", "tensor-parallel processes wait for each other; nothing is overlapped"),
+    ("enable_zbh1", "forward and backward passes take turns (1F1B)"),
+    ("ds_sequence_parallel", "rows are split in one way (accelerate_configs/sp.yaml)"),
+    (("kd", "mos"), "nothing is distilled from a teacher"),
+    (("fsdp", "ddp_"), "the strategy's own settings"),
+    (("use_nccl", "nccl"), "NCCL's settings are its environment variables"),
+    ("overlap_", "communication overlaps computation by default (overlap_comm in the DeepSpeed JSON)"),
+    ("zero_", "the DeepSpeed JSON has it under zero_optimization"),
+    ("inference_", "a run trains"),
+    ("bert_", "no part of GPT"),
+)
+MEGATRON_HINTS = dict.fromkeys(
+    (*CARRIED, *NONE, *SATISFIED), "it is Megatron's: zerofit convert megatron-args -- COMMAND"
+)
+PREPARE_HINTS = _by_name({  # tools/preprocess_data.py, tools/merge_datasets.py
+    "say --tokenizer: a folder, a hub name, or a tokenizer.model":
+    "tokenizer_type tokenizer_model tokenizer_name_or_path",
+    "remove it: the .bin and .idx of mmap are what is written": "dataset_impl data_impl",
+    "remove it: the --workers, by default one per core, read parts of files":
+    "partitions chunk_size find_optimal_num_workers",
+    "remove it: progress is always shown": "log_interval",
+    "remove it: documents are kept whole, as they are, in the order of the input":
+    "keep_sequential_samples keep_newlines",
+    "remove it: sentences are BERT's; documents are kept whole": "split_sentences lang",
+    "remove it: the tokenizer knows": "vocab_size",
+    "remove it: samples are cut in training, by --block_size": "seq_length",
+    "remove it: corpora hold text": "multimodal",
+})  # fmt: skip
+
+
+SHAPING = re.compile(  # parts of names of flags that change the model
+    r"norm|rms|activation|gelu|glu|relu|bias|position|rotary|rope|alibi|embed|layer|hidden|head|kv|quer|attention|attn|ffn|"
+    r"mlp|expert|residual|window|channels|tie|spec|sink|mamba|ssm|conv"
+)
+
+
+def shapes_the_model(name: str) -> bool:
+    """Return whether a flag that is not known changes the model, by its name."""
+    return flag_status(name)[0] == "unknown" and bool(SHAPING.search(name))
+
+
+def flag_status(name: str) -> tuple[str, str]:
+    """Return (satisfied, no counterpart or unknown; why) of a flag that is not carried over."""
+    if name in SATISFIED:
+        return "satisfied", "it is always so, or the model, the strategy or the GPU's kernels decide it"
+    if name.endswith("_teacher"):
+        return "no counterpart", "nothing is distilled from a teacher"
+    if name in NONE:
+        return "no counterpart", NONE[name]
+    why = next((why for start, why in FAMILIES if name.startswith(start)), None)
+    return ("no counterpart", why) if why else ("unknown", "not a known flag: check whether it matters")
+
 
 # {options of a recipe: names of them in other programs}; a message names the options that the task has.
 FOREIGN_NAMES = {

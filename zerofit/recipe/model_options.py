@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from zerofit.recipe.base import Recipe, is_set
-from zerofit.recipe.fields import option
+from zerofit.recipe.base import Recipe, is_set, option
 from zerofit.recipe.parsing import read_record
 from zerofit.recipe.paths import is_run
 

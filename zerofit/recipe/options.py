@@ -1,15 +1,13 @@
 """The options that every task has: optimizer, strategy, run folder, evaluation, checkpoints, trackers.
 
-Those of batches, of the model and of the data are in batch_options.py, model_options.py and data_options.py.
+Those of batches, of the model and of the data are in data_options.py and model_options.py.
 """
 
 import re
 from dataclasses import dataclass
 
-from zerofit.recipe.base import Recipe
-from zerofit.recipe.batch_options import BatchOptions
-from zerofit.recipe.data_options import SourceOptions
-from zerofit.recipe.fields import WRITTEN_OUT, option
+from zerofit.recipe.base import WRITTEN_OUT, Recipe, option
+from zerofit.recipe.data_options import BatchOptions, SourceOptions
 from zerofit.recipe.model_options import LoraOptions, ModelOptions
 from zerofit.recipe.paths import is_address
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from zerofit.recipe.base import Recipe
+from zerofit.recipe.base import Recipe, option
 from zerofit.recipe.causal_options import (
     ChatOptions,
     CorpusOptions,
@@ -15,10 +15,8 @@ from zerofit.recipe.causal_options import (
     TextOptions,
     WritingOptions,
 )
-from zerofit.recipe.data_options import MixtureOptions, PaddingOptions, RecordOptions
+from zerofit.recipe.data_options import InferenceOptions, MixtureOptions, PaddingOptions, RecordOptions
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.fields import option
-from zerofit.recipe.inference_options import InferenceOptions
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import read_yaml
 

@@ -1,14 +1,170 @@
-"""The record of a run while it trains: metrics.jsonl, samples.jsonl, the trackers and the terminal."""
+"""What is known of each update goes to the record, the terminal and the trackers."""
 
 import contextlib
-from typing import TYPE_CHECKING
+import os
+import resource
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from zerofit.record.metrics import UpdateMetrics
+import torch
+from accelerate.tracking import get_available_trackers
+from requests.utils import get_netrc_auth
+
+from zerofit.recipe.errors import UserError, first_line
+from zerofit.recipe.options import TrackingOptions
+from zerofit.record.metrics import EvaluationTime, UpdateMetrics
 from zerofit.record.terminal import Bar, rounded
+from zerofit.strategy.devices import device_name
+from zerofit.strategy.gpu_table import NO_PEAK, peak_flops_of
+from zerofit.strategy.host_memory import proc_field as field_of
+from zerofit.strategy.host_memory import read_or_empty
 
 if TYPE_CHECKING:
     from zerofit.health.anomaly import Anomaly
     from zerofit.training.run import Run
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """The device's peak FLOP/s at this precision, of the table of GPUs.
+
+    None where it is not known (any CPU, fp32, a device not listed).
+    """
+    name = device_name(device)
+    if not name or precision == "fp32":
+        return None
+    ask = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return peak_flops_of(name, getattr(ask(device), "multi_processor_count", None) if ask else None)
+
+
+def without_mfu(device: torch.device, precision: str) -> str | None:
+    """A sentence on why no MFU is reported of this device; None where it is reported, or would mean nothing."""
+    name = device_name(device)
+    if not name or precision == "fp32" or peak_flops(device, precision):
+        return None
+    return f"MFU is not reported, since {NO_PEAK.format(name)}"
+
+
+class MemoryMeter:
+    """Peak memory of this process since the last reset: the device's allocator, or resident memory on a CPU."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def reset(self) -> None:
+        if self.device.type == "cpu":
+            with contextlib.suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")  # Linux: lowers the high-water mark to what is resident
+        else:
+            torch.accelerator.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int:
+        if self.device.type != "cpu":
+            return torch.accelerator.max_memory_allocated()
+        if peak := field_of(read_or_empty("/proc/self/status"), "VmHWM:", 1024):
+            return peak
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class Rates(NamedTuple):
+    """The rates of one update, all ranks together."""
+
+    samples_per_s: float
+    tokens_per_s: float
+    flops_per_s: float
+    mfu: float | None
+
+
+@dataclass
+class ThroughputMeter:
+    """Samples/s, tokens/s and FLOP/s over all ranks. Padding is not throughput."""
+
+    flops_per_token: float  # of the model at this run's sequence length
+    peak: float | None  # FLOP/s that all devices together could reach, None if not known
+    rates: list[float] = field(default_factory=list)
+    evaluations: list[EvaluationTime] = field(default_factory=list)
+
+    def rates_of(self, tokens: int, samples: int, seconds: float) -> Rates:
+        """The rates of one update that handled these samples, of `tokens` non-padding tokens, on all ranks."""
+        rate = tokens / seconds
+        self.rates.append(rate)
+        flops_per_s = rate * self.flops_per_token
+        return Rates(samples / seconds, rate, flops_per_s, flops_per_s / self.peak if self.peak else None)
+
+    def typical(self) -> float:
+        """Median tokens/s, without the first updates (caches, compilation) where there are enough others."""
+        steady = self.rates[3:] if len(self.rates) >= 10 else self.rates
+        return statistics.median(steady) if steady else 0.0
+
+
+# {tracker: (what reads the id of its run, the options that continue a run)}
+RESUMED: dict[str, tuple[Callable[[Any], str], Callable[[str], dict[str, Any]]]] = {
+    "wandb": (lambda run: run.id, lambda id: {"resume": "allow", "id": id}),
+    "swanlab": (lambda run: run.id, lambda id: {"resume": "allow", "id": id}),
+    "comet_ml": (lambda run: run.get_key(), lambda id: {"mode": "get", "experiment_key": id}),
+    "clearml": (lambda run: run.id, lambda id: {"continue_last_task": 0, "reuse_last_task_id": id}),
+    "aim": (lambda run: run.hash, lambda id: {"run_hash": id}),
+    "mlflow": (lambda run: run.info.run_id, lambda id: {"run_id": id}),
+}
+WANDB = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+IN_THE_FOLDER = {"wandb": "wandb/", "swanlab": "swanlog/", "aim": ".aim/", "dvclive": "dvclive/"}
+
+
+def wanted_trackers(recipe: TrackingOptions) -> list[str]:
+    """The trackers that the run will use. Raises UserError if a named one is not installed."""
+    if not recipe.with_tracking or recipe.report_to == "none":
+        return []
+    installed = [str(each.value) for each in get_available_trackers()]
+    if recipe.report_to == "all":
+        return installed
+    if recipe.report_to not in installed:
+        raise UserError(f"report_to = {recipe.report_to!r}: it is not installed. `pip install {recipe.report_to}`")
+    return [recipe.report_to]
+
+
+def start_trackers(run: "Run") -> list[str]:
+    """Open the trackers, and continue the runs there. Returns notes. Raises UserError: one does not start."""
+    recipe, folder, state, trackers = run.recipe, run.folder, run.state, run.config.trackers
+    accelerator = run.engine.accelerator
+    project, name, notes = recipe.report_name or f"zerofit-{run.task}", folder.path.name, []
+    if trackers and accelerator.is_main_process:
+        folder.written.add([f"{project}/", *(IN_THE_FOLDER[each] for each in trackers if each in IN_THE_FOLDER)])
+    login = os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY") or get_netrc_auth(WANDB)
+    if "wandb" in trackers and not login:
+        os.environ["WANDB_MODE"] = "offline"
+        notes.append(f"wandb: no login found, so the run is kept in {folder.path}/wandb; `wandb sync` sends it later")
+    goes_on, path = state.updates > 0, folder.path
+    options: dict[str, dict[str, Any]] = {
+        "wandb": {"name": name, "dir": str(path)},
+        "swanlab": {"name": name, "log_dir": str(path / "swanlog")},
+        "clearml": {"task_name": name, "reuse_last_task_id": False},
+        "aim": {"experiment": name},
+        "mlflow": {"run_name": name},
+        "dvclive": {"dir": str(path / "dvclive"), "resume": goes_on},
+        "trackio": {"name": name, "resume": "allow" if goes_on else "never", "embed": False},
+        "tensorboard": {"purge_step": state.updates + 1} if goes_on else {},
+    }
+    for tracker in RESUMED.keys() & state.tracker_ids:
+        options[tracker] = options.get(tracker, {}) | RESUMED[tracker][1](state.tracker_ids[tracker])
+    config = {
+        option: value if isinstance(value, (str, int, float, bool)) else str(value)
+        for option, value in recipe.to_publish().items()
+    }
+    try:
+        accelerator.init_trackers(
+            project, config=config, init_kwargs={each: options.get(each, {}) for each in trackers}
+        )
+    except Exception as error:  # each has its own: no login, no server, another version
+        raise UserError(
+            f"report_to = {recipe.report_to!r}: {', '.join(trackers)} did not start: {first_line(error)}. Log in to "
+            "it, choose another one, or leave out --with_tracking"
+        ) from error
+    for tracker in RESUMED.keys() & {*trackers} if accelerator.is_main_process else ():
+        state.tracker_ids[tracker] = RESUMED[tracker][0](accelerator.get_tracker(tracker, unwrap=True))
+    return notes
 
 
 class RunRecorder:

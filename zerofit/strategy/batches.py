@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from zerofit.recipe.batch_options import BatchOptions, Warmup, read_warmup
+from zerofit.recipe.data_options import BatchOptions, Warmup, read_warmup
 from zerofit.recipe.errors import UserError
 
 RESUMED = "the run that resumes"  # the source of a size that follows from its global batch

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from zerofit.recipe.base import broken_rule, kinds_of
 from zerofit.recipe.errors import Problems, nearest
-from zerofit.recipe.fields import broken_rule, kinds_of
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.strategy.batches import BatchSizes, resolve_batches
 from zerofit.strategy.launch import tell_deepspeed_of_a_cpu

@@ -1,7 +1,7 @@
 """The prepared model and optimizer. A loop asks it for `forward_backward` and `step`, and never which strategy it is.
 
 `Engine` is what training, evaluation, checkpoints and export see, and what all strategies have in common;
-prepare_engine.py makes one. Each strategy's own part is in its file (torch_engine.py, deepspeed_engine.py, ...).
+prepare_engine.py makes one. Each strategy's own part is in engines.py, that of pipelines in pipeline_engine.py.
 """
 
 import math

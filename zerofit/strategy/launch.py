@@ -1,19 +1,283 @@
-"""Read from the launcher how many processes there are, which strategy, and from which files."""
+"""Which strategy a launcher, or `--strategy`, names, from which files, and how many processes there are.
+
+A strategy that the program's own command line names: `--strategy zero1`, or `--strategy FILE.json`.
+
+torchrun reads no YAML. `accelerate launch` makes environment variables of one, which the Accelerator reads; under
+torchrun they are made here (accelerate/utils/launch.py, 1.15).
+"""
 
 import contextlib
 import json
 import os
+import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerofit.recipe.errors import OUR_LAUNCHER, UserError
-from zerofit.recipe.parse import flag_value
+from zerofit.recipe.base import Recipe
+from zerofit.recipe.errors import OUR_LAUNCHER, UserError, nearest
+from zerofit.recipe.files import CONFIGS, configs
+from zerofit.recipe.parse import flag_value, option_named
 from zerofit.recipe.parsing import read_yaml
-from zerofit.recipe.places import CONFIGS
-from zerofit.strategy.fsdp import fsdp_problems, read_fsdp
+from zerofit.strategy.fsdp import fsdp_problems, read_fsdp, variables_of
 from zerofit.strategy.gpus import use_expandable_segments
-from zerofit.strategy.named import FP8_BACKEND, export_environment, is_json, problems_of_yaml, with_flags
+
+# {key of deepspeed_config: what accelerate launch calls it in the environment}
+VARIABLES = {
+    "zero_stage": "DEEPSPEED_ZERO_STAGE",
+    "gradient_accumulation_steps": "GRADIENT_ACCUMULATION_STEPS",
+    "gradient_clipping": "GRADIENT_CLIPPING",
+    "offload_optimizer_device": "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+    "offload_param_device": "DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+    "zero3_init_flag": "DEEPSPEED_ZERO3_INIT",
+    "zero3_save_16bit_model": "DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+    "deepspeed_config_file": "DEEPSPEED_CONFIG_FILE",
+    "deepspeed_moe_layer_cls_names": "DEEPSPEED_MOE_LAYER_CLS_NAMES",
+}
+# Other keys of deepspeed_config that accelerate 1.15 reads; it ignores any other without a word.
+READ_TOO = (
+    "deepspeed_hostfile",
+    "deepspeed_exclusion_filter",
+    "deepspeed_inclusion_filter",
+    "deepspeed_multinode_launcher",
+    "offload_optimizer_nvme_path",
+    "offload_param_nvme_path",
+)
+IN_THE_JSON = (
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "zero_stage",
+    "zero3_save_16bit_model",
+    "offload_optimizer_device",
+    "offload_param_device",
+)
+SECTIONS = {  # and the distributed_type that each is for
+    "deepspeed_config": "DEEPSPEED",
+    "fsdp_config": "FSDP",
+    "parallelism_config": "FSDP",
+    "megatron_lm_config": "MEGATRON_LM",
+}
+PREFIXES = {"fsdp_": "fsdp_config", "parallelism_config_": "parallelism_config", "megatron_lm_": "megatron_lm_config"}
+KINDS = {"use_deepspeed": "DEEPSPEED", "use_fsdp": "FSDP", "use_megatron_lm": "MEGATRON_LM"}
+SUPPORTED = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
+PRECISION_NAMES = ("no", "fp16", "bf16", "fp8")
+FP8_BACKEND = "AO"
+FP8_KEYS = {"backend", "pad_inner_dim", "enable_fsdp_float8_all_gather"}  # of torchao, in accelerate 1.15
+RENDEZVOUS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+def take_named(recipe: Recipe) -> str | None:
+    """Take the strategy that the recipe's flags name out of the recipe, which says what is trained, and not how.
+    Returns the file of its accelerate YAML, or of a DeepSpeed JSON alone (`is_json`); None: no strategy is named.
+    Raises UserError where a recipe's file names one, or there is no such strategy."""
+    value = getattr(recipe, "strategy", None)
+    if not value:
+        return None
+    if not recipe.is_flag("strategy"):
+        raise UserError(
+            f"{recipe.source('strategy')}: strategy = {value!r}: a recipe says what is trained, and not how. "
+            f"Use the flag --strategy {value}"
+        )
+    recipe.reset_option("strategy")
+    if not is_json(value):
+        return str(find_strategies([value])[value])
+    if not Path(value).is_file():
+        raise UserError(f"--strategy {value!r}: there is no such file. Name a DeepSpeed JSON, as in ds_configs/")
+    return str(value)
+
+
+def is_json(strategy: str) -> bool:
+    """Return whether a strategy is named by a DeepSpeed JSON alone."""
+    return strategy.endswith(".json")
+
+
+def export_environment(named: str, config_file: str | None) -> None:
+    """Put the strategy of this YAML, or JSON, into this process' environment, as accelerate launch would have.
+    `config_file`: the YAML that an accelerate launch above this process has read. Raises UserError where that has
+    another strategy."""
+    environment, told = os.environ, config_file or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if told and Path(told).is_file() and Path(told).samefile(named):
+        return
+    if told or "true" in (environment.get("ACCELERATE_USE_DEEPSPEED"), environment.get("ACCELERATE_USE_FSDP")):
+        kept = "leave --config_file out" if is_json(named) else f"accelerate launch --config_file {named}"
+        raise UserError(
+            f"--strategy {named}, and accelerate launch was told {told or 'to use DeepSpeed or FSDP'}: keep one. "
+            f"To have the first: {kept}"
+        )
+    if is_json(named):
+        made = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": named}
+    else:
+        made = environment_of(read_yaml(Path(named)) or {}, named)
+    if environment.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
+        made.pop("ACCELERATE_MIXED_PRECISION", None)  # a flag of the launcher goes before the file
+    environment.update(made)
+    if "ACCELERATE_USE_DEEPSPEED" in made and "RANK" not in environment:  # a single process, without any launcher
+        with socket.socket() as free:
+            free.bind((RENDEZVOUS["MASTER_ADDR"], 0))
+            environment.update(RENDEZVOUS, MASTER_PORT=str(free.getsockname()[1]))
+
+
+def environment_of(content: Mapping[str, Any], source: str) -> dict[str, str]:
+    """Return the variables that accelerate launch makes of a YAML; not those of processes, which torchrun has made.
+    Raises UserError where it asks for what only accelerate launch can do."""
+    kind, world = str(content.get("distributed_type", "NO")), int(os.environ.get("WORLD_SIZE", "1"))
+    problems = problems_of_yaml(content, source)
+    if kind == "NO" and world > 1:
+        problems.append(f"{source} is for one process, not for {world}. Use --strategy ddp")
+    if problems:
+        raise UserError(problems)
+    precision = content.get("mixed_precision") or ("fp16" if content.get("fp16") else "no")
+    made = {"ACCELERATE_MIXED_PRECISION": str(precision).lower()}
+    if content.get("use_cpu"):
+        made["ACCELERATE_USE_CPU"] = "true"
+    if kind == "DEEPSPEED":
+        made["ACCELERATE_USE_DEEPSPEED"] = "true"
+        for key, value in (content.get("deepspeed_config") or {}).items():
+            if key in VARIABLES and value is not None:
+                is_name = key in ("deepspeed_config_file", "deepspeed_moe_layer_cls_names")
+                made[f"ACCELERATE_{VARIABLES[key]}"] = str(value) if is_name else str(value).lower()
+    if kind == "FSDP":
+        made |= variables_of(content)
+    return made
+
+
+def problems_of_yaml(content: Any, source: str) -> list[str]:
+    """Return a problem for each thing in an accelerate YAML that is not a strategy here, or that accelerate would
+    stumble over."""
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    if not isinstance(content or {}, dict):
+        return [f"{source}: expected `key: value` lines, as in accelerate_configs/ddp.yaml"]
+    content, problems = content or {}, []
+    choices = {"distributed_type": SUPPORTED, "mixed_precision": PRECISION_NAMES, "downcast_bf16": ("no", "yes")}
+    for key, words in choices.items():
+        if isinstance(content.get(key), bool):  # YAML 1.1's no, off, yes and on
+            meant = f'"{words[0]}" in quotes' if content[key] is False else f"one of {', '.join(words)}"
+            problems.append(f"{source}: {key} = {str(content[key]).lower()}, as YAML reads no and yes: write {meant}")
+    kind, precision = content.get("distributed_type", "NO"), content.get("mixed_precision")
+    known = (*ClusterConfig.__dataclass_fields__, "fp16", "dynamo_backend")  # the last two in its older files
+    for key in content.keys() - known:
+        close = nearest(str(key), known)
+        remedy = f"Did you mean {close}? Else remove it" if close else "Remove it"
+        problems.append(f"{source}: accelerate has no setting {key}. {remedy}")
+    if not isinstance(kind, bool):
+        problems += [f"{source}: distributed_type = {kind} {why}" for why in _why_not(str(kind))]
+    if not isinstance(precision, bool) and str(precision or "no").lower() not in PRECISION_NAMES:
+        close = nearest(str(precision), PRECISION_NAMES)
+        remedy = f"Did you mean {close}?" if close else f"Use {', '.join(PRECISION_NAMES[:3])}"
+        problems.append(f"{source}: mixed_precision = {precision} is unknown. {remedy}")
+    if str(content.get("compute_environment", "LOCAL_MACHINE")) != "LOCAL_MACHINE":
+        problems.append(f"{source}: compute_environment = {content['compute_environment']}: write LOCAL_MACHINE")
+    dynamo = content.get("dynamo_config") or {}
+    backend = dynamo.get("dynamo_backend", "no") if isinstance(dynamo, dict) else dynamo
+    backend = content.get("dynamo_backend") or backend
+    if str(backend).lower() not in ("no", "false"):
+        problems.append(f"{source}: dynamo_config is not supported. Remove it, and say --torch_compile")
+    problems += [f"{source}: {problem}" for problem in _fp8_problems(content)]
+    for key, its_kind in SECTIONS.items():
+        if not isinstance(content.get(key) or {}, dict):
+            problems.append(f"{source}: {key} = {content[key]!r}: expected indented `key: value` lines")
+        elif content.get(key) and kind in SUPPORTED and kind != its_kind:
+            other = ". Or use --strategy tp, sp or hsdp" if key == "parallelism_config" else ""
+            stated = f"{key} ({', '.join(map(str, content[key]))}) has no effect with distributed_type = {kind}"
+            problems.append(f"{source}: {stated}. Write {its_kind}, or remove it{other}")
+    section = content.get("deepspeed_config") or {}
+    for key, value in section.items() if isinstance(section, dict) else ():
+        if key not in (*VARIABLES, *READ_TOO):
+            close = nearest(key, (*VARIABLES, *READ_TOO))
+            remedy = f"Did you mean {close}?" if close else f"Known: {', '.join(sorted((*VARIABLES, *READ_TOO)))}"
+            problems.append(f"{source}: deepspeed_config has the unknown key {key}. {remedy}")
+        elif key in IN_THE_JSON and "deepspeed_config_file" in section:
+            problems.append(
+                f"{source}: {key} = {value!r} stands beside deepspeed_config_file. Keep it in the JSON only"
+            )
+    if isinstance(content.get("use_cpu"), str):
+        problems.append(f"{source}: use_cpu = {content['use_cpu']!r} is a text, which counts as true: no quotes")
+    return problems
+
+
+def with_flags(content: dict[str, Any], words: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """Return (a YAML's content with what the flags of accelerate launch state beside it, these flags). accelerate
+    hands no flag down that is for another distributed_type, or stands beside a DeepSpeed JSON.
+
+    Args:
+        words: the command line; what stands behind the script is the script's.
+    """
+    script = next((place for place, word in enumerate(words) if word.endswith(".py") and place > 1), 0)
+    content, flags = dict(content), []
+    for name in filter(None, map(option_named, words[:script])):
+        prefix = next(filter(name.startswith, PREFIXES), "")
+        section = "deepspeed_config" if name in (*VARIABLES, *READ_TOO) else PREFIXES.get(prefix, "")
+        value, beside = flag_value(list(words[:script]), name), content.get(section) or {}
+        if name in KINDS:
+            content["distributed_type"] = KINDS[name]
+        elif name == "dynamo_backend":
+            content[name] = value
+        elif section and isinstance(beside, dict):
+            content[section] = {**beside, name: value}
+        else:
+            continue
+        flags.append(f"--{name}")
+    return content, " ".join(flags)
+
+
+def _fp8_problems(content: dict[str, Any]) -> list[str]:
+    """Return a problem for each setting of accelerate's float8 that is not torchao's, as the rest of a sentence."""
+    section = content.get("fp8_config") or {}
+    if not isinstance(section, dict):
+        return [f"fp8_config = {section!r}: expected indented `key: value` lines"]
+    backend = str(section.get("backend", FP8_BACKEND))
+    if backend.upper() != FP8_BACKEND:
+        return [f"fp8_config.backend = {backend} is not supported. Write {FP8_BACKEND}, which is torchao"]
+    problems = [f"fp8_config.{key} is of another backend than torchao. Remove it" for key in section.keys() - FP8_KEYS]
+    if section and str(content.get("mixed_precision")).lower() != "fp8":
+        problems.append("fp8_config has no effect without mixed_precision: fp8. Remove it")
+    return problems
+
+
+def _why_not(kind: str) -> list[str]:
+    """Say why a distributed_type is not a strategy here, as the rest of a sentence; empty if it is one."""
+    if kind in SUPPORTED:
+        return []
+    if kind == "MEGATRON_LM":
+        return [
+            "is accelerate's plugin for Megatron-LM, which is not used here. Use --strategy tp, pp or 3d: tensor, "
+            "pipeline and both kinds of parallelism"
+        ]
+    import torch
+
+    device = torch.accelerator.current_accelerator()
+    if device is not None and kind == f"MULTI_{device.type.upper()}":
+        return []
+    close = nearest(kind.upper(), SUPPORTED)
+    meant = f"Did you mean {close}? " if close else ""
+    return [f"is not supported here. {meant}Use --strategy ddp, zero1, zero2, zero3, fsdp2 or tp"]
+
+
+def find_strategies(names: list[str]) -> dict[str, Path]:
+    """Find the accelerate YAML of each name: one in accelerate_configs/, or a .yaml file. Raises UserError where there
+    is none, or it is not a strategy here."""
+    folder = configs()
+    files = {name: Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml" for name in names}
+    known = sorted(path.stem for path in folder.glob("*.yaml"))
+    missing = []
+    for name, path in files.items():
+        if is_json(name):
+            missing.append(
+                f"strategy {name!r}: a JSON alone is for torchrun. Name a YAML that names it, as zero2.yaml"
+            )
+        elif not path.is_file():
+            close = nearest(name, known)
+            remedy = f"{f'Did you mean {close}? ' if close else ''}There are {', '.join(known)}"
+            missing.append(f"strategy {name!r}: there is no file {path}. {remedy}")
+    if missing:
+        raise UserError(missing)
+    problems = [each for path in files.values() for each in problems_of_yaml(read_yaml(path), str(path))]
+    if problems:
+        raise UserError(problems)
+    return files
+
 
 SHARES_DEVICES = "ZEROFIT_SHARES_DEVICES"  # set by `zerofit compare`: processes may share a device
 PRECISIONS = {"no": None, "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}

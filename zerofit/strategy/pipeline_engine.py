@@ -17,8 +17,8 @@ from zerofit.data.collate import Batch
 from zerofit.model.attention import packed_rows
 from zerofit.model.stages import is_tied, whole_model
 from zerofit.recipe.options import OptimizerOptions
-from zerofit.strategy.deepspeed_engine import DeepSpeedEngine
 from zerofit.strategy.engine import LossSum
+from zerofit.strategy.engines import DeepSpeedEngine
 from zerofit.strategy.layout import ParallelLayout, model_groups
 
 EVALUATED_TOGETHER = 8  # micro-batches a stage: of these it waits for p - 1 in (8 p + p - 1), about a ninth

@@ -5,12 +5,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zerofit.recipe.options import OptimizerOptions
-from zerofit.strategy.deepspeed_engine import DeepSpeedEngine
 from zerofit.strategy.engine import Engine
-from zerofit.strategy.fsdp_engine import FullyShardedEngine
+from zerofit.strategy.engines import DeepSpeedEngine, FullyShardedEngine, TorchEngine
 from zerofit.strategy.layout import initializing_deepspeed
 from zerofit.strategy.strategy import Strategy
-from zerofit.strategy.torch_engine import TorchEngine
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

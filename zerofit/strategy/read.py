@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 
-from zerofit.model.float8 import is_emulated
+from zerofit.model.compilation import is_emulated
 from zerofit.recipe.errors import Problems, UserError
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parse import flag_value
@@ -13,9 +13,8 @@ from zerofit.strategy.deepspeed_config import resolve_config
 from zerofit.strategy.deepspeed_json import read_deepspeed_config, stated_precision
 from zerofit.strategy.fsdp import ALONE, UNITS, check_fsdp, check_replicas
 from zerofit.strategy.gpus import check_devices
-from zerofit.strategy.launch import Launch, check_launch, find_launch
+from zerofit.strategy.launch import Launch, check_launch, find_launch, take_named
 from zerofit.strategy.layout import ParallelLayout, check_degrees, idle_note, offload_device, take_degrees
-from zerofit.strategy.named import take_named
 from zerofit.strategy.optimizers import check_muon, check_optimizer
 from zerofit.strategy.strategy import PrecisionSetting, Strategy
 

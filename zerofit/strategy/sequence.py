@@ -24,7 +24,7 @@ from zerofit.data.collate import within_documents
 from zerofit.model.attention import added_mask, has_attention_dropout
 from zerofit.model.families import family_of
 from zerofit.model.loss import IGNORE
-from zerofit.model.tensor_parallel.layers import reduce_from_tensor_parallel
+from zerofit.model.tensor_parallel import reduce_from_tensor_parallel
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.layout import ParallelLayout, sequence_groups
 

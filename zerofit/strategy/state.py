@@ -18,7 +18,7 @@ import torch
 
 from zerofit.compat.deepspeed import fragment_of, step_sub_group
 from zerofit.model.parameters import true_numel, true_shape
-from zerofit.model.tensor_parallel.cut import Cut, shard_rows
+from zerofit.model.tensor_parallel import Cut, shard_rows
 from zerofit.strategy.muon import Muon, flat
 
 # What AdamW keeps has the shape of the parameter, and so has Muon's mean; what other optimizers keep

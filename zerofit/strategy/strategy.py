@@ -1,15 +1,17 @@
-"""The strategy of a run: everything that can be checked is checked before data is read or a process group exists."""
+"""The strategy of a run: everything that can be checked is checked before data is read or a process group made."""
 
 import contextlib
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from zerofit.model.tensor_parallel.cut import TensorGroup
+from zerofit.model.tensor_parallel import TensorGroup
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.strategy.batches import BatchSizes
@@ -18,7 +20,37 @@ from zerofit.strategy.fsdp import EITHER, EXPERTS, IGNORED, REDUCE, REPLICAS, RE
 from zerofit.strategy.host_memory import host_memory
 from zerofit.strategy.launch import Launch
 from zerofit.strategy.layout import ParallelLayout, model_groups, offload_device
-from zerofit.strategy.machines import all_gather_objects
+
+SHARED_FOLDER_REMEDY = "output_dir must be on a file system that all machines share"
+
+
+def all_gather_objects(value: Any) -> list[Any]:
+    """Gather a small object from each rank on every rank; a list of one without a process group."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def check_same(facts: dict[str, Any], remedy: str) -> None:
+    """Check that all ranks have the same. All of them call it together. `facts`: {what it is, in words: what this rank
+    has}. `remedy`: what to do where they differ. Raises UserError on all ranks, naming the first rank that differs
+    from rank 0, and its machine."""
+    ranks = all_gather_objects((platform.node(), facts))
+    (first, expected), *others = ranks
+    for rank, (machine, facts_there) in enumerate(others, 1):
+        for name in expected:
+            if facts_there.get(name) != expected[name]:
+                raise UserError(
+                    f"rank {rank}, on machine {machine}, has another {name} than rank 0, on machine {first}: "
+                    f"{_shown(facts_there.get(name))}, and there {_shown(expected[name])}. {remedy}"
+                )
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    return text if len(text) < 300 else f"{text[:140]} ... {text[-140:]}"
 
 
 class PrecisionSetting(NamedTuple):
@@ -185,8 +217,8 @@ class Strategy:
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of matrix products, and of LoRA's frozen base. One process and DDP: autocast of the Accelerator
-        (processes.py); layers add to a sum in this dtype, too (model/norms.py), unless the recipe says
-        `residual_in_fp32`. FSDP2: the MixedPrecisionPolicy of fsdp_engine.py; each rank's rows are in fp32. DeepSpeed:
+        (processes.py); layers add to a sum in this dtype, too (model/compilation.py), unless the recipe says
+        `residual_in_fp32`. FSDP2: the MixedPrecisionPolicy of engines.py; each rank's rows are in fp32. DeepSpeed:
         the model itself has this dtype, the optimizer has the weights in fp32. Losses are in fp32."""
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision, torch.float32)
 

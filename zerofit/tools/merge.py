@@ -14,8 +14,8 @@ from pathlib import Path
 
 from zerofit.model.adapter_folder import open_adapter
 from zerofit.model.pretrained_io import check_output, silence_libraries
+from zerofit.recipe.base import option
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.fields import option
 from zerofit.recipe.options import Recipe
 from zerofit.recipe.parse import parse_recipe
 from zerofit.record.terminal import log_lines

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
-from zerofit.recipe.base import Recipe
+from zerofit.recipe.base import Recipe, option
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.fields import option
+from zerofit.recipe.files import recipe_file
 from zerofit.recipe.foreign_options import REMOVED
-from zerofit.recipe.help import wants_help
-from zerofit.recipe.parse import flag_value, parse_recipe
+from zerofit.recipe.parse import flag_value, parse_recipe, wants_help
 from zerofit.recipe.parsing import read_yaml
-from zerofit.recipe.places import recipe_file
 from zerofit.recipe.tasks import TASKS, TaskRecipe, task_of_recipe
 from zerofit.record.terminal import log_to_stderr
 

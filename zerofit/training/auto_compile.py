@@ -14,8 +14,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.tasks import model_kind
 from zerofit.strategy.host_memory import usable_cores
-from zerofit.strategy.machines import all_gather_objects
-from zerofit.strategy.strategy import Strategy
+from zerofit.strategy.strategy import Strategy, all_gather_objects
 
 MIN_UPDATES = 300  # from here on a graph has paid for its compiling, which takes some 10 s: docs/strategies.md
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # of a configuration of transformers

@@ -17,10 +17,9 @@ from transformers import (
 )
 
 from zerofit.data.collate import Batch
-from zerofit.data.labelled.examples import GLUE
+from zerofit.data.labelled.examples import GLUE, located
 from zerofit.data.labelled.labels import THRESHOLD, Labels, configure_labels, pretrained_head, renamed_head
 from zerofit.data.labelled.samples import HeldOut
-from zerofit.data.labelled.tags import located
 from zerofit.model.configuration import check_task
 from zerofit.model.load import head_weights
 from zerofit.model.loss import IGNORE, logits_of_examples, loss_of_examples

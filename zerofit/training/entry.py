@@ -15,10 +15,10 @@ from zerofit.compat import UNTIL_THE_RUN_ENDS
 from zerofit.health.shutdown import StartingRank, end_with_parent, listen, listening_within
 from zerofit.health.watchdog import Watchdog
 from zerofit.launch.exit_code import ExitCode, find_folder
-from zerofit.launch.ranks import RankRendezvous
+from zerofit.launch.rendezvous import RankRendezvous
 from zerofit.recipe import parse_recipe
 from zerofit.recipe.errors import EXIT, EXIT_FAILED, OUR_LAUNCHER, exit_within, leave, reports_user_errors
-from zerofit.recipe.help import wants_help
+from zerofit.recipe.parse import wants_help
 from zerofit.recipe.paths import check_paths, output_folder
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.environment import Timeline, untried_versions

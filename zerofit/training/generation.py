@@ -12,9 +12,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from zerofit.data.collate import Batch, PromptCollator, multiple_for
 from zerofit.data.pack import TextData
-from zerofit.data.pairs.samples import PairData
-from zerofit.data.prompts import longest_answer
-from zerofit.data.rendering import Renderer
+from zerofit.data.pairs import PairData
+from zerofit.data.prompts import Renderer, longest_answer
 from zerofit.model.tokenizer import padding_token
 from zerofit.recipe.tasks import ClmRecipe, Seq2SeqRecipe
 from zerofit.record.run_folder import RunFolder

@@ -12,7 +12,7 @@ from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef, precision_score, recall_score
 from sklearn.preprocessing import MultiLabelBinarizer
 
-from zerofit.data.labelled.tags import located
+from zerofit.data.labelled.examples import located
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 

@@ -19,15 +19,14 @@ import torch
 from accelerate.utils import set_seed
 
 from zerofit.checkpoint.directory import ASKED, CLOCK, LEAVING
-from zerofit.checkpoint.hub import HubRepository
+from zerofit.checkpoint.exporter import HubRepository
 from zerofit.checkpoint.mirror import Mirror, open_mirror
-from zerofit.checkpoint.run_state import RunState
-from zerofit.data.collate import Batch
+from zerofit.checkpoint.writer import RunState
+from zerofit.data.collate import Batch, updates_by_tokens
 from zerofit.data.lengths import length_warmup
 from zerofit.data.pack import TaskData, TextData
-from zerofit.data.token_updates import updates_by_tokens
 from zerofit.health.anomaly import ACTIONS, MAX_IN_A_ROW, Anomaly, AnomalyDetector
-from zerofit.health.failure import explain_failure
+from zerofit.health.out_of_memory import explain_failure
 from zerofit.health.shutdown import ShutdownHandler, StopReason
 from zerofit.health.slow_ranks import RankClock, RankSeconds, SlowRanks
 from zerofit.model.adapter_folder import trained_on_configuration
@@ -38,8 +37,8 @@ from zerofit.recipe.errors import EXIT, UserError
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.schedule import Schedule
 from zerofit.recipe.tasks import TaskRecipe
-from zerofit.record.meters import MemoryMeter, ThroughputMeter, without_mfu
 from zerofit.record.metrics import EvaluationTime, UpdateMetrics
+from zerofit.record.recorder import MemoryMeter, ThroughputMeter, without_mfu
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import log_lines
 from zerofit.strategy.devices import synchronise
@@ -47,11 +46,10 @@ from zerofit.strategy.engine import Bounds, Engine, Outcome
 from zerofit.strategy.optimizers import check_kept
 from zerofit.strategy.prepare_engine import prepare_engine
 from zerofit.strategy.strategy import Strategy
-from zerofit.training.export import answer_held_out, export_run, finish_run
+from zerofit.training.export import about_the_run, answer_held_out, export_run, finish_run
 from zerofit.training.measurement import VARIABLE, Measurement
-from zerofit.training.opening import open_record
 from zerofit.training.run_configuration import RunConfiguration, check_model, resolve
-from zerofit.training.setup import LONG, open_process_group, prepare_activations
+from zerofit.training.setup import LONG, open_process_group, open_record, prepare_activations
 from zerofit.training.stream import (
     Progress,
     RankReport,
@@ -63,15 +61,14 @@ from zerofit.training.stream import (
     run_length,
     update_batches,
 )
-from zerofit.training.summary import about_the_run
 
 if TYPE_CHECKING:
     from zerofit.checkpoint.exporter import ModelExporter
     from zerofit.checkpoint.manager import CheckpointManager
     from zerofit.record.recorder import RunRecorder
-    from zerofit.training.best_metric import BestMetricTracker
     from zerofit.training.entry import Start
-    from zerofit.training.profiling import Profiler
+    from zerofit.training.evaluation import BestMetricTracker
+    from zerofit.training.measurement import Profiler
 
 SAVING = 4.0  # watchdog timeout / watchdog_minutes while a checkpoint is begun
 

@@ -10,17 +10,17 @@ from zerofit.checkpoint.resume import EarlierRuns, ResumePlan
 from zerofit.data.lengths import LENGTHS, choose_length, length_warmup
 from zerofit.model.adapter_folder import AdapterFolder, adapter_to_train_on
 from zerofit.model.chat import named_template
+from zerofit.model.compilation import check_float8
 from zerofit.model.configuration import check_quantiser, load_configuration
-from zerofit.model.float8 import check_float8
 from zerofit.model.lora import check_quantisation
 from zerofit.model.stages import check_stages
-from zerofit.model.tensor_parallel.layers import check_split
+from zerofit.model.tensor_parallel import check_split
 from zerofit.recipe.errors import Problems, UserError
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.paths import output_folder
 from zerofit.recipe.tasks import CAUSAL, TaskRecipe, model_kind
+from zerofit.record.recorder import wanted_trackers
 from zerofit.record.run_folder import RunFolder
-from zerofit.record.trackers import wanted_trackers
 from zerofit.strategy.batches import RESUMED
 from zerofit.strategy.expert_parallel import check_experts
 from zerofit.strategy.layout import ParallelLayout

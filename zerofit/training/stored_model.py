@@ -16,8 +16,7 @@ from zerofit.model.adapter_folder import (
     trained_on_configuration,
 )
 from zerofit.model.adapter_loading import inject_adapter
-from zerofit.model.configuration import work_offline_without_network
-from zerofit.model.folders import TRAINED_WITH, is_adapter, model_folder
+from zerofit.model.configuration import TRAINED_WITH, is_adapter, model_folder, work_offline_without_network
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import read_record
 from zerofit.recipe.paths import answers_folder

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from zerofit.data.collate import Batch
+from zerofit.data.collate import Batch, TokenMicroBatches, TokenUpdates
 from zerofit.data.order import MicroBatches, SampleOrder, loader, samples_of_run
-from zerofit.data.token_updates import TokenMicroBatches, TokenUpdates
 from zerofit.health.anomaly import Anomaly
 from zerofit.health.shutdown import StopReason
 from zerofit.health.slow_ranks import RankSeconds

@@ -10,6 +10,7 @@ import numpy as np
 from datasets import Dataset, Features, List, Value
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from zerofit.data.chat.instructions import blank
 from zerofit.data.labelled.labels import Labels
 from zerofit.data.lengths import report_data_loss
 from zerofit.data.mixture import MixedSamples
@@ -17,7 +18,6 @@ from zerofit.data.options import PARTS, PREDICT, DataOptions
 from zerofit.data.pack import LabelledSamples, TaskData, TokenizedDataset, stats_rows
 from zerofit.data.records import BadRecord, RecordSet
 from zerofit.data.tables import IDS, kept_columns, table_key, tokenizer_hash
-from zerofit.data.turns import blank
 from zerofit.model.tokenizer import get_tokenizer, padding_values, read_by_words
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import BALANCED, ClsRecipe

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zerofit.recipe.base import option
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.fields import option
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.parsing import parse_bytes
 from zerofit.recipe.tasks import TaskRecipe
-from zerofit.strategy.named import find_strategies
-from zerofit.tools.plan.layouts import read_pair
+from zerofit.strategy.launch import find_strategies
+from zerofit.tools.plan.plan_options import read_pair
 from zerofit.tools.tool_recipe import (
     NOT_KEPT,
     QUIET,

@@ -26,7 +26,7 @@ from zerofit.tools.compare.comparison import Comparison
 from zerofit.tools.compare.finish import RECIPE as RECIPE_TO_FINISH
 from zerofit.tools.compare.finish import finish_comparison, values_to_finish
 from zerofit.tools.compare.report import ComparisonReport
-from zerofit.tools.compare.trial_machine import (
+from zerofit.tools.compare.trial import (
     NOT_COUNTED,
     choose_limit,
     inspect_trial_machine,

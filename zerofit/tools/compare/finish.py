@@ -17,8 +17,7 @@ from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import decimals, duration, log_lines, rounded, size
 from zerofit.tools.compare.candidates import SET_BY_EACH_RUN, Candidate, CompareOptions
 from zerofit.tools.compare.comparison import Comparison
-from zerofit.tools.compare.trial import key_of
-from zerofit.tools.compare.trial_machine import launch_environment
+from zerofit.tools.compare.trial import key_of, launch_environment
 from zerofit.tools.tool_recipe import recipe_values
 
 RECIPE, RUNS = "recipe-finish.yaml", "runs"

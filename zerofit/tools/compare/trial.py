@@ -1,4 +1,15 @@
-"""One trial of a comparison: an ordinary launch of the task at one batch size, told by its environment to measure.
+"""One trial of a comparison, and the machine that it runs on.
+
+The machine that a comparison runs on, real or simulated, and the memory limits that it allows.
+
+Simulated devices (`--simulate`) hold no data: floating-point tensors are address space that is never touched, their
+kernels are skipped (shapes come from torch's meta kernels), their collectives move nothing. Integers and masks are
+real, and the allocator counts and refuses as a GPU's does (zerofit/tools/simulate/csrc/without_data.h).
+
+`python -m zerofit.tools.compare.trial` prints its description, as another process: one that uses a GPU through
+torch takes half a GiB of it until it ends.
+
+One trial of a comparison: an ordinary launch of the task at one batch size, told by its environment to measure.
 
 journal.jsonl has a line for each launch and each result; from it an interrupted comparison resumes. A trial's folder
 has the request, the answers of the ranks (zerofit/training/measurement.py) and the output of the launch.
@@ -7,18 +18,196 @@ has the request, the answers of the ranks (zerofit/training/measurement.py) and 
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import uuid
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from zerofit.estimate.peak import CUDA_CONTEXT_BYTES
 from zerofit.health.out_of_memory_errors import memory_in
 from zerofit.launch.runs import LaunchedRun, RunningLaunch, failure, mistake
-from zerofit.record.jsonl import LineReader, add_line
-from zerofit.record.terminal import duration, log_lines
+from zerofit.model.adapter_folder import find_base, open_adapter
+from zerofit.model.configuration import is_adapter, known_architectures
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.parsing import parse_bytes
+from zerofit.record.environment import describe_environment
+from zerofit.record.metrics import LineReader, add_line
+from zerofit.record.terminal import duration, log_lines, size
+from zerofit.strategy.gpu_table import GPUS
+from zerofit.strategy.launch import SHARES_DEVICES
+from zerofit.tools.machine import Device, Machine, inspect_machine
+from zerofit.tools.simulate import build
 from zerofit.training.measurement import ANSWERS, VARIABLE
+
+USABLE = 0.9  # part of a device's memory
+
+
+@dataclass(frozen=True)
+class TrialMachine(Machine):
+    """The machine that trials run on.
+
+    Attributes:
+        environment: versions, commit and hardware, for the report's provenance.
+        simulated: variables that put a launch on simulated devices; empty: its devices are real.
+    """
+
+    environment: dict[str, Any] = field(default_factory=dict)
+    simulated: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The values that distinguish this machine from others."""
+        return {
+            "devices": [[device.name, device.total] for device in self.devices],
+            "cpu": self.environment["hardware"].get("cpu"),
+            "cores": self.environment["hardware"].get("cores"),
+            "memory": self.memory,
+            "packages": self.environment["packages"],
+            **{name: value for name, value in self.simulated.items() if name.startswith("SIMGPU_")},
+        }
+
+    def describe(self) -> str:
+        """One line."""
+        hardware = self.environment["hardware"]
+        names = {device.name for device in self.devices}
+        devices = [f"{sum(device.name == name for device in self.devices)} x {name}" for name in sorted(names)]
+        cpu = f"{hardware.get('cores')} cores of {hardware.get('cpu') or 'a CPU'}, {size(self.memory)}"
+        return ", ".join([*devices, cpu])
+
+
+def launch_environment(machine: TrialMachine, num_processes: int) -> dict[str, str]:
+    """Environment variables of a launch: the simulated devices, and that processes may share real ones where there
+    are fewer."""
+    shares = 0 < len(machine.devices) < num_processes
+    return {**machine.simulated, **({SHARES_DEVICES: "1"} if shares else {})}
+
+
+def inspect_trial_machine(simulated: dict[str, str] | None = None) -> TrialMachine:
+    """The machine that this runs on.
+
+    Args:
+        simulated: variables that put a process on simulated devices.
+
+    Raises:
+        RuntimeError: torch cannot be used.
+    """
+    root = Path(__file__).resolve().parents[3]
+    finished = subprocess.run(
+        [sys.executable, "-m", "zerofit.tools.compare.trial"],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env={**os.environ, **(simulated or {})},
+    )
+    if finished.returncode:
+        raise RuntimeError(f"the description of the machine failed:\n{finished.stderr}")
+    found = json.loads(finished.stdout.splitlines()[-1])
+    devices = tuple(Device(**device) for device in found.pop("devices"))
+    return TrialMachine(devices=devices, **found, simulated=simulated or {})
+
+
+def choose_limit(machine: TrialMachine, num_processes: int, limit: int | None) -> tuple[int | None, list[str]]:
+    """Return (bytes that each rank may use of its device; None: all of it, notes that say what was chosen).
+
+    Args:
+        limit: what the options say.
+
+    Raises:
+        UserError: a device has less than its ranks together may use.
+    """
+    ranks, total = -(-num_processes // len(machine.devices)), min(device.total for device in machine.devices)
+    if limit is None and machine.simulated:
+        limit = total
+    context = CUDA_CONTEXT_BYTES if machine.kind == "cuda" else 0
+    each = (limit or 0) + context
+    if ranks * each > total:
+        room = total // each * len(machine.devices)
+        raise UserError(
+            f"num_processes = {num_processes}: {ranks} share a device of {size(total)}, and each needs {size(each)}. "
+            f"Use --num_processes {max(1, room)}, or a smaller --memory_limit"
+        )
+    if ranks == 1:
+        return limit, []
+    notes = ["processes share a device: what they exchange goes over gloo, which is slower than NCCL"]
+    if limit is None:
+        limit = int(USABLE * (total - ranks * context) / ranks)
+        notes.append(f"memory_limit {size(limit)}: {ranks} processes share a device of {size(total)}")
+    return limit, notes
+
+
+NOT_COUNTED = (
+    "Simulated: not in the peaks are workspaces of kernels and of NCCL, fragmentation, and what the driver takes for "
+    "each process (on CUDA 640 MiB). Host memory is not limited"
+)
+NAME = "npu"  # of the device's type, for accelerate has a list of those that it lets train in fp16
+
+
+def timed_precision(machine: TrialMachine, wanted: str) -> tuple[str, str]:
+    """Return (the precision of timed updates on a machine, why it is not the wanted one: empty if it is)."""
+    if wanted == "bf16" and machine.bf16_slowdown:
+        return "fp32", f"bf16 products take {machine.bf16_slowdown:.0f} times as long on this CPU"
+    if wanted == "fp16" and not machine.devices:
+        return "fp32", "fp16 needs a GPU"
+    return wanted, ""
+
+
+def simulated_machine(device: str, num_processes: int) -> TrialMachine:
+    """This machine with one simulated device a process.
+
+    Args:
+        device: its size, such as 24GiB, or the name of a GPU in the table of `zerofit plan`.
+
+    Raises:
+        UserError: the size or the name is unknown, or there is no C++ compiler.
+    """
+    gpu = GPUS.get(device.lower())
+    try:
+        total = gpu.usable_bytes if gpu else parse_bytes(device)
+    except ValueError:
+        raise UserError(f"simulate = {device!r} is neither 24GiB nor one of {', '.join(GPUS)}") from None
+    lacks = build.missing()
+    if lacks:
+        raise UserError(
+            f"simulate = {device}: {lacks}. Install g++ and Python's headers (apt install g++ python3-dev)"
+        )
+    if not build.target().is_file():
+        log_lines("the simulated device is being compiled, once for this version of torch: about a minute")
+    return inspect_trial_machine(
+        {
+            **build.environment(build.build_device()),
+            "SIMGPU_MEMORY": ",".join([str(total)] * num_processes),
+            "SIMGPU_WITHOUT_DATA": "1",
+            "SIMGPU_MODEL": f"simulated {gpu.name if gpu else f'device of {size(total)}'}",
+            "SIMGPU_NAME": NAME,
+        }
+    )
+
+
+def recipe_without_weights(values: dict[str, Any]) -> dict[str, Any]:
+    """The recipe's options for a model of the same shape that reads no weights: they would hold no data."""
+    name = values.get("model_name_or_path")
+    if not name:
+        return values
+    of_weights = ("model_name_or_path", "ignore_mismatched_sizes", "resize_embeddings")
+    tokenizer = name
+    if is_adapter(name):  # its settings are in the recipe
+        folder = open_adapter(name, "model_name_or_path")
+        name = find_base(folder)[1]
+        tokenizer = tokenizer if folder.has_tokenizer else name
+    changed = {key: value for key, value in values.items() if key not in of_weights}
+    if not any(changed.get(key) for key in ("tokenizer_name", "vocab_file", "train_tokenizer_vocab_size")):
+        changed["tokenizer_name"] = tokenizer
+    known = name.lower() in known_architectures() and not Path(name).is_dir()
+    return {**changed, "config_name": name.lower() if known else name}
+
 
 PROGRESS_S = 60.0  # without an answer, after which a line says that the launch is still at work
 KERNEL = re.compile(r"^\s*cause +(the kernel's out-of-memory killer|killed, very likely for want of memory)", re.M)
@@ -144,3 +333,8 @@ def outcome_of(launch: RunningLaunch) -> dict[str, Any]:
     if code in KILLED_CODES or KILLED.search(text):
         return {"outcome": "killed", "text": "a process was killed (SIGKILL), or crashed"}
     return {"outcome": "failed", "text": failure(launch, "ended") or ""}
+
+
+if __name__ == "__main__":
+    found = inspect_machine()
+    print(json.dumps({**asdict(found), "environment": describe_environment([], torch.device(found.kind))}))

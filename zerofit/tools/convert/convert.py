@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerofit.model.pretrained_io import check_output, silence_libraries
+from zerofit.recipe.base import option
 from zerofit.recipe.errors import EXIT_USER_ERROR, UserError
-from zerofit.recipe.fields import option
 from zerofit.recipe.options import Recipe
 from zerofit.recipe.parse import parse_recipe
 from zerofit.record.terminal import log_lines
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     output = Path(options.output).expanduser()
     check_output(output)
     silence_libraries()
-    from zerofit.tools.convert.meta.conversion import from_meta
+    from zerofit.tools.convert.meta import from_meta
 
     log_lines(*from_meta(options.input, output, options.tokenizer), f"converted model  {output}")
     return 0

@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerofit.recipe.base import as_text
+from zerofit.recipe.base import as_text, option
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.fields import option
 from zerofit.recipe.options import StrategyOptions
 from zerofit.recipe.parsing import counted
 from zerofit.record.terminal import shortened

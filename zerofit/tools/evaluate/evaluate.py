@@ -14,12 +14,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from zerofit.launch.runs import LAUNCHER, launcher_options
-from zerofit.model.folders import model_folder
+from zerofit.model.configuration import model_folder
+from zerofit.recipe.base import option
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.fields import option
+from zerofit.recipe.files import configs
 from zerofit.recipe.options import Recipe
 from zerofit.recipe.parse import parse_recipe
-from zerofit.recipe.places import configs
 from zerofit.tools.tool_recipe import PRECISIONS
 
 VERSION = "0.4.13"  # that the tests have run with

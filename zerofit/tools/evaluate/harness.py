@@ -14,7 +14,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import atomic_file
 from zerofit.record.run_folder import RunFolder, check_folder_of
 from zerofit.record.terminal import log_lines, screen_width, table
-from zerofit.tools.generate.generation_model import find_model, load
+from zerofit.tools.generate.respond import find_model, load
 
 RESULTS = "results.json"
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from zerofit.recipe.fields import option
+from zerofit.recipe.base import option
 from zerofit.recipe.options import Recipe
 from zerofit.tools.tool_recipe import PRECISIONS
 

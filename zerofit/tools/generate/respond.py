@@ -3,24 +3,264 @@
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from zerofit.data.chat.instructions import SYSTEMS, given_in, turns_in
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TextStreamer,
+)
+
+from zerofit.data.chat.instructions import SYSTEMS, given_in, optional_text, turns_in
 from zerofit.data.chat.samples import unread_note
+from zerofit.data.prompts import Messages, Prompt, Renderer
 from zerofit.data.records import BadRecord
-from zerofit.data.rendering import Messages, Prompt, Renderer
-from zerofit.data.turns import optional_text
+from zerofit.model.adapter_folder import AdapterFolder, find_base, open_adapter
+from zerofit.model.adapter_loading import load_with_adapter
 from zerofit.model.chat import TEMPLATE_ARGUMENTS, Conversation, named_template, unread_keys
-from zerofit.model.pretrained_io import silence_libraries
-from zerofit.recipe.errors import UserError
+from zerofit.model.configuration import has_model, is_adapter, model_folder, read_config, usable_positions
+from zerofit.model.pretrained_io import read_model, read_tokenizer, silence_libraries
+from zerofit.model.tokenizer import first_target_tokens, padding_token
+from zerofit.recipe.errors import UserError, printable
 from zerofit.recipe.files import read_text
 from zerofit.recipe.parsing import has_half_pair, parse_json
 from zerofit.record.terminal import log_to_stderr
+from zerofit.strategy.devices import accelerator
 from zerofit.tools.generate.generate_options import GenerateOptions
-from zerofit.tools.generate.generation_model import find_model, load
-from zerofit.tools.generate.text_writer import Writer, complete
+
+NOT_WRITERS = (
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+    "ForMaskedLM",
+)
+NAMED_WITH = "--model BASE --adapter FOLDER"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Says where the model comes from: its folder or hub name, or that of its base, and its adapter."""
+
+    name: str
+    adapter: AdapterFolder | None
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+
+
+def find_model(options: Any) -> ModelSource:
+    """Find the model, its adapter and its tokenizer; the weights are not loaded. `options`: those of generating or
+    evaluating. Raises UserError: they cannot be loaded, or the model does not write texts."""
+    name, trust = model_folder(options.model), options.trust_remote_code
+    if not (is_adapter(name) or options.adapter):
+        config = read_config("model", name, trust)
+        _auto_class(config, name)
+        return ModelSource(name, None, config, read_tokenizer("model", name, config, trust))
+    names_adapter = is_adapter(name)
+    if names_adapter and options.adapter:
+        raise UserError(f"model = {name!r} is an adapter, and adapter = {options.adapter!r} too: name one")
+    adapter = open_adapter(options.adapter or name, "adapter" if options.adapter else "model")
+    option, base, config = find_base(adapter, None if names_adapter else name, "model", NAMED_WITH, trust)
+    if adapter.classifies:
+        raise UserError(f"{str(adapter.path)!r} is the adapter of a classifier, which writes no text")
+    _auto_class(config, base)
+    where = ("adapter", str(adapter.path)) if adapter.has_tokenizer else (option, base)
+    return ModelSource(base, adapter, config, read_tokenizer(*where, config, trust))
+
+
+def load(source: ModelSource, options: Any) -> PreTrainedModel:
+    """The model on its device, with its adapter if there is one. Raises UserError: its weights cannot be loaded, are
+    incomplete, or do not fit the adapter."""
+    device, trust = accelerator(), options.trust_remote_code
+    precision = options.precision or ("fp32" if device.type == "cpu" else None)
+    if source.adapter:
+        adapted = load_with_adapter(
+            source.adapter,
+            source.name if options.adapter else None,
+            base_option="model",
+            named_with=NAMED_WITH,
+            quantised="keep",
+            precision=precision,
+            trust_remote_code=trust,
+        )
+        for note in adapted.notes:
+            log_to_stderr(note)
+        model = adapted.model.get_base_model()
+        if (source.adapter.path / "generation_config.json").is_file():  # its settings for generation
+            model.generation_config = GenerationConfig.from_pretrained(source.adapter.path)
+    else:
+        auto_class = _auto_class(source.config, source.name)
+        model, missing = read_model(
+            auto_class, "model", source.name, source.config, precision=precision, trust_remote_code=trust
+        )
+        if missing:
+            raise UserError(f"model = {source.name!r} lacks {len(missing)} weights, such as {missing[0]}")
+    if getattr(model, "hf_quantizer", None) is None:  # quantised weights are on their device already
+        model.to(device)
+    adapter = f" with the adapter {source.adapter.path}" if source.adapter else ""
+    log_to_stderr(f"model {source.name}{adapter} in {str(model.dtype).removeprefix('torch.')} on {model.device}")
+    return model
+
+
+def _auto_class(config: PreTrainedConfig, name: str) -> Any:
+    """The transformers class for a model that writes. Raises UserError if this one does not."""
+    auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    non_writers = [kind for kind in config.architectures or () if kind.endswith(NOT_WRITERS)]
+    if non_writers or not has_model(auto_class, config):
+        kind = non_writers[0] if non_writers else config.model_type
+        raise UserError(f"model = {name!r} is a {kind}, which writes no text. Name one for CAUSAL_LM or SEQ_2_SEQ_LM")
+    return auto_class
+
+
+EMPTY = "[empty]"  # shown to a person in place of an empty answer
+
+
+class PrintableStreamer(TextStreamer):
+    """Writes text onto a terminal as it is generated, without what a terminal obeys."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Print a part of the text that stays as it is."""
+        super().on_finalized_text(printable(text), stream_end)
+
+
+class Writer:
+    """Lets a model write.
+
+    Args:
+        model: a PreTrainedModel that generates.
+        stops: token ids that end a text, besides those of the model and its tokenizer.
+    """
+
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, options: GenerateOptions, stops: list[int]):
+        self.positions, self.has_encoder = usable_positions(model.config), model.config.is_encoder_decoder
+        self.model, self.tokenizer = model, tokenizer
+        self.max_new_tokens = options.max_new_tokens
+        defaults = model.generation_config
+        ends = defaults.eos_token_id if isinstance(defaults.eos_token_id, list) else [defaults.eos_token_id]
+        self.ends = sorted({token for token in [*ends, tokenizer.eos_token_id, *stops] if token is not None})
+        samples = options.samples
+        self.settings = {
+            "do_sample": samples,
+            "num_beams": options.num_beams or 1,
+            "use_cache": True,
+            "eos_token_id": self.ends or None,
+            "pad_token_id": padding_token(tokenizer),
+            **options.sampling,
+            **first_target_tokens(tokenizer),
+        }
+        if self.has_encoder:  # generates as in training
+            if defaults.max_new_tokens and not options.source("max_new_tokens"):
+                self.max_new_tokens = defaults.max_new_tokens
+            if (defaults.num_beams or 1) > 1 and options.num_beams is None and not samples:
+                self.settings["num_beams"] = defaults.num_beams
+                log_to_stderr(f"note: {defaults.num_beams} beams, the model's default; --num_beams 1 is faster")
+        self.ends_by_itself = self.has_encoder  # whether what it writes has an end; other texts go on
+        self.forced = int(defaults.forced_eos_token_id is not None)  # a last token that comes in any case
+        self.seed: int | None = None  # nothing is sampled
+        if samples:
+            self.seed = torch.seed() % 2**31 if options.seed is None else options.seed
+            usual = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}  # transformers' defaults, where the model has none
+            used = {name: options.sampling.get(name) or getattr(defaults, name) or usual[name] for name in usual}
+            log_to_stderr(
+                f"note: drawn with {', '.join(f'{name} {value:g}' for name, value in used.items())}, seed {self.seed}"
+            )
+
+    def room(self, length: int) -> int | None:
+        """The number of tokens that fit after a prompt of `length`; None where there is no limit. Zero or less: the
+        prompt is too long."""
+        if self.positions is None:
+            return None
+        if self.has_encoder:
+            return self.positions - 1 if length <= self.positions else 0
+        return self.positions - length
+
+    def too_long(self, length: int) -> str:
+        return f"the prompt has {length:,} tokens, and the model has {self.positions:,} positions. Make it shorter"
+
+    def rows(self, prompts: list[Prompt], renderer: Renderer) -> tuple[list[list[int]], list[int]]:
+        """Return (token ids of each prompt, number of tokens that were cut from each).
+
+        Raises:
+            UserError: a prompt is too long.
+        """
+        rows, cut = [], []
+        for number, prompt in enumerate(prompts, 1):
+            rows.append(renderer.ids(prompt))
+            cut.append(renderer.left_out)
+            if not self.limit(len(rows[-1])):
+                which = f"prompt {number} of {len(prompts)}: " if len(prompts) > 1 else ""
+                raise UserError(f"{which}{self.too_long(len(rows[-1]))}")
+        return rows, cut
+
+    def limit(self, length: int) -> int:
+        """The most tokens that are written after a prompt of `length`; 0: it is too long."""
+        room = self.room(length)
+        return self.max_new_tokens if room is None else max(0, min(room, self.max_new_tokens))
+
+    def write(self, ids: list[int], number: int = 0) -> str:
+        """Continue a prompt, onto stdout, token by token unless beams are searched. Returns the text.
+
+        Args:
+            number: of the prompt; each has its own seed.
+        """
+        limit = self.limit(len(ids))
+        if not limit:
+            raise UserError(self.too_long(len(ids)))
+        if self.seed is not None:
+            torch.manual_seed(self.seed + number)
+        inputs = torch.tensor([ids], device=self.model.device)
+        streams = self.settings["num_beams"] == 1
+        kind = PrintableStreamer if sys.stdout.isatty() else TextStreamer
+        streamer = kind(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if streams else None
+        with torch.no_grad():
+            written = self.model.generate(
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                max_new_tokens=limit,
+                **self.settings,
+                streamer=streamer,
+            )[0].tolist()
+        new = written[1:] if self.has_encoder else written[len(ids) :]
+        if limit < self.max_new_tokens and len(new) >= limit and new[-1] not in self.ends:
+            log_to_stderr(f"note: the model's {self.positions:,} positions are used up")
+        elif self.ends_by_itself and len(new) >= limit and not {*self.ends}.intersection(new[: limit - self.forced]):
+            log_to_stderr(f"note: the text is cut at max_new_tokens = {limit}")
+        text = self.tokenizer.batch_decode([new], skip_special_tokens=True)[0]
+        empty = not text.strip() and sys.stdout.isatty()
+        if empty or not streams:
+            print(EMPTY if empty else printable(text) if sys.stdout.isatty() else text, flush=True)
+        return text
+
+
+def complete(writer: Writer, renderer: Renderer, prompts: list[Prompt], output: TextIO | None = None) -> None:
+    """Continue each prompt by itself, and write a record of each to `output` if there is one.
+
+    Raises:
+        UserError: a prompt is too long; raised before any is continued.
+    """
+    rows, cut = writer.rows(prompts, renderer)
+    with output or nullcontext():
+        for number, (prompt, ids) in enumerate(zip(prompts, rows)):
+            if len(prompts) > 1:
+                shown = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+                log_to_stderr(f"[{number + 1}/{len(prompts)}] {shown}")
+            if cut[number]:
+                log_to_stderr(
+                    f"note: {cut[number]} tokens of it do not fit into a source of {len(ids)}, and are dropped"
+                )
+            text = writer.write(ids, number)
+            if output:
+                record = {"prompt": prompt} if isinstance(prompt, str) else {"messages": prompt, **prompt.given}
+                output.write(json.dumps({**record, "generated": text}, ensure_ascii=False) + "\n")
+                output.flush()
 
 
 def respond(options: GenerateOptions) -> int:

@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zerofit.estimate.read_model import longest_rows, read_planned_model
+from zerofit.estimate.planned_model import longest_rows, read_planned_model
 from zerofit.model.recomputation import check_recomputation
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import OPTIMIZERS
-from zerofit.tools.plan.parallel import in_processes
 from zerofit.tools.plan.plan_options import PlanOptions
-from zerofit.tools.plan.planner import Check, Planner, search
-from zerofit.tools.plan.prediction import LayoutOutcome, Prediction
+from zerofit.tools.plan.planner import Check, LayoutOutcome, Planner, Prediction, in_processes, search
 
 EACH = 64
 MAX_REMEDIES = 2

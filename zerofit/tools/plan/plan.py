@@ -16,28 +16,23 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from zerofit.estimate.device_speeds import STAND_IN, device_speeds, stand_in_speeds
 from zerofit.estimate.peak import CPU_PROGRAM_BYTES, CUDA_CONTEXT_BYTES
-from zerofit.estimate.planned_model import PlannedModel
+from zerofit.estimate.planned_model import PlannedModel, read_planned_model
 from zerofit.estimate.planned_strategy import PlannedStrategy
-from zerofit.estimate.read_model import read_planned_model
+from zerofit.estimate.speeds import STAND_IN, device_speeds, stand_in_speeds
 from zerofit.estimate.timing import Timing
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.files import configs
 from zerofit.recipe.parsing import parse_bytes
-from zerofit.recipe.places import configs
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.terminal import doing, log_lines, rounded, screen_width, size, table, wrapped
 from zerofit.strategy.devices import bf16_slowdown
 from zerofit.strategy.gpu_table import CPU, Gpu, find_gpu
-from zerofit.strategy.named import find_strategies
+from zerofit.strategy.launch import find_strategies
 from zerofit.tools.plan.joint_search import Remedies, find_best, words_of
-from zerofit.tools.plan.layouts import Degrees, read_pair
-from zerofit.tools.plan.parallel import find_all
-from zerofit.tools.plan.plan_options import PlanOptions
-from zerofit.tools.plan.plan_report import PlanReport, refusals
-from zerofit.tools.plan.planner import Check, Planner, possible_lengths
-from zerofit.tools.plan.prediction import Budget, LayoutOutcome
-from zerofit.tools.plan.write import make_folder, write_pairs, write_recipe
+from zerofit.tools.plan.plan_options import Degrees, PlanOptions, read_pair
+from zerofit.tools.plan.plan_report import PlanReport, make_folder, refusals, write_pairs, write_recipe
+from zerofit.tools.plan.planner import Budget, Check, LayoutOutcome, Planner, find_all, possible_lengths
 from zerofit.tools.tool_recipe import read_with_recipe
 
 SINGLE = "single"  # the pair of one process

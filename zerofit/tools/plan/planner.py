@@ -1,9 +1,16 @@
 """For each strategy: predictions of micro-batches, the largest that fits, and the fastest."""
 
+import contextlib
+import multiprocessing
+import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
+
+import torch
 
 from zerofit.estimate.caching_allocator import Unused, unused_bytes
 from zerofit.estimate.model_states import States
@@ -21,18 +28,248 @@ from zerofit.estimate.peak import (
     pinned,
     training_moments,
 )
-from zerofit.estimate.pipeline_stages import Stage
 from zerofit.estimate.planned_model import DTYPES, PlannedModel
 from zerofit.estimate.planned_strategy import PlannedStrategy
-from zerofit.estimate.timing import Timing
-from zerofit.estimate.traced_steps import TracedStep
+from zerofit.estimate.timing import Timing, UpdateSpeed
+from zerofit.estimate.traced_steps import Stage, TracedStep
 from zerofit.model.configuration import usable_positions
 from zerofit.recipe.errors import UserError
+from zerofit.strategy.host_memory import usable_cores
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.tools.compare.search import next_size
-from zerofit.tools.plan.layouts import possible_degrees, read_pair, resolve_with
-from zerofit.tools.plan.plan_options import PlanOptions
-from zerofit.tools.plan.prediction import Budget, LayoutOutcome, Prediction, UpdateSpeed
+from zerofit.tools.plan.plan_options import Degrees, PlanOptions, labelled, possible_degrees, read_pair, resolve_with
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The memory of a device and of a machine.
+
+    Attributes:
+        device: bytes of one device; on a CPU, of one process.
+        host: bytes of one machine; None: it is not checked.
+    """
+
+    device: int
+    host: int | None
+    num_gpus: int
+    gpus_per_node: int
+
+    @property
+    def local_ranks(self) -> int:
+        return min(self.num_gpus, self.gpus_per_node)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A micro-batch under a strategy; sizes in bytes, of the process that needs most.
+
+    Attributes:
+        speed: None where no time is predicted.
+    """
+
+    strategy: str
+    precision: str
+    layout: ParallelLayout
+    micro_batch: int
+    accumulation: int
+    peak: Peak
+    host_bytes: int  # of a machine
+    disk_bytes: int  # of a machine: what is offloaded to it
+    fits: bool
+    lacking: int  # bytes, of device or host; 0 where it fits
+    length: int  # tokens of a row; of pairs, of a source
+    speed: UpdateSpeed | None = None
+
+    @property
+    def degrees(self) -> Degrees:
+        return Degrees(self.layout.tensor, self.layout.pipeline, self.layout.sequence)
+
+    @property
+    def label(self) -> str:
+        """The strategy, with its degrees where it has some."""
+        return labelled(self.strategy, self.degrees)
+
+    @property
+    def device_bytes(self) -> int:
+        """The bytes of a device that training takes at least."""
+        return self.peak.needed
+
+    @property
+    def timed(self) -> UpdateSpeed | None:
+        """The speed where it is known, and not only ranks layouts."""
+        return self.speed if self.speed and self.speed.is_known else None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second, known or only for the rank; 0 where no time is predicted."""
+        return self.speed.tokens_per_s if self.speed else 0.0
+
+    @property
+    def global_batch(self) -> int:
+        return self.micro_batch * self.accumulation * self.layout.data_size
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """The size that is searched: among predictions of one strategy, lengths or micro-batches differ."""
+        return self.length, self.micro_batch
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """The place among others of its strategy: the fastest first, then the largest."""
+        return -self.tokens_per_s, -self.micro_batch
+
+    def to_dict(self) -> dict[str, Any]:
+        peak, layout = asdict(self.peak), self.layout
+        unknown = dict.fromkeys(("seconds_per_update", "seconds", "bound", "tokens_per_s", "mfu"))
+        return {
+            "strategy": self.strategy,
+            "precision": self.precision,
+            "layout": {
+                "data": layout.data_size,
+                "tensor": layout.tensor,
+                "pipeline": layout.pipeline,
+                "sequence": layout.sequence,
+            },
+            "length": self.length,
+            "per_device_train_batch_size": self.micro_batch,
+            "gradient_accumulation_steps": self.accumulation,
+            "global_batch_size": self.global_batch,
+            "peak_allocated_bytes": peak["allocated"],
+            "peak_reserved_bytes": peak["reserved"],
+            "device_bytes": peak["device"],
+            "needed_bytes": peak["needed"],
+            "host_bytes": self.host_bytes,
+            "disk_bytes": self.disk_bytes,
+            "phase": peak["phase"],
+            "components": peak["components"],
+            **(self.timed.to_dict() if self.timed else unknown),
+            "fits": self.fits,
+        }
+
+
+@dataclass
+class LayoutOutcome:
+    """The predictions of one strategy in one layout.
+
+    Attributes:
+        found: the strategy in this layout; None: it is refused.
+        largest: the prediction of the largest micro-batch, or of the longest rows, that fit; None: not even the
+            smallest do.
+        best: the fastest that fits.
+        smallest_misfit: the prediction of the smallest that do not fit; None: all that were tried do.
+        refused: why this is not possible at all.
+        remedies: of what does not fit: (options with which it does, the prediction with them).
+    """
+
+    strategy: str
+    degrees: Degrees = field(default_factory=Degrees)
+    found: PlannedStrategy | None = None
+    predictions: list[Prediction] = field(default_factory=list)
+    refused: str = ""
+    remedies: list[tuple[dict[str, Any], Prediction]] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        return labelled(self.strategy, self.degrees)
+
+    @property
+    def resolved(self) -> PlannedStrategy:
+        """The strategy of a layout that is not refused."""
+        if self.found is None:
+            raise ValueError(f"{self.label} is refused: {self.refused}")
+        return self.found
+
+    @property
+    def largest(self) -> Prediction | None:
+        return max(self._fitting, key=lambda one: one.size, default=None)
+
+    @property
+    def best(self) -> Prediction | None:
+        return min(self._fitting, key=lambda one: one.rank, default=None)
+
+    @property
+    def smallest_misfit(self) -> Prediction | None:
+        misfits = [one for one in self.predictions if not one.fits]
+        return min(misfits, key=lambda one: one.size, default=None)
+
+    @property
+    def _fitting(self) -> list[Prediction]:
+        return [one for one in self.predictions if one.fits]
+
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+Progress = Callable[[int, int], None]  # called with how many are done, of how many
+
+
+def find_all(
+    model: PlannedModel, outcomes: list[LayoutOutcome], find_one: Callable[[LayoutOutcome], None], progress: Progress
+) -> None:
+    """Find what each layout holds, or why it holds nothing. Layouts that share traces stay together in their order:
+    nothing is traced twice, and the predictions are the same on any number of cores."""
+    shares: dict[Any, list[LayoutOutcome]] = {}
+    for outcome in outcomes:
+        if not outcome.refused:
+            about = outcome.resolved
+            key = model.trace_settings(about.precision, about.sharding, about.layout)
+            shares.setdefault(key, []).append(outcome)
+
+    def find(share: list[LayoutOutcome]) -> list[tuple[Any, ...]]:
+        for outcome in share:
+            find_one(outcome)
+        return [(outcome.predictions, outcome.refused, outcome.remedies) for outcome in share]
+
+    for share, found in zip(shares.values(), in_processes(find, [*shares.values()], progress)):
+        for outcome, (predictions, refused, remedies) in zip(share, found):
+            outcome.predictions, outcome.refused, outcome.remedies = predictions, refused, remedies
+
+
+def in_processes(function: Callable[[A], B], items: list[A], progress: Progress = lambda done, count: None) -> list[B]:
+    """[function(item) for each item], in copies of this process where one can work, one for each core; an error is
+    raised in this one."""
+    _shared["work"] = function, items  # closures cannot be pickled: copies find them here
+    done: list[B] = []
+    workers = min(usable_cores(), len(items))
+    with contextlib.ExitStack() as stack:
+        results: Iterable[B] = map(function, items)
+        if workers > 1 and _can_fork():
+            # One thread each, as DataLoader's workers: a copy has none of the OpenMP threads of this process.
+            fork = multiprocessing.get_context("fork")
+            pool = ProcessPoolExecutor(workers, fork, initializer=torch.set_num_threads, initargs=(1,))
+            stack.enter_context(pool)
+            if pool.submit(_can_differentiate).result():
+                results = pool.map(_one, range(len(items)))
+        for found in results:
+            done.append(found)
+            progress(len(done), len(items))
+    return done
+
+
+_shared: dict[str, Any] = {}
+
+
+def _one(number: int) -> Any:
+    function, items = _shared["work"]
+    return function(items[number])
+
+
+def _can_differentiate() -> bool:
+    """Return whether autograd works in this copy: some builds of torch refuse it after the first process has used
+    it."""
+    try:
+        torch.ones((), requires_grad=True).backward()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _can_fork() -> bool:
+    """Return whether a copy of this process can go on: not with a lock that another thread holds, nor with a CUDA
+    context."""
+    return sys.platform == "linux" and threading.active_count() == 1 and not torch.cuda.is_initialized()
+
 
 FASTEST_TRIED = 3  # of those that ought to be fastest; memory is predicted for them
 STEP = 1024  # tokens between the lengths that are looked at where none is named

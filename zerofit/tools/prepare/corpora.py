@@ -9,10 +9,10 @@ import numpy as np
 from transformers import GPT2Config, PreTrainedTokenizerBase
 
 from zerofit import __version__
-from zerofit.data.encodings import proposal
-from zerofit.data.megatron.corpus import Card, megatron, tokenizer_fingerprint
+from zerofit.data.delimited_files import proposal
+from zerofit.data.megatron import Card, megatron, tokenizer_fingerprint
 from zerofit.data.options import DataOptions
-from zerofit.model.folders import model_folder
+from zerofit.model.configuration import model_folder
 from zerofit.model.pretrained_io import silence_libraries
 from zerofit.model.tokenizer import load_named_tokenizer, tokenizer_from_vocabulary_files
 from zerofit.recipe.errors import UserError

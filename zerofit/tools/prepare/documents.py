@@ -14,12 +14,11 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from zerofit.data.encodings import as_utf8, encoding_of_mark
-from zerofit.data.file_formats import FORMATS
-from zerofit.data.megatron.corpus import INDICES
+from zerofit.data.delimited_files import as_utf8, encoding_of_mark
+from zerofit.data.megatron import INDICES
 from zerofit.data.options import DataOptions
 from zerofit.data.records import records_of
-from zerofit.data.sources import read_source
+from zerofit.data.sources import FORMATS, read_source
 from zerofit.data.tables import one_process_at_a_time
 from zerofit.model.tokenizer import END_OF_TEXT
 from zerofit.recipe.errors import UserError, first_line

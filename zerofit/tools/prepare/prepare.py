@@ -11,11 +11,10 @@ import sys
 from dataclasses import dataclass
 
 from zerofit.launch.runs import ending_in_order
-from zerofit.recipe.base import Recipe
+from zerofit.recipe.base import Recipe, option
 from zerofit.recipe.data_options import ENCODING
 from zerofit.recipe.errors import EXIT_USER_ERROR, leave
-from zerofit.recipe.fields import option
-from zerofit.recipe.megatron_flags import PREPARE_HINTS
+from zerofit.recipe.foreign_options import PREPARE_HINTS
 from zerofit.recipe.parse import parse_recipe
 from zerofit.record.terminal import log_lines
 from zerofit.strategy.host_memory import usable_cores
@@ -87,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] == "merge":
         merged = parse_recipe(JoinOptions, argv[1:], prog="zerofit prepare merge", tool=True, hints=PREPARE_HINTS)
-        from zerofit.tools.prepare.merge_corpora import join
+        from zerofit.tools.prepare.corpus_writer import join
 
         with ending_in_order():
             return join(merged)

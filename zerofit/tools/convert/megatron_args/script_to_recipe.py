@@ -3,7 +3,7 @@
     zerofit convert megatron-args -- torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 24 ...
 
 A launch script is read by the user's own shell, with `torchrun() { zerofit convert megatron-args -- "$@"; }` at its
-top (docs/megatron.md). A table shows the result for each flag (ledger.py). A flag that contradicts the model, or
+top (docs/megatron.md). A table shows the result for each flag (shape.py). A flag that contradicts the model, or
 cannot be converted, is an error, and then nothing is written.
 """
 
@@ -21,11 +21,12 @@ from transformers import AutoModelForCausalLM
 from zerofit.model.configuration import load_configuration
 from zerofit.model.pretrained_io import silence_libraries
 from zerofit.recipe.errors import UserError, printable
-from zerofit.recipe.megatron_flags import PREPARE_HINTS
+from zerofit.recipe.foreign_options import PREPARE_HINTS
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.tasks import ClmRecipe
-from zerofit.tools.convert.megatron_args.ledger import (
+from zerofit.tools.convert.megatron_args.pretrain import ConvertedScript, convert_pretraining, pair_of
+from zerofit.tools.convert.megatron_args.shape import (
     PREPARATION,
     SEARCH,
     Call,
@@ -34,8 +35,6 @@ from zerofit.tools.convert.megatron_args.ledger import (
     call_of,
     ledger_lines,
 )
-from zerofit.tools.convert.megatron_args.pair import pair_of
-from zerofit.tools.convert.megatron_args.pretrain import ConvertedScript, convert_pretraining
 from zerofit.tools.plan.plan_options import MEMORY_VARIABLE
 from zerofit.tools.prepare.prepare import JoinOptions, PrepareOptions
 from zerofit.tools.rank_environment import strategy_of_a_launch

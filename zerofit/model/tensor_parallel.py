@@ -1,4 +1,12 @@
-"""A model of transformers, cut in place: each rank keeps its share of the layers that the family's plan names, under
+"""Tensor parallelism: each rank holds a share of the blocks' matrices.
+
+Weights of which each rank keeps its share, read or drawn.
+
+In the dtype in which safetensors files store them, weights are mapped into memory and not read: what a rank does not
+keep takes none, and the ranks of a host share what they have read. So they are cut first, and converted then. Random
+weights are drawn by the first rank, the only one that has all of them for a moment.
+
+A model of transformers, cut in place: each rank keeps its share of the layers that the family's plan names, under
 the names that they have in the full model.
 
 A layer that is cut by its outputs (columns) is followed by one that is cut by its inputs (rows): between the two, each
@@ -12,22 +20,182 @@ gradient is needed (evaluation, generation) every rank has all tokens, and an al
 tokens there.
 """
 
+import contextlib
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import distributed, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from zerofit.model.export import stored_weights
 from zerofit.model.families import family_of, require_plan
+from zerofit.model.parameters import replace_parameters
 from zerofit.model.stages import IdentityLayer
-from zerofit.model.tensor_parallel.cut import TensorGroup, cut_for, cut_parameter
 from zerofit.recipe.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def stored_dtype(name: str) -> torch.dtype | None:
+    """The dtype of all weights in a folder of safetensors files; None where it is not known, or is not one."""
+    dtypes = {dtype for _, dtype in stored_weights(Path(name)).values()}
+    return DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
+
+
+def draw_share(make: Callable[[], "PreTrainedModel"], keep: Callable[["PreTrainedModel"], None]) -> "PreTrainedModel":
+    """This rank's share of the model that `make` draws. The first rank draws it, and sends each parameter to the
+    others, which are to have the same ones bit for bit; all ranks call this together. `keep`: takes away what is not
+    of this rank's share."""
+    ranks = distributed.get_world_size() if distributed.is_initialized() else 1
+    draws = ranks == 1 or distributed.get_rank() == 0
+    with contextlib.nullcontext() if draws else _parameters_without_memory():
+        model = make()
+    drawn = {id(parameter): parameter.data for parameter in model.parameters()}
+    keep(model)
+    kept = {id(parameter): parameter for parameter in model.parameters()}
+    own = {}
+    for key in list(drawn):
+        whole = drawn.pop(key)
+        if ranks > 1:
+            whole = _from_first_rank(whole)
+        if key in kept:
+            own[key] = _with_values(kept[key], whole)
+    replace_parameters(model, own)
+    return model
+
+
+def _from_first_rank(whole: torch.Tensor) -> torch.Tensor:
+    """The first rank's values of a tensor that others have on the meta device."""
+    device = torch.device("cpu")
+    if distributed.get_backend() != "gloo":
+        device = torch.accelerator.current_accelerator() or device
+    values = torch.empty(whole.shape, dtype=whole.dtype, device=device) if whole.is_meta else whole.to(device)
+    distributed.broadcast(values, 0)
+    return values.cpu()
+
+
+def _with_values(parameter: nn.Parameter, whole: torch.Tensor) -> nn.Parameter:
+    cut = getattr(parameter, "cut", None)
+    made = nn.Parameter(whole if cut is None else cut.of(whole), parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    if hasattr(made, "gradient_hook"):
+        made.register_hook(made.gradient_hook)
+    return made
+
+
+@contextlib.contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Put parameters on the meta device as modules take them. Buffers (rotary frequencies) are computed as usual."""
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return None
+        return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]  # it may return a parameter
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """The ranks that share each layer, and the place of this one among them."""
+
+    group: Any  # torch.distributed.ProcessGroup
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A share: of dimension `dim` of a parameter of shape `shape`, the indices within `ranges`."""
+
+    shape: tuple[int, ...]
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the share."""
+        width = sum(stop - start for start, stop in self.ranges)
+        return math.prod(self.shape) // self.shape[self.dim] * width
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Copy this rank's share of a whole parameter."""
+        parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
+        return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
+
+    def put(self, whole: torch.Tensor, share: torch.Tensor) -> None:
+        """Write the share, in any shape, to its place in the whole parameter."""
+        width, at = sum(stop - start for start, stop in self.ranges), 0
+        share = share.view(*self.shape[: self.dim], width, *self.shape[self.dim + 1 :])
+        for start, stop in self.ranges:
+            whole.narrow(self.dim, start, stop - start).copy_(share.narrow(self.dim, at, stop - start))
+            at += stop - start
+
+    def runs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return (first elements in the flattened whole, lengths) of what is contiguous there and in the flattened
+        share. Both are in the same order: the share's elements lie in it one run after the other."""
+        inner = math.prod(self.shape[self.dim + 1 :])
+        starts, stops = (np.array(edge, dtype=np.int64) for edge in zip(*self.ranges))
+        rows = np.arange(math.prod(self.shape[: self.dim]), dtype=np.int64)[:, None] * self.shape[self.dim]
+        return ((rows + starts) * inner).ravel(), np.tile((stops - starts) * inner, len(rows))
+
+
+def cut_for(shape: Sequence[int], dim: int, rank: int, size: int, parts: int = 1) -> Cut:
+    """The share of rank `rank` of `size`. `parts`: matrices side by side along `dim`, each of which is cut."""
+    width = shape[dim] // parts
+    inside = width * rank // size, width * (rank + 1) // size
+    ranges = tuple((part * width + inside[0], part * width + inside[1]) for part in range(parts))
+    return Cut(tuple(shape), dim, ranges)
+
+
+def cut_parameter(parameter: torch.nn.Parameter, cut: Cut) -> None:
+    """Keep a share of a parameter; what is left of it remembers the cut."""
+    parameter.data = cut.of(parameter.data)
+    # tensor_model_parallel is DeepSpeed's mark: its norm counts what is not marked on one rank only.
+    vars(parameter).update(cut=cut, tensor_model_parallel=True)
+
+
+def shard_rows(count: int, rank: int, size: int) -> tuple[int, int]:
+    """[first, last + 1) of `count` rows, as torch.chunk cuts them: later ranks have fewer, or none."""
+    rows = -(-count // size)
+    return min(rank * rows, count), min((rank + 1) * rows, count)
+
+
+def keep_rows(model: torch.nn.Module, rank: int, size: int) -> None:
+    """Keep this rank's rows of all parameters."""
+    for parameter in model.parameters():
+        vars(parameter)["ds_shape"] = parameter.shape  # where peft looks for the whole shape of GPT-2's layers
+        cut_parameter(parameter, Cut(tuple(parameter.shape), 0, (shard_rows(parameter.shape[0], rank, size),)))
+
+
+@torch.no_grad()
+def join_shares(share: torch.Tensor, cut: Cut, tensor: TensorGroup) -> torch.Tensor:
+    """The whole parameter of which this rank has a share. All ranks of the group call it together, and get it."""
+    cuts = [cut_for(cut.shape, cut.dim, rank, tensor.size, len(cut.ranges)) for rank in range(tensor.size)]
+    own = share.new_zeros(max(each.numel for each in cuts))
+    own[: share.numel()] = share.reshape(-1)
+    parts = [torch.empty_like(own) for _ in cuts]
+    torch.distributed.all_gather(parts, own, group=tensor.group)
+    whole = share.new_empty(cut.shape)
+    for each, part in zip(cuts, parts):
+        each.put(whole, part[: each.numel])
+    return whole
+
 
 # --------------------------------------------------------------------------------------------- what ranks exchange
 

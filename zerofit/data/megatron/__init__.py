@@ -1,1 +1,0 @@
-"""Corpora in Megatron's format."""

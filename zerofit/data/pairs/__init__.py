@@ -1,1 +1,0 @@
-"""Sources and targets for encoder-decoder models."""

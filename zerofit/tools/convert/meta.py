@@ -1,0 +1,392 @@
+"""A checkpoint of Meta's as a transformers folder: its files, its weights' names, and the proof.
+
+The names of each weight of a Llama in Meta's files and in transformers', and how it is cut for tensor parallelism.
+
+Sources: names and splits of Meta's model.py (github.com/meta-llama/llama and llama3); the permutation of
+transformers' convert_llama_weights_to_hf.py, up to 4.x. Meta rotates the neighbours (2i, 2i + 1) of a head,
+transformers i and i + head_dim / 2: the rows of wq and wk have another order.
+
+A folder of Meta's: params.json and the shards of tensor-parallel processes, consolidated.00.pth and so on.
+
+The files are mapped, not read: a weight is read from the disk when it is needed. Nothing in them is executed.
+
+A checkpoint of Meta's as a transformers folder, proven before the folder gets its name.
+
+Source of the scaled RoPE: model.py of github.com/meta-llama/llama3 and llama-models.
+"""
+
+import json
+import pickle
+import re
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tqdm import tqdm
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from zerofit.model.configuration import read_json
+from zerofit.model.pretrained_io import atomic_folder
+from zerofit.recipe.errors import UserError, first_line
+from zerofit.recipe.parsing import counted
+from zerofit.tools.meta_tokenizer import ConvertedTokenizer, convert_tokenizer, find_tokenizer
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that determine all shapes of a Llama."""
+
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+
+
+@dataclass(frozen=True)
+class MetaWeight:
+    """One weight: its names and its full shape.
+
+    Args:
+        heads: of a matrix that is rotated; 0: it is not, and is the same in both formats.
+        copied: several processes may have the same shard (where there are few heads of keys and values).
+    """
+
+    meta: str
+    hf: str
+    shape: tuple[int, ...]
+    heads: int = 0
+    copied: bool = False
+
+
+@dataclass(frozen=True)
+class ShardCut:
+    """The cut of a weight into shards: shard i is part i // copies of num_shards / copies equal parts along the axis;
+    None: the weight is replicated."""
+
+    axis: int | None
+    copies: int = 1
+
+
+def weights(sizes: Sizes) -> list[MetaWeight]:
+    """All weights in transformers' order, the embeddings first and the head last."""
+    s = sizes
+    listed = [MetaWeight("tok_embeddings.weight", "model.embed_tokens.weight", (s.vocab, s.dim), copied=True)]
+    for number in range(s.layers):
+        listed += _layer(s, f"layers.{number}.", f"model.layers.{number}.")
+    listed.append(MetaWeight("norm.weight", "model.norm.weight", (s.dim,)))
+    listed.append(MetaWeight("output.weight", "lm_head.weight", (s.vocab, s.dim), copied=True))
+    return listed
+
+
+def _layer(s: Sizes, meta: str, hf: str) -> list[MetaWeight]:
+    queries, keys = s.heads * s.head_dim, s.kv_heads * s.head_dim
+    attention, mlp = f"{hf}self_attn.", f"{hf}mlp."
+    return [
+        MetaWeight(f"{meta}attention.wq.weight", f"{attention}q_proj.weight", (queries, s.dim), s.heads),
+        MetaWeight(f"{meta}attention.wk.weight", f"{attention}k_proj.weight", (keys, s.dim), s.kv_heads, True),
+        MetaWeight(f"{meta}attention.wv.weight", f"{attention}v_proj.weight", (keys, s.dim), copied=True),
+        MetaWeight(f"{meta}attention.wo.weight", f"{attention}o_proj.weight", (s.dim, queries)),
+        MetaWeight(f"{meta}feed_forward.w1.weight", f"{mlp}gate_proj.weight", (s.ffn, s.dim)),
+        MetaWeight(f"{meta}feed_forward.w2.weight", f"{mlp}down_proj.weight", (s.dim, s.ffn)),
+        MetaWeight(f"{meta}feed_forward.w3.weight", f"{mlp}up_proj.weight", (s.ffn, s.dim)),
+        MetaWeight(f"{meta}attention_norm.weight", f"{hf}input_layernorm.weight", (s.dim,)),
+        MetaWeight(f"{meta}ffn_norm.weight", f"{hf}post_attention_layernorm.weight", (s.dim,)),
+    ]
+
+
+def to_hf(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Meta's weight as transformers has it: of each head first the even rows, then the odd ones."""
+    if not heads:
+        return tensor
+    rows, columns = tensor.shape
+    return tensor.reshape(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
+
+
+def find_cut(weight: MetaWeight, shard: tuple[int, ...], num_shards: int) -> ShardCut | None:
+    """Find out how a weight with shards of this shape was cut: their shape tells the axis (Llama 1 and 2 cut the
+    embeddings along the hidden dimension, Llama 3 along the vocabulary). None: in no known way."""
+    if shard == weight.shape and (num_shards == 1 or weight.copied or len(shard) == 1):
+        return ShardCut(None)
+    if len(shard) != 2 or len(weight.shape) != 2:
+        return None
+    for axis in (0, 1):
+        parts, rest = divmod(weight.shape[axis], shard[axis])
+        fits = parts and not rest and shard[1 - axis] == weight.shape[1 - axis]
+        if fits and num_shards % parts == 0 and (parts == num_shards or weight.copied):
+            return ShardCut(axis, num_shards // parts)
+    return None
+
+
+def same_bits(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Compare two tensors bit for bit, NaN included."""
+    same = tensor.shape == expected.shape and tensor.dtype == expected.dtype
+    return same and torch.equal(tensor.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+
+IGNORED = re.compile(r"(.*\.)?rope\.freqs")  # Llama 1 and 2 store these, which follow from head_dim
+FOREIGN = ("moe", "moe_args", "sliding_window", "vision_chunk_size", "quantization", "lora_args")  # change the model
+DEFAULT_THETA = 10000.0
+
+
+class MetaFolder:
+    """The checkpoint in a folder, checked: every shard of every weight exists and has its shape.
+
+    Attributes:
+        params: params.json.
+        sizes: from params.json and the weights' shapes.
+        weights: the weights to convert; without the head where it is tied.
+        cuts: {Meta's name: how it is cut}.
+        tied: the head equals the embeddings, or is missing.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.says = path, f"input = {str(path)!r}"
+        self.files = self._find_files()
+        self.params = self._read_params()
+        self.shards = [self._load(file) for file in self.files]  # mapped
+        self._check_names()
+        self.sizes = self._sizes()
+        listed = weights(self.sizes)
+        self.cuts = {weight.meta: self._cut(weight) for weight in listed if weight.meta in self.shards[0]}
+        embeddings, head = listed[0], listed[-1]
+        self.tied = head.meta not in self.shards[0] or same_bits(self.read(embeddings), self.read(head))
+        self.weights = listed[:-1] if self.tied else listed
+
+    def _find_files(self) -> list[Path]:
+        if not self.path.is_dir():
+            raise UserError(f"{self.says} is not a folder. Name the one with consolidated.00.pth and params.json")
+        files = {
+            int(match[1]): file
+            for file in self.path.iterdir()
+            if (match := re.fullmatch(r"consolidated\.(\d+)\.pth", file.name))
+        }
+        if not files:
+            other = " (it is transformers' already)" if (self.path / "config.json").is_file() else ""
+            raise UserError(f"{self.says} has no consolidated.00.pth{other}. Name the folder of Meta's weights")
+        missing = sorted(set(range(max(files) + 1)) - files.keys())
+        if missing:
+            names = ", ".join(f"consolidated.{number:02}.pth" for number in missing)
+            raise UserError(f"{self.says} lacks {names}. Copy all of the checkpoint's files into it")
+        return [files[number] for number in sorted(files)]
+
+    def _read_params(self) -> dict[str, Any]:
+        file = self.path / "params.json"
+        if not file.is_file():
+            raise UserError(f"{self.says} has no params.json. Copy it from the original checkpoint")
+        params = read_json(file)
+        params = params.get("model", params)
+        sizes = {name: params.get(name) for name in ("dim", "n_layers", "n_heads", "n_kv_heads")}
+        sizes["n_kv_heads"] = sizes["n_kv_heads"] or sizes["n_heads"]
+        problems = [
+            f"{file}: {name} = {value!r}, and a number above 0 was expected"
+            for name, value in sizes.items()
+            if type(value) is not int or value < 1
+        ]
+        foreign = [name for name in FOREIGN if params.get(name)]
+        if foreign:
+            problems.append(f"{self.says} is not a Llama: params.json has {foreign[0]}")
+        if problems:
+            raise UserError(problems)
+        return params
+
+    def _load(self, file: Path) -> dict[str, Any]:
+        mapped = zipfile.is_zipfile(file)  # torch before 1.6 wrote another format, which cannot be mapped
+        try:
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+        except pickle.UnpicklingError as error:
+            found = re.search(r"(?:GLOBAL|[Uu]nsupported (?:class|global)) ([\w.]+)", str(error))
+            why = f"would execute {found[1]}" if found else "is not a file of torch.save"
+            raise UserError(f"{file} {why}. It was not read. Take the weights from their publisher") from None
+        except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+            raise UserError(f"{file} is broken: {first_line(error)}. Copy it again") from None
+        tensors = content.values() if isinstance(content, dict) else [None]
+        if not all(isinstance(tensor, torch.Tensor) and tensor.dim() in (1, 2) for tensor in tensors):
+            raise UserError(f"{file} is not a Llama: it has something else than named vectors and matrices")
+        return {name: tensor for name, tensor in content.items() if not IGNORED.fullmatch(name)}
+
+    def _check_names(self) -> None:
+        layers = self.params["n_layers"]
+        expected = {weight.meta for weight in weights(Sizes(1, layers, 1, 1, 1, 1, 1))}
+        for file, shard in zip(self.files, self.shards):
+            unknown, missing = sorted(shard.keys() - expected), sorted(expected - shard.keys() - {"output.weight"})
+            names = [*(f"has {name}" for name in unknown), *(f"lacks {name}" for name in missing)]
+            if names:
+                what = f"it {names[0]} ({len(names)} such)"
+                raise UserError(f"{file} is not a Llama (1, 2 or 3) of {layers} layers, as params.json says: {what}")
+            if shard.keys() != self.shards[0].keys():
+                raise UserError(f"{file} has other weights than {self.files[0].name}: they are of two checkpoints")
+
+    def _sizes(self) -> Sizes:
+        params, heads = self.params, self.params["n_heads"]
+        return Sizes(
+            dim=params["dim"],
+            layers=params["n_layers"],
+            heads=heads,
+            kv_heads=params.get("n_kv_heads") or heads,
+            head_dim=params.get("head_dim") or params["dim"] // heads,
+            ffn=self.shards[0]["layers.0.feed_forward.w1.weight"].shape[0] * len(self.files),
+            vocab=self._vocabulary(),
+        )
+
+    def _vocabulary(self) -> int:
+        """The size in params.json, else that of the weights.
+
+        Shards of the embeddings that are as wide as the model are cut along the vocabulary (Llama 3), or are all the
+        same.
+        """
+        given, shards = self.params.get("vocab_size", -1), [shard["tok_embeddings.weight"] for shard in self.shards]
+        stored = shards[0].shape[0]
+        if shards[0].shape[-1] == self.params["dim"] and not all(same_bits(shards[0], each) for each in shards[1:2]):
+            stored *= len(shards)
+        if given not in (None, -1, stored):
+            raise UserError(f"{self.says}: vocab_size = {given} is not {stored}. Correct it, or write -1")
+        return stored
+
+    def _cut(self, weight: MetaWeight) -> ShardCut:
+        shapes = {tuple(shard[weight.meta].shape) for shard in self.shards}
+        cut = find_cut(weight, next(iter(shapes)), len(self.files)) if len(shapes) == 1 else None
+        if cut is None:
+            raise UserError(
+                f"{self.says}: {weight.meta} has {' and '.join(map(str, sorted(shapes)))} in {len(self.files)} files, "
+                f"and params.json gives {weight.shape}. A file is missing, or they are of two checkpoints"
+            )
+        return cut
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.shards[0]["tok_embeddings.weight"].dtype
+
+    def read(self, weight: MetaWeight) -> torch.Tensor:
+        """The full weight, concatenated from its shards, in Meta's order."""
+        cut, shards = self.cuts[weight.meta], [shard[weight.meta] for shard in self.shards]
+        if cut.axis is None or len(shards) == 1:
+            return shards[0]
+        return torch.cat(shards[:: cut.copies], cut.axis)
+
+
+LARGEST_FILE = 4 * 2**30  # bytes, about: what is in memory
+INDEX = "model.safetensors.index.json"
+LLAMA_3_THETA = 500_000.0
+SCALED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+POSITIONS = {"1": 2048, "2": 4096, "3": 8192, "3.1": 131072, "code": 16384}
+
+
+def from_meta(folder: str, output: Path, tokenizer_file: str | None) -> list[str]:
+    """Write a checkpoint of Meta's as a transformers folder. Returns lines for the terminal.
+
+    Args:
+        tokenizer_file: None: in the folder, or in that above it; "none": there is none.
+    """
+    source = Path(folder).expanduser()
+    meta = MetaFolder(source)
+    version, factor = version_of(meta.params), scaling_factor(meta)
+    tokenizer = convert_tokenizer(find_tokenizer(source, tokenizer_file), meta.sizes.vocab, version)
+    config = config_of(meta, tokenizer.ends, factor)
+    notes = [*_describe(meta, config, factor), *tokenizer.notes]
+    with atomic_folder(output) as partial:
+        files = _write_hf(meta, config, tokenizer, partial)
+        notes.append(f"written      {len(meta.weights)} weights in {counted(len({*files.values()}), 'file')}")
+        notes.append(prove(meta, partial, files))
+    return notes
+
+
+def theta_of(params: dict[str, Any]) -> float:
+    return float(params.get("rope_theta") or DEFAULT_THETA)
+
+
+def version_of(params: dict[str, Any]) -> str:
+    """1, 2, 3, 3.1 (and later) or code, derived from params.json, which has no version.
+
+    Llama 1 has an epsilon of 1e-6, Llama 2 of 1e-5; Code Llama and Llama 3 turn more slowly.
+    """
+    if params.get("use_scaled_rope"):
+        return "3.1"
+    theta = theta_of(params)
+    if theta == LLAMA_3_THETA:
+        return "3"
+    if theta > DEFAULT_THETA:
+        return "code"
+    return "1" if params.get("norm_eps", 1e-5) == 1e-6 else "2"
+
+
+def scaling_factor(meta: MetaFolder) -> float | None:
+    """The factor that stretches RoPE; None: it is not stretched. params.json of Llama 3.1 and 3.2 do not differ."""
+    factor = float(meta.params.get("rope_scaling_factor") or (32.0 if meta.tied else 8.0))
+    return factor if meta.params.get("use_scaled_rope") else None
+
+
+def config_of(meta: MetaFolder, ends: tuple[int, int | list[int]], factor: float | None) -> LlamaConfig:
+    """transformers' configuration for a checkpoint of Meta's; `ends`: ids of the beginning and the end of a text."""
+    sizes, params = meta.sizes, meta.params
+    rope = {"rope_type": "default", "rope_theta": theta_of(params)}
+    if factor:
+        rope |= {"rope_type": "llama3", "factor": factor, **SCALED}
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=sizes.vocab,
+        hidden_size=sizes.dim,
+        intermediate_size=sizes.ffn,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        rms_norm_eps=params.get("norm_eps", 1e-5),
+        max_position_embeddings=params.get("max_seq_len") or POSITIONS[version_of(params)],
+        rope_parameters=rope,
+        tie_word_embeddings=meta.tied,
+        bos_token_id=ends[0],
+        eos_token_id=ends[1],
+    )
+
+
+def _describe(meta: MetaFolder, config: LlamaConfig, factor: float | None) -> list[str]:
+    about = ", ".join(f"{name} {size}" for name, size in vars(meta.sizes).items())
+    tied = ", head tied" if meta.tied else ""
+    positions = f"{config.max_position_embeddings} positions{tied}"
+    lines = [f"read         {counted(len(meta.files), 'file')}: {about}, {positions}"]
+    if factor and not meta.params.get("rope_scaling_factor"):
+        lines.append(f"note: use_scaled_rope by a factor of {factor:g}; its factor in config.json may be another")
+    return lines
+
+
+def _write_hf(meta: MetaFolder, config: LlamaConfig, tokenizer: ConvertedTokenizer, folder: Path) -> dict[str, str]:
+    """Write the folder; the weights of one file are in memory. Returns {name of a weight: file}. Raises RuntimeError:
+    the shapes are not those of transformers' model of the configuration."""
+    found = {weight.hf: weight for weight in meta.weights}
+    config.dtype = meta.dtype
+    with torch.device("meta"):
+        expected = {name: weight.shape for name, weight in LlamaForCausalLM(config).named_parameters()}
+    wrong = sorted(expected.items() ^ {(name, weight.shape) for name, weight in found.items()})
+    if wrong:
+        raise RuntimeError(f"{wrong[0][0]} of {wrong[0][1]} is not in both models ({len(wrong)} such)")
+    empty = {name: torch.empty(weight.shape, dtype=meta.dtype, device="meta") for name, weight in found.items()}
+    files = split_torch_state_dict_into_shards(empty, max_shard_size=LARGEST_FILE)
+    for file, names in tqdm(files.filename_to_tensors.items(), "convert", leave=False, disable=None):
+        tensors = {name: to_hf(meta.read(found[name]), found[name].heads).contiguous() for name in names}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    if files.is_sharded:
+        index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    config.save_pretrained(folder)
+    GenerationConfig.from_model_config(config).save_pretrained(folder)
+    tokenizer.save(folder, config.max_position_embeddings)
+    return files.tensor_to_filename
+
+
+def prove(meta: MetaFolder, folder: Path, files: dict[str, str]) -> str:
+    """Read every written weight back, and compare it with Meta's, bit for bit. Returns a line for the terminal, or
+    raises RuntimeError. `files`: {name of a weight: file}."""
+    opened = {file: safe_open(folder / file, "pt") for file in set(files.values())}
+    for weight in tqdm(meta.weights, "check", leave=False, disable=None):
+        written = opened[files[weight.hf]].get_tensor(weight.hf)
+        if not same_bits(to_hf(meta.read(weight), weight.heads), written):
+            raise RuntimeError(f"{weight.hf} is not {weight.meta}. Nothing is written")
+    return f"proven       shapes, and {len(meta.weights)} weights, bit for bit"

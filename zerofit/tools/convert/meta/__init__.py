@@ -1,1 +1,0 @@
-"""Meta's Llama checkpoints: their files, their tokenizer, their arithmetic."""

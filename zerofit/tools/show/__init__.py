@@ -1,1 +1,0 @@
-"""Runs side by side, while they train and afterwards."""

@@ -1,0 +1,542 @@
+"""`zerofit verify`: shows on a shortened recipe that the strategies agree and that a killed run loses nothing.
+
+    zerofit verify --config recipes/clm/stdlib-gpt2.yaml
+    zerofit verify --config recipes/cls/sst2-small.yaml --strategies zero2,zero3 --num_processes 4 --kills 8
+
+The reference is a run with one process. Each strategy then runs with several processes and must have the same losses,
+gradient norms, learning rates and samples in every update. Then a run of each strategy is killed with SIGKILL and
+resumed several times, also with another number of processes, and must end like the undisturbed run. All runs are real
+launches.
+"""
+
+import math
+import re
+import shlex
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import chain, count
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+from zerofit.launch.runs import TRACEBACK, LaunchedRun, RunningLaunch, ending_in_order, failure, mistake
+from zerofit.model.adapter_folder import with_base_configuration
+from zerofit.recipe import UserError
+from zerofit.recipe.base import option
+from zerofit.recipe.data_options import BatchOptions
+from zerofit.recipe.parsing import counted
+from zerofit.recipe.paths import check_paths, name_of_recipe
+from zerofit.recipe.tasks import TaskRecipe
+from zerofit.record.metrics import JsonlFile
+from zerofit.record.run_folder import RunFolder, check_folder_of
+from zerofit.record.terminal import duration, log_lines, screen_width, table
+from zerofit.strategy.batches import resolve_batches
+from zerofit.strategy.launch import find_strategies
+from zerofit.tools.tool_recipe import (
+    NOT_KEPT,
+    QUIET,
+    LaunchedStrategiesOptions,
+    ToolRecipe,
+    read_with_recipe,
+    recipe_values,
+)
+
+FIGURES = {"loss": "loss", "grad_norm": "gradient norm", "learning_rate": "learning rate"}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Between the metrics of two runs.
+
+    Args:
+        largest: the largest relative difference of each figure in any update; NaN where a figure is not a number.
+        problems: updates that are missing, repeated, or only in one of the runs.
+    """
+
+    largest: dict[str, float]
+    problems: tuple[str, ...]
+
+
+def compare_metrics(lines: list[dict[str, Any]], reference: list[dict[str, Any]], num_updates: int) -> Difference:
+    """Compare the lines of updates 1 to `num_updates` with those of a reference; other lines do not count."""
+    ours, theirs = _by_update(lines), _by_update(reference)
+    problems = [*_gaps(lines, num_updates, ""), *_gaps(reference, num_updates, " of the reference")]
+    largest = {}
+    for figure in FIGURES:
+        differences = [
+            relative_difference(ours[update].get(figure), theirs[update].get(figure))
+            for update in ours.keys() & theirs.keys()
+        ]
+        is_number = differences and not any(map(math.isnan, differences))
+        largest[figure] = max(differences) if is_number else math.nan
+    return Difference(largest, tuple(problems))
+
+
+def relative_difference(value: float | None, expected: float | None) -> float:
+    """|value - expected| / |expected|; 0 if they are equal, NaN if one of them is not a finite number."""
+    if value is None or expected is None or not (math.isfinite(value) and math.isfinite(expected)):
+        return math.nan
+    if value == expected:
+        return 0.0
+    return abs(value - expected) / max(abs(expected), 1e-12)
+
+
+def _by_update(lines: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    return {line["update"]: line for line in lines if line["update"] > 0}
+
+
+def _gaps(lines: list[dict[str, Any]], num_updates: int, whose: str) -> list[str]:
+    counts, expected = Counter(line["update"] for line in lines if line["update"] > 0), range(1, num_updates + 1)
+    wrong = {
+        "missing": [update for update in expected if update not in counts],
+        f"beyond {num_updates}": [update for update in counts if update not in expected],
+        "more than once": [update for update, number in counts.items() if number > 1],
+    }
+    return [f"updates {what}{whose}: {', '.join(map(str, several[:5]))}" for what, several in wrong.items() if several]
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Samples of a run against those of a reference.
+
+    Args:
+        repeated: how often samples were trained on more than in the reference.
+        skipped: how often less.
+        elsewhere: updates with other samples than in the reference, or that are missing or repeated.
+    """
+
+    repeated: int
+    skipped: int
+    elsewhere: int
+
+    @property
+    def is_same(self) -> bool:
+        return not (self.repeated or self.skipped or self.elsewhere)
+
+
+def compare_samples(lines: list[dict[str, Any]], reference: list[dict[str, Any]]) -> Ledger:
+    """Compare the lines of two samples.jsonl, each with `update` and `samples`.
+
+    Raises:
+        ValueError: the reference has no samples, so that everything would agree.
+    """
+    ours, theirs = (Counter(index for line in run for index in line["samples"]) for run in (lines, reference))
+    if not theirs:
+        raise ValueError("the reference has no samples")
+    of_updates, expected = (
+        Counter((line["update"], *sorted(line["samples"])) for line in run) for run in (lines, reference)
+    )
+    elsewhere = len({update for update, *_ in (of_updates - expected) | (expected - of_updates)})
+    return Ledger((ours - theirs).total(), (theirs - ours).total(), elsewhere)
+
+
+KillCondition = Callable[[RunningLaunch], bool]  # called every few milliseconds: whether the moment has come
+
+
+def moment_of(index: int, update: int, delay_s: float, start_s: float) -> KillCondition:
+    """The moment of a kill, once there is a checkpoint; before that nothing would be resumed. By the index it comes
+    some time after an update was printed, while a checkpoint is written, after an update, or after the launch."""
+    printed: list[float] = []
+
+    def come(launch: RunningLaunch) -> bool:
+        if not launch.has_saved:
+            return False
+        if index % 4 == 3:
+            return launch.seconds >= start_s
+        is_there = launch.newest_update >= update
+        if index % 4 == 1:
+            return is_there and launch.is_saving
+        if is_there and not printed:
+            printed.append(launch.seconds)
+        return bool(printed) and launch.seconds - printed[0] >= delay_s
+
+    return come
+
+
+def spread_moments(
+    num_kills: int, num_updates: int, update_s: float, start_s: float, random: Random
+) -> list[KillCondition]:
+    """One moment in each of `num_kills` equal parts of a run.
+
+    Args:
+        update_s: seconds that an update takes.
+        start_s: seconds from a launch to its first update.
+    """
+    each, moments = (num_updates - 1) / num_kills, []
+    for index in range(num_kills):
+        place = random.uniform(1 + each * index, 1 + each * (index + 1))
+        update, delay_s = min(int(place), num_updates - 1), (place % 1) * update_s
+        moments.append(moment_of(index, update, delay_s, random.uniform(0, start_s)))
+    return moments
+
+
+@dataclass
+class Killed:
+    """The result of a run that was killed several times.
+
+    Attributes:
+        processes: of each launch.
+        kills_resumed: kills after which a launch resumed from a checkpoint.
+        resumes: launches that resumed from a checkpoint; the others started from the beginning.
+        failure: of a launch that was not killed, or a traceback before a kill; None: there is none.
+    """
+
+    processes: list[int] = field(default_factory=list)
+    kills: int = 0
+    kills_resumed: int = 0
+    resumes: int = 0
+    failure: str | None = None
+
+
+def run_and_kill(
+    trial: LaunchedRun,
+    logs: Path,
+    moments: Iterable[KillCondition],
+    processes: Iterable[int],
+    limit_s: float,
+    *,
+    log_lines: Callable[[str], None],
+) -> Killed:
+    """Launch a trial once for each moment and kill it there, then let it run to its end; stop if it fails.
+
+    A launch that ends before its moment is the last one.
+
+    Args:
+        processes: the number of processes of each launch; endless, or one more than the moments.
+        limit_s: the longest time of a launch.
+        say: called with a message for each kill and each end.
+    """
+    killed, numbers, not_resumed = Killed(), count(1), 0
+    for moment, num_processes in zip(chain(moments, [None]), processes):
+        log = logs / f"{trial.output.name}-{next(numbers)}.log"
+        with RunningLaunch(trial.command(num_processes), trial.output, log) as launch:
+            how = launch.wait(limit_s, moment)
+            size = log.stat().st_size  # later lines may be of ranks whose peers were killed first
+            launch.kill()
+        killed.processes.append(num_processes)
+        resumed = any(line.startswith("resumed ") for line in launch.text.splitlines())
+        killed.resumes += resumed
+        killed.kills_resumed += not_resumed if resumed else 0
+        if resumed or launch.newest_update:  # else it was killed before it could resume
+            not_resumed = 0
+        about = f"{counted(num_processes, 'process')}{', resumed' if resumed else ''}"
+        if how != "until":
+            killed.failure = failure(launch, how)
+            log_lines(f"{about}: {'failed' if killed.failure else 'ended'}")
+            return killed
+        killed.kills += 1
+        not_resumed += 1
+        where = f"after update {launch.newest_update}" if launch.newest_update else "before its first update"
+        saving = ", while saving" if launch.is_saving else ""
+        log_lines(f"{about}: killed {where}{saving}, {launch.seconds:.1f} s")
+        if TRACEBACK.encode() in log.read_bytes()[:size]:
+            killed.failure = f"printed a traceback before it was killed. Its output is {log}"
+            return killed
+    return killed
+
+
+NOISE = re.compile(r"(dropout|pdrop|dropout_prob|dropout_rate|layerdrop|drop_rate|drop_path|jitter_noise)$")
+OMITTED = NOT_KEPT | {"num_train_epochs", "gradient_accumulation_steps"}  # max_train_steps, global_batch_size
+REPLACED = QUIET | {"logging_steps": 1, "predict_with_generate": False, "record_samples": True}
+EVALUATED = 16  # held-out records in the one evaluation at the end, which cannot be turned off
+TOLERANCES = {"fp32": 1e-5, "bf16": 5e-2, "fp16": 5e-2}
+
+
+@dataclass
+class VerifyOptions(LaunchedStrategiesOptions):
+    """Strategies agree, and a killed run loses nothing; options of the training recipe change that"""
+
+    updates: int = option(12, "Length of the runs.", minimum=2, common=True)
+    kills: int = option(
+        3, "How often a run is killed, once it has saved, and resumed; 0: not at all.", minimum=0, common=True
+    )
+    resumed_processes: int = option(1, "Processes of every third launch of a killed run.", positive=True)
+    tolerance: float | None = option(None, "Largest relative difference; else 1e-5, or 5e-2 in half.", positive=True)
+    launch_minutes: float = option(60.0, "A launch that has not ended by then has failed.", positive=True)
+    output: str | None = option(None, "Folder of the runs; by default outputs/verify-RECIPE.")
+    keep: bool = option(False, "Keep the runs also where all is well; those that are not well are kept anyway.")
+
+    @property
+    def saved_every(self) -> int:
+        """save_steps of a run that is killed; a recipe's own may be more than all updates of the proof."""
+        return (self.save_steps if self.is_flag("save_steps") else None) or max(1, self.updates // 6)
+
+    @property
+    def largest_difference(self) -> float:
+        """The largest relative difference of figures that agree."""
+        return self.tolerance or TOLERANCES[precision_of(self)]
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.kills >= self.updates:
+            problems.append(f"kills = {self.kills} and updates = {self.updates}: use more updates")
+        if self.kills and self.saved_every >= self.updates:
+            problems.append(
+                f"save_steps = {self.save_steps} and updates = {self.updates}: there would be no checkpoint to resume "
+                f"from. Use --save_steps {max(1, self.updates // 6)}, or --kills 0"
+            )
+        return problems
+
+
+def shorten(recipe: VerifyOptions, cls: type[TaskRecipe]) -> ToolRecipe:
+    """Shorten a recipe, whose type is both `cls` and VerifyOptions; noted is what changes the numbers. Raises
+    UserError: the global batch does not divide by the processes; the model's configuration cannot be loaded."""
+    values = recipe_values(recipe, cls, OMITTED, REPLACED)
+    batches = resolve_batches(recipe, recipe.num_processes)
+    values["global_batch_size"] = batches.global_batch
+    if recipe.kills:
+        other = BatchOptions(batches.micro_batch, global_batch_size=batches.global_batch)
+        resolve_batches(other, recipe.resumed_processes, total_stays=True)
+    values |= {"max_train_steps": recipe.updates, "eval_steps": recipe.updates}
+    values["max_eval_samples"] = min(recipe.max_eval_samples or EVALUATED, EVALUATED)
+    changes = [f"{recipe.updates} updates of {batches.global_batch} samples"]
+    values["precision"] = precision_of(recipe)
+    if recipe.precision not in (None, values["precision"]):
+        changes.append(f"precision {values['precision']} instead of {recipe.precision} (unless --precision is given)")
+    longest = recipe.updates // 3
+    if recipe.num_warmup_steps > longest:
+        values["num_warmup_steps"] = longest
+        changes.append(f"num_warmup_steps {longest} instead of {recipe.num_warmup_steps}")
+    return ToolRecipe(values, [*changes, *_silence(recipe, values)])
+
+
+def precision_of(recipe: VerifyOptions) -> str:
+    """The value of the --precision flag, else fp32: a recipe's half precision would hide differences."""
+    return recipe.precision if recipe.source("precision") == "--precision" and recipe.precision else "fp32"
+
+
+def _silence(recipe: VerifyOptions, values: dict[str, Any]) -> list[str]:
+    """Turn dropout off: its noise depends on the number of processes."""
+    _, config = with_base_configuration(recipe)
+    kinds = (int, float)
+    noisy = sorted(
+        name for name, value in config.to_dict().items() if NOISE.search(name) and type(value) in kinds and value > 0
+    )
+    if noisy:
+        overrides = [recipe.config_overrides, *(f"{name}=0" for name in noisy)]
+        values["config_overrides"] = ",".join(text for text in overrides if text)
+    if recipe.lora_dropout:
+        values["lora_dropout"] = 0.0
+        noisy.append("lora_dropout")
+    return [f"no dropout ({', '.join(noisy)} = 0)"] if noisy else []
+
+
+REFERENCE, ONE_PROCESS = "reference", "single"  # the folder, the strategy
+
+
+@dataclass
+class ComparedRun:
+    """The result of a run, compared with the run that it must equal.
+
+    Args:
+        num_processes: of each of its launches.
+        failure: why it cannot be compared; None: it can.
+        killed: how it was killed; None: it was not.
+    """
+
+    strategy: str
+    num_processes: list[int]
+    failure: str | None = None
+    difference: Difference | None = None
+    ledger: Ledger | None = None
+    killed: Killed | None = None
+
+    def problems(self, tolerance: float) -> list[str]:
+        """The problems of a run as messages; empty if it equals the other run and, if it was killed, has resumed."""
+        if self.failure or self.difference is None or self.ledger is None:
+            return [self.failure or "it was not compared"]
+        problems, largest = list(self.difference.problems), self.difference.largest
+        for name, value in largest.items():
+            if not value <= tolerance:
+                what = "is not a number in some update" if math.isnan(value) else f"differs by more than {tolerance:g}"
+                problems.append(f"its {FIGURES[name]} {what}")
+        if not self.ledger.is_same:
+            problems.append(f"{self.ledger.elsewhere} updates have other samples than they should have")
+        if self.killed is not None and not self.killed.kills_resumed:
+            problems.append("no kill was followed by a resume: set more --updates, or smaller --save_steps")
+        return problems
+
+
+class Proof:
+    """All launches of one `zerofit verify`.
+
+    Args:
+        configs: {strategy: accelerate YAML}.
+        output: the folder of all runs.
+        recipe: the shortened recipe's file.
+    """
+
+    def __init__(self, options: VerifyOptions, configs: dict[str, Path], output: Path, recipe: Path):
+        self.options, self.configs, self.output, self.recipe = options, configs, output, recipe
+        self.save_flags = ("--save_steps", str(options.saved_every), "--save_total_limit", "2")
+        self.reference = ComparedRun(ONE_PROCESS, [1], "it was not launched")
+        self.agreement: list[ComparedRun] = []
+        self.resumed: list[ComparedRun] = []
+        self.began = time.monotonic()
+
+    def run(self) -> None:
+        """Launch all runs. If the reference fails, the others are not launched.
+
+        Raises:
+            UserError: the reference refuses the recipe.
+        """
+        shutil.rmtree(self.logs, ignore_errors=True)
+        self.reference = self._run_to_end(REFERENCE, ONE_PROCESS, 1)
+        if self.reference.failure:
+            return
+        for name in self.options.names:
+            outcome = self._run_to_end(_folder_name(name), name, self.options.num_processes)
+            self.agreement.append(outcome)
+            if self.options.kills and not outcome.failure:
+                self.resumed.append(self._run_and_kill(name))
+
+    @property
+    def logs(self) -> Path:
+        return self.output / "logs"
+
+    def _trial(self, folder: str, strategy: str, flags: tuple[str, ...] = ()) -> LaunchedRun:
+        trial = LaunchedRun(self.options.task, self.configs[strategy], self.recipe, self.output / folder, flags)
+        shutil.rmtree(trial.output, ignore_errors=True)  # left by an earlier proof
+        return trial
+
+    def _run_to_end(self, folder: str, strategy: str, num_processes: int) -> ComparedRun:
+        trial, about = self._trial(folder, strategy), f"{strategy}, {counted(num_processes, 'process')}"
+        command = trial.command(num_processes)
+        with RunningLaunch(command, trial.output, self.logs / f"{folder}.log") as launch:
+            how = launch.wait(60 * self.options.launch_minutes)
+            failed, refused, seconds = failure(launch, how), mistake(launch), launch.seconds
+        if failed:
+            failed = f"{failed}\n  to run it alone: {shlex.join(command)}"
+            log_lines(f"{about}: failed")
+            if folder == REFERENCE and refused:
+                raise UserError(f"{about}: {refused}")
+            return ComparedRun(strategy, [num_processes], failed)
+        log_lines(f"{about}: {counted(self.options.updates, 'update')}, {seconds:.0f} s")
+        return self._compared(ComparedRun(strategy, [num_processes]), trial.output, self.output / REFERENCE)
+
+    def _run_and_kill(self, strategy: str) -> ComparedRun:
+        options, folder = self.options, _folder_name(strategy)
+        trial = self._trial(f"{folder}-killed", strategy, self.save_flags)
+        random = Random(folder)
+        update_s = median(line["seconds"] for line in _metrics(self.output / folder))
+        start_s = sum(RunFolder(self.output / folder).environment()["seconds_to_first_update"].values())
+        killed = run_and_kill(
+            trial,
+            self.logs,
+            spread_moments(options.kills, options.updates, update_s, start_s, random),
+            (options.resumed_processes if index % 3 == 2 else options.num_processes for index in count()),
+            60 * options.launch_minutes,
+            log_lines=lambda text: log_lines(f"{strategy}, {text}"),
+        )
+        outcome = ComparedRun(strategy, killed.processes, killed.failure, killed=killed)
+        return outcome if killed.failure else self._compared(outcome, trial.output, self.output / folder)
+
+    def _compared(self, outcome: ComparedRun, ours: Path, other: Path) -> ComparedRun:
+        outcome.difference = compare_metrics(_metrics(ours), _metrics(other), self.options.updates)
+        outcome.ledger = compare_samples(_samples(ours), _samples(other))
+        return outcome
+
+    @property
+    def passed(self) -> bool:
+        """True if every run was made, and equals the run that it must equal."""
+        number = len(self.options.names)
+        complete = len(self.agreement) == number and len(self.resumed) == (number if self.options.kills else 0)
+        return complete and not any(outcome.problems(self.options.largest_difference) for outcome in self._all())
+
+    def _all(self) -> list[ComparedRun]:
+        return [self.reference, *self.agreement, *self.resumed]
+
+    def report(self, width: int | None = None) -> str:
+        """The tables, the problems and the verdict, for a screen of this width."""
+        tolerance, blocks = self.options.largest_difference, list[str]()
+        for about, outcomes in (
+            (f"each against one process ({ONE_PROCESS}): the largest relative differences", self.agreement),
+            ("killed and resumed, each against its undisturbed run", self.resumed),
+        ):
+            if outcomes:
+                blocks.append(f"{about}\n{table(_rows(outcomes, tolerance), width)}")
+        for outcome in self._all():
+            disturbed = ", killed and resumed" if outcome.killed else ""
+            problems = [f"{outcome.strategy}{disturbed}: {problem}" for problem in outcome.problems(tolerance)]
+            blocks += ["\n".join(problems)] if problems else []
+        return "\n\n".join([*blocks, self._verdict()])
+
+    def _verdict(self) -> str:
+        after = f"{counted(self.options.updates, 'update')}, {duration(time.monotonic() - self.began)}"
+        if not self.passed:
+            return f"NOT verified ({after}). The runs and their logs are in {self.output}"
+        kills = sum(each.killed.kills_resumed for each in self.resumed if each.killed)
+        also = f"{counted(kills, 'kill')} left no trace" if kills else "no run was killed"
+        return f"verified against one process: {', '.join(self.options.names)}; {also} ({after})"
+
+    def clear(self) -> None:
+        """Remove the runs; the recipe, the report and the logs stay."""
+        for folder in (REFERENCE, *map(_folder_name, self.options.names)):
+            for path in (self.output / folder, self.output / f"{folder}-killed"):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+LEDGER = ("repeated", "skipped")  # samples
+KILLS = ("kills", "resumes")
+
+
+def _rows(outcomes: list[ComparedRun], tolerance: float) -> list[tuple[str, ...]]:
+    """The head and a row for each outcome; all of them were killed, or none."""
+    kills = KILLS if outcomes[0].killed else ()
+    rows = [("strategy", "processes", *kills, *FIGURES.values(), *LEDGER, "verdict")]
+    for outcome in outcomes:
+        about, killed = [outcome.strategy, ",".join(map(str, outcome.num_processes))], outcome.killed
+        if killed:
+            about += [str(killed.kills), str(killed.resumes)]
+        if outcome.failure or outcome.difference is None:
+            rows.append((*about, *["-"] * len((*FIGURES, *LEDGER)), "FAILED"))
+            continue
+        figures = [f"{value:.1e}" if value else "0" for value in outcome.difference.largest.values()]
+        ledger = [f"{getattr(outcome.ledger, name)}" for name in LEDGER]
+        rows.append((*about, *figures, *ledger, "DIFFERS" if outcome.problems(tolerance) else "agrees"))
+    return rows
+
+
+def _folder_name(strategy: str) -> str:
+    return Path(strategy).stem
+
+
+def _metrics(folder: Path) -> list[dict[str, Any]]:
+    return [line for line in JsonlFile(folder / "metrics.jsonl").read() if line["update"] > 0]
+
+
+def _samples(folder: Path) -> list[dict[str, Any]]:
+    return JsonlFile(folder / "samples.jsonl").read()
+
+
+RECIPE, REPORT = "recipe.yaml", "report.txt"
+
+
+def main(argv: list[str] | None = None) -> int:
+    options, cls = read_with_recipe(VerifyOptions, argv, prog="zerofit verify")
+    configs = find_strategies([ONE_PROCESS, *options.names])
+    name = name_of_recipe(options.source("config"), options.task)
+    output = Path(options.output or Path("outputs") / f"verify-{name}")
+    check_folder_of(output, RECIPE, "proof")
+    check_paths(options, output, "output")
+    short = shorten(options, cls)
+    log_lines(
+        f"recipe    {options.source('config') or 'of flags'}",
+        *(f"changed   {change}" for change in short.notes),
+        f"compared  to {options.largest_difference:g}, in {precision_of(options)}",
+        f"folder    {output}",
+    )
+    output.mkdir(parents=True, exist_ok=True)
+    (output / RECIPE).write_text(short.to_yaml(), encoding="utf-8")
+    proof = Proof(options, configs, output, output / RECIPE)
+    with ending_in_order():
+        proof.run()
+    (output / REPORT).write_text(proof.report() + "\n", encoding="utf-8")
+    log_lines("", proof.report(screen_width()))
+    if proof.passed and not options.keep:
+        proof.clear()
+    return 0 if proof.passed else 1
