@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from lines import CODE
 
 LIMITS = {  # what there is; the goal of each is behind it
-    "train": 496,  # 800
+    "train": 500,  # 800
     "zerofit": 142,  # cli.py
     "zerofit/recipe": 3_581,  # 2,700
     "zerofit/model": 5_860,  # 4,700
