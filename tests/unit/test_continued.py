@@ -17,7 +17,7 @@ from zerofit.model.adapter_folder import (
     check_resized,
     find_base,
     open_adapter,
-    trained_on_configuration,
+    trained_config,
 )
 from zerofit.model.adapter_loading import continue_adapter, load_with_adapter
 from zerofit.model.configuration import load_configuration
@@ -72,7 +72,7 @@ def read(folder: Path, *flags: str, task: str = "clm"):
     words = ["--train_file", "a.jsonl", "--model_name_or_path", str(folder), *flags]
     recipe = parse_recipe(TASKS[task], words).draft()
     adapter = adapter_to_train_on(recipe, task)
-    config, _ = trained_on_configuration(adapter, load_configuration(recipe), recipe)
+    config, _ = trained_config(adapter, load_configuration(recipe), recipe.config_overrides)
     return (
         recipe,
         adapter,
@@ -127,7 +127,8 @@ def test_it_begins_as_base_and_adapter_and_is_written_as_it_was(made, tokenizer,
 
 
 def load_again(folder: Path, base: Path | None):
-    return load_with_adapter(open_adapter(str(folder)), str(base) if base else None).model.get_base_model()
+    adapter = open_adapter(str(folder))
+    return load_with_adapter(adapter, find_base(adapter, str(base) if base else None)).model.get_base_model()
 
 
 def to_pickle(folder: Path, change=lambda tensors: tensors) -> None:
@@ -309,7 +310,7 @@ def test_with_an_adapter_the_embeddings_are_trained_and_saved(tmp_path, tokenize
     again, _ = continued(tmp_path / "adapter")
     torch.testing.assert_close(answer(again), answer(model), rtol=0, atol=1e-5)
     recipe, folder, _ = read(tmp_path / "adapter", "--resize_embeddings")
-    config, _ = trained_on_configuration(folder, load_configuration(recipe), recipe)
+    config, _ = trained_config(folder, load_configuration(recipe), recipe.config_overrides)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
     tokenizer.add_tokens([f"<new {number}>" for number in range(9)])
     check_vocabulary(config, tokenizer, recipe)

@@ -191,7 +191,7 @@ def test_a_damaged_record_is_passed_over_or_refused_in_a_sentence(tmp_path, name
     assert all(row["label"] == "a" for row in RunFolder(tmp_path).predictions("", ("label", "prediction")))
     assert Restarts(tmp_path).updates() in range(6)
     assert "this run has no model" in why_no_model(str(tmp_path)) or name == "environment.json"
-    adapter = AdapterFolder(tmp_path / "model", {"base_model_name_or_path": "./base"}, {})
+    adapter = AdapterFolder(tmp_path / "model", "adapter", {"base_model_name_or_path": "./base"}, {})
     with contextlib.suppress(UserError):
         assert recorded_base(adapter) == "./base"
     assert reason_not_requeued(1, tmp_path, is_first=True) == ""

@@ -18,7 +18,7 @@ from zerofit.estimate.traced_shares import divide_experts, split_layers
 from zerofit.estimate.traced_steps import WHOLE, Stage, TracedStep, stages_of, steps_of_stage, weights_of_stage
 from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings, outer_lists, reduced_configuration
 from zerofit.estimate.weights import MASTER_BYTES, Weight, Weights
-from zerofit.model.adapter_folder import open_adapter, recorded_base, trained_on_configuration
+from zerofit.model.adapter_folder import open_adapter, recorded_base, trained_config
 from zerofit.model.chunked_loss import terms_of
 from zerofit.model.compilation import ends_of, fuse_gelu, fuse_norms, round_embeddings
 from zerofit.model.configuration import (
@@ -315,7 +315,7 @@ def read_planned_model(recipe: Any, task: str, on_gpu: bool) -> PlannedModel:
         shape = f"add --architecture with a folder that has a config.json, or with a known name such as {similar}"
         raise UserError(f"{problem.partition('; ')[0]}; {shape}" for problem in error.problems) from None
     if adapter is not None:
-        config, _ = trained_on_configuration(adapter, config, recipe)
+        config, _ = trained_config(adapter, config, recipe.config_overrides)
     if task == "cls":
         num_tags = getattr(recipe, "num_tags", None)  # an option of `zerofit plan`
         config.num_labels = num_tags or max(1, getattr(config, "num_labels", 2))

@@ -10,11 +10,10 @@ import math
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerofit.model.configuration import (
     STORED_ROWS,
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
     import torch
     from peft import LoraConfig
     from transformers import PretrainedConfig
+
+    from zerofit.strategy.strategy import Strategy
 
 WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"  # of an older peft
@@ -64,12 +65,14 @@ class AdapterFolder:
     """The contents of an adapter's folder."""
 
     path: Path
+    option: str  # that names it
     settings: dict[str, Any]  # the contents of adapter_config.json
     tensors: dict[str, "torch.Tensor"]  # by their names in the base; those of a safetensors file are mapped
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+    def where(self) -> str:
+        """The beginning of a message about it."""
+        return f"{self.option} = {str(self.path)!r}"
 
     @property
     def has_tokenizer(self) -> bool:
@@ -101,11 +104,12 @@ def open_adapter(name: str, option: str = "adapter") -> AdapterFolder:
     if task_type is not None and task_type not in TASK_TYPES:
         supported = ", ".join(TASK_TYPES)
         raise UserError(f"{option} = {name!r} was trained for the task {task_type}; supported are {supported}")
-    return AdapterFolder(path, settings, _read_tensors(path, f"{option} = {name!r}"))
+    return AdapterFolder(path, option, settings, _read_tensors(path, f"{option} = {name!r}"))
 
 
 def _read_tensors(path: Path, where: str) -> dict[str, "torch.Tensor"]:
-    """{name in the base: tensor}."""
+    """{name in the base, without the wrappers that the model had as it was saved: tensor}. Of embeddings that were
+    resized peft writes the base's own as well (original_module), and the trained ones twice."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -117,7 +121,15 @@ def _read_tensors(path: Path, where: str) -> dict[str, "torch.Tensor"]:
     if not tensors or empty:
         problem = f"{len(empty)} of its {len(tensors)} tensors are empty, such as {empty[0]}" if empty else "no tensor"
         raise UserError(f"{where}: its weights are an incomplete adapter: {problem}. Save it again")
-    return _by_plain_name(tensors, where)
+    named: dict[str, torch.Tensor] = {}
+    for name in sorted(tensors, key=lambda each: ".modules_to_save." in each):
+        plain = NAMED.sub(r"\1", WRAPPED.sub("", name))
+        plain = plain.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+        if plain in named and ".modules_to_save." not in name:
+            raise UserError(f"{where}: two of its tensors have the name {plain}. Save one adapter alone")
+        if ".original_module." not in name:
+            named.setdefault(plain, tensors[name])
+    return named
 
 
 def _unpickled(path: Path, where: str) -> dict[str, "torch.Tensor"]:
@@ -136,25 +148,7 @@ def _unpickled(path: Path, where: str) -> dict[str, "torch.Tensor"]:
     return contents
 
 
-def _by_plain_name(read: dict[str, "torch.Tensor"], where: str) -> dict[str, "torch.Tensor"]:
-    """{name in the base: tensor}. Of embeddings that were resized peft writes the base's own as well
-    (original_module), and the trained ones twice."""
-    named: dict[str, torch.Tensor] = {}
-    for name in sorted(read, key=lambda each: ".modules_to_save." in each):
-        plain = _plain(name)
-        if plain in named and ".modules_to_save." not in name:
-            raise UserError(f"{where}: two of its tensors have the name {plain}. Save one adapter alone")
-        if ".original_module." not in name:
-            named.setdefault(plain, read[name])
-    return named
-
-
-def _plain(name: str) -> str:
-    """The name of a tensor in the base, without the wrappers that the model had as it was saved."""
-    return NAMED.sub(r"\1", WRAPPED.sub("", name)).replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
-
-
-def adapter_settings(folder: AdapterFolder, where: str) -> "LoraConfig":
+def adapter_settings(folder: AdapterFolder) -> "LoraConfig":
     """peft's configuration of the adapter, for inference. Raises UserError where a newer peft made it."""
     from peft import PeftConfig
 
@@ -163,7 +157,8 @@ def adapter_settings(folder: AdapterFolder, where: str) -> "LoraConfig":
         settings = PeftConfig.from_pretrained(str(folder.path))
     unknown = [str(warning.message) for warning in caught if "nexpected keyword" in str(warning.message)]
     if unknown:
-        raise UserError(f"{where} was made by a newer peft than the one installed: {unknown[0].splitlines()[0]}")
+        why = unknown[0].splitlines()[0]
+        raise UserError(f"{folder.where} was made by a newer peft than the one installed: {why}")
     settings.inference_mode = True
     return settings
 
@@ -193,12 +188,12 @@ def adapter_to_train_on(recipe: Any, task: str | None) -> AdapterFolder | None:
         kind = folder.settings.get("task_type")
         if kind and task and TASK_TYPES[kind][0] != model_kind(task):
             raise UserError(f"model_name_or_path = {name!r} is an adapter of train/{TASK_TYPES[kind][0]}.py")
-        _check_trainable(folder, f"model_name_or_path = {name!r}")
-        option, base, config = find_base(
+        _check_trainable(folder)
+        base = find_base(
             folder, named_with="base_model_name_or_path in that file", trust_remote_code=recipe.trust_remote_code
         )
         try:
-            check_quantiser(option, base, config, on_gpu=True)
+            check_quantiser(base.option, base.name, base.config, on_gpu=True)
         except UserError as error:
             raise UserError(f"{error}, as base_model_name_or_path there, or below with --base") from None
     except UserError as error:
@@ -206,7 +201,7 @@ def adapter_to_train_on(recipe: Any, task: str | None) -> AdapterFolder | None:
         raise UserError([*error.problems[:-1], f"{error.problems[-1].rstrip('.')}. {remedy}"]) from None
     if folder.has_tokenizer and not (recipe.tokenizer_name or getattr(recipe, "vocab_file", None)):
         recipe.stand_in("tokenizer_name", name)
-    recipe.stand_in("model_name_or_path", base)
+    recipe.stand_in("model_name_or_path", base.name)
     return folder
 
 
@@ -215,31 +210,25 @@ def with_base_configuration(recipe: Any, task: str | None = None, auto_class: An
     recipe = recipe.draft()
     adapter = adapter_to_train_on(recipe, task)
     config = load_configuration(recipe, auto_class)
-    return recipe, config if adapter is None else trained_on_configuration(adapter, config, recipe)[0]
+    return recipe, config if adapter is None else trained_config(adapter, config, recipe.config_overrides)[0]
 
 
-def trained_on_configuration(folder: AdapterFolder, config: Any, recipe: Any) -> tuple[Any, list[str]]:
-    """The configuration of the base that the recipe names, as the adapter changes it, and notes."""
-    where = f"model_name_or_path = {str(folder.path)!r}"
-    config, notes = trained_config(folder, config, where, recipe.model_name_or_path, recipe.config_overrides)
-    config.use_cache = False
-    return config, notes
-
-
-def _check_trainable(folder: AdapterFolder, where: str) -> None:
+def _check_trainable(folder: AdapterFolder) -> None:
     """Raises UserError if the adapter has what training here does not support."""
     from peft import LoraConfig
 
-    settings = adapter_settings(folder, where)
+    settings = adapter_settings(folder)
     others = {field.name for field in dataclasses.fields(settings)} - TRAINABLE - {"init_lora_weights"}
     plain = LoraConfig()
     extra = [name for name in sorted(others) if getattr(settings, name) != getattr(plain, name)]
     if settings.init_lora_weights not in PLAIN_STARTS:
         extra.append(f"init_lora_weights = {settings.init_lora_weights!r}")
     if extra:
-        raise UserError(f"{where} has {', '.join(extra)} in its adapter_config.json: it is not trained on here")
-    if of_targets := [name for name in folder.shapes if ".base_layer." in name and name.endswith(".weight")]:
-        raise UserError(f"{where} has a full weight below its adapter ({name_some(of_targets)}): not trained on here")
+        raise UserError(f"{folder.where} has {', '.join(extra)} in its adapter_config.json: it is not trained on here")
+    if below := [name for name in folder.tensors if ".base_layer." in name and name.endswith(".weight")]:
+        raise UserError(
+            f"{folder.where} has a full weight below its adapter ({name_some(below)}): not trained on here"
+        )
 
 
 def check_resized(folder: AdapterFolder, config: Any) -> None:
@@ -260,27 +249,37 @@ def name_some(names: list[str]) -> str:
 # ------------------------------------------------------------------------------------------------------------ its base
 
 
+class Base(NamedTuple):
+    """The base of an adapter."""
+
+    option: str  # that names it
+    name: str  # its folder or hub name
+    config: Any
+    revision: str | None = None  # on the hub, where the adapter names one
+
+
 def find_base(
     folder: AdapterFolder,
     base: str | None = None,
-    base_option: str = "base",
+    option: str = "base",
     named_with: str = "--base",
     trust_remote_code: bool = False,
-) -> tuple[str, str, Any]:
-    """Return (the option that names the base, its name, its configuration). `base`: the base's folder or hub name, of
-    the option `base_option`; None: the one that the adapter names. `named_with`: how a user names another one, for
-    messages. Raises UserError where the adapter names no base, or the base cannot be read."""
+) -> Base:
+    """Find the base of an adapter. `base`: its folder or hub name, of this option; None: the one that the adapter
+    names. `named_with`: how a user names another one, for messages. Raises UserError where the adapter names no base,
+    or the base cannot be read."""
     file = folder.path / "adapter_config.json"
-    option, name = base_option, base
+    name, revision = base, None
     if not base:
         option, name = f"base_model_name_or_path in {file}", recorded_base(folder)
+        revision = folder.settings.get("revision") or None
     if not name:
         raise UserError(f"{file} names no base (base_model_name_or_path): name it with {named_with}")
     name = model_folder(name)
     if is_adapter(name):
         raise UserError(f"{option} = {name!r} is an adapter itself: merge that first, and name the merged model here")
     try:
-        return option, name, read_config(option, name, trust_remote_code, **base_revision(folder, base))
+        return Base(option, name, read_config(option, name, trust_remote_code, revision), revision)
     except UserError as error:
         raise UserError(f"{error}. It is the base of {str(folder.path)!r}: name it with {named_with}") from None
 
@@ -304,59 +303,49 @@ def recorded_base(folder: AdapterFolder) -> str | None:
     return name
 
 
-def base_revision(folder: AdapterFolder, base: str | None) -> dict[str, str]:
-    """The revision of the base that the adapter names, where it names the base too."""
-    revision = folder.settings.get("revision")
-    return {"revision": revision} if revision and not base else {}
-
-
 def trained_config(
-    folder: AdapterFolder, config: "PretrainedConfig", where: str, name: str, overrides: str | None = None
+    folder: AdapterFolder, base: "PretrainedConfig", overrides: str | None = None
 ) -> tuple[Any, list[str]]:
     """The configuration that the adapter was trained with, and notes on it: it is beside the adapter, else the base's
     with the labels and tokens that the adapter has. Raises UserError where the two have other sizes."""
-    if not (folder.path / "config.json").is_file():
-        endings = tuple(f".{head}.weight" for head in LABEL_ROWS if folder.classifies)
-        labels = [shape[0] for weight, shape in folder.shapes.items() if f".{weight}".endswith(endings)]
+    config, notes = base, list[str]()
+    if (folder.path / "config.json").is_file():
+        if not hasattr(base, "auto_map"):  # else the configuration's class comes with the base
+            config = read_config("adapter", str(folder.path))
+        refusal = f"{folder.where} is for another base than {base.name_or_path!r}"
+        for size in ("model_type", *SIZES):
+            own, of_base = getattr(config, size, None), getattr(base, size, None)
+            if own != of_base:
+                raise UserError(f"{refusal}: for one with {size} = {own}, and this one has {of_base}")
+        quantization = getattr(base, "quantization_config", None)
+        if getattr(config, "quantization_config", None) is not None:
+            if quantization is None:
+                notes.append("note: the adapter was trained on quantised weights; these differ by the rounding")
+            del config.quantization_config
+        if quantization is not None:
+            config.quantization_config = quantization
+        config.dtype, config.use_cache = base.dtype, getattr(base, "use_cache", True)
+        override(config, overrides)
+    elif folder.classifies:
+        endings = tuple(f".{head}.weight" for head in LABEL_ROWS)
+        labels = [len(tensor) for name, tensor in folder.tensors.items() if f".{name}".endswith(endings)]
         if labels and labels[0] != config.num_labels:
             config.num_labels = labels[0]
-        return _headed(config, folder), []
-    has_own_code = hasattr(config, "auto_map")  # then the configuration's class comes with the base
-    trained = config if has_own_code else read_config("adapter", str(folder.path), trust_remote_code=False)
-    for size in ("model_type", *SIZES):
-        in_training, in_base = getattr(trained, size, None), getattr(config, size, None)
-        if in_training != in_base:
-            raise UserError(f"{where} is for a model with {size} = {in_training}, and {name!r} has {in_base}")
-    notes = []
-    quantization = getattr(config, "quantization_config", None)
-    if getattr(trained, "quantization_config", None) is not None:
-        if quantization is None:
-            notes.append("note: the adapter was trained on quantised weights; these differ by the rounding")
-        del trained.quantization_config
-    if quantization is not None:
-        trained.quantization_config = quantization
-    trained.dtype, trained.use_cache = config.dtype, True
-    override(trained, overrides)
-    return _headed(trained, folder), notes
+    if rows := _num_rows(folder):
+        config.get_text_config().vocab_size = rows
+    if folder.classifies:
+        config.architectures = [f"AutoModelFor{TASK_TYPES[folder.settings['task_type']][1]}"]
+    return config, notes
 
 
 def _num_rows(folder: AdapterFolder) -> int | None:
     """The rows of the embeddings that the adapter has in full; those of the base may be fewer or more."""
     found = {
-        shape[0]
-        for name, shape in folder.shapes.items()
-        if len(shape) == 2 and name.removesuffix(".weight").removesuffix(".base_layer").endswith(EMBEDDINGS)
+        len(tensor)
+        for name, tensor in folder.tensors.items()
+        if tensor.dim() == 2 and name.removesuffix(".weight").removesuffix(".base_layer").endswith(EMBEDDINGS)
     }
     return found.pop() if len(found) == 1 else None
-
-
-def _headed(config: "PretrainedConfig", folder: AdapterFolder) -> "PretrainedConfig":
-    """The configuration with the tokens of the adapter's embeddings, and of a classifier with its head."""
-    if rows := _num_rows(folder):
-        config.get_text_config().vocab_size = rows
-    if folder.classifies:
-        config.architectures = [f"AutoModelFor{TASK_TYPES[folder.settings['task_type']][1]}"]
-    return config
 
 
 BASE_SAMPLE = "base_weights.json"
@@ -387,37 +376,23 @@ def differs(recorded: Sequence[float], sample: Sequence[float]) -> bool:
 
 
 def check_base_weights(
-    base: "torch.nn.Module",
-    folder: Path,
-    where: str,
-    name: str,
-    *,
-    quantised: bool,
-    gathered: Callable[["torch.Tensor"], AbstractContextManager[Any]],
+    model: "torch.nn.Module", folder: AdapterFolder, name: str, strategy: "Strategy", quantised: bool
 ) -> list[str]:
-    """Compare the frozen weights with those recorded in training. Returns a note if that is not possible.
-
-    Args:
-        folder: of the adapter, whose layers are in `base`.
-        where: the option that names the adapter; `name` is the base's.
-        gathered: (weight) -> the context in which it is full.
-
-    Raises:
-        UserError: it is another base.
-    """
-    file = folder / BASE_SAMPLE
+    """Compare the frozen weights of a base that has the adapter's layers with those recorded in training. Returns a
+    note if that is not possible. `name`: the base's. Raises UserError where it is another base."""
+    file = folder.path / BASE_SAMPLE
     if not file.is_file():
         return []
     if quantised:
         return [f"note: {name!r} is quantised, so its weights are not compared with those recorded in {file}"]
-    modules = dict(base.named_modules())
+    refusal, modules = f"{folder.where} is for another base than {name!r}", dict(model.named_modules())
     for module, recorded in read_json(file).get("modules", {}).items():
         layer = modules.get(module)
         if not hasattr(layer, "base_layer"):
-            raise UserError(f"{where} is for another base than {name!r}, where {module} has no adapter")
+            raise UserError(f"{refusal}, where {module} has no adapter")
         weight = adapted_weight(layer)
-        with gathered(weight):
+        with strategy.gathered(weight, written=False):
             sample = sample_weights(weight)
         if differs(recorded, sample):
-            raise UserError(f"{where} is for another base: {module} in {name!r} has other weights. Name its own base")
+            raise UserError(f"{refusal}, where {module} has other weights. Name its own base")
     return []

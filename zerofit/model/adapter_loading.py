@@ -7,7 +7,6 @@ ones at random. Here both are errors, and so is a base with the right shapes and
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +17,9 @@ from zerofit.model.adapter_folder import (
     CLASSIFIERS,
     TASK_TYPES,
     AdapterFolder,
+    Base,
     adapter_settings,
-    base_revision,
     check_base_weights,
-    find_base,
     name_some,
     trained_config,
 )
@@ -43,7 +41,6 @@ from zerofit.recipe.options import TrainingRecipe
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-    from transformers import PretrainedConfig
 
     from zerofit.strategy.strategy import Strategy
 
@@ -69,10 +66,8 @@ class AdaptedModel:
 
 def load_with_adapter(
     folder: AdapterFolder,
-    base: str | None = None,
+    base: Base,
     *,
-    base_option: str = "base",
-    named_with: str = "--base",
     precision: str | None = None,
     quantised: str = "refuse",
     trust_remote_code: bool = False,
@@ -80,7 +75,6 @@ def load_with_adapter(
     """Load the base, and the adapter onto it.
 
     Args:
-        base, base_option, named_with: see find_base.
         precision: fp32, bf16 or fp16; None: that of the base.
         quantised: what to do with a quantised base: "refuse", "dequantize" or "keep".
 
@@ -89,49 +83,35 @@ def load_with_adapter(
     """
     import transformers
 
-    where = f"adapter = {str(folder.path)!r}"
-    option, name, config = find_base(folder, base, base_option, named_with, trust_remote_code)
-    is_quantised = getattr(config, "quantization_config", None) is not None
+    is_quantised = getattr(base.config, "quantization_config", None) is not None
     if is_quantised and quantised == "refuse":
-        raise UserError(f"{option} = {name!r} is quantised. Name its original with {named_with}, or say --dequantize")
-    config, notes = trained_config(folder, config, where, name)
-    _, head = TASK_TYPES[folder.settings.get("task_type") or _task_type(config)]
-    auto_class = getattr(transformers, f"AutoModelFor{head}")
+        raise UserError(f"{base.option} = {base.name!r} is quantised. Name its original, or say --dequantize")
+    config, notes = trained_config(folder, base.config)
+    task_type = folder.settings.get("task_type")
+    if task_type is None:
+        classifiers = [kind for kind in CLASSIFIERS if has_head(config, TASK_TYPES[kind][1])]
+        task_type = "SEQ_2_SEQ_LM" if config.is_encoder_decoder else (*classifiers, "CAUSAL_LM")[0]
+    auto_class = getattr(transformers, f"AutoModelFor{TASK_TYPES[task_type][1]}")
     if not has_model(auto_class, config):
-        raise UserError(f"{where}: {name!r} is a {config.model_type}, and there is no {auto_class.__name__} for it")
-    model, missing = read_model(
-        auto_class,
-        option,
-        name,
-        config,
-        precision=precision,
-        trust_remote_code=trust_remote_code,
-        **base_revision(folder, base),
-    )
+        kind = config.model_type
+        raise UserError(f"{folder.where}: {base.name!r} is a {kind}, and there is no {auto_class.__name__} for it")
+    reading: Any = {"precision": precision, "trust_remote_code": trust_remote_code, "revision": base.revision}
+    model, missing = read_model(auto_class, base.option, base.name, config, **reading)
     if lacking := [weight for weight in missing if weight not in folder.full_weights]:
-        raise UserError(f"{where} and {name!r} lack {name_some(lacking)}. Name the adapter's own base")
+        raise UserError(f"{folder.where} and {base.name!r} lack {name_some(lacking)}. Name the adapter's own base")
     if is_quantised and quantised == "dequantize":
-        model = _dequantize(model, option, name)
-    settings = adapter_settings(folder, where)
-    for tied in trained_apart(folder.tensors, model, settings):
+        model = _dequantize(model, base.name)
+    for tied in trained_apart(folder, model):
         for weight in tied[1:]:
             owner, _, attribute = weight.rpartition(".")
             own = torch.nn.Parameter(model.get_parameter(weight).detach().clone(), requires_grad=False)
             setattr(model.get_submodule(owner), attribute, own)
         model.config.tie_word_embeddings = False
-    saved = _saved_modules(folder, model, settings)
-    adapted, more = _inject(folder, model, name, ALONE, settings, quantised=is_quantised, saved=saved, where=where)
-    return AdaptedModel(adapted.eval(), name, auto_class, [*notes, *more])
+    adapted, more = inject_adapter(folder, model, base.name, ALONE, quantised=is_quantised, as_peft_model=True)
+    return AdaptedModel(adapted.eval(), base.name, auto_class, [*notes, *more])
 
 
-def _task_type(config: "PretrainedConfig") -> str:
-    """The task of a model whose adapter does not name one."""
-    if config.is_encoder_decoder:
-        return "SEQ_2_SEQ_LM"
-    return next((kind for kind in CLASSIFIERS if has_head(config, TASK_TYPES[kind][1])), "CAUSAL_LM")
-
-
-def _dequantize(model: Any, option: str, name: str) -> Any:
+def _dequantize(model: Any, name: str) -> Any:
     try:
         model = model.dequantize()
     except (NotImplementedError, ValueError, ImportError) as error:
@@ -147,39 +127,24 @@ def _dequantize(model: Any, option: str, name: str) -> Any:
     return model
 
 
-def inject_adapter(
-    folder: AdapterFolder, model: torch.nn.Module, name: str, strategy: "Strategy", quantised: bool
-) -> list[str]:
-    """Inject an adapter's layers into a model of build_model, as training does, and load its weights. Returns notes.
-    `name`: the base's, for messages. `quantised`: the base's weights are. Raises UserError where the adapter is for
-    another base."""
-    settings = adapter_settings(folder, _where(folder))
-    saved = _saved_modules(folder, model, settings)
-    return _inject(folder, model, name, strategy, settings, quantised=quantised, saved=saved)[1]
-
-
 def continue_adapter(
     folder: AdapterFolder, model: torch.nn.Module, recipe: TrainingRecipe, strategy: "Strategy"
 ) -> Adapter:
     """Inject an adapter that is trained on into a model of build_model: its layers, and the modules that it has in
     full, are trained further. Raises UserError where it is for another base."""
-    original = adapter_settings(folder, _where(folder))
+    original = adapter_settings(folder)
     settings = replace(original, inference_mode=False, init_lora_weights=True, lora_dropout=recipe.lora_dropout)
     drawn = [name for name in getattr(model, "initialized_weights", ()) if name not in folder.full_weights]
     fresh = [*(name.rpartition(".")[0] for name in drawn), *getattr(model, "resized_modules", ())]  # in no file yet
     saved = with_tied(model, [*_saved_modules(folder, model, settings), *fresh])
     base, quantised = str(recipe.model_name_or_path), recipe.quantised is not None
     torch.manual_seed(recipe.seed)
-    _, notes = _inject(folder, model, base, strategy, settings, quantised=quantised, saved=saved)
+    _, notes = inject_adapter(folder, model, base, strategy, quantised=quantised, settings=settings, saved=saved)
     written = replace(original, base_model_name_or_path=published_base(base), lora_dropout=recipe.lora_dropout)
     adapter = make_trainable(model, written, saved, strategy)
     lines = [f"{folder.path}, trained on: {adapter.note}"]
     lines += [f"note      {each.removeprefix('note: ')}" for each in notes]
     return replace(adapter, note="\n".join(lines), base=base)
-
-
-def _where(folder: AdapterFolder) -> str:
-    return f"model_name_or_path = {str(folder.path)!r}"
 
 
 def _saved_modules(folder: AdapterFolder, model: torch.nn.Module, settings: "LoraConfig") -> list[str]:
@@ -192,30 +157,39 @@ def _saved_modules(folder: AdapterFolder, model: torch.nn.Module, settings: "Lor
     return list(dict.fromkeys([*names, *(owner for owner in has_weight if owner in inside)]))
 
 
-def _inject(
+def inject_adapter(
     folder: AdapterFolder,
     model: Any,
     name: str,
     strategy: "Strategy",
-    settings: "LoraConfig",
     *,
     quantised: bool,
-    saved: list[str],
-    where: str | None = None,
+    settings: "LoraConfig | None" = None,
+    saved: list[str] | None = None,
+    as_peft_model: bool = False,
 ) -> tuple[Any, list[str]]:
-    """Inject the adapter's layers, and load all weights of its file into them and the modules that it has in full.
-    Returns the PeftModel of a tool, which says `where`, and notes."""
+    """Inject the adapter's layers into its base, and load all weights of its file into them and the modules that it
+    has in full. Returns the model, or a PeftModel of it, and notes.
+
+    Args:
+        name: the base's, for messages.
+        quantised: the base's weights are, or were.
+        settings, saved: None: those of the adapter, and the modules that it has in full.
+
+    Raises:
+        UserError: the adapter is for another base.
+    """
     from peft import PeftModel, get_peft_model_state_dict, inject_adapter_in_model
 
-    wrap = PeftModel if where else lambda model, settings, name: inject_adapter_in_model(settings, model, name)
-    where = where or _where(folder)
-    refusal = f"{where} is for another base than {name!r}"
-    settings = replace(
-        settings, modules_to_save=None, exclude_modules=inside_of(model, saved) or settings.exclude_modules
-    )
+    settings = settings or adapter_settings(folder)
+    saved = _saved_modules(folder, model, settings) if saved is None else saved
+    refusal = f"{folder.where} is for another base than {name!r}"
+    inside = inside_of(model, saved)
+    settings = replace(settings, modules_to_save=None, exclude_modules=inside or settings.exclude_modules)
     check_expert_targets(sorted(settings.target_parameters or ()), strategy)
     try:
-        adapted = wrap(model, settings, NAME)
+        inject: Any = PeftModel if as_peft_model else inject_adapter_in_model
+        adapted = inject(model=model, peft_config=settings, adapter_name=NAME)
     except ValueError as error:  # nothing matches target_modules
         raise UserError(f"{refusal}: {first_line(error)}") from None
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -226,10 +200,10 @@ def _inject(
     if unplaced or unfilled:
         problem = f"no place for {name_some(unplaced)}" if unplaced else f"no weights for {name_some(unfilled)}"
         raise UserError(f"{refusal}: {problem}")
-    for tied in trained_apart(tensors, model, settings):
+    for tied in trained_apart(folder, model):
         raise UserError(
-            f"{where}: {tied[0]} and {tied[-1]} are one weight in {name!r}, and the adapter trained them apart. "
-            f"Make a full model of it: {merge_command(str(folder.path))}"
+            f"{folder.where}: {tied[0]} and {tied[-1]} are one weight in {name!r}, and the adapter trained them "
+            f"apart. Make a full model of it: {merge_command(str(folder.path))}"
         )
     for key, tensor in tensors.items():
         parameter = adapter_parameters.get(key, parameters.get(key))
@@ -241,20 +215,19 @@ def _inject(
         with strategy.gathered(parameter), torch.no_grad():
             parameter.copy_(tensor)
     mark_magnitudes(model, strategy)
-    gathered = partial(strategy.gathered, written=False)
-    return adapted, check_base_weights(model, folder.path, where, name, quantised=quantised, gathered=gathered)
+    return adapted, check_base_weights(model, folder, name, strategy, quantised)
 
 
-def trained_apart(tensors: dict[str, torch.Tensor], model: torch.nn.Module, settings: "LoraConfig") -> list[list[str]]:
+def trained_apart(folder: AdapterFolder, model: torch.nn.Module) -> list[list[str]]:
     """Names of each weight that the base uses twice (its embeddings, as the head) and the adapter trained apart."""
-    tensors = {key.replace(".base_layer.", "."): tensor for key, tensor in tensors.items()}  # below an adapter
+    tensors = {key.replace(".base_layer.", "."): tensor for key, tensor in folder.tensors.items()}  # below an adapter
     names: dict[int, list[str]] = {}
     for key, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(key.replace(".base_layer.", "."))
     found = []
     for tied in names.values():
         own = [tensors[key] for key in tied if key in tensors]
-        lacks_one = len(own) != len(tied) and not settings.ensure_weight_tying
+        lacks_one = len(own) != len(tied) and not folder.settings.get("ensure_weight_tying")
         if own and (lacks_one or any(not torch.equal(own[0], other) for other in own[1:])):
             found.append(tied)
     return found

@@ -66,15 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     gguf = Path(options.gguf).expanduser() if options.gguf else None
     converter = find_converter(gguf) if gguf else []
     silence_libraries()
-    notes = merge(
-        folder,
-        output,
-        base=options.base,
-        precision=options.precision,
-        dequantize=options.dequantize,
-        trust_remote_code=options.trust_remote_code,
-    )
-    log_lines(*notes, f"merged model  {output}")
+    log_lines(*merge(folder, output, options), f"merged model  {output}")
     if gguf:
         log_lines(to_gguf(converter, output, gguf))
     return 0

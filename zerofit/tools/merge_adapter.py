@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel
 
 from zerofit import __version__
-from zerofit.model.adapter_folder import AdapterFolder
+from zerofit.model.adapter_folder import AdapterFolder, find_base
 from zerofit.model.adapter_loading import AdaptedModel, load_with_adapter
 from zerofit.model.configuration import read_config, usable_positions
 from zerofit.model.export import export_model, write_card
-from zerofit.model.pretrained_io import atomic_folder, check_output, read_model, read_tokenizer
+from zerofit.model.pretrained_io import atomic_folder, read_model, read_tokenizer
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import without_folders
 
@@ -24,45 +24,44 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 ROWS, LENGTH = 3, 16
 
 
-def merge(
-    folder: AdapterFolder,
-    output: Path,
-    *,
-    base: str | None = None,
-    precision: str | None = None,
-    dequantize: bool = False,
-    trust_remote_code: bool = False,
-) -> list[str]:
+def merge(folder: AdapterFolder, output: Path, options: Any) -> list[str]:
     """Merge the adapter into its base and write the result to `output`: complete, or not at all. Returns notes.
-
-    Args:
-        base: the base's folder or hub name; None: the one that the adapter names.
-        precision: fp32, bf16 or fp16; None: that of the base.
+    `options`: of `zerofit merge`.
 
     Raises:
         UserError: the adapter and the base do not fit together, or cannot be loaded.
         RuntimeError: the merged model differs from the adapted one. Nothing is written then.
     """
-    check_output(output)
+    trust = options.trust_remote_code
     adapted = load_with_adapter(
         folder,
-        base,
-        precision=precision,
-        quantised="dequantize" if dequantize else "refuse",
-        trust_remote_code=trust_remote_code,
+        find_base(folder, options.base, trust_remote_code=trust),
+        precision=options.precision,
+        quantised="dequantize" if options.dequantize else "refuse",
+        trust_remote_code=trust,
     )
-    tokenizer = _tokenizer(folder, adapted, trust_remote_code)
-    probe = Probe(adapted.model.get_base_model())
-    before = probe.logits(adapted.model.get_base_model())
+    plain = adapted.model.get_base_model()
+    option, place = ("adapter", str(folder.path)) if folder.has_tokenizer else ("base", adapted.base)
+    tokenizer = read_tokenizer(option, place, plain.config, trust)
+    probe = Probe(plain)
+    before = probe.logits(plain)
     if not before.isfinite().all():
-        raise UserError(f"adapter = {str(folder.path)!r} gives logits that are not finite: its training has diverged")
+        raise UserError(f"{folder.where} gives logits that are not finite: its training has diverged")
+    del plain
     model = fold(adapted)
     notes = [*adapted.notes, probe.compare(before, model, "merged")]
     with atomic_folder(output) as partial:
-        _write(model, folder, tokenizer, partial)
+        if (folder.path / "generation_config.json").is_file() and hasattr(model, "generation_config"):
+            model.generation_config = GenerationConfig.from_pretrained(folder.path)
+        for error in export_model(model, model.state_dict().items(), tokenizer, partial).values():
+            raise error
         write_card(partial, _card(model, folder, adapted, notes))
         del model, adapted.model  # there are never two models in memory
-        again = _read_back(adapted, partial, trust_remote_code)
+        config = read_config("output", str(partial), trust)
+        reading = {"precision": None, "trust_remote_code": trust}
+        again, missing = read_model(adapted.auto_class, "output", str(partial), config, **reading)
+        if missing:
+            raise RuntimeError(f"the written folder lacks {missing[:3]}. Nothing is written")
         notes.append(probe.compare(before, again, "read back"))
     return notes
 
@@ -73,10 +72,15 @@ def fold(adapted: AdaptedModel) -> PreTrainedModel:
     A matrix that the base uses twice (its embeddings, as the head) becomes two where the adapter tells them apart, and
     stays one where it does not.
     """
-    tied = adapted.model.get_base_model().config.tie_word_embeddings
-    _untie(adapted.model)
+    model: Any = adapted.model
+    tied = model.get_base_model().config.tie_word_embeddings
+    owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    for module in model.modules():
+        weight = getattr(getattr(module, "base_layer", None), "weight", None)
+        if weight is not None and owners[id(weight)] > 1:
+            module.base_layer.weight = torch.nn.Parameter(weight.detach().clone(), requires_grad=False)
     try:
-        model = adapted.model.merge_and_unload()
+        model = model.merge_and_unload()
     except (ValueError, RuntimeError) as error:
         raise UserError(f"this kind of adapter cannot be merged: {first_line(error)}") from None
     head = model.get_output_embeddings()
@@ -84,14 +88,6 @@ def fold(adapted: AdaptedModel) -> PreTrainedModel:
         model.config.tie_word_embeddings = True
         model.tie_weights()
     return model
-
-
-def _untie(model: Any) -> None:
-    owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    for module in model.modules():
-        weight = getattr(getattr(module, "base_layer", None), "weight", None)
-        if weight is not None and owners[id(weight)] > 1:
-            module.base_layer.weight = torch.nn.Parameter(weight.detach().clone(), requires_grad=False)
 
 
 class Probe:
@@ -133,32 +129,6 @@ class Probe:
         if not difference <= allowed:
             raise RuntimeError(f"{what}: logits differ by {difference:.1e}, rounding explains {allowed:.1e}")
         return f"{what:<12}  logits differ by {difference:.1e} of a spread of {spread:.1e}, in {dtype}"
-
-
-def _tokenizer(folder: AdapterFolder, adapted: AdaptedModel, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The tokenizer beside the adapter, with which it was trained; else the base's."""
-    config = adapted.model.get_base_model().config
-    if folder.has_tokenizer:
-        return read_tokenizer("adapter", str(folder.path), config, trust_remote_code)
-    return read_tokenizer("base", adapted.base, config, trust_remote_code)
-
-
-def _write(model: PreTrainedModel, folder: AdapterFolder, tokenizer: PreTrainedTokenizerBase, partial: Path) -> None:
-    if (folder.path / "generation_config.json").is_file() and hasattr(model, "generation_config"):
-        model.generation_config = GenerationConfig.from_pretrained(folder.path)
-    failed = export_model(model, model.state_dict().items(), tokenizer, partial)
-    for error in failed.values():
-        raise error
-
-
-def _read_back(adapted: AdaptedModel, partial: Path, trust_remote_code: bool) -> PreTrainedModel:
-    config = read_config("output", str(partial), trust_remote_code)
-    model, missing = read_model(
-        adapted.auto_class, "output", str(partial), config, precision=None, trust_remote_code=trust_remote_code
-    )
-    if missing:
-        raise RuntimeError(f"the written folder lacks {missing[:3]}. Nothing is written")
-    return model
 
 
 def _card(model: PreTrainedModel, folder: AdapterFolder, adapted: AdaptedModel, notes: list[str]) -> str:

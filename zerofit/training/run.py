@@ -29,7 +29,7 @@ from zerofit.health.anomaly import ACTIONS, MAX_IN_A_ROW, Anomaly, AnomalyDetect
 from zerofit.health.out_of_memory import explain_failure
 from zerofit.health.shutdown import ShutdownHandler, StopReason
 from zerofit.health.slow_ranks import RankClock, RankSeconds, SlowRanks
-from zerofit.model.adapter_folder import trained_on_configuration
+from zerofit.model.adapter_folder import trained_config
 from zerofit.model.parameters import count_parameters
 from zerofit.model.preflight import safe_precision
 from zerofit.model.stages import whole_model
@@ -166,7 +166,7 @@ class Run:
         if self.stored is not None:
             return self.stored.configuration(config)
         if self.config.adapter is not None:
-            config, _ = trained_on_configuration(self.config.adapter, config, self.recipe)
+            config, _ = trained_config(self.config.adapter, config, self.recipe.config_overrides)
         return config
 
     def start(self, data: TaskData) -> None:

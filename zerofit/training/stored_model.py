@@ -13,7 +13,7 @@ from zerofit.model.adapter_folder import (
     find_base,
     name_some,
     open_adapter,
-    trained_on_configuration,
+    trained_config,
 )
 from zerofit.model.adapter_loading import inject_adapter
 from zerofit.model.configuration import TRAINED_WITH, is_adapter, model_folder, work_offline_without_network
@@ -61,7 +61,7 @@ class StoredModel:
                 raise UserError(f"model_name_or_path = {name!r} is an adapter of train/{script}.py: use that")
             if adapter.has_tokenizer and not recipe.tokenizer_name:
                 recipe.adopt("tokenizer_name", name, "the adapter")
-            name = find_base(adapter, named_with=NAMED_WITH, trust_remote_code=recipe.trust_remote_code)[1]
+            name = find_base(adapter, named_with=NAMED_WITH, trust_remote_code=recipe.trust_remote_code).name
         reads_as = str(adapter.path) if adapter is not None and adapter.has_tokenizer else name
         notes = recipe.adopt_inputs(trained_with(reads_as))
         recipe.adopt("model_name_or_path", name, "--model_name_or_path")
@@ -78,7 +78,7 @@ class StoredModel:
     def configuration(self, config: PretrainedConfig) -> PretrainedConfig:
         """The configuration that the model was trained with, where the adapter changes that of its base."""
         if self.adapter is not None:
-            config, notes = trained_on_configuration(self.adapter, config, self.recipe)
+            config, notes = trained_config(self.adapter, config, self.recipe.config_overrides)
             self.notes.extend(notes)
         return config
 
@@ -92,7 +92,7 @@ class StoredModel:
         model are nowhere."""
         if self.adapter is not None:
             quantised = self.recipe.quantised is not None
-            self.notes.extend(inject_adapter(self.adapter, model, self.base, strategy, quantised))
+            self.notes.extend(inject_adapter(self.adapter, model, self.base, strategy, quantised=quantised)[1])
         lacking = [name for name in getattr(model, "initialized_weights", ()) if name not in self.swapped_in]
         if lacking:
             raise UserError(

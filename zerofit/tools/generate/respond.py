@@ -23,7 +23,7 @@ from zerofit.data.chat.instructions import SYSTEMS, given_in, optional_text, tur
 from zerofit.data.chat.samples import unread_note
 from zerofit.data.prompts import Messages, Prompt, Renderer
 from zerofit.data.records import BadRecord
-from zerofit.model.adapter_folder import AdapterFolder, find_base, open_adapter
+from zerofit.model.adapter_folder import AdapterFolder, Base, find_base, open_adapter
 from zerofit.model.adapter_loading import load_with_adapter
 from zerofit.model.chat import TEMPLATE_ARGUMENTS, Conversation, named_template, unread_keys
 from zerofit.model.configuration import has_model, is_adapter, model_folder, read_config, usable_positions
@@ -48,11 +48,10 @@ NAMED_WITH = "--model BASE --adapter FOLDER"
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Says where the model comes from: its folder or hub name, or that of its base, and its adapter."""
+    """Says where the model comes from."""
 
-    name: str
+    base: Base  # of the adapter, or the model itself
     adapter: AdapterFolder | None
-    config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
 
 
@@ -63,50 +62,41 @@ def find_model(options: Any) -> ModelSource:
     if not (is_adapter(name) or options.adapter):
         config = read_config("model", name, trust)
         _auto_class(config, name)
-        return ModelSource(name, None, config, read_tokenizer("model", name, config, trust))
+        return ModelSource(Base("model", name, config), None, read_tokenizer("model", name, config, trust))
     names_adapter = is_adapter(name)
     if names_adapter and options.adapter:
         raise UserError(f"model = {name!r} is an adapter, and adapter = {options.adapter!r} too: name one")
     adapter = open_adapter(options.adapter or name, "adapter" if options.adapter else "model")
-    option, base, config = find_base(adapter, None if names_adapter else name, "model", NAMED_WITH, trust)
+    base = find_base(adapter, None if names_adapter else name, "model", NAMED_WITH, trust)
     if adapter.classifies:
         raise UserError(f"{str(adapter.path)!r} is the adapter of a classifier, which writes no text")
-    _auto_class(config, base)
-    where = ("adapter", str(adapter.path)) if adapter.has_tokenizer else (option, base)
-    return ModelSource(base, adapter, config, read_tokenizer(*where, config, trust))
+    _auto_class(base.config, base.name)
+    option, place = ("adapter", str(adapter.path)) if adapter.has_tokenizer else (base.option, base.name)
+    return ModelSource(base, adapter, read_tokenizer(option, place, base.config, trust))
 
 
 def load(source: ModelSource, options: Any) -> PreTrainedModel:
     """The model on its device, with its adapter if there is one. Raises UserError: its weights cannot be loaded, are
     incomplete, or do not fit the adapter."""
-    device, trust = accelerator(), options.trust_remote_code
+    device, base = accelerator(), source.base
     precision = options.precision or ("fp32" if device.type == "cpu" else None)
+    reading = {"precision": precision, "trust_remote_code": options.trust_remote_code}
     if source.adapter:
-        adapted = load_with_adapter(
-            source.adapter,
-            source.name if options.adapter else None,
-            base_option="model",
-            named_with=NAMED_WITH,
-            quantised="keep",
-            precision=precision,
-            trust_remote_code=trust,
-        )
+        adapted = load_with_adapter(source.adapter, base, quantised="keep", **reading)
         for note in adapted.notes:
             log_to_stderr(note)
         model = adapted.model.get_base_model()
         if (source.adapter.path / "generation_config.json").is_file():  # its settings for generation
             model.generation_config = GenerationConfig.from_pretrained(source.adapter.path)
     else:
-        auto_class = _auto_class(source.config, source.name)
-        model, missing = read_model(
-            auto_class, "model", source.name, source.config, precision=precision, trust_remote_code=trust
-        )
+        auto_class = _auto_class(base.config, base.name)
+        model, missing = read_model(auto_class, base.option, base.name, base.config, **reading)
         if missing:
-            raise UserError(f"model = {source.name!r} lacks {len(missing)} weights, such as {missing[0]}")
+            raise UserError(f"model = {base.name!r} lacks {len(missing)} weights, such as {missing[0]}")
     if getattr(model, "hf_quantizer", None) is None:  # quantised weights are on their device already
         model.to(device)
     adapter = f" with the adapter {source.adapter.path}" if source.adapter else ""
-    log_to_stderr(f"model {source.name}{adapter} in {str(model.dtype).removeprefix('torch.')} on {model.device}")
+    log_to_stderr(f"model {base.name}{adapter} in {str(model.dtype).removeprefix('torch.')} on {model.device}")
     return model
 
 
@@ -271,7 +261,8 @@ def respond(options: GenerateOptions) -> int:
         named_template(options.chat_template)
     source = find_model(options)
     how = (options.chat_template, options.raw, options.system_prompt)
-    renderer = Renderer(source.tokenizer, source.config, *how, languages=(options.source_lang, options.target_lang))
+    languages = (options.source_lang, options.target_lang)
+    renderer = Renderer(source.tokenizer, source.base.config, *how, languages=languages)
     chats = [prompt for prompt in prompts if isinstance(prompt, Conversation)]
     if options.chat or chats:
         renderer.check_conversations()
