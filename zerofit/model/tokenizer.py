@@ -9,9 +9,7 @@ Marian's multilingual models have one for the target, written before the source 
 import hashlib
 import json
 import re
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from difflib import get_close_matches
@@ -242,13 +240,10 @@ def tokenizer_from_vocabulary_files(vocab_file: str, merge_file: str) -> "PreTra
         raise UserError(f"vocab_file = {vocab_file!r} is not a JSON file: {first_line(error)}") from None
     if not isinstance(vocabulary, dict) or END_OF_TEXT not in vocabulary:
         raise UserError(f"vocab_file = {vocab_file!r} has no {END_OF_TEXT}. Name a folder with a tokenizer.json")
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copyfile(Path(vocab_file).expanduser(), Path(folder) / "vocab.json")
-        shutil.copyfile(Path(merge_file).expanduser(), Path(folder) / "merges.txt")
-        try:
-            tokenizer = GPT2Tokenizer.from_pretrained(folder)
-        except Exception as error:  # tokenizers raises nothing but Exception
-            raise UserError(f"merge_file = {merge_file!r} is not of vocab_file: {first_line(error)}") from None
+    try:
+        tokenizer = GPT2Tokenizer(*BPE.read_file(*(str(Path(file).expanduser()) for file in (vocab_file, merge_file))))
+    except Exception as error:  # tokenizers raises nothing but Exception
+        raise UserError(f"merge_file = {merge_file!r} is not of vocab_file: {first_line(error)}") from None
     tokenizer.name_or_path = vocab_file
     return tokenizer
 
@@ -308,9 +303,7 @@ def train_tokenizer(
         partial = temporary_path(folder)
         trained.save_pretrained(partial)
         put_in_place(partial, folder)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    tokenizer.requested_size = vocab_size
-    return tokenizer
+    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def check_vocabulary(
@@ -318,17 +311,7 @@ def check_vocabulary(
 ) -> str | None:
     """Check that model and tokenizer belong together: a model may have up to 1,024 rows more than the tokenizer has
     tokens (a padded size), but not fewer. A model from scratch gets the tokenizer's size, and so does a pretrained one
-    with resize_embeddings. Returns sentences for the log."""
-    note, requested = _fit_vocabulary(config, tokenizer, recipe), getattr(tokenizer, "requested_size", 0)
-    if not requested or len(tokenizer) >= requested:
-        return note
-    few = f"note      train_tokenizer_vocab_size = {requested}: the text yields no more than {len(tokenizer):,} tokens"
-    return f"{few}\n{note}" if note else few
-
-
-def _fit_vocabulary(
-    config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase", recipe: "TrainingRecipe"
-) -> str | None:
+    with resize_embeddings. Returns a sentence for the log."""
     from_scratch = not recipe.model_name_or_path
     vocab_size_is_set = "vocab_size" in overrides_of(recipe.config_overrides)
     tokens, rows, max_padding = producible_tokens(tokenizer), config.vocab_size, 1024
