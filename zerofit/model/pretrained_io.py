@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerofit.model.configuration import check_quantiser, from_hub_or_folder, has_tokenizer
-from zerofit.model.tokenizer import load_named_tokenizer
+from zerofit.model.configuration import check_quantiser, from_hub_or_folder
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import temporary_path
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig
 
 WRAPPERS = {  # a key_mapping: what torch.compile, FSDP and DDP put into the names of weights is not part of them
     **{rf"\b{name}\.": "" for name in ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")},
@@ -26,18 +25,6 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 def of_wrappers(step: Any) -> bool:
     """Return whether a step of loading takes away the name of a wrapper, which saving must not undo."""
     return not WRAPPERS.keys().isdisjoint(step.source_patterns)
-
-
-def read_tokenizer(
-    option: str, name: str, config: "PretrainedConfig", trust_remote_code: bool = False
-) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a stored model; its folder may hold bare vocabulary files."""
-    if Path(name).is_dir() and not has_tokenizer(Path(name)):
-        raise UserError(f"{option} = {name!r}: the folder has no tokenizer. Copy the model's tokenizer files into it")
-    try:
-        return load_named_tokenizer(option, name, config, trust_remote_code)
-    except UserError as error:
-        raise UserError(f"{option}: the tokenizer: {str(error).partition(': ')[2] or error}") from None
 
 
 def read_model(

@@ -197,8 +197,8 @@ def load_named_tokenizer(
     known = getattr(kind, "vocab_files_names", {"": "tokenizer.json"}).values()
     if bare and known and not has_tokenizer(Path(name)) and not any((Path(name) / file).exists() for file in known):
         raise UserError(
-            f"{option} = {name!r}: the folder has no tokenizer. Copy the model's tokenizer files into it, or name "
-            "their folder with --tokenizer_name"
+            f"{option} = {name!r}: the folder has no tokenizer. Copy the model's tokenizer files into it, or in "
+            "training name their folder with --tokenizer_name"
         )
     if kind and config is not None:
         more = dict(family_of(config).bare_tokenizer_options)

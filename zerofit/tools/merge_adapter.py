@@ -14,7 +14,8 @@ from zerofit.model.adapter_folder import AdapterFolder, find_base
 from zerofit.model.adapter_loading import AdaptedModel, load_with_adapter
 from zerofit.model.configuration import read_config, usable_positions
 from zerofit.model.export import export_model, write_card
-from zerofit.model.pretrained_io import atomic_folder, read_model, read_tokenizer
+from zerofit.model.pretrained_io import atomic_folder, read_model
+from zerofit.model.tokenizer import load_named_tokenizer
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import without_folders
 
@@ -42,7 +43,7 @@ def merge(folder: AdapterFolder, output: Path, options: Any) -> list[str]:
     )
     plain = adapted.model.get_base_model()
     option, place = ("adapter", str(folder.path)) if folder.has_tokenizer else ("base", adapted.base)
-    tokenizer = read_tokenizer(option, place, plain.config, trust)
+    tokenizer = load_named_tokenizer(option, place, plain.config, trust)
     probe = Probe(plain)
     before = probe.logits(plain)
     if not before.isfinite().all():

@@ -28,8 +28,8 @@ from zerofit.model.preflight import (
     install_chosen_loss,
     random_tokens,
 )
-from zerofit.model.pretrained_io import read_model, read_tokenizer
-from zerofit.model.tokenizer import check_vocabulary, pad_vocabulary
+from zerofit.model.pretrained_io import read_model
+from zerofit.model.tokenizer import check_vocabulary, load_named_tokenizer, pad_vocabulary
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import atomic_file, cache_root
 from zerofit.recipe.tasks import ClmRecipe, DpoRecipe
@@ -77,7 +77,7 @@ def load_teacher(run: "Run", student: Any, data: TextData, collate: Any) -> Teac
     rows, own = config.vocab_size, student.config.vocab_size
     if rows != own:
         raise UserError(f"{stated}: its vocabulary has {rows:,} rows, and the student's {own:,}. {ANOTHER}")
-    if read_tokenizer("teacher", name, config, trust).get_vocab() != data.tokenizer.get_vocab():
+    if load_named_tokenizer("teacher", name, config, trust).get_vocab() != data.tokenizer.get_vocab():
         raise UserError(f"{stated} has another vocabulary than the student. Name the teacher's with tokenizer_name")
     choose_length("block_size", data.block_size, stated, config)
     config.use_cache = False

@@ -27,8 +27,8 @@ from zerofit.model.adapter_folder import AdapterFolder, Base, find_base, open_ad
 from zerofit.model.adapter_loading import load_with_adapter
 from zerofit.model.chat import TEMPLATE_ARGUMENTS, Conversation, named_template, unread_keys
 from zerofit.model.configuration import has_model, is_adapter, model_folder, read_config, usable_positions
-from zerofit.model.pretrained_io import read_model, read_tokenizer, silence_libraries
-from zerofit.model.tokenizer import first_target_tokens, padding_token
+from zerofit.model.pretrained_io import read_model, silence_libraries
+from zerofit.model.tokenizer import first_target_tokens, load_named_tokenizer, padding_token
 from zerofit.recipe.errors import UserError, printable
 from zerofit.recipe.files import read_text
 from zerofit.recipe.parsing import has_half_pair, parse_json
@@ -62,7 +62,7 @@ def find_model(options: Any) -> ModelSource:
     if not (is_adapter(name) or options.adapter):
         config = read_config("model", name, trust)
         _auto_class(config, name)
-        return ModelSource(Base("model", name, config), None, read_tokenizer("model", name, config, trust))
+        return ModelSource(Base("model", name, config), None, load_named_tokenizer("model", name, config, trust))
     names_adapter = is_adapter(name)
     if names_adapter and options.adapter:
         raise UserError(f"model = {name!r} is an adapter, and adapter = {options.adapter!r} too: name one")
@@ -72,7 +72,7 @@ def find_model(options: Any) -> ModelSource:
         raise UserError(f"{str(adapter.path)!r} is the adapter of a classifier, which writes no text")
     _auto_class(base.config, base.name)
     option, place = ("adapter", str(adapter.path)) if adapter.has_tokenizer else (base.option, base.name)
-    return ModelSource(base, adapter, read_tokenizer(option, place, base.config, trust))
+    return ModelSource(base, adapter, load_named_tokenizer(option, place, base.config, trust))
 
 
 def load(source: ModelSource, options: Any) -> PreTrainedModel:
