@@ -23,7 +23,7 @@ tokens there.
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from accelerate import init_empty_weights
 from torch import distributed, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from zerofit.model.export import stored_weights
 from zerofit.model.families import family_of, require_plan
@@ -59,55 +59,31 @@ def draw_share(make: Callable[[], "PreTrainedModel"], keep: Callable[["PreTraine
     of this rank's share."""
     ranks = distributed.get_world_size() if distributed.is_initialized() else 1
     draws = ranks == 1 or distributed.get_rank() == 0
-    with contextlib.nullcontext() if draws else _parameters_without_memory():
+    with contextlib.nullcontext() if draws else init_empty_weights(include_buffers=False):  # rotary frequencies
         model = make()
+    model.tie_weights()  # within the context each name has got a parameter of its own
     drawn = {id(parameter): parameter.data for parameter in model.parameters()}
     keep(model)
     kept = {id(parameter): parameter for parameter in model.parameters()}
+    device = torch.device("cpu")
+    if ranks > 1 and distributed.get_backend() != "gloo":
+        device = torch.accelerator.current_accelerator() or device
     own = {}
     for key in list(drawn):
         whole = drawn.pop(key)
         if ranks > 1:
-            whole = _from_first_rank(whole)
+            whole = torch.empty_like(whole, device=device) if whole.is_meta else whole.to(device)
+            distributed.broadcast(whole, 0)
+            whole = whole.cpu()
         if key in kept:
-            own[key] = _with_values(kept[key], whole)
+            parameter = kept[key]
+            cut = getattr(parameter, "cut", None)
+            own[key] = nn.Parameter(whole if cut is None else cut.of(whole), parameter.requires_grad)
+            own[key].__dict__.update(parameter.__dict__)
+            if hasattr(parameter, "gradient_hook"):
+                own[key].register_hook(parameter.gradient_hook)
     replace_parameters(model, own)
     return model
-
-
-def _from_first_rank(whole: torch.Tensor) -> torch.Tensor:
-    """The first rank's values of a tensor that others have on the meta device."""
-    device = torch.device("cpu")
-    if distributed.get_backend() != "gloo":
-        device = torch.accelerator.current_accelerator() or device
-    values = torch.empty(whole.shape, dtype=whole.dtype, device=device) if whole.is_meta else whole.to(device)
-    distributed.broadcast(values, 0)
-    return values.cpu()
-
-
-def _with_values(parameter: nn.Parameter, whole: torch.Tensor) -> nn.Parameter:
-    cut = getattr(parameter, "cut", None)
-    made = nn.Parameter(whole if cut is None else cut.of(whole), parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)
-    if hasattr(made, "gradient_hook"):
-        made.register_hook(made.gradient_hook)
-    return made
-
-
-@contextlib.contextmanager
-def _parameters_without_memory() -> Iterator[None]:
-    """Put parameters on the meta device as modules take them. Buffers (rotary frequencies) are computed as usual."""
-
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.is_meta:
-            return None
-        return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-
-    handle = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]  # it may return a parameter
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, processors
 from tokenizers.models import BPE
@@ -241,7 +241,8 @@ def tokenizer_from_vocabulary_files(vocab_file: str, merge_file: str) -> "PreTra
     if not isinstance(vocabulary, dict) or END_OF_TEXT not in vocabulary:
         raise UserError(f"vocab_file = {vocab_file!r} has no {END_OF_TEXT}. Name a folder with a tokenizer.json")
     try:
-        tokenizer = GPT2Tokenizer(*BPE.read_file(*(str(Path(file).expanduser()) for file in (vocab_file, merge_file))))
+        contents: Any = BPE.read_file(*(str(Path(file).expanduser()) for file in (vocab_file, merge_file)))
+        tokenizer = GPT2Tokenizer(*contents)
     except Exception as error:  # tokenizers raises nothing but Exception
         raise UserError(f"merge_file = {merge_file!r} is not of vocab_file: {first_line(error)}") from None
     tokenizer.name_or_path = vocab_file
