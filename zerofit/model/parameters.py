@@ -133,17 +133,13 @@ def _matrix_flops(module: torch.nn.Module, head: torch.nn.Module | None = None, 
         for parameter in part.parameters(recurse=False)
     }
     heads = {id(parameter) for parameter in head.parameters()} if head is not None else set()
-    return sum(
-        (6.0 if parameter.requires_grad else 4.0) * true_numel(parameter) * _active(parameter, chosen)
-        for parameter in module.parameters()
-        if len(true_shape(parameter)) >= 2 and (id(parameter) not in lookup or id(parameter) in heads)
-    )
-
-
-def _active(parameter: torch.nn.Parameter, chosen: int | None) -> float:
-    """The part of a weight that a token passes through: of experts (experts, outputs, inputs) those chosen for it."""
-    shape = true_shape(parameter)
-    return chosen / shape[0] if chosen and len(shape) == 3 else 1.0
+    total = 0.0
+    for parameter in module.parameters():
+        shape = true_shape(parameter)
+        if len(shape) >= 2 and (id(parameter) not in lookup or id(parameter) in heads):
+            active = chosen / shape[0] if chosen and len(shape) == 3 else 1.0  # of (experts, outputs, inputs)
+            total += (6.0 if parameter.requires_grad else 4.0) * true_numel(parameter) * active
+    return total
 
 
 MAX_NAMED = 3
@@ -177,21 +173,15 @@ def count_not_finite(model: torch.nn.Module) -> dict[str, tuple[int, bool]]:
     """{weight: (the number of NaN and infinite values that this rank holds of it, whether it holds a shard only)}."""
     counts = {}
     for name, parameter in model.named_parameters():
-        values = _local_values(parameter)
+        values, shard = parameter.detach(), getattr(parameter, "ds_tensor", None)
+        if shard is not None:  # of ZeRO-3, without the padding of the last one
+            before = torch.distributed.get_rank() * shard.numel()
+            values = shard.flatten()[: max(0, vars(parameter)["ds_numel"] - before)]
         if not values.numel() or not values.is_floating_point() or values.element_size() == 1 or values.is_meta:
             continue  # quantised weights are integers, or are scaled
         if not torch.isfinite(torch.stack(torch.aminmax(values))).all():  # without a mask as large as the weight
-            counts[name] = int((~torch.isfinite(values)).sum()), hasattr(parameter, "ds_tensor")
+            counts[name] = int((~torch.isfinite(values)).sum()), shard is not None
     return counts
-
-
-def _local_values(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The values of a parameter that this rank holds; under ZeRO-3 without the padding of the last shard."""
-    shard = getattr(parameter, "ds_tensor", None)
-    if shard is None:
-        return parameter.detach()
-    before = torch.distributed.get_rank() * shard.numel()
-    return shard.flatten()[: max(0, vars(parameter)["ds_numel"] - before)]
 
 
 def replace_parameters(model: torch.nn.Module, others: dict[int, torch.nn.Parameter]) -> None:

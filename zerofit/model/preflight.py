@@ -6,7 +6,6 @@ installed versions.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,7 +64,7 @@ def check_loss(engine: "Engine", recipe: LossOptions) -> str:
         engine.model.eval()
         tokens = random_tokens(*_sizes(engine), count=2)
         inputs = {"input_ids": tokens, "labels": tokens.clone()}
-        difference = loss_difference(engine.model, partial(setattr, engine.module, "loss_kind"), kind, inputs)
+        difference = loss_difference(engine.model, engine.module, inputs)
         engine.model.train()
         if not difference < TOLERANCE[engine.strategy.precision]:
             problem = f"the {kind} loss is not the loss of a {config.model_type}, it differs by {difference:.1e}"
@@ -83,12 +82,14 @@ def check_packing(engine: "Engine", recipe: ModelOptions, collate: "CausalCollat
     where a document sees the one before it."""
     kind, note = engine.module.config.model_type, ""
     collate.flatten = takes_lengths(engine.module)
-    leak = _leaks(engine, collate)
+    engine.model.eval()
+    leak = documents_leak(engine.model, collate, *_sizes(engine))
     if leak and collate.flatten and not recipe.attn_implementation:  # the recipe did not name this kernel
         set_attention(engine.module, SDPA)
         collate.flatten = False
         note = f"attention sdpa: a {kind} does not tell its attention how long documents are"
-        leak = _leaks(engine, collate)
+        leak = documents_leak(engine.model, collate, *_sizes(engine))
+    engine.model.train()
     if leak:
         attention = kernel_of(engine.module)
         sdpa = "" if attention in ("sdpa", "eager") else "--attn_implementation sdpa, or "
@@ -166,14 +167,12 @@ def documents_leak(
 
 
 @torch.no_grad()
-def loss_difference(
-    call: Callable[..., Any], set_kind: Callable[[str], None], kind: str, inputs: dict[str, torch.Tensor]
-) -> float:
-    """The relative difference between the loss of `kind` and the plain one on `inputs`, some of them masked."""
+def loss_difference(call: Callable[..., Any], model: Any, inputs: dict[str, torch.Tensor]) -> float:
+    """The relative difference between a model's loss and the plain one on `inputs`, some of them masked."""
     inputs["labels"][0, ::5] = -100
     losses = []
-    for name in ("full", kind):
-        set_kind(name)
+    for kind in ("full", model.loss_kind):
+        model.loss_kind = kind
         losses.append(call(**inputs).float().item())
     return abs(losses[1] - losses[0]) / max(abs(losses[0]), 1e-12)
 
@@ -184,13 +183,6 @@ def random_tokens(
     """Return (1, count * length) random ids, the same every time."""
     generator = torch.Generator().manual_seed(1)
     return torch.randint(0, vocab_size, (1, count * length), generator=generator).to(device)
-
-
-def _leaks(engine: "Engine", collate: "CausalCollator") -> bool:
-    engine.model.eval()
-    leak = documents_leak(engine.model, collate, *_sizes(engine))
-    engine.model.train()
-    return leak
 
 
 def _choose(model: Any, recipe: LossOptions) -> tuple[str, str]:

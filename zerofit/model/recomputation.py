@@ -92,9 +92,13 @@ class Selected(DispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        kind = _kind(operator)
-        if kind is None or not self._keeps(kind, operator, args, kwargs):
+        kwargs, kind = kwargs or {}, _kind(operator)
+        keeps = kind == "product"
+        if kind == "change":
+            keeps = isinstance(args[0], torch.Tensor) and id(args[0].untyped_storage()) in self.kept
+        elif kind == "attention":
+            keeps = self.keeps_attention and not _drops(operator, args, kwargs)
+        if not keeps:
             return operator(*args, **kwargs)
         result = self.context.__torch_dispatch__(operator, types, args, kwargs)
         for kept in result if isinstance(result, tuple) else (result,):
@@ -102,11 +106,6 @@ class Selected(DispatchMode):
                 storage = kept.untyped_storage()
                 self.kept[id(storage)] = storage
         return result
-
-    def _keeps(self, kind: str, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if kind == "change":
-            return isinstance(args[0], torch.Tensor) and id(args[0].untyped_storage()) in self.kept
-        return kind == "product" or (self.keeps_attention and not _drops(operator, args, kwargs))
 
 
 @functools.cache
