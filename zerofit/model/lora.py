@@ -40,15 +40,12 @@ if TYPE_CHECKING:
 
     from zerofit.strategy.strategy import Strategy
 
-ADAPTABLE = (torch.nn.Linear, Conv1D, torch.nn.Embedding, torch.nn.Conv1d, torch.nn.Conv2d)
-
 
 @dataclass
 class Adapter:
     """The adapter of the model in training."""
 
     config: "LoraConfig"  # as it is saved
-    targets: list[str]  # full names of the modules that have an adapter
     saved: list[str]  # full names of the modules that are fully trained
     base_sample: dict[str, list[float]]  # frozen weights, by module, with which the base is recognised
     note: str  # for the log
@@ -110,13 +107,19 @@ def add_adapter(model: "PreTrainedModel", recipe: TrainingRecipe, task: str, str
         return None
     saved, targets = _saved_modules(model, recipe, task), targets_of(model, recipe)
     modules, of_experts = split_targets(model, targets)
-    _check_targets(model, modules)
+    if ALL_LINEAR in targets and len(targets) > 1:
+        raise UserError(f"lora_target_modules = {' '.join(targets)}: name all-linear alone, or the others")
+    for target in modules if ALL_LINEAR not in targets else ():
+        if not any(f".{name}".endswith(f".{target}") for name, _ in model.named_modules()):
+            raise UserError(_no_match("lora_target_modules", target, _linear_names(model)))
     check_expert_targets(of_experts, strategy, recipe)
     torch.manual_seed(recipe.seed)
+    kinds = [kind for kind, (script, _) in TASK_TYPES.items() if script == model_kind(task)]
+    named = [kind for kind in kinds if TASK_TYPES[kind][1] in type(model).__name__]
     config = inject_lora(
         model,
         recipe,
-        task_type=_task_type(task, type(model).__name__),
+        task_type=(named or kinds)[0],
         exclude_modules=inside_of(model, saved) or None,
         base_model_name_or_path=published_base(recipe.model_name_or_path),
     )
@@ -189,20 +192,12 @@ def make_trainable(
         f"{config.bias}, on {len(layers)} modules{targets}{fully}"
     )
     written = replace(config, modules_to_save=sorted(saved) or None, inference_mode=True)
-    return Adapter(written, list(layers), saved, base_sample(layers, strategy), note)
-
-
-def _task_type(task: str, model_class: str) -> str:
-    """peft's name of the task."""
-    kinds = [kind for kind, (script, _) in TASK_TYPES.items() if script == model_kind(task)]
-    return next((kind for kind in kinds if TASK_TYPES[kind][1] in model_class), kinds[0])
+    return Adapter(written, saved, base_sample(layers, strategy), note)
 
 
 def check_quantisation(recipe: LoraOptions, strategy: "Strategy") -> None:
-    """Raises UserError if the recipe quantises the frozen weights, and this machine or strategy cannot."""
+    """Raises UserError if this machine or strategy cannot quantise the frozen weights, as the recipe does."""
     option = recipe.quantised
-    if option is None:
-        return
     if not torch.accelerator.is_available():
         raise UserError(f"{option} = true needs a GPU, and this machine has none. Remove the option")
     if find_spec("bitsandbytes") is None:
@@ -277,20 +272,6 @@ def check_expert_targets(targets: list[str], strategy: "Strategy", recipe: LoraO
             problems.append(f"{stated} does not go together with {name}. Remove one of them")
     if problems:
         raise UserError(problems)
-
-
-def _check_targets(model: torch.nn.Module, targets: Collection[str]) -> None:
-    if ALL_LINEAR in targets and len(targets) > 1:
-        raise UserError(f"lora_target_modules = {' '.join(targets)}: name all-linear alone, or the others")
-    for target in targets if ALL_LINEAR not in targets else ():
-        matching = [module for name, module in model.named_modules() if f".{name}".endswith(f".{target}")]
-        if not matching:
-            raise UserError(_no_match("lora_target_modules", target, _linear_names(model)))
-        unfit = next((module for module in matching if not isinstance(module, ADAPTABLE)), None)
-        if unfit is not None:
-            raise UserError(
-                f"lora_target_modules: {target!r} is a {type(unfit).__name__}. Fit: {', '.join(_linear_names(model))}"
-            )
 
 
 def _names(option: list[str] | None) -> list[str]:
