@@ -89,50 +89,48 @@ def _forward_with_loss(
         inputs["decoder_input_ids"], targets = shifted_right(self, labels), labels
     else:
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
-    rows = len(targets)
-    targets = targets.reshape(-1)
+    if self.routing is not None:
+        inputs["output_router_logits"] = False  # the model itself would add its auxiliary loss
     if of_rows:
-        routers = {} if self.routing is None else {"output_router_logits": False}
-        return _token_losses(self, targets, *args, **inputs, **routers).view(rows, -1).sum(dim=1)
-    if self.routing is None:
-        return _summed_loss(self, targets, *args, teacher=teacher, **inputs)
+        losses = _loss(self, targets.reshape(-1), *args, of_tokens=True, **inputs)
+        return losses.view(len(targets), -1).sum(dim=1)
+    targets = targets.reshape(-1)
+    if self.routing is None or not self.training:
+        return _loss(self, targets, *args, teacher=teacher, **inputs)
+    with self.routing.watched() as router_logits:
+        loss = _loss(self, targets, *args, teacher=teacher, **inputs)
     if is_token is None and mask is not None and mask.dim() == 2:
         is_token = mask
-    if not self.training:
-        return _summed_loss(self, targets, *args, **inputs, output_router_logits=False)
-    with self.routing.watched() as router_logits:
-        loss = _summed_loss(self, targets, *args, teacher=teacher, **inputs, output_router_logits=False)
     return self.routing.observe(loss, router_logits, is_token)
 
 
-def _summed_loss(
-    self: Any, targets: torch.Tensor, *args: Any, teacher: torch.Tensor | None = None, **inputs: Any
+def _loss(
+    self: Any,
+    targets: torch.Tensor,
+    *args: Any,
+    of_tokens: bool = False,
+    teacher: torch.Tensor | None = None,
+    **inputs: Any,
 ) -> torch.Tensor:
+    """The summed loss; or the plain one of each token, (N,) fp32, 0 where a target is ignored."""
     terms = self.loss_terms if self.training else PLAIN
-    if self.loss_kind == "full":
-        logits = self.original_forward(*args, **inputs).logits.flatten(0, 1).float()
-        loss = F.cross_entropy(
-            logits, targets, ignore_index=IGNORE, reduction="sum", label_smoothing=terms.label_smoothing
-        )
-        if terms.z_loss:
-            loss = loss + terms.z_loss * logits.logsumexp(-1).masked_fill(targets == IGNORE, 0).square().sum()
-        if (distillation := terms.distillation) is not None:
-            assert teacher is not None, "terms that distil need a teacher's states"
-            losses = distillation.losses(logits.log_softmax(-1), distillation.of_teacher(teacher))
-            divergence = losses.masked_fill(targets == IGNORE, 0).sum()
-            loss = terms.hard_weight * loss + distillation.weight * divergence
-        return loss
-    hidden = self.base_model(*args, **inputs).last_hidden_state
-    return self.get_output_embeddings()(hidden.flatten(0, 1), targets, terms=terms, teacher=teacher)
-
-
-def _token_losses(self: Any, targets: torch.Tensor, *args: Any, **inputs: Any) -> torch.Tensor:
-    """Return (N,) fp32; 0 where a target is ignored."""
-    if self.loss_kind == "full":
-        logits = self.original_forward(*args, **inputs).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=IGNORE, reduction="none")
-    hidden = self.base_model(*args, **inputs).last_hidden_state
-    return self.get_output_embeddings()(hidden.flatten(0, 1), targets, of_tokens=True)
+    if self.loss_kind != "full":
+        hidden = self.base_model(*args, **inputs).last_hidden_state.flatten(0, 1)
+        return self.get_output_embeddings()(hidden, targets, of_tokens=of_tokens, terms=terms, teacher=teacher)
+    logits = self.original_forward(*args, **inputs).logits.flatten(0, 1).float()
+    if of_tokens:
+        return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+    loss = F.cross_entropy(
+        logits, targets, ignore_index=IGNORE, reduction="sum", label_smoothing=terms.label_smoothing
+    )
+    if terms.z_loss:
+        loss = loss + terms.z_loss * logits.logsumexp(-1).masked_fill(targets == IGNORE, 0).square().sum()
+    if (distillation := terms.distillation) is not None:
+        assert teacher is not None, "terms that distil need a teacher's states"
+        losses = distillation.losses(logits.log_softmax(-1), distillation.of_teacher(teacher))
+        divergence = losses.masked_fill(targets == IGNORE, 0).sum()
+        loss = terms.hard_weight * loss + distillation.weight * divergence
+    return loss
 
 
 def model_loss(model: Any, batch: "Batch") -> torch.Tensor:
