@@ -72,14 +72,12 @@ def load_with_adapter(
     quantised: str = "refuse",
     trust_remote_code: bool = False,
 ) -> AdaptedModel:
-    """Load the base, and the adapter onto it.
+    """Load the base, and the adapter onto it. Raises UserError: the base cannot be loaded, or the adapter is for
+    another one.
 
     Args:
         precision: fp32, bf16 or fp16; None: that of the base.
         quantised: what to do with a quantised base: "refuse", "dequantize" or "keep".
-
-    Raises:
-        UserError: the base cannot be loaded, or the adapter is for another one.
     """
     import transformers
 
@@ -169,15 +167,12 @@ def inject_adapter(
     as_peft_model: bool = False,
 ) -> tuple[Any, list[str]]:
     """Inject the adapter's layers into its base, and load all weights of its file into them and the modules that it
-    has in full. Returns the model, or a PeftModel of it, and notes.
+    has in full. Returns the model, or a PeftModel of it, and notes. Raises UserError: the adapter is for another base.
 
     Args:
         name: the base's, for messages.
         quantised: the base's weights are, or were.
         settings, saved: None: those of the adapter, and the modules that it has in full.
-
-    Raises:
-        UserError: the adapter is for another base.
     """
     from peft import PeftModel, get_peft_model_state_dict, inject_adapter_in_model
 

@@ -193,12 +193,10 @@ def varlen_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention for transformers' AttentionInterface: inside documents, if their lengths are given (LENGTHS).
+    """Attention for transformers' AttentionInterface: inside documents, if their lengths are given (LENGTHS). Raises
+    ValueError: the model needs something that the kernel does not support.
 
     Shapes: query (1, H, T, D), key and value (1, H or fewer, T, D) -> ((1, T, H, D), None).
-
-    Raises:
-        ValueError: the model needs something that the kernel does not support.
     """
     lengths, sliding_window = [kwargs.get(name) for name in LENGTHS], kwargs.get("sliding_window")
     if lengths[0] is None:  # in generation nothing is packed

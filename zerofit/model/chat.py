@@ -278,12 +278,10 @@ def render(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> tup
     and the mark at its end: up to and including the end-of-text token, or, if the template has none there, all that it
     writes at the end of a turn. An assistant's message with `trained: False` or `masked: True` is skipped.
 
-    What a turn adds to the prompt before it is found with a placeholder in the place of the answer, so that the text
-    around it is known; of calls of tools, which a placeholder cannot replace, it is all up to the last end-of-text
-    token.
-
-    Raises:
-        BadTemplate: the template fails on the conversation, changes an answer, or does not write its calls.
+    What a turn adds to the prompt before it is found with a placeholder in the place of the answer, so that the
+    text around it is known; of calls of tools, which a placeholder cannot replace, it is all up to the last
+    end-of-text token. Raises BadTemplate: the template fails on the conversation, changes an answer, or does not
+    write its calls.
     """
     conversation = for_template(tokenizer, messages)
     text = apply_template(tokenizer, conversation, given=conversation.given)

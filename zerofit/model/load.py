@@ -40,8 +40,9 @@ def load_model(
 
     Weights that are missing from the pretrained ones (a classifier's head) are also drawn from `seed`, the same under
     every strategy; the model's `initialized_weights` names them. Generation settings that transformers would refuse to
-    save are dropped; `dropped_settings` has them. With LoRA the weights are frozen; they are held in
-    half precision (or quantised) if the run trains in half precision.
+    save are dropped; `dropped_settings` has them. With LoRA the weights are frozen; they are held in half precision
+    (or quantised) if the run trains in half precision. Raises UserError: the weights cannot be loaded, do not fit, or
+    hold NaN; the configuration makes no model.
 
     Args:
         auto_class: AutoModelForCausalLM or another of transformers' auto classes.
@@ -49,9 +50,6 @@ def load_model(
         num_parameters: from size_of_model; with it the strategy decides whether each rank draws full random weights.
 
     Returns: the model; under tensor and pipeline parallelism this rank's share of it.
-
-    Raises:
-        UserError: the weights cannot be loaded, do not fit, or hold NaN; the configuration makes no model.
     """
     dtype = strategy.compute_dtype if recipe.lora else strategy.model_dtype
     names, size = ignored_weights, num_parameters

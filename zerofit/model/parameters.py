@@ -50,9 +50,7 @@ def layer_groups(model: torch.nn.Module, weight_decay: float, layer_decay: float
 
     `lr_scale` of a group multiplies its learning rate: layer_decay to the power of its distance from the head (Clark
     et al. 2020, ELECTRA). Of what is in no block, the head is what follows the first block and is not an embedding.
-
-    Raises:
-        UserError: the model has no blocks.
+    Raises UserError: the model has no blocks.
     """
     blocks = blocks_of(model)
     if not blocks:

@@ -31,15 +31,13 @@ def read_model(
     auto_class: Any, option: str, name: str, config: "PretrainedConfig", *, precision: str | None, **more: Any
 ) -> tuple[Any, list[str]]:
     """Return (the model in evaluation mode, names of its weights that are not stored or have another shape there).
+    Raises UserError: there are no such weights, they are broken or hold NaN, or the package for their quantisation is
+    not installed.
 
     Args:
         precision: fp32, bf16 or fp16; None: that of the stored weights.
         config: its configuration, which may have another head than the stored weights.
         more: further arguments of from_pretrained, e.g. revision or trust_remote_code.
-
-    Raises:
-        UserError: there are no such weights, they are broken or hold NaN, or the package for their quantisation is
-            not installed.
     """
     import torch
 

@@ -29,16 +29,14 @@ PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")  # of linear layers; 
 def enable_recomputation(
     model: "PreTrainedModel", which: bool | str, keeps_attention: bool = True, compiled: bool = False
 ) -> None:
-    """Recompute activations of the model's layers; in a frozen model gradients enter the first layer, too.
+    """Recompute activations of the model's layers; in a frozen model gradients enter the first layer, too. Raises
+    UserError: the model's code cannot do this.
 
     Args:
         which: the value of gradient_checkpointing. True: each layer; "selective": of each layer all but linear
             layers' products and fused attention.
         keeps_attention: of "selective"; if not, attention is recomputed too.
         compiled: torch.compile reads the layers, which marks operators in torch's own contexts alone.
-
-    Raises:
-        UserError: the model's code cannot do this.
     """
     check_recomputation(whole_model(model), which)
     if which is True:

@@ -325,12 +325,10 @@ class TokenParts:
 
 
 class RowLinear(nn.Module):
-    """A linear layer that is cut by its inputs; every rank has its bias.
+    """A linear layer that is cut by its inputs; every rank has its bias. `layer`: an nn.Linear, or transformers'
+    Conv1D, whose weight is transposed; its weight is cut already.
 
     Shapes: (B, T, inputs of this rank) -> this rank's tokens of (B, T, outputs).
-
-    Args:
-        layer: an nn.Linear, or transformers' Conv1D, whose weight is transposed; its weight is cut already.
     """
 
     def __init__(self, layer: Any, parts: TokenParts):
@@ -344,12 +342,10 @@ class RowLinear(nn.Module):
 
 
 class SharedNorm(nn.Module):
-    """An RMS norm over channels of which each rank has some.
+    """An RMS norm over channels of which each rank has some. `norm`: computes in fp32 up to its result (T5's, OLMo
+    2's); its weight is cut already.
 
     Shapes: (..., channels of this rank), and the same of the result, in the input's dtype.
-
-    Args:
-        norm: computes in fp32 up to its result (T5's, OLMo 2's); its weight is cut already.
     """
 
     def __init__(self, norm: Any, tensor: TensorGroup):

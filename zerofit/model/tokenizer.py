@@ -42,16 +42,14 @@ SHOWN = 12  # codes in a message
 def set_languages(
     tokenizer: "PreTrainedTokenizerBase", source: str | None, target: str | None, prefix: str = ""
 ) -> str:
-    """Let the tokenizer write sources and targets in these languages; the exported tokenizer then does so, too.
+    """Let the tokenizer write sources and targets in these languages; the exported tokenizer then does so, too. Raises
+    UserError: a code is not one of the tokenizer's, or a tokenizer with languages is given and none is said.
 
     Args:
         source, target: the tokenizer's codes; None: those that are stored with it.
         prefix: the text before each source.
 
     Returns: the prefix, with the code of the target where the model reads it there (Marian).
-
-    Raises:
-        UserError: a code is not one of the tokenizer's, or a tokenizer with languages is given and none is said.
     """
     given = {"source_lang": source, "target_lang": target}
     codes = language_codes(tokenizer)

@@ -73,11 +73,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def find_converter(gguf: Path) -> list[str]:
-    """The command that starts the converter: from the folder LLAMA_CPP, or the PATH.
-
-    Raises:
-        UserError: it is not here, or the file exists.
-    """
+    """The command that starts the converter: from the folder LLAMA_CPP, or the PATH. Raises UserError: it is not here,
+    or the file exists."""
     if gguf.exists():
         raise UserError(f"gguf = {str(gguf)!r} exists, and is not replaced. Name another file")
     folders = os.pathsep.join([os.environ.get("LLAMA_CPP", ""), os.environ.get("PATH", "")])
@@ -90,10 +87,7 @@ def find_converter(gguf: Path) -> list[str]:
 
 def to_gguf(converter: list[str], model: Path, gguf: Path) -> str:
     """Write a folder as one GGUF file in its own precision, by llama.cpp's converter. Returns a line for the terminal.
-
-    Raises:
-        UserError: the converter failed; the folder stays.
-    """
+    Raises UserError: the converter failed; the folder stays."""
     command = [*converter, str(model), "--outfile", str(gguf), "--outtype", "auto"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if done.returncode or not gguf.is_file():

@@ -58,11 +58,8 @@ def evaluate(options: Any, folder: Path) -> int:
 
 
 def _tasks(names: list[str]) -> tuple[TaskManager, list[str]]:
-    """The harness's tasks, those of the .yaml files among them, and the names of those that are asked for.
-
-    Raises:
-        UserError: a name is unknown, or a file has no task.
-    """
+    """The harness's tasks, those of the .yaml files among them, and the names of those that are asked for. Raises
+    UserError: a name is unknown, or a file has no task."""
     files = {name: Path(name).resolve() for name in names if Path(name).suffix in (".yaml", ".yml")}
     known = TaskManager(include_path=[str(folder) for folder in sorted({file.parent for file in files.values()})])
     of_files = {str(entry.yaml_path): name for name, entry in known.task_index.items() if entry.yaml_path}

@@ -176,11 +176,8 @@ class Writer:
         return f"the prompt has {length:,} tokens, and the model has {self.positions:,} positions. Make it shorter"
 
     def rows(self, prompts: list[Prompt], renderer: Renderer) -> tuple[list[list[int]], list[int]]:
-        """Return (token ids of each prompt, number of tokens that were cut from each).
-
-        Raises:
-            UserError: a prompt is too long.
-        """
+        """Return (token ids of each prompt, number of tokens that were cut from each). Raises UserError: a prompt is
+        too long."""
         rows, cut = [], []
         for number, prompt in enumerate(prompts, 1):
             rows.append(renderer.ids(prompt))
@@ -196,11 +193,8 @@ class Writer:
         return self.max_new_tokens if room is None else max(0, min(room, self.max_new_tokens))
 
     def write(self, ids: list[int], number: int = 0) -> str:
-        """Continue a prompt, onto stdout, token by token unless beams are searched. Returns the text.
-
-        Args:
-            number: of the prompt; each has its own seed.
-        """
+        """Continue a prompt, onto stdout, token by token unless beams are searched. Returns the text. `number`: of the
+        prompt; each has its own seed."""
         limit = self.limit(len(ids))
         if not limit:
             raise UserError(self.too_long(len(ids)))
@@ -231,11 +225,8 @@ class Writer:
 
 
 def complete(writer: Writer, renderer: Renderer, prompts: list[Prompt], output: TextIO | None = None) -> None:
-    """Continue each prompt by itself, and write a record of each to `output` if there is one.
-
-    Raises:
-        UserError: a prompt is too long; raised before any is continued.
-    """
+    """Continue each prompt by itself, and write a record of each to `output` if there is one. Raises UserError: a
+    prompt is too long; raised before any is continued."""
     rows, cut = writer.rows(prompts, renderer)
     with output or nullcontext():
         for number, (prompt, ids) in enumerate(zip(prompts, rows)):
