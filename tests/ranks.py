@@ -1,4 +1,4 @@
-"""Ranks that are forked from a process which has imported the libraries.
+"""Ranks that are forked from a process which has imported the libraries and zerofit.
 
 Imports take most of the time of a rank that trains a tiny model for some updates. What torchrun would start is started
 here: the same program, in processes of its own, with torchrun's variables and --strategy. What the launchers do
@@ -8,6 +8,7 @@ themselves is tested where `launched` of helpers.py is told to launch for real.
 import importlib
 import json
 import os
+import re
 import runpy
 import signal
 import socket
@@ -21,9 +22,10 @@ from pathlib import Path
 
 LIBRARIES = (
     "torch._dynamo", "torch.nn.parallel", "accelerate", "deepspeed", "deepspeed.runtime.engine",
-    "transformers.modeling_utils", "peft", "datasets", "evaluate", "matplotlib.figure",
-    "matplotlib.backends.backend_agg",
+    "deepspeed.runtime.zero.muon.muon_optimizer", "transformers.modeling_utils", "peft", "datasets", "evaluate",
+    "matplotlib.figure", "matplotlib.backends.backend_agg",
 )  # fmt: skip
+SCRIPTS = Path(__file__).resolve().parents[1] / "train"  # whose modules of zerofit are imported, too
 LEFT_TO_END_S = 30.0  # for the other ranks, when one has failed
 
 
@@ -80,7 +82,8 @@ def serve() -> None:
     """Answer requests until there are no more: a launcher is forked for each, and it forks the ranks."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the libraries print is no answer
-    for name in LIBRARIES:
+    modules = re.findall(r"from (zerofit[\w.]+) import", "".join(map(Path.read_text, SCRIPTS.glob("*.py"))))
+    for name in (*LIBRARIES, *sorted({*modules})):
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the other threads"
     for line in sys.stdin:
