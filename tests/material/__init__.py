@@ -19,12 +19,12 @@ folder that it returns:
 """
 
 import hashlib
-import os
 import platform
-import shutil
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
+
+from filelock import FileLock
 
 HERE = Path(__file__).resolve().parent
 LIBRARIES = ("torch", "transformers", "tokenizers", "sentencepiece", "safetensors")
@@ -43,8 +43,8 @@ def fingerprint() -> str:
 def make_material(caches: Path) -> Path:
     """The folder of the material under `caches`, made if it is not there.
 
-    It is made under another name and renamed, so it is whole or absent; of two sessions that make it at once, one
-    wins, and both go on with what that one has made.
+    It is made under another name and renamed, so it is whole or absent. Of sessions, and of workers of one, that ask
+    at once, one makes it, and the others wait.
     """
     from .llama import write_llama
     from .records import write_records
@@ -52,22 +52,12 @@ def make_material(caches: Path) -> Path:
     from .vocabularies import write_corpora, write_tokenizers
 
     made = Path(caches) / f"material-{fingerprint()}"
-    if made.is_dir():
-        return made
     made.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f"{made.name}.", dir=made.parent))
-    try:
-        for write in (write_texts, write_records, write_tokenizers, write_corpora, write_llama):
-            write(partial)
-        _take_its_place(partial, made)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with FileLock(f"{made}.lock"), tempfile.TemporaryDirectory(prefix=f"{made.name}.", dir=made.parent) as partial:
+        if not made.is_dir():
+            folder = Path(partial) / "material"
+            folder.mkdir()
+            for write in (write_texts, write_records, write_tokenizers, write_corpora, write_llama):
+                write(folder)
+            folder.rename(made)
     return made
-
-
-def _take_its_place(partial: Path, made: Path) -> None:
-    try:
-        os.rename(partial, made)
-    except OSError:
-        if not made.is_dir():  # else another session was faster
-            raise
