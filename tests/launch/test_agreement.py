@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from folders import tools_in_this_process
 from helpers import (
     ROOT,
     check_same_weights,
@@ -39,12 +38,10 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
-    AutoModelForTokenClassification,
     AutoTokenizer,
     BlenderbotTokenizer,
 )
 
-from zerofit.cli import main as zerofit
 from zerofit.data.tables import random_split
 from zerofit.recipe import ClmRecipe
 
@@ -531,57 +528,6 @@ def test_plain_peft_has_the_loss_that_the_run_reported(run, llama, material, cas
             total += model(input_ids=ids, labels=ids.masked_fill(~answer[None], -100)).loss.item() * answer.sum()
         count += answer.sum()
     assert lines[-1]["eval_loss"] == pytest.approx(total.item() / count.item(), rel=1e-5)
-
-
-@pytest.mark.long
-def test_the_adapter_is_merged_and_written_with(run, llama, tmp_path, capfd):
-    """What ZeRO-3 has trained and exported, through `zerofit merge` and `zerofit generate`."""
-    adapter = run("lora", "zero3")[1] / "model"
-    with tools_in_this_process():
-        assert zerofit(["merge", "--adapter", str(adapter), "--output", str(tmp_path / "merged")]) == 0
-        assert zerofit(["generate", "--model", str(adapter), "--prompt", "Name a type.", "--max_new_tokens", "8"]) == 0
-    shown = capfd.readouterr()
-    assert shown.out.strip()
-    assert "template" in shown.err, "it asks in the form that was trained"
-    base, merged = (
-        AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32) for each in (llama, tmp_path / "merged")
-    )
-    ids = torch.arange(3, 67).reshape(2, 32)
-    with torch.no_grad():
-        before = base(ids).logits
-        adapted = PeftModel.from_pretrained(base, adapter).eval()(ids).logits
-        torch.testing.assert_close(merged(ids).logits, adapted, rtol=0, atol=1e-4)
-    assert (adapted - before).abs().max() > 0.1
-    assert "### Response" in AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template
-
-
-@pytest.mark.long
-def test_an_adapter_for_tags_answers_as_its_run_and_merged(run, tmp_path):
-    """What ZeRO-3 has trained: under another strategy, and merged into its base, also without zerofit."""
-    output = run("lora tags", "zero3")[1]
-    rows = [json.loads(line) for line in (output / "predictions.jsonl").read_text().splitlines()]
-    asked = write_records(tmp_path / "asked.jsonl", [{"tokens": row["tokens"]} for row in rows])
-    with tools_in_this_process():
-        assert zerofit(["merge", "--adapter", str(output / "model"), "--output", str(tmp_path / "merged")]) == 0
-        assert zerofit(["generate", "--model", str(output / "model"), "--prompt", "a"]) == 2
-    expected = [{"tokens": row["tokens"], "prediction": row["prediction"]} for row in rows]
-    for model, strategy in ((output, "fsdp2"), (output / "model", "zero3"), (tmp_path / "merged", "ddp")):
-        again = tmp_path / strategy
-        completed(again, "--model_name_or_path", model, "--predict_file", asked, "--max_length", "64",
-                  strategy=strategy, processes=2, task="cls")  # fmt: skip
-        assert [json.loads(line) for line in (again / "predictions.jsonl").read_text().splitlines()] == expected
-    model = AutoModelForTokenClassification.from_pretrained(tmp_path / "merged").eval()
-    assert model.config.architectures == [type(model).__name__]
-    assert {"B-NAME", "I-NAME", "O"} == set(model.config.label2id)
-    encoded = AutoTokenizer.from_pretrained(tmp_path / "merged")(
-        rows[0]["tokens"], is_split_into_words=True, return_tensors="pt", truncation=True, max_length=64
-    )
-    with torch.no_grad():
-        tags = model(**encoded).logits[0].argmax(dim=-1).tolist()
-    first = {word: place for place, word in reversed([*enumerate(encoded.word_ids())]) if word is not None}
-    assert [model.config.id2label[tags[place]] for _, place in sorted(first.items())] == [
-        tag for tag in rows[0]["prediction"] if tag
-    ]
 
 
 LONG_LEGS = (  # data, begun under; goes on after this update, strategy, processes
