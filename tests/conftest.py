@@ -52,6 +52,22 @@ def material(request, tmp_path_factory) -> Path:
     return make_material(cache.mkdir("material") if cache else tmp_path_factory.mktemp("material"))
 
 
+@pytest.fixture(scope="module")
+def launched_once(tmp_path_factory):
+    """launched_once(name, flags, ...): the output folder of a launch that has to end well, made at the first call."""
+    from helpers import completed
+
+    folder, done = tmp_path_factory.mktemp("once"), set()
+
+    def once(name: str, *arguments, **how) -> Path:
+        if name not in done:
+            completed(folder / name, *arguments, **how)
+            done.add(name)
+        return folder / name
+
+    return once
+
+
 @pytest.fixture(scope="session")
 def byte_tokenizer(tmp_path_factory) -> Path:
     """A folder with a byte-level tokenizer of 300 tokens, made without a network."""

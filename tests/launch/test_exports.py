@@ -206,10 +206,9 @@ def described(folder: Path) -> dict[str, tuple]:
 
 
 @pytest.fixture(scope="module")
-def exported(byte_tokenizer, pairs_tokenizer, material, cache, tmp_path_factory):
-    """exported(base, strategy) -> (what model/ of the run has, what model/ of its checkpoint has); each is launched
-    once."""
-    folder, done = tmp_path_factory.mktemp("names"), {}
+def exported(byte_tokenizer, pairs_tokenizer, material, cache, launched_once, tmp_path_factory):
+    """exported(base, strategy) -> (what model/ of the run has, what model/ of its checkpoint has)."""
+    folder = tmp_path_factory.mktemp("names")
     text = {"clm": material / "text" / "train.txt"}
     for task, records in {
         "cls": [{"sentence": f"number {each}", "label": each % 2} for each in range(40)],
@@ -230,18 +229,15 @@ def exported(byte_tokenizer, pairs_tokenizer, material, cache, tmp_path_factory)
             for old, new in renamed.items():
                 stored = {name.replace(old, new): weight for name, weight in stored.items()}
             save_file(stored, folder / base / "model.safetensors", metadata={"format": "pt"})
-        if (base, strategy) not in done:
-            run = folder / f"{base} {strategy}"
-            more = ["--block_size", "32"] if task == "clm" else []
-            launch(
-                run, "--model_name_or_path", folder / base, "--train_file", text[task], "--cache_dir", cache, *more,
-                "--per_device_train_batch_size", "2", "--global_batch_size", "4", "--max_train_steps", "1",
-                "--save_strategy", "steps", "--save_steps", "1", "--precision", "fp32", "--max_train_samples", "20",
-                "--validation_split_percentage", "0", "--learning_rate", "1e-4",
-                task=task, strategy=strategy, processes=1 if strategy == "single" else 2,
-            )  # fmt: skip
-            done[base, strategy] = described(run / "model"), described(run / "checkpoints" / "latest" / "model")
-        return done[base, strategy]
+        more = ["--block_size", "32"] if task == "clm" else []
+        run = launched_once(
+            f"{base} {strategy}", "--model_name_or_path", folder / base, "--train_file", text[task], "--cache_dir",
+            cache, *more, "--per_device_train_batch_size", "2", "--global_batch_size", "4", "--max_train_steps", "1",
+            "--save_strategy", "steps", "--save_steps", "1", "--precision", "fp32", "--max_train_samples", "20",
+            "--validation_split_percentage", "0", "--learning_rate", "1e-4",
+            task=task, strategy=strategy, processes=1 if strategy == "single" else 2,
+        )  # fmt: skip
+        return described(run / "model"), described(run / "checkpoints" / "latest" / "model")
 
     return once
 

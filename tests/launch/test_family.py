@@ -13,6 +13,7 @@ from helpers import (
     launch,
     load_texts,
     loss_of_transformers,
+    metrics,
     small_sizes,
     updates,
 )
@@ -56,25 +57,19 @@ def model_flags(family) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def run(model_flags, cache, tmp_path_factory):
-    """run(layout) -> (metrics, output folder); each is launched once."""
-    folder, done = tmp_path_factory.mktemp("family"), {}
+def run(model_flags, cache, launched_once):
+    """run(layout) -> output folder."""
 
     def once(layout: str):
-        if layout not in done:
-            processes = LAYOUTS.get(layout, 1)
-            lines = launch(
-                folder / layout, *model_flags, *RUN, "--cache_dir", cache, strategy=layout, processes=processes
-            )
-            done[layout] = lines, folder / layout
-        return done[layout]
+        flags = (*model_flags, *RUN, "--cache_dir", cache)
+        return launched_once(layout, *flags, strategy=layout, processes=LAYOUTS.get(layout, 1))
 
     return once
 
 
 def test_the_loss_is_that_of_transformers(run, cache, tmp_path):
     """Of the exported model over the held-out texts."""
-    output = run("single")[1]
+    output = run("single")
     flags = "--config", output / "recipe.yaml", "--model_name_or_path", output, "--packing", "none"
     (line,) = launch(tmp_path / "again", *flags, "--evaluate_only", strategy="single", processes=1)
     recipe = parse_recipe(ClmRecipe, ["--config", str(output / "recipe.yaml")])
@@ -86,7 +81,7 @@ def test_it_learns_alike_under_every_strategy(family, run, layout):
     """Loss, gradient norm, learning rate and held-out loss of every update."""
     if not is_possible(family, layout):
         pytest.skip(f"{family} has no plan for {layout}")
-    lines, reference = run(layout)[0], run("single")[0]
+    lines, reference = metrics(run(layout)), metrics(run("single"))
     assert len(updates(reference)) == UPDATES
     assert updates(reference)[-1]["loss"] < updates(reference)[0]["loss"] - 0.1
     check_alike(lines, reference, RTOL)
@@ -95,12 +90,12 @@ def test_it_learns_alike_under_every_strategy(family, run, layout):
 def test_the_exported_weights_are_whole_and_the_same(family, run, layout):
     if not is_possible(family, layout):
         pytest.skip(f"{family} has no plan for {layout}")
-    check_same_weights(*(run(each)[1] / "model" for each in (layout, "single")))
+    check_same_weights(*(run(each) / "model" for each in (layout, "single")))
 
 
 def test_an_adapter_finds_its_layers(family, run):
     """The layers that get an adapter by default are linear layers of the model, in each of its blocks."""
-    config = AutoConfig.from_pretrained(run("single")[1] / "model")
+    config = AutoConfig.from_pretrained(run("single") / "model")
     model = AutoModelForCausalLM.from_config(config)
     linear = {path for path, layer in model.named_modules() if getattr(layer, "weight", None) is not None
               and layer.weight.dim() == 2 and "embed" not in path}  # fmt: skip

@@ -22,15 +22,11 @@ if not OPTIONAL.is_dir():
 
 
 @pytest.fixture(scope="module")
-def run(cache, tmp_path_factory):
+def run(cache, launched_once):
     """run(strategy, further flags): the output folder of 30 updates."""
-    made = tmp_path_factory.mktemp("float8")
 
     def train(strategy: str, *flags: str) -> Path:
-        output = made / "-".join((strategy, *flags))
-        if not output.is_dir():
-            completed(output, *RUN, *flags, "--cache_dir", cache, **how(strategy))
-        return output
+        return launched_once("-".join((strategy, *flags)), *RUN, *flags, "--cache_dir", cache, **how(strategy))
 
     return train
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import BIN, ROOT, check_alike, environment, launch, metrics, write_records
+from helpers import BIN, ROOT, check_alike, environment, metrics, write_records
 
 STORED = ROOT / "tests" / "material" / "checkpoints" / "1-0.1.0"  # tiny random models, and a text
 MODEL = ("--model_name_or_path", f"{STORED}/gpt2-single/checkpoints/update_00000003/model", "--block_size", "24")
@@ -90,26 +90,12 @@ def options(tmp_path_factory, cache) -> dict[str, tuple[str, ...]]:
     }
 
 
-@pytest.fixture(scope="module")
-def alone(options, tmp_path_factory):
-    """The run of a task in one process, by task."""
-    made: dict[str, Path] = {}
-
-    def run(task: str) -> Path:
-        if task not in made:
-            made[task] = tmp_path_factory.mktemp("alone") / task
-            launch(made[task], *options[task], task=task, strategy="single", processes=1)
-        return made[task]
-
-    return run
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(("launcher", "task", "strategy"), TABLE)
-def test_every_launcher_starts_every_script_alike(launcher, task, strategy, options, alone, tmp_path):
+def test_every_launcher_starts_every_script_alike(launcher, task, strategy, options, launched_once, tmp_path):
     done = typed(tmp_path / task, launcher, task, strategy, *options[task])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    reference = alone(task)
+    reference = launched_once(task, *options[task], task=task, strategy="single", processes=1)
     check_alike(metrics(tmp_path / task), metrics(reference))
     recipe, expected = (yaml.safe_load((run / "recipe.yaml").read_text()) for run in (tmp_path / task, reference))
     same = recipe.keys() - {"strategy", "output_dir"}

@@ -41,30 +41,15 @@ def predictions(output: Path, name: str = "predictions.jsonl") -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def sst2(material, cache, tmp_path_factory):
-    """sst2(name, steps, *flags) -> (metrics, output folder) of a small BERT; each is launched once.
-
-    The learning rate is constant, so that a shorter run is the beginning of a longer one.
-    """
-    folder, done = tmp_path_factory.mktemp("sst2"), {}
-
-    def once(name: str, steps: int, *flags: str):
-        if name not in done:
-            lines = launch(
-                folder / name, *SMALL_BERT, "--task_name", "sst2", "--train_file", material / "glue/SST-2/train.tsv",
-                "--validation_file", material / "glue/SST-2/dev.tsv", "--max_train_steps", steps,
-                "--lr_scheduler_type", "constant", "--cache_dir", cache, *flags, task="cls",
-            )  # fmt: skip
-            done[name] = lines, folder / name
-        return done[name]
-
-    return once
-
-
-@pytest.fixture(scope="module")
-def trained(sst2):
-    """(metrics, output folder) of the run that evaluates three times."""
-    return sst2("trained", 60, "--length_grouping", "update", "--eval_steps", "20")
+def trained(material, cache, tmp_path_factory):
+    """(metrics, output folder) of a small BERT's run that evaluates three times."""
+    output = tmp_path_factory.mktemp("sst2") / "run"
+    lines = launch(
+        output, *SMALL_BERT, "--task_name", "sst2", "--train_file", material / "glue/SST-2/train.tsv",
+        "--validation_file", material / "glue/SST-2/dev.tsv", "--max_train_steps", 60, "--lr_scheduler_type",
+        "constant", "--length_grouping", "update", "--eval_steps", "20", "--cache_dir", cache, task="cls",
+    )  # fmt: skip
+    return lines, output
 
 
 def test_the_metrics_are_scikit_learns(trained, material):

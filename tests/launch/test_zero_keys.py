@@ -148,24 +148,10 @@ def pair(folder: Path, key: str, stage: int, each: Tried) -> str:
     return str(folder / "mine.yaml")
 
 
-@pytest.fixture(scope="module")
-def alone(cache, tmp_path_factory):
-    """alone(flags) -> the folder of a run of one process; each is launched once."""
-    folder, made = tmp_path_factory.mktemp("alone"), {}
-
-    def once(*flags: str) -> Path:
-        if flags not in made:
-            made[flags] = folder / str(len(made))
-            completed(made[flags], *RUN, *flags, "--cache_dir", cache, strategy="single")
-        return made[flags]
-
-    return once
-
-
-def check_key(alone, cache: str, folder: Path, key: str, stage: int, each: Tried) -> None:
-    whole, output = alone(*each.flags), folder / "run"
+def check_key(launched_once, cache: str, folder: Path, key: str, stage: int, each: Tried) -> None:
+    flags, output = [*RUN, *each.flags, "--cache_dir", cache], folder / "run"
+    whole = launched_once("alone" + "".join(each.flags), *flags, strategy="single")
     shutil.copytree(whole, output, symlinks=True)
-    flags = [*RUN, *each.flags, "--cache_dir", cache]
     for start, strategy, processes in ((2, pair(folder / "pair", key, stage, each), 2), (4, "single", 1)):
         cut_after(output, start)
         done = completed(output, *flags, strategy=strategy, processes=processes)
@@ -176,15 +162,16 @@ def check_key(alone, cache: str, folder: Path, key: str, stage: int, each: Tried
 
 @pytest.mark.long
 @pytest.mark.parametrize(("key", "stage", "each"), [*tried(ZERO_KEYS, "zero_optimization."), *tried(TOP_KEYS)])
-def test_a_run_goes_on_under_it_and_after_it(alone, cache, tmp_path, key, stage, each):
-    check_key(alone, cache, tmp_path, key, stage, each)
+def test_a_run_goes_on_under_it_and_after_it(launched_once, cache, tmp_path, key, stage, each):
+    check_key(launched_once, cache, tmp_path, key, stage, each)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [2, 1])
 @pytest.mark.parametrize("key", ["round_robin_gradients", "parameter_alignment"])
-def test_muon_finds_its_matrices_in_another_order(alone, cache, tmp_path, key, stage):
-    check_key(alone, cache, tmp_path, f"zero_optimization.{key}", stage, Tried(True, flags=("--optim", "muon")))
+def test_muon_finds_its_matrices_in_another_order(launched_once, cache, tmp_path, key, stage):
+    each = Tried(True, flags=("--optim", "muon"))
+    check_key(launched_once, cache, tmp_path, f"zero_optimization.{key}", stage, each)
 
 
 UNMENDED = """
