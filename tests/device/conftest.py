@@ -1,14 +1,18 @@
 """The simulated device for tests: built once, and real launches of the product on it."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from folders import colours
-from helpers import write_records
+from helpers import ROOT, write_records
 
 from device.runs import Runs
 from zerofit.tools.simulate import build as simgpu_build
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import counts
 
 STDLIB = Path(json.__file__).parent / "*.py"  # text that every machine has
 
@@ -58,5 +62,11 @@ def recipes(rows, cache) -> dict[str, list]:
 
 
 @pytest.fixture(scope="session")
-def runs(recipes, device, tmp_path_factory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("device"), recipes, device)
+def server(device):
+    """What ranks on simulated devices are forked from."""
+    return counts.rank_server()
+
+
+@pytest.fixture(scope="session")
+def runs(recipes, server, device, tmp_path_factory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("device"), recipes, server, device)

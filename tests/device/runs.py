@@ -5,7 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from helpers import ROOT, largest_differences, launch, launched, updates
+from helpers import ROOT, environment, largest_differences, launched, metrics, updates
+from ranks import rank_environments
 
 HERE = Path(__file__).resolve().parent
 GIB = 2**30
@@ -13,37 +14,37 @@ FIGURES = ("loss", "grad_norm", "learning_rate")
 
 
 class Runs:
-    """Launches of a short run, each made once in a session: its metrics, and its output folder."""
+    """Short runs of two processes (under `single` one) with micro-batches of 2, which have as many devices.
 
-    def __init__(self, folder: Path, recipes: dict[str, list], device):
-        self.folder, self.recipes, self.device, self.done = folder, recipes, device, {}
+    `where`: cpu, device, or without_data: a device on which nothing is computed.
+    """
+
+    def __init__(self, folder: Path, recipes: dict[str, list], server, device):
+        self.folder, self.recipes, self.server, self.device, self.done = folder, recipes, server, device, {}
 
     def __call__(self, where: str, strategy: str, *more, task: str = "clm", steps: int = 6) -> tuple[list[dict], Path]:
-        """`where`: cpu, device, or without_data: a device on which nothing is computed. Two processes and as many
-        devices, but under `single`; micro-batches of 2."""
+        """One that has to end well, made once in a session: its metrics, and its output folder."""
         key = (where, strategy, *more, task, steps)
         if key not in self.done:
             output = self.folder / str(len(self.done))
-            self.done[key] = launch(output, *self._arguments(task, steps, more), **self._where(where, strategy),
-                                    strategy=strategy, task=task), output  # fmt: skip
+            done = self.launched(output, where, strategy, *more, task=task, steps=steps)
+            assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+            self.done[key] = metrics(output), output
         return self.done[key]
 
-    def _arguments(self, task: str, steps: int, more) -> list:
-        return [*self.recipes[task], "--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "2",
-                "--max_train_steps", steps, *more]  # fmt: skip
-
-    def _where(self, where: str, strategy: str, *sizes: int, processes: int | None = None) -> dict:
-        processes = processes or (1 if strategy == "single" else 2)
-        sizes = sizes or (16 * GIB,) * processes
-        if where == "cpu":
-            return {"processes": processes}
-        without_data = "1" if where == "without_data" else "0"
-        return {"launcher": True, "processes": processes, **self.device(*sizes), "SIMGPU_WITHOUT_DATA": without_data}
-
-    def within(self, output: Path, sizes: tuple[int, ...], strategy: str, *more, task: str = "clm", steps: int = 6):
-        """A run with devices of these sizes, however it ends."""
-        return launched(output, *self._arguments(task, steps, more), strategy=strategy, task=task,
-                        **self._where("device", strategy, *sizes))  # fmt: skip
+    def launched(self, output: Path, where: str, strategy: str, *more, task: str = "clm", steps: int = 6,
+                 sizes: tuple[int, ...] = ()) -> subprocess.CompletedProcess:  # fmt: skip
+        """One that may end as it likes; on devices of these sizes it is launched for real."""
+        words = [*self.recipes[task], "--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "2",
+                 "--max_train_steps", steps, *more]  # fmt: skip
+        processes = 1 if strategy == "single" else 2
+        if where == "device" and not sizes:
+            program = [HERE / "rank.py", ROOT / "train" / f"{task}.py", "--strategy", strategy, "--output_dir", output]
+            ranks = rank_environments(environment(), processes)
+            return self.server.run([*map(str, (*program, *words))], ranks, ROOT, timeout=400)
+        how = {"launcher": True, **self.device(*(sizes or (16 * GIB,) * processes))} if where != "cpu" else {}
+        how |= {"SIMGPU_WITHOUT_DATA": "1"} if where == "without_data" else {}
+        return launched(output, *words, strategy=strategy, processes=processes, task=task, **how)
 
 
 def on_device(device, *arguments: str) -> subprocess.CompletedProcess:

@@ -4,10 +4,13 @@ import json
 import re
 from pathlib import Path
 
+import counts
 import pytest
 
 from device.runs import GIB, HERE, differences, on_device, peak, steady_peak
 
+# Of the model that benchmarks/counts.py trains: embedding, head and last norm too.
+WEIGHTS = 2 * counts.LAYER + 2 * counts.VOCABULARY * counts.HIDDEN + counts.HIDDEN
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
 
 
@@ -56,7 +59,7 @@ def test_out_of_memory_on_one_rank(runs, tmp_path):
     """
     lines, output = runs("device", "ddp")
     room, weights = steady_peak(lines) - 512, held(output)["parameters"]
-    done = runs.within(tmp_path / "run", (16 * GIB, room), "ddp")
+    done = runs.launched(tmp_path / "run", "device", "ddp", sizes=(16 * GIB, room))
     assert "exitcode  : 87" in done.stderr
     said = done.stderr
     assert re.search(r"out of memory: rank 1 of 2, \w+ of update 2, the device's memory \(ddp, fp32\)", said), said
@@ -76,3 +79,12 @@ def test_out_of_memory_on_one_rank(runs, tmp_path):
     rounding = 2 * 0.05 * 2**20  # two of the rows are tenths of a MiB
     assert room - free - rounding <= sum(rows.values()) <= room + rounding, "in use now, and at the update's peak"
     assert rows["activations, logits and workspace"] > weights / 4
+
+
+def test_collectives_and_waits_of_an_update(server):
+    """As benchmarks/counts.py counts them. Under DDP: one all-reduce of the gradients for both micro-batches, and
+    nothing that the host waits for."""
+    ranks = counts.launch(server, "ddp", 2, 2)
+    found = {key: each for key, each in counts.collectives(ranks[0], len(ranks)).items() if key[0] != "update"}
+    assert found in ({("backward", "all-reduce"): [1, size * WEIGHTS]} for size in (2, 4)), "in bf16 or in fp32"
+    assert not [key for key in counts.waits(ranks) if key[0] != "update"]

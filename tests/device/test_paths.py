@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import ROOT, cut_after, environment, launch, launched, updates
+from helpers import ROOT, cut_after, environment, launch, launched, metrics, updates
 
 from device.runs import GIB, differences, on_device
 
@@ -27,19 +27,16 @@ def command(device, *arguments, sizes=(16 * GIB,), timeout: int = 580) -> subpro
 
 @pytest.mark.parametrize(("before", "after"), [("device", "device"), ("device", "cpu"), ("cpu", "device")])
 @pytest.mark.parametrize("strategy", ["single", "zero2"])
-def test_a_run_goes_on_on_the_device_and_off_it(runs, recipes, device, tmp_path, strategy, before, after):
+def test_a_run_goes_on_on_the_device_and_off_it(runs, tmp_path, strategy, before, after):
     """With dropout: from the device to the device to the bit, and else as the CPU rounds."""
     options = (*DROPOUT, "--save_steps", "3")
     whole, output = runs(before, strategy, *options)
-    run, processes = shutil.copytree(output, tmp_path / "run", symlinks=True), 1 if strategy == "single" else 2
+    run = shutil.copytree(output, tmp_path / "run", symlinks=True)
     cut_after(run, 3)
-    variables = device(*(16 * GIB,) * processes) if after == "device" else {}
-    again = launch(
-        run, *recipes["clm"], "--per_device_train_batch_size", "2", "--max_train_steps", "6", *options,
-        strategy=strategy, processes=processes, **variables,
-    )  # fmt: skip
-    assert len(updates(again)) == 6
-    largest = differences(again, whole)
+    done = runs.launched(run, after, strategy, *options)
+    assert "after update 3" in done.stdout, done.stderr
+    assert len(updates(metrics(run))) == 6
+    largest = differences(metrics(run), whole)
     assert max(largest.values()) <= (0 if before == after else 1e-6), largest
 
 
@@ -51,7 +48,8 @@ def test_half_precision(runs, recipes, device, tmp_path, strategy, precision):
     known = {"SIMGPU_NAME": "npu"} if precision == "fp16" and strategy in ("single", "ddp") else {}
     lines = launch(
         tmp_path / "run", *recipes["clm"], "--per_device_train_batch_size", "2", "--max_train_steps", "6",
-        "--precision", precision, strategy=strategy, processes=processes, **device(*(16 * GIB,) * processes), **known,
+        "--precision", precision, strategy=strategy, processes=processes, launcher=True,
+        **device(*(16 * GIB,) * processes), **known,
     )  # fmt: skip
     reference = updates(runs("cpu", "single")[0])
     assert updates(lines)[0]["loss"] == pytest.approx(reference[0]["loss"], rel=5e-3)
