@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_579,  # 1,300
     "zerofit/tools": 10_528,  # 10,600
     "benchmarks": 1_900,  # 1,800
-    "tests": 26_759,  # 21,500
+    "tests": 26_561,  # 21,500
 }
 
 
