@@ -26,7 +26,7 @@ from zerofit.strategy.batches import BatchSizes
 from zerofit.strategy.engine import Outcome
 from zerofit.training.evaluation import make_best_tracker
 from zerofit.training.run import Run
-from zerofit.training.stream import Progress, Stop, run_length
+from zerofit.training.stream import Progress, run_length
 
 UPDATES = 12
 FIGURES = ("accuracy", "loss")
@@ -130,7 +130,7 @@ class Launches:
             engine=engine,
             length=run_length(recipe, an_epoch, BatchSizes(1, 1, 1)),
             schedule=lambda update: 0.1,
-            stop=Stop(),
+            stop_reason=StopReason.NONE,
             warmup=None,
             counters=[],
             detector=AnomalyDetector(0.0, False, False),

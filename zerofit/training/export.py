@@ -80,14 +80,13 @@ def about_the_run(run: "Run", data: Any) -> list[str]:
 
 def why_stopped(run: "Run") -> list[str]:
     """Lines on a run that stopped before its last update: why, and what to do."""
-    stop = run.stop
-    by = f"stopped     by {stop.reason.text} after update {run.state.updates:,} of {run.num_updates:,}"
-    if stop.anomaly is not None:
+    by = f"stopped     by {run.stop_reason.text} after update {run.state.updates:,} of {run.num_updates:,}"
+    if run.anomaly is not None:
         remedy = "The same command will hit it again. To skip these samples add --on_anomaly skip (or rewind)"
         if run.recipe.on_anomaly != "stop":
             remedy = f"--on_anomaly {run.recipe.on_anomaly} is no longer a remedy: there were too many. Mend the data"
         return [
-            f"{by}: update {stop.anomaly.update}: {stop.anomaly.reason}",
+            f"{by}: update {run.anomaly.update}: {run.anomaly.reason}",
             f"            its samples are in {run.folder.anomalies.path}; the weights are as they were before it",
             f"            {remedy}",
             "            Should the loss have gone wrong before it: start over with a lower --learning_rate",
@@ -176,7 +175,7 @@ def export_run(run: "Run", remarks: Callable[[], list[str]] = list) -> None:
         run.watchdog.phase("leave", patience=math.inf)
         if run.is_main:
             print_last(
-                "\n".join(["", *why_stopped(run)]), after_signal=run.stop.reason in SIGNALS.values(), file=sys.stdout
+                "\n".join(["", *why_stopped(run)]), after_signal=run.stop_reason in SIGNALS.values(), file=sys.stdout
             )
         return
     run.watchdog.phase("export", patience=LONG)
@@ -302,7 +301,7 @@ def finish_run(run: "Run") -> int:
         run.engine.close()
         return 0
     checkpoints = run.checkpoints
-    code = run.stop.reason.exit_code(checkpoints.saved_latest)
+    code = run.stop_reason.exit_code(checkpoints.saved_latest)
     if run.missing:
         code = EXIT_NEEDS_A_PERSON
     if run.is_main:

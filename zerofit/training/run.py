@@ -28,7 +28,7 @@ from zerofit.data.pack import TaskData, TextData
 from zerofit.health.anomaly import ACTIONS, MAX_IN_A_ROW, Anomaly, AnomalyDetector
 from zerofit.health.out_of_memory import explain_failure
 from zerofit.health.shutdown import ShutdownHandler, StopReason
-from zerofit.health.slow_ranks import RankClock, RankSeconds, SlowRanks
+from zerofit.health.slow_ranks import RankClock, SlowRanks
 from zerofit.model.adapter_folder import trained_config
 from zerofit.model.parameters import count_parameters
 from zerofit.model.preflight import safe_precision
@@ -53,7 +53,6 @@ from zerofit.training.setup import LONG, open_process_group, open_record, prepar
 from zerofit.training.stream import (
     Progress,
     RankReport,
-    Stop,
     Totals,
     Update,
     counts_of,
@@ -78,7 +77,8 @@ class Run:
 
     Attributes:
         num_updates: steps of the optimizer in the whole run; 0 where nothing is trained.
-        stop: why training ended.
+        stop_reason: why training ended; NONE after the last update and after early stopping.
+        anomaly: the one that ended it; None: none did.
     """
 
     # Made by open_record, when the loop begins:
@@ -114,10 +114,11 @@ class Run:
         self.model_configuration: Any = None
         self.data: Any = None  # a TaskData, once the loop begins
         self.warmup: Any = None  # sequence-length warm-up; None: all rows at full length
-        self.state, self.stop = RunState(), Stop()
+        self.state, self.stop_reason = RunState(), StopReason.NONE
+        self.anomaly: Anomaly | None = None
         self.missing: list[str] = []  # what could not be written, each with the reason
-        self.schedule: Callable[[int], float] | None = None
-        self._totals: Totals | None = None  # counts of the next global batch; None: the ranks have not told each other
+        self.schedule: Any = None  # (update, from 0) -> its learning rate; None where nothing is trained
+        self._totals: Totals | None = None  # of this global batch, or the next; None: not known, or it is skipped
         self._following: list[Batch] | None = None  # the micro-batches of the next update, once they are loaded
         self._now = Progress()
         self._has_stepped = False  # in this launch: the optimizer has its state
@@ -205,7 +206,7 @@ class Run:
     @property
     def stopped(self) -> bool:
         """True if training stopped before its end (or was only measured), and nothing is exported."""
-        return self.stop.reason is not StopReason.NONE or self.measurement is not None
+        return self.stop_reason is not StopReason.NONE or self.measurement is not None
 
     def log_lines(self, *lines: str) -> None:
         """Print lines, on the main process."""
@@ -270,8 +271,10 @@ class Run:
         counter: Any = None,
         evaluate_first: Callable[[], dict[str, float]] | None = None,
     ) -> Iterator[Update]:
-        """Updates from the first that is not done to the last, or until there is a reason to stop (`self.stop`).
+        """Updates from the first that is not done to the last, or until there is a reason to stop (`stop_reason`).
 
+        Each is made by `_next_update`. The script computes it; meanwhile `bounds` loads the next one and reports what
+        this rank knows, which `engine.step` exchanges with the loss, and `log` reads. What follows is after the yield.
         The samples of update k are the same under every strategy, whatever the number of processes and micro-batches.
         Raises UserError: there is no such figure as metric_for_best_model; the folder holds another run.
 
@@ -290,51 +293,67 @@ class Run:
             yield from self.measurement.updates(self, evaluate_first)
             return
         open_record(self)
-        state, recipe, schedule = self.state, self.recipe, self.schedule
-        assert schedule is not None, "a run that trains has one"
         self._began = time.perf_counter()
-        self._stream = self._begin(evaluate_first)
-        while state.updates < self.num_updates:
+        self._begin(evaluate_first)
+        while self.state.updates < self.num_updates and not self.stopped:
             if self.best.is_exhausted:
-                worse = counted(state.best.worse_in_a_row, "evaluation")
-                self.recorder.log_lines(
-                    f"update {state.updates}: {worse} without a better {self.best.metric}: the end"
-                )
+                worse = counted(self.state.best.worse_in_a_row, "evaluation")
+                text = f"update {self.state.updates}: {worse} without a better {self.best.metric}: the end"
+                self.recorder.log_lines(text)
                 break
-            number = state.updates + 1
-            batches, self._following = self._following or next(self._stream), None
-            if self.profiler:
-                self.profiler.begin(number)
-            self._now = now = Progress(time.perf_counter(), is_skipped=number in state.skipped_updates)
-            if now.is_skipped:
-                yield Update(number, [])
-            else:
-                if recipe.record_samples:
-                    self.recorder.write_samples(number, [index for batch in batches for index in batch.samples])
-                torch.manual_seed(dropout_seed(recipe.seed, number, self.engine.layout.dropout_seed_key))
-                if self._totals is None:  # the first update, or the one before was passed over
-                    self._totals = Totals(*self.engine.sum_over_replicas(counts_of(batches)))
-                for each in self.counters:
-                    each.begin(self._totals.targets, self._totals.tokens)
-                self.engine.set_learning_rate(schedule(number - 1))
-                scale = self.engine.layout.data_size / (self._totals.targets or 1.0)
-                yield Update(number, batches, self._totals, scale)
-            if state.updates != number and not now.is_abandoned:
-                raise UserError(f"the loop has not called run.log(update, outcome) for update {number}")
+            number = self.state.updates + 1
+            self._now = now = Progress()
+            yield self._next_update(number)
             if now.is_abandoned:
-                if self.stopped:
-                    break
-                self._stream = self._begin(evaluate_first)
+                if not self.stopped:
+                    self._begin(evaluate_first)  # after the checkpoint that the run has gone back to
                 continue
+            if self.state.updates != number:
+                raise UserError(f"the loop has not called run.log(update, outcome) for update {number}")
             self._write()
             if now.checkpoint_failed:
                 self.checkpoints.writer.wait()
-            reason = StopReason.NONE if self.length.is_last(number) else now.stop_reason
             self.recorder.log_lines(*self.checkpoints.messages(), *self.slow_ranks.messages())
-            if reason:
-                self.stop = Stop(reason)
-                break
+            if now.stop_reason and not self.length.is_last(number):
+                self.stop_reason = now.stop_reason
         self._end()
+
+    def _begin(self, evaluate: Callable[[], dict[str, float]] | None) -> None:
+        """Begin with the update after those that are done: evaluate, if that is asked for before the first one."""
+        state, recipe = self.state, self.recipe
+        self.detector.begin(state.anomaly_history)
+        self.recorder.begin(state.updates)
+        if recipe.eval_on_start and not state.updates and evaluate is not None and self.data.num_held_out:
+            self.begin_evaluation(0)
+            figures = evaluate()
+            timing = self.end_evaluation(self.data.num_held_out)
+            state.held_out_before = state.held_out = figures
+            self.throughput.evaluations.append(timing)
+            self.recorder.write(UpdateMetrics.of_evaluation(figures, timing))
+        self.engine.model.train()
+        self.memory.reset()
+        self._stream, self._following, self._totals = update_batches(self), None, None
+
+    def _next_update(self, number: int) -> Update:
+        """The update with its micro-batches; its learning rate is set, its dropout is seeded."""
+        batches, self._following = self._following or next(self._stream), None
+        if self.profiler:
+            self.profiler.begin(number)
+        self._now.began = time.perf_counter()
+        self.engine.set_learning_rate(self.schedule(number - 1))
+        if number in self.state.skipped_updates:
+            self._totals = None
+            return Update(number, [])
+        if self.recipe.record_samples:
+            self.recorder.write_samples(number, [index for batch in batches for index in batch.samples])
+        torch.manual_seed(dropout_seed(self.recipe.seed, number, self.engine.layout.dropout_seed_key))
+        if self._totals is None:  # the ranks have not told each other with the update before
+            self._totals = Totals(*self.engine.sum_over_replicas(counts_of(batches)))
+        for counter in self.counters:
+            counter.begin(self._totals.targets, self._totals.tokens)
+        # Engines average gradients over the replicas: with this scale they are those of the mean over all targets.
+        scale = self.engine.layout.data_size / (self._totals.targets or 1.0)
+        return Update(number, batches, self._totals, scale)
 
     def _end(self) -> None:
         """Write what is left of the record, and wait for the checkpoints; once, at the end of the loop."""
@@ -342,21 +361,18 @@ class Run:
             self._write()
             self.recorder.close()
             self.enter("save", self.state.updates)
-            self.checkpoints.finish(after_anomaly=self.stop.reason is StopReason.ANOMALY)
+            self.checkpoints.finish(after_anomaly=self.stop_reason is StopReason.ANOMALY)
             self.seconds = time.perf_counter() - self._began
 
     def bounds(self) -> Bounds:
-        """Return the limits of the update's loss and gradient norm (see AnomalyDetector), with this rank's report. The
-        first call also fetches the next update's micro-batches, while the device still computes."""
+        """Return the limits of the update's loss and gradient norm (see AnomalyDetector), with this rank's report. It
+        also fetches the next update's micro-batches, while the device still computes."""
         if self.measurement:
             return self.measurement.bounds()
-        if self._now.bounds is None:
-            self._now.bounds = Bounds() if self._now.is_skipped else self._bounds_and_report()
-        return self._now.bounds
-
-    def _bounds_and_report(self) -> Bounds:
+        if self._totals is None:  # this update is skipped
+            return Bounds()
         self.enter_part("data")
-        self._following = next(self._stream, None)
+        self._following = self._following or next(self._stream, None)
         self.enter_part("update")
         report = RankReport(
             peak_memory_bytes=float(self.memory.peak_bytes()),
@@ -367,7 +383,6 @@ class Run:
             next_counts=counts_of(self._following) if self._following else (),
         )
         self.memory.reset()
-        assert self._totals is not None, "of the update that was given last"
         return replace(self.detector.bounds(self._totals.targets or 1.0), report=report.numbers())
 
     def log(self, update: Update, outcome: Outcome, own: Mapping[str, float] | None = None) -> None:
@@ -382,37 +397,9 @@ class Run:
             self.measurement.log(update, outcome)
             return
         number, state, totals, now = update.number, self.state, update.totals, self._now
-        figures, own_figures = dict[str, Any](), dict[str, Any]()
-        seconds_of_ranks: tuple[RankSeconds, ...] = ()
-        anomaly, rate = None, self.engine.learning_rate
-        if outcome.skipped:
-            assert self.schedule is not None, "a run that trains has one"
-            self._totals, rate = None, self.schedule(number - 1)
-        else:
-            reports = [RankReport.of_numbers(numbers) for numbers in outcome.ranks]  # waits for the device
-            self.clock.finish_update(int(counts_of(update.micro_batches)[2]))
-            figures = {"loss": outcome.loss_sum / (totals.targets or 1.0), "grad_norm": outcome.grad_norm}
-            for each in self.counters:
-                sums = self.engine.sum_over_replicas(each.sums)
-                own_figures |= each.figures(sums, totals.targets, totals.tokens)._asdict()
-            if reason := self.detector.record(figures, outcome.refused):
-                anomaly = Anomaly(
-                    number, reason, figures, update.micro_batches, [float(each) for each in outcome.losses]
-                )
-            seconds_of_ranks = tuple(report.seconds for report in reports)
-            now.stop_reason = StopReason(int(max(report.stop_reason for report in reports)))
-            now.checkpoint_is_due = any(report.checkpoint_is_due for report in reports)
-            now.checkpoint_failed = any(report.checkpoint_failed for report in reports)
-            counts = [reports[rank].next_counts for rank in self.engine.layout.loss_ranks]
-            self._totals = Totals.sum(counts) if self._following else None
-            figures |= {"peak_memory_bytes": int(max(report.peak_memory_bytes for report in reports))}
-            has_stepped = not outcome.refused and math.isfinite(outcome.grad_norm)
-            if has_stepped and not self._has_stepped:
-                self._has_stepped = True
-                gc.collect()
-                gc.freeze()  # these objects stay: a collection scans them for 0.3 to 0.5 s, while other ranks wait
-                if self.recipe.save_strategy != "no":
-                    check_kept(self.engine.torch_optimizer)
+        figures, anomaly = dict[str, Any](), None
+        if not outcome.skipped:
+            figures, anomaly = self._read(update, outcome)
         seconds = time.perf_counter() - now.began
         if self.profiler:
             self.profiler.end(number, bool(now.stop_reason))
@@ -437,20 +424,46 @@ class Run:
             update=number,
             epoch=self.length.epoch(number),
             consumed_samples=consumed,
-            learning_rate=rate,
+            learning_rate=self.engine.learning_rate,
             anomaly=anomaly.reason if anomaly else None,
             skipped=outcome.skipped or None,
-            rank_seconds=self.slow_ranks.add(number, seconds_of_ranks),
             own=own,
             **figures,
-            **own_figures,
         )
+
+    def _read(self, update: Update, outcome: Outcome) -> tuple[dict[str, Any], Anomaly | None]:
+        """Wait for the device, and take in what the ranks told each other with the loss of an update. Returns (its
+        figures, why it was refused)."""
+        number, now, targets = update.number, self._now, update.totals.targets
+        reports = [RankReport.of_numbers(numbers) for numbers in outcome.ranks]  # waits for the device
+        self.clock.finish_update(int(counts_of(update.micro_batches)[2]))
+        now.stop_reason = StopReason(int(max(report.stop_reason for report in reports)))
+        now.checkpoint_is_due = any(report.checkpoint_is_due for report in reports)
+        now.checkpoint_failed = any(report.checkpoint_failed for report in reports)
+        counts = [reports[rank].next_counts for rank in self.engine.layout.loss_ranks]
+        self._totals = Totals(*map(sum, zip(*counts))) if self._following else None
+        figures: dict[str, Any] = {"loss": outcome.loss_sum / (targets or 1.0), "grad_norm": outcome.grad_norm}
+        reason = self.detector.record(figures, outcome.refused)
+        figures["peak_memory_bytes"] = int(max(report.peak_memory_bytes for report in reports))
+        losses = [float(loss) for loss in outcome.losses]
+        anomaly = Anomaly(number, reason, {**figures}, update.micro_batches, losses) if reason else None
+        for counter in self.counters:
+            sums = self.engine.sum_over_replicas(counter.sums)
+            figures |= counter.figures(sums, targets, update.totals.tokens)._asdict()
+        figures["rank_seconds"] = self.slow_ranks.add(number, [report.seconds for report in reports])
+        if not self._has_stepped and not outcome.refused and math.isfinite(outcome.grad_norm):
+            self._has_stepped = True
+            gc.collect()
+            gc.freeze()  # these objects stay: a collection scans them for 0.3 to 0.5 s, while other ranks wait
+            if self.recipe.save_strategy != "no":
+                check_kept(self.engine.torch_optimizer)
+        return figures, anomaly
 
     def should_evaluate(self, update: Update) -> bool:
         """Return True if an evaluation is due after this update. If so, its time begins."""
         steps = self.recipe.eval_steps
         is_due = self.length.is_last(update.number) or self.length.is_due(
-            "steps" if steps else "epoch", steps, update.number
+            None if steps else "epoch", steps, update.number
         )
         if self._now.is_abandoned or self.measurement or not self.data.num_held_out or not is_due:
             return False
@@ -465,8 +478,7 @@ class Run:
         self.recorder.show_held_out(update.number, figures)
         self.memory.reset()
         self._now.held_out = figures
-        self._now.is_best = self.best.record_evaluation(update.number, figures)
-        assert self._now.metrics is not None, "`log` comes first"
+        self._now.is_best = self.best.record_evaluation(update.number, figures) and self.best.keeps
         self._now.metrics = replace(
             self._now.metrics,
             held_out=figures,
@@ -479,15 +491,14 @@ class Run:
         to stop, or because its weights are the best so far."""
         if self._now.is_abandoned or self.measurement:
             return False
-        return bool(self._why_save(update.number) or (self._now.is_best and self.best.keeps))
+        return bool(self._why_save(update.number) or self._now.is_best)
 
     def save(self, update: Update) -> None:
         """Begin a checkpoint, also where none is due; it is written while training goes on."""
-        is_best = self._now.is_best and self.best.keeps
-        reason = self._why_save(update.number) or (None if is_best else ASKED)
+        reason = self._why_save(update.number) or (None if self._now.is_best else ASKED)
         self._write()
         self.enter("save", update.number)
-        self.checkpoints.save(reason, is_best, self._now.held_out)
+        self.checkpoints.save(reason, self._now.is_best, self._now.held_out)
         self.memory.reset()
 
     def begin_evaluation(self, update: int) -> None:
@@ -503,23 +514,6 @@ class Run:
         seconds = max(of_rank for (of_rank,) in self.engine.per_rank([own]))
         return EvaluationTime(seconds, num_samples / seconds)
 
-    def _begin(self, evaluate: Callable[[], dict[str, float]] | None) -> Iterator[list[Batch]]:
-        """Evaluate, if that is asked for before the first update; return the training data from the next one on."""
-        state, recipe = self.state, self.recipe
-        self.detector.begin(state.anomaly_history)
-        self.recorder.begin(state.updates)
-        if recipe.eval_on_start and not state.updates and evaluate is not None and self.data.num_held_out:
-            self.begin_evaluation(0)
-            figures = evaluate()
-            timing = self.end_evaluation(self.data.num_held_out)
-            state.held_out_before = state.held_out = figures
-            self.throughput.evaluations.append(timing)
-            self.recorder.write(UpdateMetrics.of_evaluation(figures, timing))
-        self.engine.model.train()
-        self.memory.reset()
-        self._totals = self._following = None
-        return update_batches(self)
-
     def _gives_up(self, anomaly: Anomaly) -> bool:
         """Record an update that was refused. Returns whether the run goes back to a checkpoint, or stops."""
         action = self.recipe.on_anomaly
@@ -528,7 +522,7 @@ class Run:
         if self.checkpoints.rewind(anomaly):
             return True
         if action != "skip" or self.state.anomalies_in_a_row >= MAX_IN_A_ROW:
-            self.stop = Stop(StopReason.ANOMALY, anomaly)
+            self.stop_reason, self.anomaly = StopReason.ANOMALY, anomaly
         return self.stopped
 
     def _write(self) -> None:

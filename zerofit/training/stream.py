@@ -2,25 +2,22 @@
 what is known of the update that the loop is at."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from zerofit.data.collate import Batch, TokenMicroBatches, TokenUpdates
 from zerofit.data.order import MicroBatches, SampleOrder, loader, samples_of_run
-from zerofit.health.anomaly import Anomaly
 from zerofit.health.shutdown import StopReason
 from zerofit.health.slow_ranks import RankSeconds
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import counted
-from zerofit.record.metrics import UpdateMetrics
 from zerofit.record.terminal import rounded
 from zerofit.strategy.batches import BatchSizes
 from zerofit.strategy.devices import pins_memory
-from zerofit.strategy.engine import Bounds
 
 if TYPE_CHECKING:
     from zerofit.training.run import Run
@@ -91,10 +88,6 @@ class Totals(NamedTuple):
     tokens: float  # without padding
     positions: float  # tokens and padding
 
-    @classmethod
-    def sum(cls, replicas: Iterable[Sequence[float]]) -> "Totals":
-        return cls(*(sum(column) for column in zip(*replicas)))
-
 
 NO_COUNTS = Totals(0, 0, 0)
 
@@ -139,33 +132,21 @@ class Update:
         return [index for batch in self.micro_batches for index in batch.samples]
 
 
-@dataclass(frozen=True)
-class Stop:
-    """Says why training ended. `reason` is NONE after the last update and after early stopping."""
-
-    reason: StopReason = StopReason.NONE
-    anomaly: Anomaly | None = None
-
-
 @dataclass
 class Progress:
     """What is known of the update that the loop is at.
 
     Attributes:
         began: when its micro-batches were there, by time.perf_counter.
-        is_skipped: it was refused before the run went back to a checkpoint.
-        bounds: those that it was given.
         is_abandoned: it was refused, and the run goes back to a checkpoint, or stops.
-        metrics: its line of the record, until what follows it is known.
+        metrics: its line of the record, an UpdateMetrics, until what follows it is known.
         held_out: the figures of the evaluation after it.
         is_best: this evaluation is the best so far.
     """
 
     began: float = 0.0
-    is_skipped: bool = False
-    bounds: Bounds | None = None
     is_abandoned: bool = False
-    metrics: UpdateMetrics | None = None
+    metrics: Any = None
     held_out: dict[str, float] = field(default_factory=dict)
     is_best: bool = False
     stop_reason: StopReason = StopReason.NONE
