@@ -7,7 +7,8 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from zerofit.data.mixture import options_of_sources
 from zerofit.data.options import DataOptions
 from zerofit.data.sources import table_format
 from zerofit.health.shutdown import SIGNALS
-from zerofit.model.export import Weights, write_beside
+from zerofit.model.export import Weights
 from zerofit.recipe.errors import EXIT, EXIT_NEEDS_A_PERSON, UserError, first_line, print_last
 from zerofit.recipe.files import is_of_the_disk
 from zerofit.recipe.parsing import counted
@@ -166,11 +167,33 @@ def _trained(run: "Run") -> str:
     )
 
 
+@contextmanager
+def noting(run: "Run", name: str) -> Iterator[None]:
+    """The context in which a file is written: where that fails, `run.missing` has the file and why, and the run goes
+    on."""
+    try:
+        yield
+    except Exception as error:
+        note_missing(run, name, error)
+
+
+def note_missing(run: "Run", name: str, error: Exception) -> None:
+    if not is_of_the_disk(error):
+        traceback.print_exception(error)
+    run.missing.append(f"{name} ({first_line(error)})")
+
+
 def export_run(run: "Run", remarks: Callable[[], list[str]] = list) -> None:
-    """See Run.export. Of a run that stopped early, log where it is."""
+    """Write model/, the loss curve and the end of the record, after training. Of a run that stopped early, log where
+    it is.
+
+    Args:
+        remarks: () -> lines for the end of the log, asked for once the model is written.
+    """
     if run.measurement:
         return
-    recipe, state, best, checkpoints = run.recipe, run.state, run.best, run.checkpoints
+    run.end_loop()  # where the script has left the loop itself
+    recipe, state, checkpoints = run.recipe, run.state, run.checkpoints
     if run.stopped:
         run.watchdog.phase("leave", patience=math.inf)
         if run.is_main:
@@ -179,7 +202,7 @@ def export_run(run: "Run", remarks: Callable[[], list[str]] = list) -> None:
             )
         return
     run.watchdog.phase("export", patience=LONG)
-    loads_best = best.loads and state.best.update is not None
+    loads_best = run.best.loads and state.best.update is not None
     review = _export_model(run, checkpoints.directory.best / "model" if loads_best else None)
     if run.engine.from_main(bool(run.missing)):  # with the state the same command exports again, and trains nothing
         if not checkpoints.saved_latest:
@@ -189,11 +212,9 @@ def export_run(run: "Run", remarks: Callable[[], list[str]] = list) -> None:
     if recipe.ema_decay:
         with run.engine.state.averaged():
             _export_weights(run, {}, EMA)
-    said: list[str] = []
-    if run.is_main:
-        said = _export_record(run, loads_best, remarks)
-    run.missing[:] = run.engine.from_main(run.missing)
     figures = state.best.figures if loads_best else state.held_out
+    said = _export_record(run, loads_best, remarks if figures else list) if run.is_main else []
+    run.missing[:] = run.engine.from_main(run.missing)
     updates = state.best.update if loads_best else state.updates
     run.environment["held_out"] = {"update": updates, **figures} if figures else {}
     run.log_lines(
@@ -210,16 +231,11 @@ def _export_model(run: "Run", best: Path | None) -> list[str]:
     Args:
         best: the model of the best evaluation, which is copied; None: the weights are those of the last update.
     """
-
-    def copy_best() -> None:
-        assert best is not None, "what is copied"
-        with run.folder.new_model() as place:
-            shutil.copytree(best, place, dirs_exist_ok=True)
-
     if best is None:
         _export_weights(run, run.state.held_out)
     elif run.is_main:
-        note_missing(run, write_beside({MODEL: copy_best}))
+        with noting(run, MODEL), run.folder.new_model() as place:
+            shutil.copytree(best, place, dirs_exist_ok=True)
         run.missing.extend(f"{MODEL}/: {each}" for each in run.checkpoints.missing)
     if not (run.is_main and run.folder.model.is_dir()):
         return []
@@ -243,14 +259,12 @@ def _export_weights(run: "Run", held_out: dict[str, float], below: str = "") -> 
             broken.append(error)
             raise
 
-    def write() -> None:
-        with run.folder.new_model(below) as place:
-            missing = run.exporter.write(weights, held_out, place)
-        run.missing.extend(f"{name}/: {each}" for each in missing)
-
     weights = gathered()
     if run.is_main:
-        note_missing(run, write_beside({name: write}))
+        with noting(run, name):
+            with run.folder.new_model(below) as place:
+                missing = run.exporter.write(weights, held_out, place)
+            run.missing.extend(f"{name}/: {each}" for each in missing)
     deque(weights, maxlen=0)  # every rank takes part in gathering them, also where writing has failed
     if broken:  # nothing failed but what the ranks do together
         raise broken[0]
@@ -259,28 +273,27 @@ def _export_weights(run: "Run", held_out: dict[str, float], below: str = "") -> 
 def _export_record(run: "Run", loads_best: bool, remarks: Callable[[], list[str]]) -> list[str]:
     """Write what is beside the model in the run's folder, on the main process. Returns what the task has to say of the
     held-out figures."""
-    checkpoints, folder, said = run.checkpoints, run.folder, list[str]()
-
-    def predictions() -> None:
-        for file in checkpoints.directory.best.glob("predictions*.jsonl"):  # of the model that is exported
-            folder.failed.pop(file.name, None)
-            with folder.new_file(file.name, "wb") as written:
-                written.write(file.read_bytes())
-
-    def plot() -> None:
-        with folder.new_file("loss.png", "wb") as picture:
-            of_quality = (name for name in (run.best.metric, *run.figures) if name not in ("loss", "perplexity"))
-            merit, resumed = next(of_quality, "loss"), run.environment.get("resumed_after", ())
-            plot_run(folder.metrics.read(), picture, folder.path.name, run.unit, merit, resumed=resumed)
-
-    files: dict[str, Callable[[], object]] = {"metrics.jsonl": folder.metrics.close}
-    files |= {"predictions.jsonl": predictions} if loads_best else {}
-    files |= {"predictions as a table": lambda: _tabulate(folder, run.recipe), "loss.png": plot}
-    failed = write_beside(files) | folder.failed
-    if (run.state.best.figures if loads_best else run.state.held_out) and not folder.failed:
-        failed |= write_beside({"the report of the held-out examples": lambda: said.extend(remarks())})
-    note_missing(run, failed)
-    return said
+    folder = run.folder
+    with noting(run, "metrics.jsonl"):
+        folder.metrics.close()
+    if loads_best:
+        with noting(run, "predictions.jsonl"):
+            for file in run.checkpoints.directory.best.glob("predictions*.jsonl"):  # of the model that is exported
+                folder.failed.pop(file.name, None)
+                with folder.new_file(file.name, "wb") as written:
+                    written.write(file.read_bytes())
+    with noting(run, "predictions as a table"):
+        _tabulate(folder, run.recipe)
+    with noting(run, "loss.png"), folder.new_file("loss.png", "wb") as picture:
+        of_quality = (name for name in (run.best.metric, *run.figures) if name not in ("loss", "perplexity"))
+        merit, resumed = next(of_quality, "loss"), run.environment.get("resumed_after", ())
+        plot_run(folder.metrics.read(), picture, folder.path.name, run.unit, merit, resumed=resumed)
+    for name, error in folder.failed.items():
+        note_missing(run, name, error)
+    if not folder.failed:
+        with noting(run, "the report of the held-out examples"):
+            return remarks()
+    return []
 
 
 def _tabulate(folder: RunFolder, recipe: TaskRecipe) -> list[str]:
@@ -296,28 +309,25 @@ def _tabulate(folder: RunFolder, recipe: TaskRecipe) -> list[str]:
 
 
 def finish_run(run: "Run") -> int:
-    """See Run.finish: log where everything lies, leave the process group, wait for mirror and hub."""
+    """Log where everything lies, leave the process group, wait for mirror and hub. Returns the exit code of the
+    process."""
     if run.measurement:
         run.engine.close()
         return 0
     checkpoints = run.checkpoints
-    code = run.stop_reason.exit_code(checkpoints.saved_latest)
-    if run.missing:
-        code = EXIT_NEEDS_A_PERSON
+    code = EXIT_NEEDS_A_PERSON if run.missing else run.stop_reason.exit_code(checkpoints.saved_latest)
     if run.is_main:
         is_whole = not any(each.startswith(MODEL) for each in run.missing)
         is_finished = not run.stopped and is_whole
         record = {"checkpoints": checkpoints.writer.records, "finished": is_finished, "exit_code": code}
         if run.missing:
             record["exit_reason"] = f"could not be written: {'; '.join(run.missing)}"
-        environment = {**run.environment, **record}  # accelerate launch makes 1 of any exit code but 0
-        failed = write_beside({"environment.json": lambda: run.folder.write_environment(environment)})
-        note_missing(run, failed)
-        code = EXIT_NEEDS_A_PERSON if failed else code
+        with noting(run, "environment.json"):  # accelerate launch makes 1 of any exit code but 0
+            run.folder.write_environment({**run.environment, **record})
+        code = EXIT_NEEDS_A_PERSON if run.missing else code
     EXIT.code = code
     if run.missing and run.is_main:
-        lines = incomplete_lines(run)
-        print_last("\n".join(["", *lines]), file=sys.stdout)
+        print_last("\n".join(["", *incomplete_lines(run)]), file=sys.stdout)
     elif not run.stopped:
         run.log_lines(f"run folder  {run.folder.path}  (loss.png, metrics.jsonl, model/)")
     run.engine.close()
@@ -328,14 +338,6 @@ def finish_run(run: "Run") -> int:
     return code
 
 
-def note_missing(run: "Run", failed: dict[str, Exception]) -> None:
-    """Add files that could not be written: {file: why}."""
-    for name, error in failed.items():
-        if not is_of_the_disk(error):
-            traceback.print_exception(error)
-        run.missing.append(f"{name} ({first_line(error)})")
-
-
 def answer_held_out(
     run: "Run",
     evaluate: Callable[[], dict[str, float]],
@@ -343,13 +345,20 @@ def answer_held_out(
     num_held_out: int,
     remarks: Callable[[], list[str]] = list,
 ) -> int:
-    """See Run.answer."""
-    engine, recipe, folder, stored = run.engine, run.recipe, run.folder, run.stored
+    """Evaluate the stored model, or predict for predict_file. Returns the exit code. Raises UserError: nothing is held
+    out.
+
+    Args:
+        evaluate: () -> the held-out figures.
+        predict: () -> the files that the main process has written.
+        remarks: () -> lines for the end of the log.
+    """
+    engine, recipe, folder = run.engine, run.recipe, run.folder
     if not recipe.predict_file and not num_held_out:
         raise UserError("evaluate_only: nothing is held out. Name a validation_file")
     if run.is_main:
         environment = describe_environment(run.strategy.launch.command, engine.device)
-        options = {**recipe.to_dict(), "model_name_or_path": stored.asked_for}
+        options = {**recipe.to_dict(), "model_name_or_path": run.stored.asked_for}
         folder.start_answers(options, engine.effective_strategy(), environment)
     run.watchdog.phase("evaluate", patience=LONG)
     began, figures, clock = time.perf_counter(), dict[str, float](), None
@@ -366,21 +375,24 @@ def answer_held_out(
     seconds = time.perf_counter() - began
     code = 0
     if run.is_main:
-        tables = {"predictions as a table": lambda: files.extend(_tabulate(folder, recipe))}
-        failed = write_beside({"metrics.jsonl": folder.metrics.close, **tables}) | folder.failed
-        code = EXIT_NEEDS_A_PERSON if failed else 0
-        record = {**environment, "seconds": seconds, "exit_code": code}
-        failed |= write_beside({"environment.json": lambda: folder.write_environment(record)})
+        with noting(run, "metrics.jsonl"):
+            folder.metrics.close()
+        with noting(run, "predictions as a table"):
+            files += _tabulate(folder, recipe)
+        for name, error in folder.failed.items():
+            note_missing(run, name, error)
+        code = EXIT_NEEDS_A_PERSON if run.missing else 0
+        with noting(run, "environment.json"):
+            folder.write_environment({**environment, "seconds": seconds, "exit_code": code})
         done = [f"answered    in {duration(seconds)}"] if clock is None else about_evaluations([clock])
         run.log_lines(
-            *(f"held out    {name.removeprefix('eval_')} {decimals(value)}" for name, value in figures.items())
+            *(f"held out    {name.removeprefix('eval_')} {decimals(value)}" for name, value in figures.items()),
+            *(remarks() if figures and not folder.failed else ()),
+            *done,
+            f"run folder  {folder.path}  ({', '.join(files)})",
         )
-        if figures and not folder.failed:
-            run.log_lines(*remarks())
-        run.log_lines(*done, f"run folder  {folder.path}  ({', '.join(files)})")
-        if failed:
+        if run.missing:
             code = EXIT_NEEDS_A_PERSON
-            named = "; ".join(f"{name} ({first_line(error)})" for name, error in failed.items())
-            print_last(f"\nincomplete  not written: {named}", file=sys.stdout)
+            print_last(f"\nincomplete  not written: {'; '.join(run.missing)}", file=sys.stdout)
     engine.close()
     return code

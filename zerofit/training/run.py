@@ -316,7 +316,7 @@ class Run:
             self.recorder.log_lines(*self.checkpoints.messages(), *self.slow_ranks.messages())
             if now.stop_reason and not self.length.is_last(number):
                 self.stop_reason = now.stop_reason
-        self._end()
+        self.end_loop()
 
     def _begin(self, evaluate: Callable[[], dict[str, float]] | None) -> None:
         """Begin with the update after those that are done: evaluate, if that is asked for before the first one."""
@@ -355,7 +355,7 @@ class Run:
         scale = self.engine.layout.data_size / (self._totals.targets or 1.0)
         return Update(number, batches, self._totals, scale)
 
-    def _end(self) -> None:
+    def end_loop(self) -> None:
         """Write what is left of the record, and wait for the checkpoints; once, at the end of the loop."""
         if self.seconds is None:
             self._write()
@@ -556,36 +556,5 @@ class Run:
             return code
         return explain_failure(error, self)
 
-    # ------------------------------------------------------------------------------------------------------ afterwards
-
-    def export(self, remarks: Callable[[], list[str]] = list) -> None:
-        """Write model/, the loss curve and the end of the record, after training or an evaluation.
-
-        Args:
-            remarks: () -> lines for the end of the log, asked for once the model is written.
-        """
-        if self.recipe.trains and self.measurement is None:
-            self._end()  # where the script has left the loop itself
-        export_run(self, remarks)
-
-    def finish(self) -> int:
-        """Log how the run ended, and close what it has open. Returns the exit code of the process."""
-        return finish_run(self)
-
-    def answer(
-        self,
-        evaluate: Callable[[], dict[str, float]],
-        predict: Callable[[], list[str]],
-        num_held_out: int,
-        remarks: Callable[[], list[str]] = list,
-    ) -> int:
-        """Evaluate the stored model, or predict for predict_file. Returns the exit code.
-
-        Raises UserError: nothing is held out.
-
-        Args:
-            evaluate: () -> the held-out figures.
-            predict: () -> the files that the main process has written.
-            remarks: () -> lines for the end of the log.
-        """
-        return answer_held_out(self, evaluate, predict, num_held_out, remarks)
+    # Afterwards (export.py)
+    export, finish, answer = export_run, finish_run, answer_held_out
