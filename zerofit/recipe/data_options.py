@@ -317,34 +317,27 @@ class BatchOptions(Recipe, phase="train"):
         return found
 
     def problems(self) -> list[str]:
-        return super().problems() + token_batch_problems(self)
-
-
-def token_batch_problems(recipe: BatchOptions) -> list[str]:
-    """Return what is wrong with tokens_per_batch."""
-    tokens, row = recipe.tokens_per_batch, recipe.row_tokens
-    if tokens is None:
-        return []
-    stated = f"tokens_per_batch = {tokens}"
-    if getattr(recipe, "max_length", None):
-        return [
-            f"{stated}: the loss is a mean over examples here, and short ones, of which a batch has more, would count "
-            "less each. Rows of similar length share a batch as it is (length_grouping). Set global_batch_size"
-        ]
-    problems = []
-    if getattr(recipe, "mixture", None):
-        problems.append(f"{stated} and weights in train_file: both decide which samples a batch has")
-    if getattr(recipe, "packing", "none") != "none":
-        problems.append(
-            f"{stated}: packed rows all have the same length. Say --packing none, or set global_batch_size"
-        )
-    if row is None:
-        return [*problems, f"{stated}: say block_size, the tokens of a full row"]
-    if tokens % row:
-        fewer, remedy = tokens // row * row, f"{tokens // row * row + row}"
-        remedy = f"{fewer} or {remedy}" if fewer else remedy
-        problems.append(f"{stated} is not a multiple of a full row, {row} tokens. Say {remedy}")
-    return problems
+        problems, tokens, row = super().problems(), self.tokens_per_batch, self.row_tokens
+        stated = f"tokens_per_batch = {tokens}"
+        if tokens and getattr(self, "max_length", None):
+            problems.append(
+                f"{stated}: the loss is a mean over examples here, and short ones, of which a batch has more, would "
+                "count less each. Rows of similar length share a batch as it is (length_grouping). Set "
+                "global_batch_size"
+            )
+        elif tokens:
+            if getattr(self, "mixture", None):
+                problems.append(f"{stated} and weights in train_file: both decide which samples a batch has")
+            if getattr(self, "packing", "none") != "none":
+                problems.append(
+                    f"{stated}: packed rows all have the same length. Say --packing none, or set global_batch_size"
+                )
+            if row is None:
+                problems.append(f"{stated}: say block_size, the tokens of a full row")
+            elif tokens % row:
+                more = -(-tokens // row) * row
+                problems.append(f"{stated} is not a multiple of a full row, {row} tokens. Say {more}")
+        return problems
 
 
 OF_MODEL = "the model"  # the source of such an option
