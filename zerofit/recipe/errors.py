@@ -157,7 +157,8 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
             record_code(EXIT_USER_ERROR, message)
             if rank:
                 EXIT.tell(message, EXIT_USER_ERROR)
-                _wait_for_the_launcher(seconds=20 if os.environ.get("LOCAL_RANK", "0") == "0" else 25)
+                signal.signal(signal.SIGTERM, lambda *_: leave(EXIT_USER_ERROR))  # of the launcher
+                time.sleep(20 if os.environ.get("LOCAL_RANK", "0") == "0" else 25)
                 message = f"[rank {rank}] {message}"
             print_last(message)
             EXIT.tell(message, EXIT_USER_ERROR)
@@ -189,12 +190,6 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
             return EXIT_INTERRUPTED
 
     return wrapped
-
-
-def _wait_for_the_launcher(seconds: float) -> None:
-    """Exit without a message on SIGTERM; return if none came, because then only this rank has the error."""
-    signal.signal(signal.SIGTERM, lambda *_: leave(EXIT_USER_ERROR))
-    time.sleep(seconds)
 
 
 def leave(code: int) -> None:

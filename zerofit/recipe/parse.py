@@ -329,19 +329,14 @@ def _take_line(
             problems.append(f"{source}: {name} is {item.value}; expected {kind.words}. {hint}")
             return {}
     try:
-        parsed = [from_text(_text_of(item), kind) for item in items]
+        if not all(isinstance(item, yaml.ScalarNode) and item.tag != NULL for item in items):
+            raise ValueError("a list, a map or null")
+        parsed = [from_text(str(item.value), kind) for item in items]
     except ValueError:
         written = WRITTEN.get(type(node)) or repr(node.value)[:400]
         problems.append(f"{source}: {name} is {written}; expected {kind.words}")
         return {}
     return {name: (parsed if kind.many else parsed[0], source)}
-
-
-def _text_of(node: yaml.Node) -> str:
-    """The text of a value as it is written. Raises ValueError: it is a list, a map or null."""
-    if not isinstance(node, yaml.ScalarNode) or node.tag == NULL:
-        raise ValueError(node)
-    return str(node.value)
 
 
 def _with_flags(cls: type[R], of_file: dict[str, tuple[Any, str]], flags: dict[str, Any], config: str | None) -> R:
