@@ -74,23 +74,18 @@ class Profiler:
         profiler.stop()
         trace, *snapshots = self.files
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / trace.name
-            profiler.export_chrome_trace(str(file))
-            _keep(file, trace)
+            profiler.export_chrome_trace(f"{folder}/{trace.name}")
             for snapshot in snapshots:
-                torch.cuda.memory._dump_snapshot(str(file))
+                torch.cuda.memory._dump_snapshot(f"{folder}/{snapshot.name}")
                 torch.cuda.memory._record_memory_history(enabled=None)
-                _keep(file, snapshot)
+            for file in self.files:
+                with atomic_file(file, "wb") as kept:
+                    kept.write(Path(folder, file.name).read_bytes())
         self.log_lines(
             f"profile   updates {self.updates[0]} to {update}: {', '.join(file.name for file in self.files)}"
         )
         kind = "cpu" if self.device == "cpu" else "device"
         self.log_lines(profiler.key_averages().table(f"self_{kind}_time_total", COSTLIEST, max_name_column_width=40))
-
-
-def _keep(file: Path, place: Path) -> None:
-    with atomic_file(place, "wb") as kept:
-        kept.write(file.read_bytes())
 
 
 VARIABLE = "ZEROFIT_MEASURE"
