@@ -102,8 +102,8 @@ def decide(
     Raises:
         UserError: it is on, and torch's compiler does not work.
     """
-    is_auto, on_gpu = recipe.torch_compile == "auto", device.type == "cuda"
-    if not (recipe.trains and on_gpu):
+    is_auto = recipe.torch_compile == "auto"
+    if not (recipe.trains and device.type == "cuda"):
         if is_auto:
             recipe.torch_compile = False
         return "auto: false, without a GPU to train on" if is_auto else None, []
@@ -112,14 +112,14 @@ def decide(
         chosen = choose(recipe, strategy, config, num_updates, compiled_before=compiled_before)
     ranks = all_gather_objects((chosen, failing_compiler(device) if chosen.value else None))
     chosen, broken = ranks[0][0], next((fault for _, fault in ranks if fault), None)
-    if not is_auto and chosen.value and broken:
+    if broken and not is_auto:
         raise UserError(
             f"torch_compile = {chosen.value} ({chosen.why}): {broken}. Install what is missing, or say "
             "--torch_compile false"
         )
     if not is_auto:
         return None, []
-    if chosen.value and broken:
+    if broken:
         chosen = Compilation(False, broken)
     recipe.torch_compile = chosen.value
     record = f"auto: {str(chosen.value).lower()}, {chosen.why}"

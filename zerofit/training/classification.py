@@ -120,7 +120,7 @@ def _answered(
         assert batch.labels is not None, "a batch of examples"
         loss += loss_of_examples(logits, batch.labels)
         targets += batch.num_targets
-        answers |= zip(batch.indices, _tags(logits, batch.labels) if labels.of_words else _answers(logits, labels))
+        answers |= zip(batch.indices, _answers(logits, batch.labels, labels))
     return loss, targets, gather_by_index(engine, answers)
 
 
@@ -147,14 +147,12 @@ def _truth(part: HeldOut, labels: Labels) -> list[Any]:
     return [sample["tags"][sample["starts"] >= 0].tolist() for sample in samples]
 
 
-def _tags(logits: torch.Tensor, targets: torch.Tensor) -> list[tuple[list[int], None]]:
-    """Return (the predicted tag of each word that is read, None) of each row."""
-    predicted = logits.argmax(dim=-1)  # (B, T)
-    return [(row[target != IGNORE].tolist(), None) for row, target in zip(predicted, targets)]
-
-
-def _answers(logits: torch.Tensor, labels: Labels) -> list[tuple[Any, list[float] | None]]:
-    """Return (class, probability of each class) or (number, None) of each row; of sets the classes."""
+def _answers(logits: torch.Tensor, targets: torch.Tensor, labels: Labels) -> list[tuple[Any, list[float] | None]]:
+    """Return (class, probability of each class) or (number, None) of each row; of sets the classes; of words (the tag
+    of each that is read, None)."""
+    if labels.of_words:
+        predicted = logits.argmax(dim=-1)  # (B, T)
+        return [(row[target != IGNORE].tolist(), None) for row, target in zip(predicted, targets)]
     if labels.names is None:
         return [(value, None) for value in logits[:, 0].tolist()]
     if labels.of_sets:
@@ -218,18 +216,13 @@ def report_classes(folder: RunFolder, labels: Labels, held_out: list[HeldOut]) -
             heading = f"classes     of {len(rows):,} held-out {what[1]}{part.suffix.replace('_', ' ')}"
             truth, predicted = ({(place, row[key]) for place, row in enumerate(rows)} for key in keys)
             if len(names) <= MAX_PICTURED:
-                _draw(rows, names, folder, f"confusion{part.suffix}.png")
+                from sklearn.metrics import confusion_matrix  # takes seconds
+
+                counts = confusion_matrix(*([row[key] for row in rows] for key in keys), labels=list(names))
+                with folder.new_file(f"confusion{part.suffix}.png", "wb") as file:
+                    plot_confusion(counts, names, file)
         lines += [heading, _recognized(names, what, truth, predicted)]
     return lines
-
-
-def _draw(rows: list[dict[str, str]], names: tuple[str, ...], folder: RunFolder, file_name: str) -> None:
-    """Draw how often each class was taken for which."""
-    from sklearn.metrics import confusion_matrix  # takes seconds
-
-    truth, predicted = ([row[key] for row in rows] for key in ("label", "prediction"))
-    with folder.new_file(file_name, "wb") as file:
-        plot_confusion(confusion_matrix(truth, predicted, labels=list(names)), names, file)
 
 
 def _words(row: dict[str, Any]) -> list[dict[str, str]]:
