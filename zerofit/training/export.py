@@ -63,7 +63,8 @@ def about_the_run(run: "Run", data: Any) -> list[str]:
         if isinstance(schedule, Schedule):
             warmup = f", {schedule.num_warmup} warm-up" if schedule.num_warmup else ""
             rate = f"learning rate {recipe.learning_rate:g}, {recipe.lr_scheduler_type}{warmup}"
-        length = [f"run       {run.length.describe}; {rate}"]
+        epochs = counted(rounded(run.length.epoch(run.num_updates)), "epoch")
+        length = [f"run       {counted(run.num_updates, 'update')}, {epochs}; {rate}"]
     return [
         *model,
         f"strategy  {layout}",

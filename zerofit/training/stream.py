@@ -14,8 +14,6 @@ from zerofit.health.shutdown import StopReason
 from zerofit.health.slow_ranks import RankSeconds
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
-from zerofit.recipe.parsing import counted
-from zerofit.record.terminal import rounded
 from zerofit.strategy.batches import BatchSizes
 from zerofit.strategy.devices import pins_memory
 
@@ -40,12 +38,6 @@ class RunLength:
     def epoch(self, updates: int) -> float:
         """Epochs done after this many updates."""
         return self.consumed(updates) / self.num_samples
-
-    @property
-    def describe(self) -> str:
-        """Describe the data that is streamed, for the log."""
-        epochs = counted(rounded(self.epoch(self.num_updates)), "epoch")
-        return f"{counted(self.num_updates, 'update')}, {epochs}"
 
     def is_last(self, update: int) -> bool:
         return update == self.num_updates
