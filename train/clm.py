@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.collate import CausalCollator, multiple_for
 from zerofit.model.loss import model_loss
-from zerofit.model.tokenizer import padding_token
+from zerofit.model.tokenizer import check_vocabulary, pad_vocabulary, padding_token
 from zerofit.recipe.schedule import make_schedule
 from zerofit.strategy.optimizers import make_optimizer
-from zerofit.training.causal import choose_loss_and_attention, fit_vocabulary, try_kernels
+from zerofit.training.causal import choose_loss_and_attention, try_kernels
 from zerofit.training.evaluation import held_out_batches, held_out_loss
 from zerofit.training.generation import continue_prompts, sample_text
 from zerofit.training.run import Run
@@ -38,7 +38,7 @@ def main(start: Start) -> int:
     # Text, chats or a tokenized corpus -> documents -> token ids -> blocks of block_size.
     config = run.model_config(AutoModelForCausalLM)
     data = prepare_causal_data(recipe, config, run.strategy.batches.consumed)
-    run.log_at_start(*fit_vocabulary(config, data.tokenizer, recipe))
+    run.log_at_start(check_vocabulary(config, data.tokenizer, recipe), pad_vocabulary(config, recipe))
     run.start(data)  # the number of updates is known; the ranks' process group starts
 
     # The model: the same weights under every strategy.

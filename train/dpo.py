@@ -18,13 +18,12 @@ from transformers import AutoModelForCausalLM
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.collate import CausalCollator, PreferenceCollator, multiple_for
 from zerofit.model.loss import without_dropout
-from zerofit.model.tokenizer import padding_token
+from zerofit.model.tokenizer import check_vocabulary, pad_vocabulary, padding_token
 from zerofit.recipe.schedule import make_schedule
 from zerofit.strategy.optimizers import make_optimizer
 from zerofit.training.causal import (
     choose_loss_and_attention,
     evaluate_pairs,
-    fit_vocabulary,
     measure_reference,
     preference_loss,
     try_kernels,
@@ -43,7 +42,7 @@ def main(start: Start) -> int:
     # Prompts with two answers -> token ids: a sample is a pair.
     config = run.model_config(AutoModelForCausalLM)
     data = prepare_causal_data(recipe, config)
-    run.log_at_start(*fit_vocabulary(config, data.tokenizer, recipe))
+    run.log_at_start(check_vocabulary(config, data.tokenizer, recipe), pad_vocabulary(config, recipe))
     run.start(data)  # the number of updates is known; the ranks' process group starts
 
     # The model: the same weights under every strategy. With dropout, it would differ from its own reference.

@@ -29,7 +29,7 @@ from zerofit.model.preflight import (
     random_tokens,
 )
 from zerofit.model.pretrained_io import read_model
-from zerofit.model.tokenizer import check_vocabulary, load_named_tokenizer, pad_vocabulary
+from zerofit.model.tokenizer import load_named_tokenizer
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import atomic_file, cache_root
 from zerofit.recipe.tasks import ClmRecipe, DpoRecipe
@@ -191,12 +191,6 @@ def _stored(file: Path, count: int) -> np.ndarray:
     if found is None or found.shape != (count, 2) or found.dtype != np.float32:
         found = np.full((count, 2), np.nan, dtype=np.float32)
     return found
-
-
-def fit_vocabulary(config: Any, tokenizer: Any, recipe: ClmRecipe) -> list[str | None]:
-    """Give the model's configuration as many rows as the tokenizer needs. Returns notes for the log. Raises UserError:
-    model and tokenizer do not belong together."""
-    return [check_vocabulary(config, tokenizer, recipe), pad_vocabulary(config, recipe)]
 
 
 def choose_loss_and_attention(model: Any, run: Run) -> None:
