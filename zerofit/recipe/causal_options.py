@@ -65,6 +65,7 @@ class TextOptions(Recipe):
         choices=("documents", "concatenate", "none"),
         shapes_input=True,
         needs="!data_path",
+        noted="!preference_loss",
     )
     append_eos: bool | None = option(
         None,
@@ -91,7 +92,7 @@ def has_documents(split: str) -> bool:
 class CorpusOptions(Recipe, phase="data", needs="data_path"):
     """Corpora in Megatron's format"""
 
-    data_path: list[str] | None = option(  # noqa: RUF009
+    data_path: list[str] | None = option(
         None,
         "Path of a corpus without .bin and .idx; or several corpora, each after its weight: 0.3 A 0.7 B.",
         common=True,
@@ -183,13 +184,6 @@ class PreferenceOptions(InferenceOptions, TextOptions, OfOtherGroups):
     simpo_gamma: float = option(
         0.5, "simpo: the margin between the two rewards.", minimum=0, needs="preference_loss=simpo"
     )
-
-    def clashes(self) -> list[Clash]:
-        found, packing = super().clashes(), self.packing
-        if self.is_changed("packing") and packing != "none":
-            text = f"packing = {packing} is not supported with preference_loss = {self.preference_loss}"
-            found.append(Clash("packing", ["preference_loss"], f"{text}: a pair is two rows"))
-        return found
 
     def problems(self) -> list[str]:
         problems, loss = super().problems(), self.preference_loss

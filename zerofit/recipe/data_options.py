@@ -40,15 +40,14 @@ class SourceOptions(Recipe):
     dataset_config_name: str | None = option(
         None, "Configuration of dataset_name.", follows="dataset_name", phase="data", noted="dataset_name"
     )
-    # RUF009 does not see that option() is dataclasses.field(): no list is shared between recipes.
-    train_file: list[str] | None = option(  # noqa: RUF009
+    train_file: list[str] | None = option(
         None,
         "Files or globs: .txt, .json(l), .csv, .tsv, .conll, also packed; .parquet; .xlsx.",
         common=True,
         phase="data",
         excludes="data_path",
     )
-    validation_file: list[str] | None = option(  # noqa: RUF009
+    validation_file: list[str] | None = option(
         None, "Files or globs of the held-out data.", common=True, phase="data", needs="!dataset_name !data_path"
     )
     encoding: str | None = option(
@@ -351,7 +350,7 @@ class InferenceOptions(SourceOptions, ModelOptions):
     evaluate_only: bool = option(
         False, "Do not train: evaluate model_name_or_path on the held-out data.", common=True, excludes="predict_file"
     )
-    predict_file: list[str] | None = option(  # noqa: RUF009
+    predict_file: list[str] | None = option(
         None,
         "Do not train: predict with model_name_or_path for each record of this file, which needs no labels.",
         aliases=("test_file",),

@@ -158,12 +158,10 @@ class LoraOptions(ModelOptions, phase="train"):
     )
     lora_dropout: float = option(0.0, "Dropout on the adapter's input.", minimum=0, below=1)
     lora_bias: str = option("none", "Which biases to train as well.", choices=("none", "all", "lora_only"))
-    lora_target_modules: list[str] | None = option(  # noqa: RUF009
+    lora_target_modules: list[str] | None = option(
         None, "Modules that get an adapter, or all-linear; by default those of the family."
     )
-    lora_modules_to_save: list[str] | None = option(  # noqa: RUF009
-        None, "Modules to train in full and to save with the adapter."
-    )
+    lora_modules_to_save: list[str] | None = option(None, "Modules to train in full and to save with the adapter.")
     use_dora: bool = option(False, "DoRA: also train the norm of each row of a weight.")
     use_rslora: bool = option(False, "rsLoRA: scale by lora_alpha / sqrt(lora_r).")
     load_in_4bit: bool = option(

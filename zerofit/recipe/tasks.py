@@ -66,13 +66,13 @@ class LabelOptions(Recipe):
     task_name: str | None = option(
         None, "GLUE task, which sets the columns, labels and metric.", choices=GLUE_TASKS, common=True
     )
-    text_columns: list[str] | None = option(  # noqa: RUF009
+    text_columns: list[str] | None = option(
         None, "Column of the text, or two columns of a pair of texts.", common=True, shapes_input=True
     )
     label_column: str | None = option(
         None, "Column of the label; by default `label` or a similar name.", common=True, shapes_input=True
     )
-    choice_columns: list[str] | None = option(  # noqa: RUF009
+    choice_columns: list[str] | None = option(
         None,
         "Multiple choice: columns of the choices, or one column of lists; by default choice0, choice1, ...",
         shapes_input=True,
@@ -81,7 +81,7 @@ class LabelOptions(Recipe):
     regression: bool | None = option(
         None, "Predict a number; by default if the labels are numbers with a fractional part."
     )
-    validation_mismatched_file: list[str] | None = option(  # noqa: RUF009
+    validation_mismatched_file: list[str] | None = option(
         None, "Second held-out set of MNLI (mismatched).", phase="data", needs="task_name=mnli !dataset_name"
     )
     max_length: int = option(
@@ -115,7 +115,7 @@ def is_class_weight(word: str) -> bool:
 class ClassLossOptions(Recipe, phase="train"):
     """The loss of classes"""
 
-    class_weights: list[str] | None = option(  # noqa: RUF009
+    class_weights: list[str] | None = option(
         None,
         "What an example weighs in the loss, by its class: balanced (all classes weigh the same in the whole training "
         "set), or NAME=WEIGHT for some classes; the others weigh 1.",

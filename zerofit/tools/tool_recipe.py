@@ -55,7 +55,7 @@ class TaskOption(Joined):
 class StrategiesOptions(TaskOption):
     """Which strategies"""
 
-    strategies: list[str] = option(  # noqa: RUF009
+    strategies: list[str] = option(
         ["ddp", "zero2", "zero3"],
         "Names in accelerate_configs/, or .yaml files: zero2,zero3.",
         common=True,
@@ -79,7 +79,7 @@ class LaunchedStrategiesOptions(StrategiesOptions):
 class BatchSizesOptions(Recipe):
     """Which micro-batches"""
 
-    batch_sizes: list[str] = option(  # noqa: RUF009
+    batch_sizes: list[str] = option(
         ["auto"],
         "auto: find the largest micro-batch; or the micro-batches to look at: 1,8,40.",
         common=True,

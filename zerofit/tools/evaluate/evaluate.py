@@ -35,7 +35,7 @@ class EvaluateOptions(Recipe):
         common=True,
         required="no model: set --model to a folder or a hub name",
     )
-    tasks: list[str] = option(  # noqa: RUF009
+    tasks: list[str] = option(
         None,
         "Names of the harness's tasks, or .yaml files of your own.",
         common=True,

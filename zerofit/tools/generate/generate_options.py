@@ -13,7 +13,7 @@ class WriterOptions(Recipe):
 
     model: str = option(None, "The model: a folder, a hub name, an adapter's folder, or a run's.")
     adapter: str | None = option(None, "A LoRA adapter's folder, to be put on the model.")
-    prompt: list[str] | None = option(None, "Texts to continue, each for itself.")  # noqa: RUF009
+    prompt: list[str] | None = option(None, "Texts to continue, each for itself.")
     prompt_file: str | None = option(None, ".txt, a prompt a line, or .jsonl with `prompt` or `messages`.")
     chat: bool = option(False, "Chat, a line at a time; /reset forgets what was said, an empty line ends.")
     system_prompt: str | None = option(

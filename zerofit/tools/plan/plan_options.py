@@ -77,7 +77,7 @@ class SpeedOptions(Recipe):
 class PlanOptions(BatchSizesOptions, SpeedOptions, StrategiesOptions):
     """What fits and how fast, predicted without a GPU; options of the training recipe change that"""
 
-    strategies: list[str] = option(  # noqa: RUF009
+    strategies: list[str] = option(
         ["all"], "Names in accelerate_configs/, or .yaml files: zero2,zero3; all: every pair.", common=True, form=NAMES
     )
     num_gpus: int = option(
@@ -87,7 +87,7 @@ class PlanOptions(BatchSizesOptions, SpeedOptions, StrategiesOptions):
         aliases=("num_processes", "world_size"),
         common=True,
     )
-    lengths: list[str] | None = option(  # noqa: RUF009
+    lengths: list[str] | None = option(
         None,
         "Find the longest of these rows, 8k,16k,32k, that fit with the recipe's per_device_train_batch_size, or 1. "
         "auto: multiples of 1024 up to the model's positions.",

@@ -24,7 +24,7 @@ from zerofit.strategy.host_memory import usable_cores
 class PrepareOptions(Recipe):
     """Text to corpora in Megatron's format"""
 
-    input: list[str] = option(  # noqa: RUF009
+    input: list[str] = option(
         None,
         "Files, folders, globs (** too): .jsonl, .json, .csv, .tsv, .xlsx, .parquet, .txt; also .gz, .bz2, .xz, .zst.",
         required="no input: set --input to files, folders or globs, e.g. --input 'texts/**/*.jsonl'",
@@ -42,7 +42,7 @@ class PrepareOptions(Recipe):
         None, "Its merges, as GPT-2's merges.txt.", aliases=("merges_file",), needs="vocab_file"
     )
     append_eod: bool = option(False, "End every document with the tokenizer's end-of-text token.")
-    json_keys: list[str] = option(["text"], "Keys (columns of tables), each of which becomes a corpus.")  # noqa: RUF009
+    json_keys: list[str] = option(["text"], "Keys (columns of tables), each of which becomes a corpus.")
     workers: int | None = option(None, "Processes that tokenise; by default one for each core.", positive=True)
     skip_bad_lines: bool = option(False, "Leave out and count lines that cannot be read; else the first ends the job.")
     document_separator: str | None = option(
@@ -69,7 +69,7 @@ class PrepareOptions(Recipe):
 class JoinOptions(Recipe):
     """Several corpora, one after another, as one"""
 
-    input: list[str] = option(  # noqa: RUF009
+    input: list[str] = option(
         None,
         "Prefixes of corpora, what stands before .bin; or folders of them, taken in the order of their names.",
         required="no input: set --input to prefixes of corpora, what stands before .bin, or to a folder",
