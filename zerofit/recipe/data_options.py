@@ -334,8 +334,9 @@ class BatchOptions(Recipe, phase="train"):
             if row is None:
                 problems.append(f"{stated}: say block_size, the tokens of a full row")
             elif tokens % row:
-                more = -(-tokens // row) * row
-                problems.append(f"{stated} is not a multiple of a full row, {row} tokens. Say {more}")
+                multiples = [str(number) for number in (tokens // row * row, -(-tokens // row) * row) if number]
+                remedy = f"Say {' or '.join(multiples)}"
+                problems.append(f"{stated} is not a multiple of a full row, {row} tokens. {remedy}")
         return problems
 
 
