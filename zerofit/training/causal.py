@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,9 +38,6 @@ from zerofit.strategy.engine import Engine
 from zerofit.training.evaluation import eval_batches, held_out_loss
 from zerofit.training.run import Run
 
-if TYPE_CHECKING:
-    pass
-
 NOT_READ = ("labels", "next_tokens", "is_token")
 ANOTHER = "Take another teacher"
 
@@ -63,7 +60,7 @@ class Teacher:
         return model_loss(student, replace(batch, inputs={**batch.inputs, HIDDEN: self.hidden(batch)}))
 
 
-def load_teacher(run: "Run", student: Any, data: TextData, collate: Any) -> Teacher:
+def load_teacher(run: Run, student: Any, data: TextData, collate: Any) -> Teacher:
     """Load the recipe's teacher, and give the student's loss its head. Raises UserError: it cannot be loaded, has
     another vocabulary, makes logits in another way than its head, or mixes the documents of a packed row.
 
@@ -127,7 +124,7 @@ def evaluate_pairs(
 
 
 def measure_reference(
-    run: "Run", engine: Engine, parts: Mapping[str, PreferencePairs | None], collate: Callable[[list[Any]], Batch]
+    run: Run, engine: Engine, parts: Mapping[str, PreferencePairs | None], collate: Callable[[list[Any]], Batch]
 ) -> None:
     """Let `engine`, whose model is still the one before training, give the reference's log-probabilities to all pairs.
 
@@ -153,7 +150,7 @@ def measure_reference(
             run.log_lines(f"reference {done:,} pairs in {seconds}; kept in {file}")
 
 
-def _measure(engine: Engine, pairs: PreferencePairs, collate: Any, batch_size: int, file: Path, *, run: "Run") -> int:
+def _measure(engine: Engine, pairs: PreferencePairs, collate: Any, batch_size: int, file: Path, *, run: Run) -> int:
     """Returns how many pairs were not there yet."""
     found = engine.from_main(_stored(file, len(pairs)) if engine.is_main else None)
     indices = FixedOrder(len(pairs), pairs.sort_key).indices(0, len(pairs))

@@ -1,6 +1,5 @@
-"""Evaluation: every held-out sample once, and the best evaluation so far.
-
-Evaluation: every held-out sample once, whatever the number of processes and the size of the last batch.
+"""Evaluation: every held-out sample once, whatever the number of processes and the size of the last batch; and the
+best evaluation so far.
 
 Logits are never gathered: what leaves a rank is two sums, and a few numbers or a text for each example.
 """
