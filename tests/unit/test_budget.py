@@ -11,9 +11,9 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from lines import CODE
 
 LIMITS = {  # what there is; the goal of each is behind it
-    "train": 500,  # 800
+    "train": 499,  # 800
     "zerofit": 142,  # cli.py
-    "zerofit/recipe": 3_581,  # 2,700
+    "zerofit/recipe": 3_531,  # 2,700
     "zerofit/model": 5_692,  # 4,700
     "zerofit/compat": 604,  # 600
     "zerofit/data": 7_129,  # 6,000
@@ -22,11 +22,11 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/record": 1_549,  # 4,300 with health and checkpoint
     "zerofit/health": 1_400,
     "zerofit/checkpoint": 1_800,
-    "zerofit/training": 3_316,  # 2,000
+    "zerofit/training": 3_242,  # 2,000
     "zerofit/launch": 1_579,  # 1,300
-    "zerofit/tools": 10_528,  # 10,600
+    "zerofit/tools": 10_522,  # 10,600
     "benchmarks": 1_900,  # 1,800
-    "tests": 26_561,  # 21,500
+    "tests": 26_552,  # 21,500
 }
 
 
