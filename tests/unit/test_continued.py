@@ -128,7 +128,7 @@ def test_it_begins_as_base_and_adapter_and_is_written_as_it_was(made, tokenizer,
 
 def load_again(folder: Path, base: Path | None):
     adapter = open_adapter(str(folder))
-    return load_with_adapter(adapter, find_base(adapter, str(base) if base else None)).model.get_base_model()
+    return load_with_adapter(adapter, find_base(adapter, str(base) if base else None))[0].get_base_model()
 
 
 def to_pickle(folder: Path, change=lambda tensors: tensors) -> None:

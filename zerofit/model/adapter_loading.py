@@ -6,7 +6,7 @@ ones at random. Here both are errors, and so is a base with the right shapes and
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -54,16 +54,6 @@ ALONE: Any = SimpleNamespace(  # the strategy of a tool: nothing is sharded, and
 )
 
 
-@dataclass
-class AdaptedModel:
-    """A base with its adapter, in evaluation mode."""
-
-    model: Any  # the PeftModel; `model.get_base_model()` is the transformers model with the adapter's layers in it
-    base: str  # its folder or hub name
-    auto_class: Any
-    notes: list[str] = field(default_factory=list)
-
-
 def load_with_adapter(
     folder: AdapterFolder,
     base: Base,
@@ -71,9 +61,9 @@ def load_with_adapter(
     precision: str | None = None,
     quantised: str = "refuse",
     trust_remote_code: bool = False,
-) -> AdaptedModel:
-    """Load the base, and the adapter onto it. Raises UserError: the base cannot be loaded, or the adapter is for
-    another one.
+) -> tuple[Any, Any, list[str]]:
+    """Load the base, and the adapter onto it. Returns (their PeftModel, in evaluation mode; the class of transformers
+    that loads the base; notes). Raises UserError: the base cannot be loaded, or the adapter is for another one.
 
     Args:
         precision: fp32, bf16 or fp16; None: that of the base.
@@ -106,7 +96,7 @@ def load_with_adapter(
             setattr(model.get_submodule(owner), attribute, own)
         model.config.tie_word_embeddings = False
     adapted, more = inject_adapter(folder, model, base.name, ALONE, quantised=is_quantised, as_peft_model=True)
-    return AdaptedModel(adapted.eval(), base.name, auto_class, [*notes, *more])
+    return adapted.eval(), auto_class, [*notes, *more]
 
 
 def _dequantize(model: Any, name: str) -> Any:

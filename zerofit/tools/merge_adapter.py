@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from zerofit import __version__
 from zerofit.model.adapter_folder import AdapterFolder, find_base
-from zerofit.model.adapter_loading import AdaptedModel, load_with_adapter
+from zerofit.model.adapter_loading import load_with_adapter
 from zerofit.model.configuration import read_config, usable_positions
 from zerofit.model.export import export_model, write_card
 from zerofit.model.pretrained_io import atomic_folder, read_model
@@ -34,46 +34,44 @@ def merge(folder: AdapterFolder, output: Path, options: Any) -> list[str]:
         RuntimeError: the merged model differs from the adapted one. Nothing is written then.
     """
     trust = options.trust_remote_code
-    adapted = load_with_adapter(
+    base = find_base(folder, options.base, trust_remote_code=trust)
+    adapted, auto_class, notes = load_with_adapter(
         folder,
-        find_base(folder, options.base, trust_remote_code=trust),
+        base,
         precision=options.precision,
         quantised="dequantize" if options.dequantize else "refuse",
         trust_remote_code=trust,
     )
-    plain = adapted.model.get_base_model()
-    option, place = ("adapter", str(folder.path)) if folder.has_tokenizer else ("base", adapted.base)
-    tokenizer = load_named_tokenizer(option, place, plain.config, trust)
-    probe = Probe(plain)
-    before = probe.logits(plain)
+    option, place = ("adapter", str(folder.path)) if folder.has_tokenizer else (base.option, base.name)
+    tokenizer = load_named_tokenizer(option, place, adapted.get_base_model().config, trust)
+    probe = Probe(adapted.get_base_model())
+    before = probe.logits(adapted.get_base_model())
     if not before.isfinite().all():
         raise UserError(f"{folder.where} gives logits that are not finite: its training has diverged")
-    del plain
     model = fold(adapted)
-    notes = [*adapted.notes, probe.compare(before, model, "merged")]
+    notes.append(probe.compare(before, model, "merged"))
     with atomic_folder(output) as partial:
         if (folder.path / "generation_config.json").is_file() and hasattr(model, "generation_config"):
             model.generation_config = GenerationConfig.from_pretrained(folder.path)
         for error in export_model(model, model.state_dict().items(), tokenizer, partial).values():
             raise error
-        write_card(partial, _card(model, folder, adapted, notes))
-        del model, adapted.model  # there are never two models in memory
+        write_card(partial, _card(model, folder, base.name, notes))
+        del model, adapted  # there are never two models in memory
         config = read_config("output", str(partial), trust)
         reading = {"precision": None, "trust_remote_code": trust}
-        again, missing = read_model(adapted.auto_class, "output", str(partial), config, **reading)
+        again, missing = read_model(auto_class, "output", str(partial), config, **reading)
         if missing:
             raise RuntimeError(f"the written folder lacks {missing[:3]}. Nothing is written")
         notes.append(probe.compare(before, again, "read back"))
     return notes
 
 
-def fold(adapted: AdaptedModel) -> PreTrainedModel:
-    """The plain transformers model with the adapter in its weights. `adapted.model` is used up.
+def fold(model: Any) -> PreTrainedModel:
+    """The plain transformers model with the adapter in its weights. `model`: a PeftModel, which is used up.
 
     A matrix that the base uses twice (its embeddings, as the head) becomes two where the adapter tells them apart, and
     stays one where it does not.
     """
-    model: Any = adapted.model
     tied = model.get_base_model().config.tie_word_embeddings
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for module in model.modules():
@@ -132,11 +130,11 @@ class Probe:
         return f"{what:<12}  logits differ by {difference:.1e} of a spread of {spread:.1e}, in {dtype}"
 
 
-def _card(model: PreTrainedModel, folder: AdapterFolder, adapted: AdaptedModel, notes: list[str]) -> str:
+def _card(model: PreTrainedModel, folder: AdapterFolder, base: str, notes: list[str]) -> str:
     """README.md of the merged model."""
     of_adapter = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save", "task_type")
     settings = json.dumps({name: folder.settings.get(name) for name in of_adapter}, indent=2)
-    dtype, base = str(model.dtype).removeprefix("torch."), without_folders(adapted.base)
+    dtype, base = str(model.dtype).removeprefix("torch."), without_folders(base)
     adapter, path = without_folders(str(folder.path)), folder.path.resolve()
     name = path.parent.name if path.name == "model" else path.name  # of a run's model/ the run's
     return f"""---

@@ -34,13 +34,13 @@ def evaluate(options: Any, folder: Path) -> int:
         folder: of the model, where it is one; a run's own figures are shown beside the tasks'.
     """
     check_folder_of(options.results, RESULTS, "evaluation on tasks")
-    source = find_model(options)
+    base, adapter, tokenizer = find_model(options)
     known, tasks = _tasks(options.tasks)
     accelerator = Accelerator()
     if accelerator.device.index is not None:
         torch.accelerator.set_device_index(accelerator.device.index)
     kind = HFLM if accelerator.num_processes == 1 else SharedModel
-    model = kind(load(source, options).eval(), tokenizer=source.tokenizer, batch_size=options.batch_size)
+    model = kind(load(base, adapter, options).eval(), tokenizer=tokenizer, batch_size=options.batch_size)
     model.accelerator = accelerator
     found = simple_evaluate(
         model,

@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -46,23 +45,15 @@ NOT_WRITERS = (
 NAMED_WITH = "--model BASE --adapter FOLDER"
 
 
-@dataclass(frozen=True)
-class ModelSource:
-    """Says where the model comes from."""
-
-    base: Base  # of the adapter, or the model itself
-    adapter: AdapterFolder | None
-    tokenizer: PreTrainedTokenizerBase
-
-
-def find_model(options: Any) -> ModelSource:
-    """Find the model, its adapter and its tokenizer; the weights are not loaded. `options`: those of generating or
-    evaluating. Raises UserError: they cannot be loaded, or the model does not write texts."""
+def find_model(options: Any) -> tuple[Base, AdapterFolder | None, PreTrainedTokenizerBase]:
+    """Find the model (or the base of an adapter), its adapter and its tokenizer; the weights are not loaded.
+    `options`: those of generating or evaluating. Raises UserError: they cannot be loaded, or the model does not write
+    texts."""
     name, trust = model_folder(options.model), options.trust_remote_code
     if not (is_adapter(name) or options.adapter):
         config = read_config("model", name, trust)
         _auto_class(config, name)
-        return ModelSource(Base("model", name, config), None, load_named_tokenizer("model", name, config, trust))
+        return Base("model", name, config), None, load_named_tokenizer("model", name, config, trust)
     names_adapter = is_adapter(name)
     if names_adapter and options.adapter:
         raise UserError(f"model = {name!r} is an adapter, and adapter = {options.adapter!r} too: name one")
@@ -72,22 +63,22 @@ def find_model(options: Any) -> ModelSource:
         raise UserError(f"{str(adapter.path)!r} is the adapter of a classifier, which writes no text")
     _auto_class(base.config, base.name)
     option, place = ("adapter", str(adapter.path)) if adapter.has_tokenizer else (base.option, base.name)
-    return ModelSource(base, adapter, load_named_tokenizer(option, place, base.config, trust))
+    return base, adapter, load_named_tokenizer(option, place, base.config, trust)
 
 
-def load(source: ModelSource, options: Any) -> PreTrainedModel:
+def load(base: Base, adapter: AdapterFolder | None, options: Any) -> PreTrainedModel:
     """The model on its device, with its adapter if there is one. Raises UserError: its weights cannot be loaded, are
     incomplete, or do not fit the adapter."""
-    device, base = accelerator(), source.base
+    device = accelerator()
     precision = options.precision or ("fp32" if device.type == "cpu" else None)
     reading = {"precision": precision, "trust_remote_code": options.trust_remote_code}
-    if source.adapter:
-        adapted = load_with_adapter(source.adapter, base, quantised="keep", **reading)
-        for note in adapted.notes:
+    if adapter:
+        adapted, _, notes = load_with_adapter(adapter, base, quantised="keep", **reading)
+        for note in notes:
             log_to_stderr(note)
-        model = adapted.model.get_base_model()
-        if (source.adapter.path / "generation_config.json").is_file():  # its settings for generation
-            model.generation_config = GenerationConfig.from_pretrained(source.adapter.path)
+        model = adapted.get_base_model()
+        if (adapter.path / "generation_config.json").is_file():  # its settings for generation
+            model.generation_config = GenerationConfig.from_pretrained(adapter.path)
     else:
         auto_class = _auto_class(base.config, base.name)
         model, missing = read_model(auto_class, base.option, base.name, base.config, **reading)
@@ -95,8 +86,8 @@ def load(source: ModelSource, options: Any) -> PreTrainedModel:
             raise UserError(f"model = {base.name!r} lacks {len(missing)} weights, such as {missing[0]}")
     if getattr(model, "hf_quantizer", None) is None:  # quantised weights are on their device already
         model.to(device)
-    adapter = f" with the adapter {source.adapter.path}" if source.adapter else ""
-    log_to_stderr(f"model {base.name}{adapter} in {str(model.dtype).removeprefix('torch.')} on {model.device}")
+    also = f" with the adapter {adapter.path}" if adapter else ""
+    log_to_stderr(f"model {base.name}{also} in {str(model.dtype).removeprefix('torch.')} on {model.device}")
     return model
 
 
@@ -250,20 +241,20 @@ def respond(options: GenerateOptions) -> int:
     prompts = read_prompts(options)  # every mistake that does not need the weights, which take long
     if options.chat_template:
         named_template(options.chat_template)
-    source = find_model(options)
+    base, adapter, tokenizer = find_model(options)
     how = (options.chat_template, options.raw, options.system_prompt)
     languages = (options.source_lang, options.target_lang)
-    renderer = Renderer(source.tokenizer, source.base.config, *how, languages=languages)
+    renderer = Renderer(tokenizer, base.config, *how, languages=languages)
     chats = [prompt for prompt in prompts if isinstance(prompt, Conversation)]
     if options.chat or chats:
         renderer.check_conversations()
     if renderer.uses_template and not options.chat:
         log_to_stderr("note: prompts are rendered with the tokenizer's chat template; --raw takes them as they are")
     if renderer.uses_template:
-        for note in unread_note([], (key for chat in chats for key in unread_keys(source.tokenizer, chat))):
+        for note in unread_note([], (key for chat in chats for key in unread_keys(tokenizer, chat))):
             log_to_stderr(f"note: {note.removeprefix('note').strip()}")
     output = _open(options.output)
-    writer = Writer(load(source, options), source.tokenizer, options, renderer.end_of_turn())
+    writer = Writer(load(base, adapter, options), tokenizer, options, renderer.end_of_turn())
     writer.ends_by_itself = renderer.has_encoder or renderer.uses_template
     if options.chat:
         converse(writer, renderer, lines_of_stdin())
