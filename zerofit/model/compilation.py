@@ -31,7 +31,7 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -108,12 +108,6 @@ def convert_to_float8(model: "PreTrainedModel", blocks: list[torch.nn.Module]) -
     return f"float8 in {counted(len(fitting), 'linear layer')}, which have {part:.0%} of the weights{emulated}"
 
 
-def without_float8() -> AbstractContextManager[None]:
-    """The context of passes in bf16: one scale is shared by all rows of a batch, so each row depends on the others,
-    which is too little to matter to training, and too much for a check that compares rows."""
-    return computed_as_linear(list(_converted))
-
-
 GRAPHS = 64  # of the code that blocks share; torch computes without its compiler beyond its limit, which is 8
 
 
@@ -168,8 +162,9 @@ def failing_compiler(device: torch.device, backend: str = "inductor") -> str | N
 @contextmanager
 def uncompiled() -> Iterator[None]:
     """The context of passes that are not worth a graph: checks before a run, and generation, whose lengths change.
-    They are in bf16 where training is in float8."""
-    with without_float8():
+    They are in bf16 where training is in float8, whose one scale for all rows of a batch lets each row depend on the
+    others: too little to matter to training, and too much for a check that compares rows."""
+    with computed_as_linear(list(_converted)):
         if "torch._dynamo" not in sys.modules:  # then nothing is compiled
             yield
             return

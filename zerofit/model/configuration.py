@@ -119,9 +119,7 @@ def load_configuration(recipe: ModelOptions, auto_class: Any = None) -> "Pretrai
     check_attention_installed(recipe.attn_implementation)
     if recipe.model_type and not recipe.config_name:
         if recipe.model_type not in CONFIG_MAPPING:
-            close = nearest(recipe.model_type, CONFIG_MAPPING.keys())
-            remedy = f". Did you mean {close}?" if close else ""
-            raise UserError(f"model_type = {recipe.model_type!r} is unknown{remedy}")
+            raise UserError(f"model_type = {recipe.model_type!r}: {unknown_family(recipe.model_type)}")
         config = CONFIG_MAPPING[recipe.model_type]()
     else:
         option = "model_name_or_path" if recipe.model_name_or_path else "config_name"
@@ -232,10 +230,8 @@ def unknown_family(model_type: str) -> str:
 
     close = nearest(model_type, CONFIG_MAPPING.keys())
     remedy = f"Did you mean {close}? Else install" if close else "Install"
-    return (
-        f"transformers {__version__} does not support model_type {model_type!r}. {remedy} the version that its "
-        "config.json names (pip install -U transformers)"
-    )
+    stated = f"transformers {__version__} does not support model_type {model_type!r}"
+    return f"{stated}. {remedy} a version that does (pip install -U transformers)"
 
 
 def check_quantiser(option: str, name: str, config: Any, on_gpu: bool = False) -> None:

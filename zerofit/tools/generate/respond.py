@@ -154,11 +154,10 @@ class Writer:
                 f"note: drawn with {', '.join(f'{name} {value:g}' for name, value in used.items())}, seed {self.seed}"
             )
 
-    def room(self, length: int) -> int | None:
-        """The number of tokens that fit after a prompt of `length`; None where there is no limit. Zero or less: the
-        prompt is too long."""
+    def room(self, length: int) -> int:
+        """The number of tokens that fit after a prompt of `length`; zero or less: the prompt is too long."""
         if self.positions is None:
-            return None
+            return sys.maxsize
         if self.has_encoder:
             return self.positions - 1 if length <= self.positions else 0
         return self.positions - length
@@ -166,29 +165,10 @@ class Writer:
     def too_long(self, length: int) -> str:
         return f"the prompt has {length:,} tokens, and the model has {self.positions:,} positions. Make it shorter"
 
-    def rows(self, prompts: list[Prompt], renderer: Renderer) -> tuple[list[list[int]], list[int]]:
-        """Return (token ids of each prompt, number of tokens that were cut from each). Raises UserError: a prompt is
-        too long."""
-        rows, cut = [], []
-        for number, prompt in enumerate(prompts, 1):
-            rows.append(renderer.ids(prompt))
-            cut.append(renderer.left_out)
-            if not self.limit(len(rows[-1])):
-                which = f"prompt {number} of {len(prompts)}: " if len(prompts) > 1 else ""
-                raise UserError(f"{which}{self.too_long(len(rows[-1]))}")
-        return rows, cut
-
-    def limit(self, length: int) -> int:
-        """The most tokens that are written after a prompt of `length`; 0: it is too long."""
-        room = self.room(length)
-        return self.max_new_tokens if room is None else max(0, min(room, self.max_new_tokens))
-
     def write(self, ids: list[int], number: int = 0) -> str:
-        """Continue a prompt, onto stdout, token by token unless beams are searched. Returns the text. `number`: of the
-        prompt; each has its own seed."""
-        limit = self.limit(len(ids))
-        if not limit:
-            raise UserError(self.too_long(len(ids)))
+        """Continue a prompt that has room, onto stdout, token by token unless beams are searched. Returns the text.
+        `number`: of the prompt; each has its own seed."""
+        limit = min(self.room(len(ids)), self.max_new_tokens)
         if self.seed is not None:
             torch.manual_seed(self.seed + number)
         inputs = torch.tensor([ids], device=self.model.device)
@@ -218,7 +198,13 @@ class Writer:
 def complete(writer: Writer, renderer: Renderer, prompts: list[Prompt], output: TextIO | None = None) -> None:
     """Continue each prompt by itself, and write a record of each to `output` if there is one. Raises UserError: a
     prompt is too long; raised before any is continued."""
-    rows, cut = writer.rows(prompts, renderer)
+    rows, cut = [], []
+    for number, prompt in enumerate(prompts, 1):
+        rows.append(renderer.ids(prompt))
+        cut.append(renderer.left_out)
+        if writer.room(len(rows[-1])) <= 0:
+            which = f"prompt {number} of {len(prompts)}: " if len(prompts) > 1 else ""
+            raise UserError(f"{which}{writer.too_long(len(rows[-1]))}")
     with output or nullcontext():
         for number, (prompt, ids) in enumerate(zip(prompts, rows)):
             if len(prompts) > 1:
@@ -371,7 +357,7 @@ def latest(messages: Messages, writer: Writer, renderer: Renderer) -> tuple[list
     while True:
         ids = renderer.ids(messages)
         room = writer.room(len(ids))
-        if room is None or room >= reply_tokens:
+        if room >= reply_tokens:
             return ids, messages
         if len(messages) <= 2:
             return (ids if room > 0 else None), messages
