@@ -78,14 +78,21 @@ def install_template(
     texts have no end."""
     if tokenizer.eos_token is None:
         raise UserError(f"{tokenizer.name_or_path!r} has no end-of-text token. Set another tokenizer_name")
-    template_of_tokenizer = _own_template(tokenizer) if not requested else tokenizer.chat_template
-    name = requested or (None if template_of_tokenizer else default)
-    if not (template_of_tokenizer or name):
+    own = tokenizer.chat_template
+    name = requested or (None if own else default)
+    if not (own or name):
         raise UserError(f"no chat template: set --chat_template ({', '.join(known_templates())}, or a .jinja file)")
-    tokenizer.chat_template = _for_tokenizer(name, tokenizer) if name else template_of_tokenizer
+    if name:
+        text = named_template(name)
+        adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+        if adds_bos and name in known_templates() and "bos_token" not in text:
+            text = "{{- bos_token -}}" + text  # it begins like the tokenizer's texts
+        tokenizer.chat_template = text
+    elif isinstance(own, dict) and "default" not in own:  # of several, one may be for records with tools
+        raise UserError(f"several chat templates ({', '.join(own)}): name a .jinja file with --chat_template")
     origin = f"chat_template = {name!r}" if name else "the tokenizer's own chat template"
     aside = " (the tokenizer has no template of its own)" if name != requested else ""
-    if requested and template_of_tokenizer and template_of_tokenizer != tokenizer.chat_template:
+    if requested and own and own != tokenizer.chat_template:
         aside = " (in place of the tokenizer's own)"
     try:
         apply_template(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
@@ -93,25 +100,6 @@ def install_template(
         if bad.syntax:  # else it may refuse this conversation and accept others
             raise UserError(f"{origin}, {bad}") from None
     return origin, f"template  {name or origin}{aside}"
-
-
-def _own_template(tokenizer: "PreTrainedTokenizerBase") -> str | dict[str, str] | None:
-    """The tokenizer's template; of several, of which one may be for records with tools, all."""
-    try:
-        if tokenizer.chat_template:
-            tokenizer.get_chat_template()
-        return tokenizer.chat_template
-    except ValueError:  # several, and none is called default
-        names = ", ".join(tokenizer.chat_template)
-        raise UserError(f"several chat templates ({names}): name a .jinja file with --chat_template") from None
-
-
-def _for_tokenizer(name: str, tokenizer: "PreTrainedTokenizerBase") -> str:
-    """A template's text. The templates of zerofit begin like the tokenizer's texts: some tokenizers put the
-    beginning-of-text token there."""
-    text = named_template(name)
-    adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
-    return "{{- bos_token -}}" + text if adds_bos and name in known_templates() and "bos_token" not in text else text
 
 
 # ----------------------------------------------------------------------------- what a record gives to the template
@@ -156,7 +144,16 @@ def for_template(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) 
     takes_objects, takes_texts = (_writes(tokenizer, conversation, probe) for probe in (PROBE, json.dumps(PROBE)))
     if takes_objects == takes_texts:
         return conversation
-    return _with_arguments(conversation, _as_object if takes_objects else _as_json)
+
+    def as_taken(arguments: Any) -> Any:
+        if takes_texts:
+            return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
+        with suppress(ValueError, TypeError):
+            held = json.loads(arguments)
+            return held if isinstance(held, dict) else arguments
+        return arguments
+
+    return _with_arguments(conversation, as_taken)
 
 
 def unread_keys(tokenizer: "PreTrainedTokenizerBase", messages: list[Message], text: str | None = None) -> list[str]:
@@ -195,18 +192,6 @@ def _source(tokenizer: "PreTrainedTokenizerBase") -> str:
 
 def _function(call: dict[str, Any]) -> dict[str, Any]:
     return call["function"] if isinstance(call.get("function"), dict) else call
-
-
-def _as_object(arguments: Any) -> Any:
-    """The object whose JSON text the arguments of a call are; else the arguments."""
-    with suppress(ValueError, TypeError):
-        held = json.loads(arguments)
-        return held if isinstance(held, dict) else arguments
-    return arguments
-
-
-def _as_json(arguments: Any) -> Any:
-    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
 def _with_arguments(conversation: Conversation, changed: Callable[[Any], Any]) -> Conversation:
@@ -291,7 +276,12 @@ def render(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> tup
         if message["role"] != "assistant":
             continue
         prompt = apply_template(tokenizer, conversation[:turn], add_generation_prompt=True, given=conversation.given)
-        added = _added_calls(tokenizer, conversation, turn, prompt) if "tool_calls" in message else None
+        added = ""
+        if "tool_calls" in message:
+            so_far = apply_template(tokenizer, conversation[: turn + 1], given=conversation.given)
+            if so_far.startswith(prompt):
+                body, mark, _ = so_far[len(prompt) :].rpartition(tokenizer.eos_token)
+                added = body + mark or so_far[len(prompt) :].rstrip()
         if added and text.startswith(prompt + added):
             start, stop = len(prompt), len(prompt) + len(added)
         else:
@@ -303,13 +293,6 @@ def render(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> tup
         if message.get("trained", True) and not message.get("masked"):
             spans.append((start, stop))
     return text, spans
-
-
-def _added_calls(tokenizer: "PreTrainedTokenizerBase", messages: Conversation, turn: int, prompt: str) -> str | None:
-    """The text that a turn with calls of tools adds to its prompt, up to and including its last end-of-text token."""
-    so_far = apply_template(tokenizer, messages[: turn + 1], given=messages.given)
-    body, mark, _ = so_far[len(prompt) :].rpartition(tokenizer.eos_token)
-    return (body + mark or so_far[len(prompt) :].rstrip()) if so_far.startswith(prompt) else None
 
 
 def _place_in(
