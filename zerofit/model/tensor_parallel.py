@@ -199,21 +199,9 @@ def all_reduced(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     return summed
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view_as(tensor)
-
-
-def copy_to_tensor_parallel(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    """Return the tensor as it is; the backward pass sums its gradient over the ranks.
-
-    Source: copy_to_tensor_model_parallel_region of Megatron-LM.
-    """
-    return CollectiveFunction.apply(tensor, _same, partial(all_reduced, group=group))
-
-
 def reduce_from_tensor_parallel(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """Return the sum of all ranks' tensors; the backward pass gives each of them the whole gradient."""
-    return CollectiveFunction.apply(tensor, partial(all_reduced, group=group), _same)
+    return CollectiveFunction.apply(tensor, partial(all_reduced, group=group), torch.Tensor.contiguous)
 
 
 class ReduceScatterTokens(torch.autograd.Function):
@@ -354,8 +342,8 @@ class SharedNorm(nn.Module):
         self.channels = norm.weight.cut.shape[0]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        wide, group = hidden.float(), self.tensor.group
-        squares = copy_to_tensor_parallel(reduce_from_tensor_parallel(wide.pow(2).sum(-1, keepdim=True), group), group)
+        wide, add_up = hidden.float(), partial(all_reduced, group=self.tensor.group)
+        squares = CollectiveFunction.apply(wide.pow(2).sum(-1, keepdim=True), add_up, add_up)
         return (self.weight * (wide * torch.rsqrt(squares / self.channels + self.eps))).to(hidden.dtype)
 
 
@@ -468,7 +456,12 @@ def split_model(model: "PreTrainedModel", tensor: TensorGroup) -> None:
     for path, layer in list(model.named_modules()):
         owner, _, name = path.rpartition(".")
         if name in plan.columns:
-            _cut_columns(layer, tensor, plan.columns[name])
+            for parameter, dim in ((layer.weight, 1 if is_transposed(layer) else 0), (layer.bias, 0)):
+                if parameter is not None:
+                    cut = cut_for(parameter.shape, dim, tensor.rank, tensor.size, plan.columns[name])
+                    cut_parameter(parameter, cut)
+            width = "nf" if is_transposed(layer) else "out_features"
+            setattr(layer, width, getattr(layer, width) // tensor.size)
             readers.add(owner)
         elif name in plan.rows:
             weight = layer.weight
@@ -484,14 +477,6 @@ def split_model(model: "PreTrainedModel", tensor: TensorGroup) -> None:
         model.get_submodule(owner).register_forward_pre_hook(partial(_join_input, parts), with_kwargs=True)
     _share_tokens(model, parts)
     _split_vocabulary(model, tensor)
-
-
-def _cut_columns(layer: Any, tensor: TensorGroup, parts: int) -> None:
-    for parameter, dim in ((layer.weight, 1 if is_transposed(layer) else 0), (layer.bias, 0)):
-        if parameter is not None:
-            cut_parameter(parameter, cut_for(parameter.shape, dim, tensor.rank, tensor.size, parts))
-    width = "nf" if is_transposed(layer) else "out_features"
-    setattr(layer, width, getattr(layer, width) // tensor.size)
 
 
 def _join_input(
