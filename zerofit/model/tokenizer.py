@@ -16,11 +16,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import Tokenizer, decoders, processors
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
-from tokenizers.trainers import BpeTrainer
 
 from zerofit.model.configuration import STORED_ROWS, from_hub_or_folder, has_tokenizer, overrides_of, read_config
 from zerofit.model.families import family_of
@@ -267,7 +266,7 @@ def _check_reads_words(tokenizer: "PreTrainedTokenizerBase", option: str, name: 
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, key: str, cache: Path, pairs: bool = False
 ) -> "PreTrainedTokenizerBase":
-    """A byte-level BPE tokenizer trained on `texts`, or read from the cache.
+    """A byte-level BPE tokenizer trained on `texts` (tokens occur twice at least), or read from the cache.
 
     Args:
         texts: the training documents; read only if the tokenizer is not in the cache.
@@ -282,25 +281,18 @@ def train_tokenizer(
     folder = cache / f"tokenizer-{name}"
     if not is_there(folder):
         roles = PAIR_TOKENS if pairs else dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
-        bpe = Tokenizer(BPE())
-        bpe.pre_tokenizer, bpe.decoder = ByteLevel(add_prefix_space=pairs), decoders.ByteLevel()
-        trainer = BpeTrainer(
-            vocab_size=vocab_size,
-            min_frequency=2,
-            special_tokens=list(dict.fromkeys(roles.values())),
-            initial_alphabet=ByteLevel.alphabet(),
-            show_progress=sys.stdout.isatty(),  # elsewhere each of its three bars is an empty line
-        )
-        bpe.train_from_iterator(texts, trainer=trainer)
-        bpe.post_processor = processors.ByteLevel(trim_offsets=False)
+        special = list(dict.fromkeys(roles.values()))
+        shown = sys.stdout.isatty()  # elsewhere each of its three bars is an empty line
+        trained = ByteLevelBPETokenizer(add_prefix_space=pairs)
+        trained.train_from_iterator(texts, vocab_size, special_tokens=special, show_progress=shown)
+        bpe = Tokenizer.from_str(trained.to_str())
         if pairs:  # 1 is the token type of B
             marks = [(token, bpe.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
             template = {"single": "[CLS] $A [SEP]", "pair": "[CLS] $A [SEP] $B:1 [SEP]:1"}
             bpe.post_processor = TemplateProcessing(**template, special_tokens=marks)
         names = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if pairs else {}
-        trained = PreTrainedTokenizerFast(tokenizer_object=bpe, **roles, **names)
         partial = temporary_path(folder)
-        trained.save_pretrained(partial)
+        PreTrainedTokenizerFast(tokenizer_object=bpe, **roles, **names).save_pretrained(partial)
         put_in_place(partial, folder)
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
