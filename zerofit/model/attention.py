@@ -141,7 +141,15 @@ def _use_flash(model: "PreTrainedModel", precision: str, device: torch.device) -
                 return f"the flash-attn package, version {version}, is installed"
             except (ImportError, ValueError, RuntimeError, OSError) as error:
                 problems.append(f"{name}: {' '.join(str(error).split())}")
-    problem = _why_not_varlen(model, precision, device, dropout)
+    problem = ""
+    if torch.version.hip is not None:
+        problem = "torch has no flash kernel for packed documents here, and flash-attn is not installed"
+    elif dropout:
+        problem = "the model has dropout on attention weights, which only flash-attn 2 supports: it is not installed"
+    elif getattr(config, "attn_logit_softcapping", None):
+        problem = f"a {config.model_type} caps its attention scores, which only flash-attn 2 supports"
+    elif why := _trial(device, {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]):
+        problem = f"torch's flash kernel does not work here: {why}"
     if not problem:
         set_attention(model, VARLEN)
         return "torch's own flash kernel"
@@ -153,18 +161,6 @@ def has_attention_dropout(config: "PretrainedConfig") -> bool:
     return any(
         getattr(config, name, 0) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
     )
-
-
-def _why_not_varlen(model: "PreTrainedModel", precision: str, device: torch.device, dropout: bool) -> str:
-    config = model.config.get_text_config()
-    if torch.version.hip is not None:
-        return "torch has no flash kernel for packed documents here, and flash-attn is not installed"
-    if dropout:
-        return "the model has dropout on attention weights, which only flash-attn 2 supports, and it is not installed"
-    if getattr(config, "attn_logit_softcapping", None):
-        return f"a {config.model_type} caps its attention scores, which only flash-attn 2 supports"
-    problem = _trial(device, {"bf16": torch.bfloat16, "fp16": torch.float16}[precision])
-    return f"torch's flash kernel does not work here: {problem}" if problem else ""
 
 
 @functools.cache

@@ -170,11 +170,8 @@ def _save_weights_alone(written: Any, part: dict[str, torch.Tensor], folder: Pat
 
 
 def _write_part(written: Any, part: dict[str, torch.Tensor], folder: Path, number: int) -> Path:
-    place, file = folder / "part", folder / f"part_{number}.safetensors"
-    _save_weights_alone(written, part, place)
-    (place / "model.safetensors").rename(file)
-    place.rmdir()
-    return file
+    _save_weights_alone(written, part, folder)
+    return (folder / "model.safetensors").rename(folder / f"part_{number}.safetensors")
 
 
 def _write_index(files: list[Path], folder: Path) -> None:

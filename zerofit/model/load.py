@@ -52,19 +52,16 @@ def load_model(
     Returns: the model; under tensor and pipeline parallelism this rank's share of it.
     """
     dtype = strategy.compute_dtype if recipe.lora else strategy.model_dtype
-    names, size = ignored_weights, num_parameters
-    build = partial(
-        _build, auto_class, config, recipe, strategy, seed=seed, ignored_weights=names, size=size, drawn_dtype=dtype
-    )
+    more: Any = {"seed": seed, "ignored_weights": ignored_weights, "size": num_parameters, "drawn_dtype": dtype}
+    build: Any = partial(_build, auto_class, config, recipe, strategy, **more)
     keeps_rows = strategy.fully_shards and not recipe.use_dora  # whose magnitudes are the norms of whole weights
     if strategy.layout.model_size == 1 and not keeps_rows:
         return build(dtype)
     keep = partial(_keep_share, strategy, dtype)
     if not recipe.model_name_or_path:
         return draw_share(partial(build, dtype), keep)
-    model = build(
-        stored_dtype(recipe.model_name_or_path) or dtype
-    )  # so it is mapped, and what is not kept is not read
+    # In the dtype of its files it is mapped, and what is not kept is not read.
+    model = build(stored_dtype(recipe.model_name_or_path) or dtype)
     keep(model)
     for parameter in model.parameters():
         is_own = hasattr(parameter, "cut")  # in memory of its own already
@@ -123,13 +120,10 @@ def _build(
             # With ignore_mismatched_sizes transformers ignores every weight that does not fit.
             if {entry[0] for entry in info["mismatched_keys"]} - set(ignored_weights):
                 raise RuntimeError("ignore_mismatched_sizes is meant for ignored_weights only")
-            model.initialized_weights = _initialize_missing(
-                model,
-                {*info["missing_keys"], *ignored_weights},
-                strategy,
-                seed,
-                drawn_dtype if drawn_dtype != dtype else None,
-            )
+            missing, other_dtype = {*info["missing_keys"], *ignored_weights}, None
+            if drawn_dtype != dtype:
+                other_dtype = drawn_dtype
+            model.initialized_weights = _initialize_missing(model, missing, strategy, seed, other_dtype)
             model.unused_weights = sorted(info["unexpected_keys"])  # under ZeRO-3 with those of `_ignoring`
             check_finite(model, f"model_name_or_path = {name!r}", strategy.gather)
             return fuse_gelu(model)
