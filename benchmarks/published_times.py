@@ -25,7 +25,6 @@ from zerofit.estimate.measured_rows import FILE, MeasuredRow, measured_rows
 from zerofit.estimate.planned_model import read_planned_model
 from zerofit.recipe.errors import UserError
 from zerofit.record.terminal import table
-from zerofit.strategy.gpu_table import find_gpu
 from zerofit.tools.plan.plan import make_budget, make_timing
 from zerofit.tools.plan.plan_options import Degrees, PlanOptions, read_pair, resolve_with
 from zerofit.tools.plan.planner import Planner
@@ -72,8 +71,7 @@ def predict(row: MeasuredRow) -> tuple[str, float, dict[str, float]]:
     """(id, seconds of an update, its parts); 0 where no pair of ours does what the row does."""
     try:
         options, _ = read_with_recipe(PlanOptions, words_of(row), prog="zerofit plan")
-        gpu = find_gpu(row.gpu)
-        budget = make_budget(options, gpu, True)
+        budget = make_budget(options)
         model = replace(read_planned_model(options, "clm", True), own_kernels=row.id.startswith(FUSED))
         pair, degrees = read_pair(row.strategy), Degrees(row.tensor, row.pipeline)
         degrees = pair.degrees if degrees == Degrees() else degrees
@@ -81,7 +79,7 @@ def predict(row: MeasuredRow) -> tuple[str, float, dict[str, float]]:
         resolved = resolve_with(
             row.strategy, pair, degrees, recipe, model, world_size=row.gpus, gpus_per_node=row.gpus_per_node
         )
-        timing, _ = make_timing(options, model, budget, gpu, {row.precision != "fp32"})
+        timing, _ = make_timing(options, model, budget, {row.precision != "fp32"})
         time = timing.predict(resolved, row.micro_batch, row.accumulation).time
     except UserError as error:
         print(f"{row.id}: {error.problems[0]}", file=sys.stderr)

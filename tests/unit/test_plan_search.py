@@ -11,7 +11,6 @@ from test_plan import RECIPE
 from zerofit.cli import main
 from zerofit.estimate.measured_rows import measured_rows
 from zerofit.estimate.planned_model import read_planned_model
-from zerofit.strategy.gpu_table import find_gpu
 from zerofit.tools.plan import joint_search
 from zerofit.tools.plan import planner as planner_module
 from zerofit.tools.plan.plan import make_budget, make_timing
@@ -26,16 +25,15 @@ def planner_of(*flags) -> Planner:
     options, _ = read_with_recipe(
         PlanOptions, ["--task", "clm", "--config_name", "gpt2", *map(str, flags)], prog="plan"
     )
-    gpu = find_gpu(options.gpu)
-    budget, model = make_budget(options, gpu, True), read_planned_model(options, "clm", True)
-    return Planner(options, model, budget, make_timing(options, model, budget, gpu, {True})[0])
+    budget, model = make_budget(options), read_planned_model(options, "clm", True)
+    return Planner(options, model, budget, make_timing(options, model, budget, {True})[0])
 
 
 def exhaustively(planner: Planner, names: list[str]) -> tuple[float, float]:
     """tokens/s of the fastest of all that fit: of each options and layout the micro-batches up to the first that
     does not fit, and all. (Of a larger one the allocator may hold a few MiB less; the search need not find it.)"""
     below, every = [0.0], [0.0]
-    for one in itertools.chain(*joint_search.combinations(planner, names, lambda resolved: "")):
+    for one in itertools.chain(*joint_search.combinations(planner, names)):
         sizes = joint_search.candidates_of(one.planner, one.outcome)
         found = [one.planner.predict(one.outcome.resolved, size) for size in sizes]
         every += [prediction.speed.tokens_per_s for prediction in found if prediction.fits]
@@ -56,7 +54,7 @@ def test_the_search_finds_what_trying_everything_finds(seed, monkeypatch):
             "--gpu_memory", f"{drawn.randint(840, 1400)}MiB", "--strategies", ",".join(names),
             *drawn.choice([("--global_batch_size", 48), ("--gradient_accumulation_steps", 2)]),
         )  # fmt: skip
-        best = joint_search.find_best(planner, names, lambda resolved: "")
+        best = joint_search.find_best(planner, names)
         found = best[0][1].speed.tokens_per_s if best else 0.0
         least, most = exhaustively(planner, names)
         assert least * (1 - 1e-6) <= found <= most * (1 + 1e-6), number
@@ -86,6 +84,6 @@ def test_the_rows_were_predicted_by_this_tree():
         row.strategy, "--gradient_accumulation_steps", row.accumulation,
     )  # fmt: skip
     planner.model.own_kernels = False  # another program's
-    (outcome,) = planner.layouts(row.strategy, lambda resolved: "")
+    (outcome,) = planner.layouts(row.strategy)
     rel = 1e-3 if torch.__version__ >= "2.13" else 2e-2  # torch 2.11 has other operations in a pass
     assert planner.speed(outcome.resolved, row.micro_batch).time.seconds == pytest.approx(row.predicted, rel=rel)

@@ -6,7 +6,7 @@ of trying everything (tests/unit/test_plan_search.py), as far as memory grows wi
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,12 +15,11 @@ from zerofit.model.recomputation import check_recomputation
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import OPTIMIZERS
 from zerofit.tools.plan.plan_options import PlanOptions
-from zerofit.tools.plan.planner import Check, LayoutOutcome, Planner, Prediction, in_processes, search
+from zerofit.tools.plan.planner import LayoutOutcome, Planner, Prediction, in_processes, search
 
 EACH = 64
 MAX_REMEDIES = 2
 Options = dict[str, Any]
-Finder = Callable[[Planner, LayoutOutcome], Callable[[LayoutOutcome], None]]
 
 
 @dataclass
@@ -80,7 +79,7 @@ def candidates_of(planner: Planner, outcome: LayoutOutcome) -> list[int]:
     return planner.possible(sizes, outcome.resolved.layout.data_size)
 
 
-def combinations(planner: Planner, names: list[str], check: Check) -> list[list[Combination]]:
+def combinations(planner: Planner, names: list[str]) -> list[list[Combination]]:
     """Every combination that is possible, without bounds; those with the same options together. A strategy is resolved
     once for each optimizer: the other options change the passes alone."""
     resolved: dict[str, list[LayoutOutcome]] = {}
@@ -90,7 +89,7 @@ def combinations(planner: Planner, names: list[str], check: Check) -> list[list[
         if changed is None:
             continue
         if changed.recipe.optim not in resolved:
-            several = [outcome for name in names for outcome in changed.layouts(name, check)]
+            several = [outcome for name in names for outcome in changed.layouts(name)]
             resolved[changed.recipe.optim] = [one for one in several if not one.refused]
         outcomes = [replace(outcome, predictions=[]) for outcome in resolved[changed.recipe.optim]]
         group = [Combination(options, changed, one) for one in outcomes if candidates_of(changed, one)]
@@ -144,14 +143,10 @@ def _may_fit(planner: Planner, outcome: LayoutOutcome) -> bool:
 
 
 class Remedies:
-    """Changes that make a layout fit that does not: options of the recipe, each predicted as a plan of its own.
+    """Changes that make a layout fit that does not: options of the recipe, each predicted as a plan of its own."""
 
-    Args:
-        finder: of a planner and what was found: the function that adds the predictions of a layout.
-    """
-
-    def __init__(self, planner: Planner, check: Check, finder: Finder):
-        self.planner, self.check, self.finder = planner, check, finder
+    def __init__(self, planner: Planner):
+        self.planner = planner
         self._planners: dict[tuple[tuple[str, Any], ...], Planner | None] = {}
 
     def add(self, outcome: LayoutOutcome) -> None:
@@ -170,24 +165,24 @@ class Remedies:
         key = tuple(options.items())
         if key not in self._planners:
             self._planners[key] = _changed(self.planner, options)
-        changed = self._planners[key]
+        changed, misfit = self._planners[key], outcome.smallest_misfit
         if changed is None:
             return None
-        for again in changed.layouts(outcome.strategy, self.check):
+        for again in changed.layouts(outcome.strategy):
             if again.degrees == outcome.degrees and not again.refused and _may_fit(changed, again):
-                self.finder(changed, outcome)(again)
+                changed.find(again, [misfit.micro_batch] if misfit and changed.recipe.micro_batches else None)
                 return again.best
         return None
 
 
-def find_best(planner: Planner, names: list[str], check: Check, top: int = 1) -> list[tuple[Combination, Prediction]]:
+def find_best(planner: Planner, names: list[str], top: int = 1) -> list[tuple[Combination, Prediction]]:
     """The fastest combinations that fit, the fastest first.
 
     Args:
         planner: with a timing.
         top: how many.
     """
-    groups = combinations(planner, names, check)
+    groups = combinations(planner, names)
     for group, bounds in zip(groups, in_processes(_bounds, groups), strict=True):
         for one, bound in zip(group, bounds, strict=True):
             one.bound = bound
@@ -196,7 +191,9 @@ def find_best(planner: Planner, names: list[str], check: Check, top: int = 1) ->
         if len(found) >= top and one.bound <= found[-1][1].tokens_per_s:
             break
         best = one.best()
-        if best is not None and _is_possible(one, check):
+        # The strategy, resolved with all options, has to be what it was without them.
+        again = one.planner.layouts(one.outcome.strategy) if best is not None else []
+        if best is not None and any(each.degrees == one.outcome.degrees and not each.refused for each in again):
             found = sorted([*found, (one, best)], key=lambda pair: -pair[1].tokens_per_s)[:top]
     return found
 
@@ -206,9 +203,3 @@ def _bounds(group: list[Combination]) -> list[float]:
         max(one.planner.tokens_per_s(one.outcome.resolved, size) for size in candidates_of(one.planner, one.outcome))
         for one in group
     ]
-
-
-def _is_possible(one: Combination, check: Check) -> bool:
-    """Return whether the strategy, resolved with all options, is what it was without them."""
-    again = one.planner.layouts(one.outcome.strategy, check)
-    return any(outcome.degrees == one.outcome.degrees and not outcome.refused for outcome in again)

@@ -11,14 +11,10 @@ agrees with runs.
 """
 
 import json
-import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from zerofit.estimate.peak import CPU_PROGRAM_BYTES, CUDA_CONTEXT_BYTES
 from zerofit.estimate.planned_model import PlannedModel, read_planned_model
-from zerofit.estimate.planned_strategy import PlannedStrategy
 from zerofit.estimate.speeds import STAND_IN, device_speeds, stand_in_speeds
 from zerofit.estimate.timing import Timing
 from zerofit.recipe.errors import UserError
@@ -27,52 +23,30 @@ from zerofit.recipe.parsing import parse_bytes
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.terminal import doing, log_lines, rounded, screen_width, size, table, wrapped
 from zerofit.strategy.devices import bf16_slowdown
-from zerofit.strategy.gpu_table import CPU, Gpu, find_gpu
+from zerofit.strategy.gpu_table import CPU
 from zerofit.strategy.launch import find_strategies
 from zerofit.tools.plan.joint_search import Remedies, find_best, words_of
 from zerofit.tools.plan.plan_options import Degrees, PlanOptions, read_pair
 from zerofit.tools.plan.plan_report import PlanReport, make_folder, refusals, write_pairs, write_recipe
-from zerofit.tools.plan.planner import Budget, Check, LayoutOutcome, Planner, find_all, possible_lengths
+from zerofit.tools.plan.planner import Budget, LayoutOutcome, Planner, find_all
 from zerofit.tools.tool_recipe import read_with_recipe
 
 SINGLE = "single"  # the pair of one process
 SEARCHED = "outputs/plan"
 
 
-def main(argv: list[str] | None = None) -> int:
-    argv = list(sys.argv[1:] if argv is None else argv)
+def main(argv: list[str]) -> int:
     options, recipe = read_with_recipe(PlanOptions, argv, prog="zerofit plan")
     folder = make_folder(Path(options.write)) if options.write else None
-    prepared = planner, _, check, outcomes, known = prepare(options)
-    model, budget = planner.model, planner.budget
+    planner, outcomes, known = make_planner(options)
     if options.search:
-        return _search(prepared, options, recipe, folder or make_folder(Path(SEARCHED)))
-    lengths = possible_lengths(options, model.config) if options.lengths else None
-
-    def finder(by: Planner, misfit: LayoutOutcome | None = None) -> Callable[[LayoutOutcome], None]:
-        if lengths:
-            return partial(by.find_longest, lengths=lengths)
-        sizes = options.micro_batches
-        if sizes and misfit is not None and misfit.smallest_misfit:
-            sizes = [misfit.smallest_misfit.micro_batch]
-        return partial(by.find, sizes=sizes, max_batch_size=options.max_batch_size)
-
-    report = PlanReport(outcomes, planner, lengths, bool(options.micro_batches))
+        return _search(planner, outcomes, known, recipe, folder or make_folder(Path(SEARCHED)))
+    model, budget, report = planner.model, planner.budget, PlanReport(outcomes, planner)
     with doing() as say_now:
-        find_all(
-            model,
-            outcomes,
-            finder(planner),
-            lambda done, count: say_now(f"tracing: {done} of {count} groups of layouts"),
-        )
+        find_all(model, outcomes, planner.find, say_now, "tracing")
         if all(outcome.refused for outcome in outcomes):
             raise UserError(refusals(outcomes))
-        find_all(
-            model,
-            [one for one, _ in report.misfits],
-            Remedies(planner, check, finder).add,
-            lambda done, count: say_now(f"remedies: {done} of {count} groups of layouts"),
-        )
+        find_all(model, [one for one, _ in report.misfits], Remedies(planner).add, say_now, "remedies")
     scripts = []
     if folder:
         scripts = write_pairs(report.rows[: options.top], folder, options, recipe, keeping=report.keeping)
@@ -101,22 +75,16 @@ def _writes_json(content: object, file: str | None) -> bool:
     return file == "-"
 
 
-Prepared = tuple[Planner, list[str], Check, list[LayoutOutcome], str]
-
-
-def prepare(options: PlanOptions) -> Prepared:
-    """Return (the planner with its timing, the strategies, what objects to one, their layouts, what the speed rests
-    on), of options with a task."""
-    gpu = None if options.gpu in (None, CPU) else find_gpu(options.gpu)
-    on_gpu = options.gpu != CPU
-    budget = make_budget(options, gpu, on_gpu)
+def make_planner(options: PlanOptions) -> tuple[Planner, list[LayoutOutcome], str]:
+    """Return (the planner with its timing, the layouts of the strategies, what the speed rests on), of options with a
+    task."""
+    budget = make_budget(options)
     names = list(find_strategies(usual_pairs(budget.num_gpus) if options.names == ["all"] else options.names))
-    model = read_planned_model(options, options.task, on_gpu)
+    model = read_planned_model(options, options.task, options.gpu != CPU)
     planner = Planner(options, model, budget)
-    check = partial(_objection, gpu=gpu, on_gpu=on_gpu)
-    outcomes = [one for name in names for one in planner.layouts(name, check)]
-    planner.timing, known = make_timing(options, model, budget, gpu, _halves(outcomes))
-    return planner, names, check, outcomes, known
+    outcomes = [one for name in names for one in planner.layouts(name)]
+    planner.timing, known = make_timing(options, model, budget, _halves(outcomes))
+    return planner, outcomes, known
 
 
 def _halves(outcomes: list[LayoutOutcome]) -> set[bool]:
@@ -124,10 +92,12 @@ def _halves(outcomes: list[LayoutOutcome]) -> set[bool]:
     return {one.resolved.precision != "fp32" for one in outcomes if not one.refused}
 
 
-def _search(prepared: "Prepared", options: PlanOptions, recipe: type[TaskRecipe], folder: Path) -> int:
+def _search(
+    planner: Planner, outcomes: list[LayoutOutcome], known: str, recipe: type[TaskRecipe], folder: Path
+) -> int:
     """Print the fastest combinations, and write the first one."""
-    planner, names, check, _, known = prepared
-    found = find_best(planner, names, check, options.top)
+    options = planner.recipe
+    found = find_best(planner, list(dict.fromkeys(one.strategy for one in outcomes)), options.top)
     if not found:
         raise UserError("search: nothing fits. Set a larger --num_gpus or another --gpu, or say --lora")
     (best, prediction), *_ = found
@@ -153,14 +123,14 @@ def _search(prepared: "Prepared", options: PlanOptions, recipe: type[TaskRecipe]
     return 0
 
 
-def make_budget(options: PlanOptions, gpu: Gpu | None, on_gpu: bool) -> Budget:
+def make_budget(options: PlanOptions) -> Budget:
     """Return the memory and the devices that the options name.
 
     Raises:
         UserError: a process takes more before there is a model; a CPU's memory is not known.
     """
     host = parse_bytes(options.host_memory) if options.host_memory else None
-    stated = options.device_memory
+    gpu, on_gpu, stated = options.known_gpu, options.gpu != CPU, options.device_memory
     if stated:
         device = parse_bytes(stated[0])
     elif gpu is not None:
@@ -187,15 +157,13 @@ def usual_pairs(num_gpus: int) -> list[str]:
     return [SINGLE, *(name for name in names if name != SINGLE and read_pair(name).degrees == Degrees())]
 
 
-def make_timing(
-    options: PlanOptions, model: PlannedModel, budget: Budget, gpu: Gpu | None, halves: set[bool]
-) -> tuple[Timing, str]:
+def make_timing(options: PlanOptions, model: PlannedModel, budget: Budget, halves: set[bool]) -> tuple[Timing, str]:
     """Return (the time of updates, what it rests on).
 
     Args:
         halves: whether strategies compute in half precision.
     """
-    speeds, links, known = device_speeds(options, gpu, model.on_gpu)
+    speeds, links, known = device_speeds(options, options.known_gpu, model.on_gpu)
     if speeds is not None and not all(map(speeds.computes, halves)):
         speeds, known = None, f"not known of {options.gpu} in fp32"
     is_known = speeds is not None
@@ -203,12 +171,3 @@ def make_timing(
         speeds, links = stand_in_speeds(options)
         known = f"{known} (ranked as on {STAND_IN.name})"
     return Timing(model, budget.gpus_per_node, speeds, links, options.mean_length, is_known=is_known), known
-
-
-def _objection(resolved: PlannedStrategy, gpu: Gpu | None, on_gpu: bool) -> str:
-    """Say why a strategy cannot run on this device; empty if it can."""
-    if resolved.precision == "bf16" and gpu is not None and not gpu.has_bf16:
-        return f"precision = bf16: not supported by {gpu.name}. Use --precision fp16"
-    if resolved.precision == "fp16" and not on_gpu:
-        return "precision = fp16 needs a GPU. Use --precision bf16 or fp32"
-    return ""

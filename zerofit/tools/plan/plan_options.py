@@ -25,6 +25,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import place, read_text
 from zerofit.recipe.parsing import parse_bytes, parse_json, read_yaml
 from zerofit.recipe.tasks import CAUSAL
+from zerofit.strategy.gpu_table import CPU, Gpu, find_gpu
 from zerofit.strategy.launch import find_strategies
 from zerofit.strategy.layout import PIPELINE, SEQUENCE, TENSOR, with_degrees
 from zerofit.tools.rank_environment import strategy_of_a_launch
@@ -138,6 +139,11 @@ class PlanOptions(BatchSizesOptions, SpeedOptions, StrategiesOptions):
                 self.adopt(name, value, f"--machine {self.machine}")
         if self.machine and self.num_gpus == 1 and not self.source("num_gpus"):
             self.adopt("num_gpus", self.gpus_per_node, f"--machine {self.machine}")
+
+    @property
+    def known_gpu(self) -> Gpu | None:
+        """The GPU that is named, of the table; None: there is none, or it is the CPU."""
+        return None if self.gpu in (None, CPU) else find_gpu(self.gpu)
 
     @property
     def device_memory(self) -> tuple[str, str] | None:

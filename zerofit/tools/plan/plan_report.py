@@ -76,51 +76,36 @@ def write_pairs(
     Returns: the scripts.
     """
     flags = ["--config", str(recipe_file)] if recipe_file else options.flags_given(recipe, without=SET_HERE)
-    keeping = keeping or {}
-    return [_write_pair(each, keeping.get(each.label), folder, options, flags) for each in predictions]
-
-
-def _write_pair(
-    prediction: Prediction, kept: Prediction | None, folder: Path, options: PlanOptions, flags: list[str]
-) -> Path:
-    pair = read_pair(prediction.strategy)
-    file = folder / f"{labelled(pair.source.stem, prediction.degrees).replace(' ', '_')}.yaml"
-    if file.resolve() == pair.source.resolve():
-        raise UserError(f"write = {str(folder)!r}: {file} is the strategy itself. Set --write to another folder")
-    machines, said = -(-prediction.layout.world_size // options.gpus_per_node), _said(kept or prediction)
-    changes: dict[str, Any] = {
-        "num_machines": machines,
-        "num_processes": prediction.layout.world_size,
-        "machine_rank": 0,
-    }
-    if kept is not None:
-        changes["fsdp_config"] = {**pair.content["fsdp_config"], RESHARDS: False}
-    pair.with_degrees(prediction.degrees).write(file, f"# {said}\n", changes)
-    script = file.with_suffix(".sh")
-    program = shlex.join([*program_of([options.task]), *flags, *batch_flags(prediction, options)])
-    each, rendezvous = (f"# {EACH_MACHINE.format(machines)}\n", f"{RENDEZVOUS} ") if machines > 1 else ("", "")
-    launch = f"{each}accelerate launch --config_file {shlex.quote(str(file))} {rendezvous}{program}"
-    script.write_text(f"#!/bin/sh\n# {said}\n{launch}\n", encoding="utf-8")
-    script.chmod(0o755)
-    return script
-
-
-def batch_flags(prediction: Prediction, options: PlanOptions) -> list[str]:
-    """The batches that were predicted, and their length where it was searched. A global batch of the recipe's file
-    gives way to the predicted one."""
-    words: list[object] = ["--per_device_train_batch_size", prediction.micro_batch]
-    words += ["--gradient_accumulation_steps", prediction.accumulation]
-    words += ["--block_size", prediction.length] if options.lengths else []
-    words += ["--global_batch_size", prediction.global_batch] if options.global_batch_size else []
-    return list(map(str, words))
-
-
-def _said(one: Prediction) -> str:
-    speed = f", {rounded(one.tokens_per_s)} tokens/s" if one.timed else ""
-    return (
-        f"zerofit plan predicts for {one.layout.world_size} processes, micro-batch {one.micro_batch}, accumulation "
-        f"{one.accumulation}: {size(one.peak.needed)} of each{speed}"
-    )
+    scripts = []
+    for prediction in predictions:
+        pair, world_size = read_pair(prediction.strategy), prediction.layout.world_size
+        file = folder / f"{labelled(pair.source.stem, prediction.degrees).replace(' ', '_')}.yaml"
+        if file.resolve() == pair.source.resolve():
+            raise UserError(f"write = {str(folder)!r}: {file} is the strategy itself. Set --write to another folder")
+        machines = -(-world_size // options.gpus_per_node)
+        changes: dict[str, Any] = {"num_machines": machines, "num_processes": world_size, "machine_rank": 0}
+        kept = (keeping or {}).get(prediction.label)
+        if kept is not None:
+            changes["fsdp_config"] = {**pair.content["fsdp_config"], RESHARDS: False}
+        shown = kept or prediction
+        speed = f", {rounded(shown.tokens_per_s)} tokens/s" if shown.timed else ""
+        head = (
+            f"# zerofit plan predicts for {world_size} processes, micro-batch {shown.micro_batch}, accumulation "
+            f"{shown.accumulation}: {size(shown.peak.needed)} of each{speed}\n"
+        )
+        pair.with_degrees(prediction.degrees).write(file, head, changes)
+        batches: list[object] = ["--per_device_train_batch_size", prediction.micro_batch]
+        batches += ["--gradient_accumulation_steps", prediction.accumulation]
+        batches += ["--block_size", prediction.length] if options.lengths else []
+        batches += ["--global_batch_size", prediction.global_batch] if options.global_batch_size else []
+        program = shlex.join([*program_of([options.task]), *flags, *map(str, batches)])
+        each, rendezvous = (f"# {EACH_MACHINE.format(machines)}\n", f"{RENDEZVOUS} ") if machines > 1 else ("", "")
+        launch = f"{each}accelerate launch --config_file {shlex.quote(str(file))} {rendezvous}{program}"
+        script = file.with_suffix(".sh")
+        script.write_text(f"#!/bin/sh\n{head}{launch}\n", encoding="utf-8")
+        script.chmod(0o755)
+        scripts.append(script)
+    return scripts
 
 
 WORTH = 1.01  # times the speed: what is advised gains more
@@ -130,23 +115,16 @@ _FILE = re.compile(r"^\S+\.(json|yaml): ")  # of a pair, which the label names
 
 @dataclass
 class PlanReport:
-    """Everything that was found.
-
-    Attributes:
-        lengths: of rows, that were searched; None: micro-batches were.
-        is_named: the user named the micro-batches, and hears of each that does not fit.
-    """
+    """Everything that was found."""
 
     outcomes: list[LayoutOutcome]
     planner: Planner
-    lengths: list[int] | None = None
-    is_named: bool = False
 
     @property
     def best(self) -> list[Prediction]:
         """The prediction to show of each strategy that fits, the fastest first; where lengths were searched the
         longest rows, the longest of all first."""
-        if self.lengths is None:
+        if self.planner.lengths is None:
             return sorted((one.best for one in self.outcomes if one.best), key=lambda one: one.rank)
         longest = [one.largest for one in self.outcomes if one.largest]
         return sorted(longest, key=lambda one: (-one.length, one.rank))
@@ -194,7 +172,7 @@ class PlanReport:
         """{column: cell} of a row; a column whose cells are all empty is left out."""
         cells = {
             "strategy": one.label,
-            "longest rows": f"{one.length:,}" if self.lengths else "",
+            "longest rows": f"{one.length:,}" if self.planner.lengths else "",
             "batch": f"{one.micro_batch} x {one.accumulation}",
             "memory": _size(one.peak.needed),
             "host": _size(one.host_bytes) if one.host_bytes else "",
@@ -239,7 +217,7 @@ class PlanReport:
         """Return lines on what --torch_compile auto chooses for the first row, and why; its speed with that, since the
         table is without."""
         recipe, model, budget = self.planner.recipe, self.planner.model, self.planner.budget
-        if recipe.torch_compile != "auto" or not model.on_gpu or self.lengths is not None:
+        if recipe.torch_compile != "auto" or not model.on_gpu or self.planner.lengths is not None:
             return []
         resolved = next(one.resolved for one in self.outcomes if best in one.predictions)
         taken, what = choose(recipe, resolved, model.config, recipe.max_train_steps), "  torch_compile = auto, "
@@ -261,7 +239,7 @@ class PlanReport:
         """{strategy that shards weights fully: its best prediction where blocks stay gathered until their backward
         pass}, of those where that fits and is faster."""
         found: dict[str, Prediction] = {}
-        if self.lengths is not None or not self.planner.model.on_gpu:
+        if self.planner.lengths is not None or not self.planner.model.on_gpu:
             return found
         for one in self.outcomes:
             if not (one.best and one.best.timed):
@@ -278,7 +256,7 @@ class PlanReport:
         """Advise what is predicted to be faster on several GPUs than what was asked for: fsdp2 in place of zero3, and
         weights that stay in full between the passes."""
         found = {one.strategy: one.best for one in self.outcomes if one.best and one.best.timed}
-        if "fsdp2" not in found or self.lengths is not None or not self.planner.model.on_gpu:
+        if "fsdp2" not in found or self.planner.lengths is not None or not self.planner.model.on_gpu:
             return []
         lines, fast, zero3 = [], found["fsdp2"].tokens_per_s, found.get("zero3")
         if zero3 is not None and fast > WORTH * zero3.tokens_per_s:
@@ -320,7 +298,7 @@ class PlanReport:
         """Return, of each strategy that nothing fits of, the layout that lacks least; of named micro-batches, each
         layout that one does not fit in. Each has the smallest that does not fit."""
         misfits = [(one, one.smallest_misfit) for one in self.outcomes if one.smallest_misfit]
-        if self.is_named:
+        if self.planner.recipe.micro_batches:
             return misfits
         fitting = {one.strategy for one in self.outcomes if one.largest}
         nearest: dict[str, LayoutOutcome] = {}
@@ -336,12 +314,12 @@ class PlanReport:
             needs = [_needs(each) for each in (smallest, *(found for _, found in one.remedies))]
             key = (*needs, *(str(options) for options, _ in one.remedies))
             groups.setdefault(key, (smallest, []))[1].append(one)
-        lines = []
+        lines, lengths = [], self.planner.lengths
         for misfit, group in groups.values():
-            what = f"rows of {misfit.length:,} tokens" if self.lengths else f"micro-batch {misfit.micro_batch}"
+            what = f"rows of {misfit.length:,} tokens" if lengths else f"micro-batch {misfit.micro_batch}"
             lines += [f"  {', '.join(one.label for one in group)}, {what}: {self._misfit(misfit)}"]
             for options, found in group[0].remedies:
-                batch = f"{found.length:,} tokens" if self.lengths else f"{found.micro_batch} x {found.accumulation}"
+                batch = f"{found.length:,} tokens" if lengths else f"{found.micro_batch} x {found.accumulation}"
                 fits = f"{batch} fits, {size(found.peak.needed)}"
                 fits += f", {rounded(found.tokens_per_s)} tokens/s" if found.timed else ""
                 lines += [f"    with {' '.join(words_of(options))}: {fits}"]
@@ -367,8 +345,8 @@ class PlanReport:
         trained = "" if not weights.frozen else f", {rounded(100 * weights.trained / total)} % trained"
         target = f" and {rows.target_length:,}" if rows.target_length else ""
         length = f"{rows.length:,}{target}"
-        if self.lengths:
-            length = " to ".join(f"{one:,}" for one in dict.fromkeys((self.lengths[0], self.lengths[-1])))
+        if lengths := self.planner.lengths:
+            length = " to ".join(f"{one:,}" for one in dict.fromkeys((lengths[0], lengths[-1])))
         which = self.planner.recipe.gradient_checkpointing
         how = f" ({which})" if isinstance(which, str) else ""
         recomputed = f", recomputed{how}" if which else ""
@@ -379,7 +357,7 @@ class PlanReport:
         the longest rows."""
         weights, best = self.planner.model.weights, self.best
         fitting = [(one.best.rank, one.largest) for one in self.outcomes if one.best and one.largest]
-        largest = best if self.lengths else [one for _, one in sorted(fitting, key=lambda pair: pair[0])]
+        largest = best if self.planner.lengths else [one for _, one in sorted(fitting, key=lambda pair: pair[0])]
         return {
             "predictions": [one.to_dict() for outcome in self.outcomes for one in outcome.predictions],
             "best": [_place(one) for one in best],

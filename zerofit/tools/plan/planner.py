@@ -1,10 +1,9 @@
 """For each strategy: predictions of micro-batches, the largest that fits, and the fastest."""
 
-import contextlib
 import multiprocessing
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
@@ -201,14 +200,19 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-Progress = Callable[[int, int], None]  # called with how many are done, of how many
-
-
 def find_all(
-    model: PlannedModel, outcomes: list[LayoutOutcome], find_one: Callable[[LayoutOutcome], None], progress: Progress
+    model: PlannedModel,
+    outcomes: list[LayoutOutcome],
+    find_one: Callable[[LayoutOutcome], None],
+    say_now: Callable[[str], None],
+    what: str,
 ) -> None:
     """Find what each layout holds, or why it holds nothing. Layouts that share traces stay together in their order:
-    nothing is traced twice, and the predictions are the same on any number of cores."""
+    nothing is traced twice, and the predictions are the same on any number of cores.
+
+    Args:
+        say_now: called with how far `what` is.
+    """
     shares: dict[Any, list[LayoutOutcome]] = {}
     for outcome in outcomes:
         if not outcome.refused:
@@ -221,30 +225,25 @@ def find_all(
             find_one(outcome)
         return [(outcome.predictions, outcome.refused, outcome.remedies) for outcome in share]
 
-    for share, found in zip(shares.values(), in_processes(find, [*shares.values()], progress)):
+    for done, (share, found) in enumerate(zip(shares.values(), in_processes(find, [*shares.values()])), 1):
         for outcome, (predictions, refused, remedies) in zip(share, found):
             outcome.predictions, outcome.refused, outcome.remedies = predictions, refused, remedies
+        say_now(f"{what}: {done} of {len(shares)} groups of layouts")
 
 
-def in_processes(function: Callable[[A], B], items: list[A], progress: Progress = lambda done, count: None) -> list[B]:
-    """[function(item) for each item], in copies of this process where one can work, one for each core; an error is
-    raised in this one."""
-    _shared["work"] = function, items  # closures cannot be pickled: copies find them here
-    done: list[B] = []
+def in_processes(function: Callable[[A], B], items: list[A]) -> Iterator[B]:
+    """Yield function(item) of each item, made in copies of this process where one can work, one for each core; an
+    error is raised in this one."""
     workers = min(usable_cores(), len(items))
-    with contextlib.ExitStack() as stack:
-        results: Iterable[B] = map(function, items)
-        if workers > 1 and _can_fork():
-            # One thread each, as DataLoader's workers: a copy has none of the OpenMP threads of this process.
-            fork = multiprocessing.get_context("fork")
-            pool = ProcessPoolExecutor(workers, fork, initializer=torch.set_num_threads, initargs=(1,))
-            stack.enter_context(pool)
+    if workers > 1 and _can_fork():
+        _shared["work"] = function, items  # closures cannot be pickled: copies find them here
+        # One thread each, as DataLoader's workers: a copy has none of the OpenMP threads of this process.
+        fork = multiprocessing.get_context("fork")
+        with ProcessPoolExecutor(workers, fork, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             if pool.submit(_can_differentiate).result():
-                results = pool.map(_one, range(len(items)))
-        for found in results:
-            done.append(found)
-            progress(len(done), len(items))
-    return done
+                yield from pool.map(_one, range(len(items)))
+                return
+    yield from map(function, items)
 
 
 _shared: dict[str, Any] = {}
@@ -273,7 +272,6 @@ def _can_fork() -> bool:
 
 FASTEST_TRIED = 3  # of those that ought to be fastest; memory is predicted for them
 STEP = 1024  # tokens between the lengths that are looked at where none is named
-Check = Callable[[PlannedStrategy], str]  # what stands against a strategy on this device; empty if nothing does
 T = TypeVar("T")  # a Prediction, or what else has `fits` and `device_bytes`
 
 
@@ -287,27 +285,37 @@ class Planner:
     def __init__(self, recipe: PlanOptions, model: PlannedModel, budget: Budget, timing: Timing | None = None):
         self.recipe, self.model, self.budget, self.timing = recipe, model, budget, timing
 
-    def layouts(self, name: str, check: Check) -> list[LayoutOutcome]:
+    def layouts(self, name: str) -> list[LayoutOutcome]:
         """Those that a strategy can have, without predictions."""
         pair, recipe, budget = read_pair(name), self.recipe_for_layouts(), self.budget
         outcomes, ranks = [], {"world_size": budget.num_gpus, "gpus_per_node": budget.gpus_per_node}
-        tried = possible_degrees(name, pair, budget.num_gpus, budget.local_ranks, self.model.num_layers)
-        for degrees in tried:
+        gpu = recipe.known_gpu
+        for degrees in possible_degrees(name, pair, budget.num_gpus, budget.local_ranks, self.model.num_layers):
             outcome = LayoutOutcome(name, degrees)
             outcomes.append(outcome)
             try:
                 outcome.found = resolve_with(name, pair, degrees, recipe, self.model, **ranks)
             except UserError as error:
                 outcome.refused = "; ".join(error.problems)
-            else:
-                outcome.refused = check(outcome.found)
+                continue
+            if outcome.found.precision == "bf16" and gpu is not None and not gpu.has_bf16:
+                outcome.refused = f"precision = bf16: not supported by {gpu.name}. Use --precision fp16"
+            if outcome.found.precision == "fp16" and not self.model.on_gpu:
+                outcome.refused = "precision = fp16 needs a GPU. Use --precision bf16 or fp32"
         return outcomes
 
-    def find(self, outcome: LayoutOutcome, sizes: list[int] | None, max_batch_size: int) -> None:
-        """Add the predictions of the named micro-batches, or of the largest that fits and the fastest; or why there
-        are none."""
-        replicas = outcome.resolved.layout.data_size
-        candidates = self.possible(sizes or range(1, max_batch_size + 1), replicas)
+    def find(self, outcome: LayoutOutcome, sizes: list[int] | None = None) -> None:
+        """Add the predictions of the micro-batches that the options name, or of the largest that fits and the fastest;
+        with --lengths of the longest rows that fit; or why there are none.
+
+        Args:
+            sizes: micro-batches, in place of those of the options.
+        """
+        if self.lengths:
+            self._find_longest(outcome, self.lengths)
+            return
+        sizes, replicas = sizes or self.recipe.micro_batches, outcome.resolved.layout.data_size
+        candidates = self.possible(sizes or range(1, self.recipe.max_batch_size + 1), replicas)
         if not candidates:
             outcome.refused = self.no_batch(sizes, outcome.resolved.layout)
         elif sizes:
@@ -317,13 +325,30 @@ class Planner:
             outcome.predictions = search(candidates, predict, self.budget.device)
             self._add_fastest(outcome, candidates)
 
-    def find_longest(self, outcome: LayoutOutcome, lengths: list[int]) -> None:
-        """Search for the longest rows that fit, and add the predictions that this took, or why there are none. The
-        micro-batch is the recipe's, else one row. Each length is traced.
+    @cached_property
+    def lengths(self) -> list[int] | None:
+        """The lengths of rows to look at, ascending: those that were named; auto: multiples of 1024 up to the model's
+        positions. None: micro-batches are searched.
 
-        Args:
-            lengths: tokens of a row, ascending.
+        Raises:
+            UserError: the model has fewer positions, or none that limit the length.
         """
+        if not self.recipe.lengths:
+            return None
+        config, named = self.model.config, self.recipe.named_lengths
+        positions = usable_positions(config)
+        if self.recipe.lengths == ["auto"]:
+            if positions is None:
+                raise UserError(f"lengths = auto: a {config.model_type} has no limit. Set --lengths 8k,16k,32k")
+            return sorted({*range(STEP, positions + 1, STEP), positions})
+        if positions and named[-1] > positions:
+            given = " ".join(self.recipe.lengths)
+            raise UserError(f"lengths = {given}: the model has {positions} positions. Choose less")
+        return named
+
+    def _find_longest(self, outcome: LayoutOutcome, lengths: list[int]) -> None:
+        """Search for the longest rows that fit. The micro-batch is the recipe's, else one row; each length is
+        traced."""
         name, layout = "per_device_train_batch_size", outcome.resolved.layout
         size = getattr(self.recipe, name) if self.recipe.source(name) else 1
         if not self.possible([size], layout.data_size):
@@ -506,20 +531,3 @@ def search(candidates: Sequence[int], predict: Callable[[int], T], limit: int) -
         made[size] = predict(size)
         peaks[size] = made[size].device_bytes if made[size].fits else None
     return [made[size] for size in sorted(made)]
-
-
-def possible_lengths(options: PlanOptions, config: Any) -> list[int]:
-    """The lengths to look at, ascending: those that were named; auto: multiples of 1024 up to the model's positions.
-
-    Raises:
-        UserError: the model has fewer positions, or none that limit the length.
-    """
-    positions = usable_positions(config)
-    if options.lengths == ["auto"]:
-        if positions is None:
-            raise UserError(f"lengths = auto: a {config.model_type} has no limit. Set --lengths 8k,16k,32k")
-        return sorted({*range(STEP, positions + 1, STEP), positions})
-    if positions and options.named_lengths[-1] > positions:
-        given = " ".join(options.lengths or ())
-        raise UserError(f"lengths = {given}: the model has {positions} positions. Choose less")
-    return options.named_lengths
