@@ -7,64 +7,37 @@ A subcommand's `main(argv) -> int` is imported only when it is used: `zerofit --
 """
 
 import atexit
-import contextlib
 import gc
 import importlib
 import os
 import sys
-from dataclasses import dataclass
 
 from zerofit.recipe.errors import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, nearest
 from zerofit.record.terminal import doing, log_to_stderr
 
-
-@dataclass(frozen=True)
-class Command:
-    """A subcommand: its name, its line in the help, `module:function` of its entry point, and whether it says that it
-    loads libraries, which takes seconds."""
-
-    name: str
-    help: str
-    entry: str
-    is_slow: bool = False
-
-    def run(self, argv: list[str]) -> int:
-        module, _, function = self.entry.partition(":")
-        status = doing() if self.is_slow else contextlib.nullcontext(lambda text: None)
-        gc.disable()  # what libraries make as they are imported stays: to look for garbage in it takes a second
-        try:
-            with status as say_now:
-                say_now("loading libraries ...")
-                command = getattr(importlib.import_module(module), function)
-        finally:
-            gc.enable()
-        atexit.register(gc.freeze)  # nor does the interpreter look again as it ends
-        return command(argv)
-
-
-COMMANDS = (
-    Command("launch", "Start a run on all accelerators and machines.", "zerofit.launch.command:main"),
-    Command("submit", "Write a job for Slurm, Kubernetes or SkyPilot.", "zerofit.tools.submit.submit:main"),
-    Command("show", "Runs side by side, in one table.", "zerofit.tools.show:main"),
-    Command("prepare", "Text to corpora in Megatron's format; merge them.", "zerofit.tools.prepare.prepare:main"),
-    Command("merge", "Fold a LoRA adapter into its base: a plain model folder.", "zerofit.tools.merge:main"),
-    Command(
-        "convert",
-        "Meta's Llama to transformers; Megatron's flags to a recipe.",
-        "zerofit.tools.convert.convert:main",
-    ),
-    Command(
-        "compare", "The largest batch that each strategy holds, by running it.", "zerofit.tools.compare.compare:main"
-    ),
-    Command("doctor", "Who set what, and whether it can run here.", "zerofit.tools.doctor.doctor:main"),
-    Command("plan", "What fits and how fast, predicted without a GPU.", "zerofit.tools.plan.plan:main", True),
-    Command("verify", "Prove on a recipe: strategies agree, kills lose nothing.", "zerofit.tools.verify:main"),
-    Command("evaluate", "Tasks of lm-evaluation-harness on a model.", "zerofit.tools.evaluate.evaluate:main"),
-    Command("generate", "Let a model continue a text, or talk with it.", "zerofit.tools.generate.generate:main"),
-)
-
-
+COMMANDS = {  # {name: (its line in the help, the module of its `main`)}
+    "launch": ("Start a run on all accelerators and machines.", "zerofit.launch.command"),
+    "submit": ("Write a job for Slurm, Kubernetes or SkyPilot.", "zerofit.tools.submit.submit"),
+    "show": ("Runs side by side, in one table.", "zerofit.tools.show"),
+    "prepare": ("Text to corpora in Megatron's format; merge them.", "zerofit.tools.prepare.prepare"),
+    "merge": ("Fold a LoRA adapter into its base: a plain model folder.", "zerofit.tools.merge"),
+    "convert": ("Meta's Llama to transformers; Megatron's flags to a recipe.", "zerofit.tools.convert.convert"),
+    "compare": ("The largest batch that each strategy holds, by running it.", "zerofit.tools.compare.compare"),
+    "doctor": ("Who set what, and whether it can run here.", "zerofit.tools.doctor.doctor"),
+    "plan": ("What fits and how fast, predicted without a GPU.", "zerofit.tools.plan.plan"),
+    "verify": ("Prove on a recipe: strategies agree, kills lose nothing.", "zerofit.tools.verify"),
+    "evaluate": ("Tasks of lm-evaluation-harness on a model.", "zerofit.tools.evaluate.evaluate"),
+    "generate": ("Let a model continue a text, or talk with it.", "zerofit.tools.generate.generate"),
+}
 TRAINING = ("train", "run", "finetune", "fine-tune", "pretrain", "start")  # what others call it
+LINES = "\n".join(f"  {name:<8}  {line}" for name, (line, _) in COMMANDS.items())
+HELP = f"""usage: zerofit COMMAND [--option value]
+
+{LINES}
+
+`zerofit COMMAND --help` shows the options of a command.
+Training is started by accelerate launch, torchrun or zerofit launch:
+`python train/clm.py --help` shows its options; so do dpo.py, distill.py, cls.py and seq2seq.py."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -88,40 +61,33 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(_help())
+        print(HELP)
         return 0 if argv else EXIT_USER_ERROR
     if argv[0] == "--version":
         from zerofit import __version__
 
         print(f"zerofit {__version__}")
         return 0
-    commands = {command.name: command for command in COMMANDS}
-    if argv[0] not in commands and nearest(argv[0], [*commands, *TRAINING]) in TRAINING:
+    name, *words = argv
+    if name not in COMMANDS and nearest(name, [*COMMANDS, *TRAINING]) in TRAINING:
         raise UserError(
-            f"{argv[0]!r} is not a command of zerofit. Training is started by `zerofit launch RECIPE`, or `accelerate "
+            f"{name!r} is not a command of zerofit. Training is started by `zerofit launch RECIPE`, or `accelerate "
             "launch train/TASK.py --config RECIPE` (TASK is clm, dpo, distill, cls or seq2seq)"
         )
-    if argv[0] not in commands:
-        close = nearest(argv[0], commands)
-        remedy = f"Did you mean {close}?" if close else "The commands are " + ", ".join(commands)
-        raise UserError(f"{argv[0]!r} is not a command of zerofit. {remedy}")
-    return commands[argv[0]].run(argv[1:])
-
-
-def _help() -> str:
-    width = max(len(command.name) for command in COMMANDS)
-    lines = [f"  {command.name:<{width}}  {command.help}" for command in COMMANDS]
-    return "\n".join(
-        [
-            "usage: zerofit COMMAND [--option value]",
-            "",
-            *lines,
-            "",
-            "`zerofit COMMAND --help` shows the options of a command.",
-            "Training is started by accelerate launch, torchrun or zerofit launch:",
-            "`python train/clm.py --help` shows its options; so do dpo.py, distill.py, cls.py and seq2seq.py.",
-        ]
-    )
+    if name not in COMMANDS:
+        close = nearest(name, COMMANDS)
+        remedy = f"Did you mean {close}?" if close else "The commands are " + ", ".join(COMMANDS)
+        raise UserError(f"{name!r} is not a command of zerofit. {remedy}")
+    gc.disable()  # what libraries make as they are imported stays: to look for garbage in it takes a second
+    try:
+        with doing() as say_now:
+            if name == "plan":  # whose libraries take seconds
+                say_now("loading libraries ...")
+            command = importlib.import_module(COMMANDS[name][1]).main
+    finally:
+        gc.enable()
+    atexit.register(gc.freeze)  # nor does the interpreter look again as it ends
+    return int(command(words))
 
 
 if __name__ == "__main__":

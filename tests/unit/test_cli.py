@@ -12,7 +12,7 @@ from zerofit.cli import COMMANDS, main
 HEAVY = ("torch", "transformers", "peft", "datasets", "accelerate", "deepspeed")
 
 
-@pytest.mark.parametrize("command", [command.name for command in COMMANDS])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_is_a_tools(command, capsys):
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])

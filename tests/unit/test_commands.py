@@ -95,7 +95,7 @@ def check_program(words: list[str]) -> None:
 
 
 def check_tool(words: list[str]) -> None:
-    assert words[0] in {command.name for command in COMMANDS}, words[0]
+    assert words[0] in COMMANDS, words[0]
     if words in (["launch"], ["convert"]):  # a command that is only named
         return
     if words[0] == "launch":

@@ -158,9 +158,9 @@ def read_options(argv: list[str]) -> tuple[ShowOptions, list[str]]:
     return options, [word for word in rest if not word.startswith("-")] or ["outputs"]
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Print the table; with --watch at a terminal again and again, until every run has ended."""
-    options, places = read_options(list(argv or []))
+    options, places = read_options(argv)
     while True:
         found, width, now = runs_in(places), screen_width(), time.time()
         is_watched = options.watch and width is not None

@@ -110,9 +110,8 @@ class ToolRecipe:
         return yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True)
 
 
-def read_with_recipe(tool: type[T], argv: list[str] | None, prog: str) -> tuple[T, type[TaskRecipe]]:
+def read_with_recipe(tool: type[T], argv: list[str], prog: str) -> tuple[T, type[TaskRecipe]]:
     """Return (options of the tool, which has a `task`, and of the task's recipe in one; the recipe's type)."""
-    argv = list(argv or [])
     task, joined = join_with_recipe(tool, argv, prog)
     options, cls = parse_recipe(joined, argv, prog=prog, tool=True), TASKS[task]
     if options.strategy:

@@ -12,7 +12,6 @@ and repeats nothing. Without a GPU the memory limit is that of simulated devices
 """
 
 import shlex
-import sys
 from pathlib import Path
 
 from zerofit.launch.runs import ending_in_order
@@ -38,8 +37,7 @@ from zerofit.tools.tool_recipe import ToolRecipe, read_with_recipe
 RECIPE, JOURNAL = "recipe.yaml", "journal.jsonl"
 
 
-def main(argv: list[str] | None = None) -> int:
-    argv = list(sys.argv[1:] if argv is None else argv)
+def main(argv: list[str]) -> int:
     options, cls = read_with_recipe(CompareOptions, argv, prog="zerofit compare")
     candidates = read_candidates(options.names)
     name = name_of_recipe(options.source("config"), options.task)

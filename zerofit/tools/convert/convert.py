@@ -8,7 +8,6 @@ A conversion is checked before the folder gets its name: the shapes are those of
 configuration, and every weight is the same bit for bit. Memory: about one written file.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,8 +42,7 @@ class FromMetaOptions(Recipe):
     tokenizer: str | None = option(None, "tokenizer.model; by default the input's or the folder's above. none: no.")
 
 
-def main(argv: list[str] | None = None) -> int:
-    argv = list(sys.argv[1:] if argv is None else argv)
+def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         if not argv:

@@ -25,9 +25,9 @@ from zerofit.tools.tool_recipe import join_with_recipe
 PROG = "zerofit doctor"
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Print the report. Returns 0; 1: it cannot run here; 2: bad input."""
-    read, shell = read_options(list(argv or [])), dict(os.environ)
+    read, shell = read_options(argv), dict(os.environ)
     offline = patch.dict(os.environ, shell | {"HF_HUB_OFFLINE": "1"}, clear=True)
     with offline, contextlib.redirect_stdout(io.StringIO()):  # libraries talk
         report = make_report(*read, shell)

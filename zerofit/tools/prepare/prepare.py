@@ -7,7 +7,6 @@ The files are byte for byte what Megatron-LM's tools/preprocess_data.py makes of
 any number of workers, which cut parts of the input into documents and encode these.
 """
 
-import sys
 from dataclasses import dataclass
 
 from zerofit.launch.runs import ending_in_order
@@ -82,8 +81,7 @@ class JoinOptions(Recipe):
     overwrite: bool = option(False, "Replace a corpus of that name.")
 
 
-def main(argv: list[str] | None = None) -> int:
-    argv = list(sys.argv[1:] if argv is None else argv)
+def main(argv: list[str]) -> int:
     if argv and argv[0] == "merge":
         merged = parse_recipe(JoinOptions, argv[1:], prog="zerofit prepare merge", tool=True, hints=PREPARE_HINTS)
         from zerofit.tools.prepare.corpus_writer import join

@@ -201,9 +201,8 @@ NAME_LENGTH = 40  # of 63 that DNS takes: Kubernetes appends its own
 OF_A_TASK = re.compile(r"\$\{?(SLURM_(?:NODEID|PROCID|LOCALID|STEP_\w+|TASK_PID))\b")
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Print the file, or write it and hand it to the scheduler. Returns the exit code."""
-    argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: zerofit submit SCHEDULER RECIPE --strategy NAME --nodes N [options]\n")
         print("\n".join(f"  {name:<10}{options.__doc__}" for name, (options, _, _) in SCHEDULERS.items()))
