@@ -13,7 +13,7 @@ from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.record.run_folder import check_folder_of
 from zerofit.strategy.builds import drop_abandoned_locks, lock_files
 from zerofit.tools.tool_recipe import read_with_recipe
-from zerofit.tools.verify import ComparedRun, Killed, VerifyOptions, compare_metrics, compare_samples, shorten
+from zerofit.tools.verify import ComparedRun, VerifyOptions, compare_records, shorten
 
 LINES = [{"update": k, "loss": 5.0 / k, "grad_norm": 1.0 + k, "learning_rate": 0.1 * (k - 1)} for k in range(1, 6)]
 LEDGER = [{"update": k, "samples": [4 * k, 4 * k + 1, 4 * k + 2, 4 * k + 3]} for k in range(1, 6)]
@@ -32,8 +32,8 @@ def without(lines: list[dict], update: int) -> list[dict]:
 
 
 def outcome(lines=LINES, ledger=LEDGER, **more) -> ComparedRun:
-    difference = compare_metrics(lines, LINES, 5)
-    return ComparedRun("zero2", [2], difference=difference, ledger=compare_samples(ledger, LEDGER), **more)
+    difference = compare_records(lines, ledger, LINES, LEDGER, 5)
+    return ComparedRun("zero2", [2], difference=difference, **more)
 
 
 @pytest.mark.parametrize("figure", ["loss", "grad_norm", "learning_rate"])
@@ -49,7 +49,7 @@ def test_the_largest_difference_is_found(figure):
 def test_what_is_no_number_agrees_with_nothing(value):
     ours = changed(LINES, 3, loss=value)
     for theirs in (ours, LINES):
-        assert math.isnan(compare_metrics(ours, theirs, 5).largest["loss"])
+        assert math.isnan(compare_records(ours, LEDGER, theirs, LEDGER, 5).largest["loss"])
     assert "loss is not a number" in outcome(ours).problems(1e9)[0]
 
 
@@ -62,29 +62,29 @@ def test_what_is_no_number_agrees_with_nothing(value):
         (outcome([*LINES, {**LINES[1], "update": 6}]), "updates beyond 5: 6"),
         (outcome([]), "updates missing: 1, 2, 3, 4, 5"),
         (outcome(ledger=without(LEDGER, 2)), "1 updates have other samples"),
-        (outcome(killed=Killed(kills=3)), "no kill was followed by a resume"),
+        (outcome(kills=3), "no kill was followed by a resume"),
         (ComparedRun("zero2", [2], "left with exit code 1"), "exit code 1"),
     ],
 )
 def test_an_outcome_says_what_is_wrong(wrong, said):
     assert said in wrong.problems(1.0)[0]
-    assert not outcome(killed=Killed(kills=2, kills_resumed=1)).problems(1e-5)
+    assert not outcome(kills=2, kills_resumed=1).problems(1e-5)
 
 
 def test_samples_repeated_and_skipped():
     swapped = changed(changed(LEDGER, 1, samples=LEDGER[1]["samples"]), 2, samples=LEDGER[0]["samples"])
     for ledger, expected in (
+        ([], (0, 20, 5)),
         (without(LEDGER, 3), (0, 4, 1)),
         ([*LEDGER, LEDGER[1]], (4, 0, 1)),
         (changed(LEDGER, 2, samples=[8, 9, 10, 12]), (1, 1, 1)),
         (swapped, (0, 0, 2)),
     ):
-        found = compare_samples(ledger, LEDGER)
-        assert (found.repeated, found.skipped, found.elsewhere) == expected
-        assert not found.is_same
-    assert not compare_samples([], LEDGER).is_same
+        found = outcome(ledger=ledger).difference
+        assert (found.repeated, found.skipped) == expected[:2]
+        assert found.problems == [f"{expected[2]} updates have other samples than they should have"]
     with pytest.raises(ValueError, match="no samples"):
-        compare_samples([], [])
+        compare_records(LINES, LEDGER, LINES, [], 5)
 
 
 # ------------------------------------------------------------------------------------------------- options and recipe

@@ -15,9 +15,8 @@ import shlex
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from itertools import chain, count
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -46,25 +45,46 @@ from zerofit.tools.tool_recipe import (
 )
 
 FIGURES = {"loss": "loss", "grad_norm": "gradient norm", "learning_rate": "learning rate"}
+Lines = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Between the metrics of two runs.
+    """Between the records of two runs.
 
     Args:
         largest: the largest relative difference of each figure in any update; NaN where a figure is not a number.
-        problems: updates that are missing, repeated, or only in one of the runs.
+        problems: updates that are missing, repeated, only in one of the runs, or have other samples.
+        repeated: how often samples were trained on more than in the reference.
+        skipped: how often less.
     """
 
     largest: dict[str, float]
-    problems: tuple[str, ...]
+    problems: list[str]
+    repeated: int
+    skipped: int
 
 
-def compare_metrics(lines: list[dict[str, Any]], reference: list[dict[str, Any]], num_updates: int) -> Difference:
-    """Compare the lines of updates 1 to `num_updates` with those of a reference; other lines do not count."""
-    ours, theirs = _by_update(lines), _by_update(reference)
-    problems = [*_gaps(lines, num_updates, ""), *_gaps(reference, num_updates, " of the reference")]
+def compare_records(
+    metrics: Lines, samples: Lines, metrics_of_reference: Lines, samples_of_reference: Lines, num_updates: int
+) -> Difference:
+    """Compare metrics.jsonl and samples.jsonl of updates 1 to `num_updates` with those of a reference.
+
+    Raises:
+        ValueError: the reference has no samples, so that everything would agree.
+    """
+    problems, expected = list[str](), range(1, num_updates + 1)
+    for lines, whose in ((metrics, ""), (metrics_of_reference, " of the reference")):
+        counts = Counter(line["update"] for line in lines)
+        wrong = {
+            "missing": [update for update in expected if update not in counts],
+            f"beyond {num_updates}": [update for update in counts if update not in expected],
+            "more than once": [update for update, number in counts.items() if number > 1],
+        }
+        problems += [
+            f"updates {what}{whose}: {', '.join(map(str, several[:5]))}" for what, several in wrong.items() if several
+        ]
+    ours, theirs = ({line["update"]: line for line in lines} for lines in (metrics, metrics_of_reference))
     largest = {}
     for figure in FIGURES:
         differences = [
@@ -73,7 +93,18 @@ def compare_metrics(lines: list[dict[str, Any]], reference: list[dict[str, Any]]
         ]
         is_number = differences and not any(map(math.isnan, differences))
         largest[figure] = max(differences) if is_number else math.nan
-    return Difference(largest, tuple(problems))
+    trained, due = (
+        Counter(index for line in run for index in line["samples"]) for run in (samples, samples_of_reference)
+    )
+    if not due:
+        raise ValueError("the reference has no samples")
+    of_updates, of_reference = (
+        Counter((line["update"], *sorted(line["samples"])) for line in run) for run in (samples, samples_of_reference)
+    )
+    elsewhere = {update for update, *_ in (of_updates - of_reference) | (of_reference - of_updates)}
+    if elsewhere:
+        problems.append(f"{len(elsewhere)} updates have other samples than they should have")
+    return Difference(largest, problems, (trained - due).total(), (due - trained).total())
 
 
 def relative_difference(value: float | None, expected: float | None) -> float:
@@ -83,160 +114,6 @@ def relative_difference(value: float | None, expected: float | None) -> float:
     if value == expected:
         return 0.0
     return abs(value - expected) / max(abs(expected), 1e-12)
-
-
-def _by_update(lines: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    return {line["update"]: line for line in lines if line["update"] > 0}
-
-
-def _gaps(lines: list[dict[str, Any]], num_updates: int, whose: str) -> list[str]:
-    counts, expected = Counter(line["update"] for line in lines if line["update"] > 0), range(1, num_updates + 1)
-    wrong = {
-        "missing": [update for update in expected if update not in counts],
-        f"beyond {num_updates}": [update for update in counts if update not in expected],
-        "more than once": [update for update, number in counts.items() if number > 1],
-    }
-    return [f"updates {what}{whose}: {', '.join(map(str, several[:5]))}" for what, several in wrong.items() if several]
-
-
-@dataclass(frozen=True)
-class Ledger:
-    """Samples of a run against those of a reference.
-
-    Args:
-        repeated: how often samples were trained on more than in the reference.
-        skipped: how often less.
-        elsewhere: updates with other samples than in the reference, or that are missing or repeated.
-    """
-
-    repeated: int
-    skipped: int
-    elsewhere: int
-
-    @property
-    def is_same(self) -> bool:
-        return not (self.repeated or self.skipped or self.elsewhere)
-
-
-def compare_samples(lines: list[dict[str, Any]], reference: list[dict[str, Any]]) -> Ledger:
-    """Compare the lines of two samples.jsonl, each with `update` and `samples`.
-
-    Raises:
-        ValueError: the reference has no samples, so that everything would agree.
-    """
-    ours, theirs = (Counter(index for line in run for index in line["samples"]) for run in (lines, reference))
-    if not theirs:
-        raise ValueError("the reference has no samples")
-    of_updates, expected = (
-        Counter((line["update"], *sorted(line["samples"])) for line in run) for run in (lines, reference)
-    )
-    elsewhere = len({update for update, *_ in (of_updates - expected) | (expected - of_updates)})
-    return Ledger((ours - theirs).total(), (theirs - ours).total(), elsewhere)
-
-
-KillCondition = Callable[[RunningLaunch], bool]  # called every few milliseconds: whether the moment has come
-
-
-def moment_of(index: int, update: int, delay_s: float, start_s: float) -> KillCondition:
-    """The moment of a kill, once there is a checkpoint; before that nothing would be resumed. By the index it comes
-    some time after an update was printed, while a checkpoint is written, after an update, or after the launch."""
-    printed: list[float] = []
-
-    def come(launch: RunningLaunch) -> bool:
-        if not launch.has_saved:
-            return False
-        if index % 4 == 3:
-            return launch.seconds >= start_s
-        is_there = launch.newest_update >= update
-        if index % 4 == 1:
-            return is_there and launch.is_saving
-        if is_there and not printed:
-            printed.append(launch.seconds)
-        return bool(printed) and launch.seconds - printed[0] >= delay_s
-
-    return come
-
-
-def spread_moments(
-    num_kills: int, num_updates: int, update_s: float, start_s: float, random: Random
-) -> list[KillCondition]:
-    """One moment in each of `num_kills` equal parts of a run.
-
-    Args:
-        update_s: seconds that an update takes.
-        start_s: seconds from a launch to its first update.
-    """
-    each, moments = (num_updates - 1) / num_kills, []
-    for index in range(num_kills):
-        place = random.uniform(1 + each * index, 1 + each * (index + 1))
-        update, delay_s = min(int(place), num_updates - 1), (place % 1) * update_s
-        moments.append(moment_of(index, update, delay_s, random.uniform(0, start_s)))
-    return moments
-
-
-@dataclass
-class Killed:
-    """The result of a run that was killed several times.
-
-    Attributes:
-        processes: of each launch.
-        kills_resumed: kills after which a launch resumed from a checkpoint.
-        resumes: launches that resumed from a checkpoint; the others started from the beginning.
-        failure: of a launch that was not killed, or a traceback before a kill; None: there is none.
-    """
-
-    processes: list[int] = field(default_factory=list)
-    kills: int = 0
-    kills_resumed: int = 0
-    resumes: int = 0
-    failure: str | None = None
-
-
-def run_and_kill(
-    trial: LaunchedRun,
-    logs: Path,
-    moments: Iterable[KillCondition],
-    processes: Iterable[int],
-    limit_s: float,
-    *,
-    log_lines: Callable[[str], None],
-) -> Killed:
-    """Launch a trial once for each moment and kill it there, then let it run to its end; stop if it fails.
-
-    A launch that ends before its moment is the last one.
-
-    Args:
-        processes: the number of processes of each launch; endless, or one more than the moments.
-        limit_s: the longest time of a launch.
-        say: called with a message for each kill and each end.
-    """
-    killed, numbers, not_resumed = Killed(), count(1), 0
-    for moment, num_processes in zip(chain(moments, [None]), processes):
-        log = logs / f"{trial.output.name}-{next(numbers)}.log"
-        with RunningLaunch(trial.command(num_processes), trial.output, log) as launch:
-            how = launch.wait(limit_s, moment)
-            size = log.stat().st_size  # later lines may be of ranks whose peers were killed first
-            launch.kill()
-        killed.processes.append(num_processes)
-        resumed = any(line.startswith("resumed ") for line in launch.text.splitlines())
-        killed.resumes += resumed
-        killed.kills_resumed += not_resumed if resumed else 0
-        if resumed or launch.newest_update:  # else it was killed before it could resume
-            not_resumed = 0
-        about = f"{counted(num_processes, 'process')}{', resumed' if resumed else ''}"
-        if how != "until":
-            killed.failure = failure(launch, how)
-            log_lines(f"{about}: {'failed' if killed.failure else 'ended'}")
-            return killed
-        killed.kills += 1
-        not_resumed += 1
-        where = f"after update {launch.newest_update}" if launch.newest_update else "before its first update"
-        saving = ", while saving" if launch.is_saving else ""
-        log_lines(f"{about}: killed {where}{saving}, {launch.seconds:.1f} s")
-        if TRACEBACK.encode() in log.read_bytes()[:size]:
-            killed.failure = f"printed a traceback before it was killed. Its output is {log}"
-            return killed
-    return killed
 
 
 NOISE = re.compile(r"(dropout|pdrop|dropout_prob|dropout_rate|layerdrop|drop_rate|drop_path|jitter_noise)$")
@@ -335,30 +212,52 @@ class ComparedRun:
     Args:
         num_processes: of each of its launches.
         failure: why it cannot be compared; None: it can.
-        killed: how it was killed; None: it was not.
+        kills: how often it was killed; None: it was to run undisturbed.
+        kills_resumed: kills after which a launch resumed from a checkpoint.
+        resumes: launches that resumed from a checkpoint; the others started from the beginning.
     """
 
     strategy: str
     num_processes: list[int]
     failure: str | None = None
     difference: Difference | None = None
-    ledger: Ledger | None = None
-    killed: Killed | None = None
+    kills: int | None = None
+    kills_resumed: int = 0
+    resumes: int = 0
 
     def problems(self, tolerance: float) -> list[str]:
         """The problems of a run as messages; empty if it equals the other run and, if it was killed, has resumed."""
-        if self.failure or self.difference is None or self.ledger is None:
+        if self.failure or self.difference is None:
             return [self.failure or "it was not compared"]
         problems, largest = list(self.difference.problems), self.difference.largest
         for name, value in largest.items():
             if not value <= tolerance:
                 what = "is not a number in some update" if math.isnan(value) else f"differs by more than {tolerance:g}"
                 problems.append(f"its {FIGURES[name]} {what}")
-        if not self.ledger.is_same:
-            problems.append(f"{self.ledger.elsewhere} updates have other samples than they should have")
-        if self.killed is not None and not self.killed.kills_resumed:
+        if self.kills is not None and not self.kills_resumed:
             problems.append("no kill was followed by a resume: set more --updates, or smaller --save_steps")
         return problems
+
+
+def moment_to_kill(index: int, update: int, delay_s: float, start_s: float) -> Callable[[RunningLaunch], bool]:
+    """The moment of a kill, once there is a checkpoint; before that nothing would be resumed. By the index it comes
+    some time after an update was printed, while a checkpoint is written, after an update, or after the launch. It is
+    called every few milliseconds."""
+    printed: list[float] = []
+
+    def come(launch: RunningLaunch) -> bool:
+        if not launch.has_saved:
+            return False
+        if index % 4 == 3:
+            return launch.seconds >= start_s
+        is_there = launch.newest_update >= update
+        if index % 4 == 1:
+            return is_there and launch.is_saving
+        if is_there and not printed:
+            printed.append(launch.seconds)
+        return bool(printed) and launch.seconds - printed[0] >= delay_s
+
+    return come
 
 
 class Proof:
@@ -419,25 +318,51 @@ class Proof:
         return self._compared(ComparedRun(strategy, [num_processes]), trial.output, self.output / REFERENCE)
 
     def _run_and_kill(self, strategy: str) -> ComparedRun:
+        """Launch a run, kill it once in each of `kills` equal parts, then let it run to its end. A launch that ends
+        before its moment is the last one, and so is one that fails."""
         options, folder = self.options, _folder_name(strategy)
-        trial = self._trial(f"{folder}-killed", strategy, self.save_flags)
+        trial, undisturbed = self._trial(f"{folder}-killed", strategy, self.save_flags), self.output / folder
         random = Random(folder)
-        update_s = median(line["seconds"] for line in _metrics(self.output / folder))
-        start_s = sum(RunFolder(self.output / folder).environment()["seconds_to_first_update"].values())
-        killed = run_and_kill(
-            trial,
-            self.logs,
-            spread_moments(options.kills, options.updates, update_s, start_s, random),
-            (options.resumed_processes if index % 3 == 2 else options.num_processes for index in count()),
-            60 * options.launch_minutes,
-            log_lines=lambda text: log_lines(f"{strategy}, {text}"),
-        )
-        outcome = ComparedRun(strategy, killed.processes, killed.failure, killed=killed)
-        return outcome if killed.failure else self._compared(outcome, trial.output, self.output / folder)
+        update_s = median(line["seconds"] for line in _metrics(undisturbed))
+        start_s = sum(RunFolder(undisturbed).environment()["seconds_to_first_update"].values())
+        outcome, not_resumed, each = ComparedRun(strategy, [], kills=0), 0, (options.updates - 1) / options.kills
+        moments: list[Callable[[RunningLaunch], bool] | None] = []
+        for index in range(options.kills):
+            place = random.uniform(1 + each * index, 1 + each * (index + 1))
+            update, delay_s = min(int(place), options.updates - 1), (place % 1) * update_s
+            moments.append(moment_to_kill(index, update, delay_s, random.uniform(0, start_s)))
+        for index, moment in enumerate([*moments, None]):
+            num_processes = options.resumed_processes if index % 3 == 2 else options.num_processes
+            log = self.logs / f"{trial.output.name}-{index + 1}.log"
+            with RunningLaunch(trial.command(num_processes), trial.output, log) as launch:
+                how = launch.wait(60 * options.launch_minutes, moment)
+                size = log.stat().st_size  # later lines may be of ranks whose peers were killed first
+                launch.kill()
+            outcome.num_processes.append(num_processes)
+            resumed = any(line.startswith("resumed ") for line in launch.text.splitlines())
+            outcome.resumes += resumed
+            outcome.kills_resumed += not_resumed if resumed else 0
+            if resumed or launch.newest_update:  # else it was killed before it could resume
+                not_resumed = 0
+            about = f"{strategy}, {counted(num_processes, 'process')}{', resumed' if resumed else ''}"
+            if how != "until":
+                outcome.failure = failure(launch, how)
+                log_lines(f"{about}: {'failed' if outcome.failure else 'ended'}")
+                break
+            outcome.kills = index + 1
+            not_resumed += 1
+            where = f"after update {launch.newest_update}" if launch.newest_update else "before its first update"
+            saving = ", while saving" if launch.is_saving else ""
+            log_lines(f"{about}: killed {where}{saving}, {launch.seconds:.1f} s")
+            if TRACEBACK.encode() in log.read_bytes()[:size]:
+                outcome.failure = f"printed a traceback before it was killed. Its output is {log}"
+                break
+        return outcome if outcome.failure else self._compared(outcome, trial.output, undisturbed)
 
     def _compared(self, outcome: ComparedRun, ours: Path, other: Path) -> ComparedRun:
-        outcome.difference = compare_metrics(_metrics(ours), _metrics(other), self.options.updates)
-        outcome.ledger = compare_samples(_samples(ours), _samples(other))
+        outcome.difference = compare_records(
+            _metrics(ours), _samples(ours), _metrics(other), _samples(other), self.options.updates
+        )
         return outcome
 
     @property
@@ -460,7 +385,7 @@ class Proof:
             if outcomes:
                 blocks.append(f"{about}\n{table(_rows(outcomes, tolerance), width)}")
         for outcome in self._all():
-            disturbed = ", killed and resumed" if outcome.killed else ""
+            disturbed = "" if outcome.kills is None else ", killed and resumed"
             problems = [f"{outcome.strategy}{disturbed}: {problem}" for problem in outcome.problems(tolerance)]
             blocks += ["\n".join(problems)] if problems else []
         return "\n\n".join([*blocks, self._verdict()])
@@ -469,7 +394,7 @@ class Proof:
         after = f"{counted(self.options.updates, 'update')}, {duration(time.monotonic() - self.began)}"
         if not self.passed:
             return f"NOT verified ({after}). The runs and their logs are in {self.output}"
-        kills = sum(each.killed.kills_resumed for each in self.resumed if each.killed)
+        kills = sum(each.kills_resumed for each in self.resumed)
         also = f"{counted(kills, 'kill')} left no trace" if kills else "no run was killed"
         return f"verified against one process: {', '.join(self.options.names)}; {also} ({after})"
 
@@ -480,24 +405,20 @@ class Proof:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-LEDGER = ("repeated", "skipped")  # samples
-KILLS = ("kills", "resumes")
-
-
 def _rows(outcomes: list[ComparedRun], tolerance: float) -> list[tuple[str, ...]]:
     """The head and a row for each outcome; all of them were killed, or none."""
-    kills = KILLS if outcomes[0].killed else ()
-    rows = [("strategy", "processes", *kills, *FIGURES.values(), *LEDGER, "verdict")]
+    kills = () if outcomes[0].kills is None else ("kills", "resumes")
+    ledger = ("repeated", "skipped")  # samples
+    rows = [("strategy", "processes", *kills, *FIGURES.values(), *ledger, "verdict")]
     for outcome in outcomes:
-        about, killed = [outcome.strategy, ",".join(map(str, outcome.num_processes))], outcome.killed
-        if killed:
-            about += [str(killed.kills), str(killed.resumes)]
+        about = [outcome.strategy, ",".join(map(str, outcome.num_processes))]
+        about += [str(getattr(outcome, name)) for name in kills]
         if outcome.failure or outcome.difference is None:
-            rows.append((*about, *["-"] * len((*FIGURES, *LEDGER)), "FAILED"))
+            rows.append((*about, *["-"] * len((*FIGURES, *ledger)), "FAILED"))
             continue
         figures = [f"{value:.1e}" if value else "0" for value in outcome.difference.largest.values()]
-        ledger = [f"{getattr(outcome.ledger, name)}" for name in LEDGER]
-        rows.append((*about, *figures, *ledger, "DIFFERS" if outcome.problems(tolerance) else "agrees"))
+        samples = [str(getattr(outcome.difference, name)) for name in ledger]
+        rows.append((*about, *figures, *samples, "DIFFERS" if outcome.problems(tolerance) else "agrees"))
     return rows
 
 
@@ -516,7 +437,7 @@ def _samples(folder: Path) -> list[dict[str, Any]]:
 RECIPE, REPORT = "recipe.yaml", "report.txt"
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     options, cls = read_with_recipe(VerifyOptions, argv, prog="zerofit verify")
     configs = find_strategies([ONE_PROCESS, *options.names])
     name = name_of_recipe(options.source("config"), options.task)
