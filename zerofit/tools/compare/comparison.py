@@ -18,7 +18,6 @@ from zerofit.tools.compare.trial import (
     Journal,
     TrialMachine,
     key_of,
-    launch_environment,
     peak_bytes,
     run_trial,
     timed_precision,
@@ -271,30 +270,30 @@ class Comparison:
 
     def rows(self) -> list[StrategyRow]:
         """The results of each candidate so far."""
-        rows = []
-        for candidate in self.candidates:
-            key, trials = self.keys[candidate.name], [*self._results(candidate).values()]
-            if self.machine.simulated:
-                timed = self.journal.results(self._timed_key(candidate, self.timer), 0.0) if self.timer else {}
-                trials = [with_rates_of(line, timed.get(line["size"])) for line in trials]
-            seconds = sum(line["seconds"] or 0.0 for line in self.journal.lines_of(key, "end"))
-            rows.append(
-                StrategyRow(
-                    candidate.name,
-                    trials,
-                    problem=self.problems.get(candidate.name, ""),
-                    launches=len(self.journal.lines_of(key, "launch")),
-                    seconds=seconds,
-                    predicted=self._predicted(candidate),
-                )
-            )
-        return rows
+        return [self._row(candidate) for candidate in self.candidates]
+
+    def _row(self, candidate: Candidate) -> StrategyRow:
+        key, predictions = self.keys[candidate.name], self.journal.lines_of(self.keys[candidate.name], "prediction")
+        results = self.journal.results(key, 60 * self.options.trial_minutes)
+        trials = [line for size, line in results.items() if size in self.sizes]
+        if self.machine.simulated:
+            timed = self.journal.results(self._timed_key(candidate, self.timer), 0.0) if self.timer else {}
+            trials = [with_rates_of(line, timed.get(line["size"])) for line in trials]
+        return StrategyRow(
+            candidate.name,
+            trials,
+            problem=self.problems.get(candidate.name, ""),
+            launches=len(self.journal.lines_of(key, "launch")),
+            seconds=sum(line["seconds"] or 0.0 for line in self.journal.lines_of(key, "end")),
+            predicted=dict(map(tuple, predictions[-1]["peaks"])) if predictions else {},
+        )
 
     # ---------------------------------------------------------------------------------------------------------- search
 
     def _predict(self, candidate: Candidate) -> None:
         """Let `zerofit plan` predict where the search begins, unless something is known of it."""
-        if self.options.micro_batches or self._predicted(candidate) or self._results(candidate):
+        row = self._row(candidate)
+        if self.options.micro_batches or row.predicted or row.trials:
             return
         try:
             peaks = predict_peaks(candidate, self.options, self.recipe, self.machine, self.room, sizes=self.sizes)
@@ -303,18 +302,8 @@ class Comparison:
         else:
             self.journal.add("prediction", key=self.keys[candidate.name], peaks=peaks)
 
-    def _predicted(self, candidate: Candidate) -> dict[int, int]:
-        """{size: peak in bytes} of the sizes that were predicted; empty: there is no prediction."""
-        lines = self.journal.lines_of(self.keys[candidate.name], "prediction")
-        return dict(map(tuple, lines[-1]["peaks"])) if lines else {}
-
-    def _results(self, candidate: Candidate) -> dict[int, dict[str, Any]]:
-        """The journal's results for the sizes that are compared."""
-        results = self.journal.results(self.keys[candidate.name], 60 * self.options.trial_minutes)
-        return {size: line for size, line in results.items() if size in self.sizes}
-
     def _search(self, candidate: Candidate) -> None:
-        """Find the largest batch of a candidate."""
+        """Find the largest batch of a candidate, and log it."""
         row = self._row(candidate)
         guess = max((size for size, peak in row.predicted.items() if peak <= self.room), default=0)
         per_sample = row.predicted_peak(guess + 1) - row.predicted_peak(guess) if len(row.predicted) > 1 else None
@@ -324,10 +313,17 @@ class Comparison:
             if size is None:
                 break
             self._try(candidate, size)
-        self._log_limit(self._row(candidate))
-
-    def _row(self, candidate: Candidate) -> StrategyRow:
-        return next(row for row in self.rows() if row.name == candidate.name)
+        row = self._row(candidate)
+        if row.problem:
+            return
+        fails = row.smallest_misfit
+        beyond = f"and {fails['size']} does not" if fails else "and no larger batch size was asked for"
+        result = f"holds {row.largest}, {beyond}"
+        if fails and not row.largest:
+            result = f"holds nothing, not even {fails['size']}"
+        if fails and fails.get("phase") == "evaluate":
+            result += " because of the evaluation: a smaller per_device_eval_batch_size may help"
+        log_lines(f"{row.name}: {result} ({row.launches} launches, {duration(row.seconds)})")
 
     def _try_what_is_missing(self) -> bool:
         """Try the sizes of --batch_sizes that have no result, and the largest that all hold. Returns whether a limit
@@ -407,23 +403,11 @@ class Comparison:
             options.num_processes,
             launch["mark"],
             {"steps": steps, "memory_limit": self.limit if machine is self.machine else None},
-            launch_environment(machine, options.num_processes),
+            machine.variables(options.num_processes),
             patience_s=60 * options.trial_minutes,
         )
         self.journal.end(launch, result["outcome"], result.pop("seconds_taken"))
         return result
-
-    def _log_limit(self, row: StrategyRow) -> None:
-        if row.problem:
-            return
-        fails = row.smallest_misfit
-        beyond = f"and {fails['size']} does not" if fails else "and no larger batch size was asked for"
-        result = f"holds {row.largest}, {beyond}"
-        if fails and not row.largest:
-            result = f"holds nothing, not even {fails['size']}"
-        if fails and fails.get("phase") == "evaluate":
-            result += " because of the evaluation: a smaller per_device_eval_batch_size may help"
-        log_lines(f"{row.name}: {result} ({row.launches} launches, {duration(row.seconds)})")
 
 
 def predict_peaks(

@@ -17,7 +17,7 @@ from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import decimals, duration, log_lines, rounded, size
 from zerofit.tools.compare.candidates import SET_BY_EACH_RUN, Candidate, CompareOptions
 from zerofit.tools.compare.comparison import Comparison
-from zerofit.tools.compare.trial import key_of, launch_environment
+from zerofit.tools.compare.trial import key_of
 from zerofit.tools.tool_recipe import recipe_values
 
 RECIPE, RUNS = "recipe-finish.yaml", "runs"
@@ -185,8 +185,8 @@ def _finish(comparison: Comparison, recipe: Path, candidate: Candidate, best: in
     log = folder.with_name(f"{folder.name}.log")
     log_lines(f"{candidate.name}: trains at {size} per process; its output is {log}")
     about = comparison.journal.begin(key=key, candidate=candidate.name, size=size)
-    environment = launch_environment(machine, options.num_processes)
-    with RunningLaunch(command, folder, log, mark=about["mark"], environment=environment) as launch:
+    variables = machine.variables(options.num_processes)
+    with RunningLaunch(command, folder, log, mark=about["mark"], environment=variables) as launch:
         launch.wait(math.inf)
         problem = mistake(launch) or failure(launch, "ended") or "" if launch.exit_code else ""
         comparison.journal.end(about, "failed" if problem else "done", launch.seconds)

@@ -313,15 +313,13 @@ def html_page(parts: list[ReportSection], pictures: dict[str, bytes]) -> str:
             lines.append(f"<{tag}>{_escaped(part.lstrip('# '))}</{tag}>")
         elif isinstance(part[0], tuple):
             lines.append(_html_table(part))
-            lines += [_html_image(name, base64.b64encode(content).decode()) for name, content in pictures.items()]
+            for name, content in pictures.items():
+                image = base64.b64encode(content).decode()
+                lines.append(f'<img alt="{name}" src="data:image/svg+xml;base64,{image}">')
             pictures = {}
         else:
             lines += ["<ul>", *(f"<li>{_escaped(line)}</li>" for line in part), "</ul>"]
     return "\n".join([*lines, "</body></html>"]) + "\n"
-
-
-def _html_image(name: str, content: str) -> str:
-    return f'<img alt="{name}" src="data:image/svg+xml;base64,{content}">'
 
 
 def _html_table(rows: list[tuple[str, ...]]) -> str:

@@ -82,12 +82,11 @@ class TrialMachine(Machine):
         cpu = f"{hardware.get('cores')} cores of {hardware.get('cpu') or 'a CPU'}, {size(self.memory)}"
         return ", ".join([*devices, cpu])
 
-
-def launch_environment(machine: TrialMachine, num_processes: int) -> dict[str, str]:
-    """Environment variables of a launch: the simulated devices, and that processes may share real ones where there
-    are fewer."""
-    shares = 0 < len(machine.devices) < num_processes
-    return {**machine.simulated, **({SHARES_DEVICES: "1"} if shares else {})}
+    def variables(self, num_processes: int) -> dict[str, str]:
+        """Environment variables of a launch: the simulated devices, and that processes may share real ones where there
+        are fewer."""
+        shares = 0 < len(self.devices) < num_processes
+        return {**self.simulated, **({SHARES_DEVICES: "1"} if shares else {})}
 
 
 def inspect_trial_machine(simulated: dict[str, str] | None = None) -> TrialMachine:
