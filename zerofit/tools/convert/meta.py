@@ -66,40 +66,27 @@ class MetaWeight:
     copied: bool = False
 
 
-@dataclass(frozen=True)
-class ShardCut:
-    """The cut of a weight into shards: shard i is part i // copies of num_shards / copies equal parts along the axis;
-    None: the weight is replicated."""
-
-    axis: int | None
-    copies: int = 1
-
-
 def weights(sizes: Sizes) -> list[MetaWeight]:
     """All weights in transformers' order, the embeddings first and the head last."""
-    s = sizes
+    s, queries, keys = sizes, sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
     listed = [MetaWeight("tok_embeddings.weight", "model.embed_tokens.weight", (s.vocab, s.dim), copied=True)]
     for number in range(s.layers):
-        listed += _layer(s, f"layers.{number}.", f"model.layers.{number}.")
+        meta, hf = f"layers.{number}.", f"model.layers.{number}."
+        attention, mlp = f"{hf}self_attn.", f"{hf}mlp."
+        listed += [
+            MetaWeight(f"{meta}attention.wq.weight", f"{attention}q_proj.weight", (queries, s.dim), s.heads),
+            MetaWeight(f"{meta}attention.wk.weight", f"{attention}k_proj.weight", (keys, s.dim), s.kv_heads, True),
+            MetaWeight(f"{meta}attention.wv.weight", f"{attention}v_proj.weight", (keys, s.dim), copied=True),
+            MetaWeight(f"{meta}attention.wo.weight", f"{attention}o_proj.weight", (s.dim, queries)),
+            MetaWeight(f"{meta}feed_forward.w1.weight", f"{mlp}gate_proj.weight", (s.ffn, s.dim)),
+            MetaWeight(f"{meta}feed_forward.w2.weight", f"{mlp}down_proj.weight", (s.dim, s.ffn)),
+            MetaWeight(f"{meta}feed_forward.w3.weight", f"{mlp}up_proj.weight", (s.ffn, s.dim)),
+            MetaWeight(f"{meta}attention_norm.weight", f"{hf}input_layernorm.weight", (s.dim,)),
+            MetaWeight(f"{meta}ffn_norm.weight", f"{hf}post_attention_layernorm.weight", (s.dim,)),
+        ]
     listed.append(MetaWeight("norm.weight", "model.norm.weight", (s.dim,)))
     listed.append(MetaWeight("output.weight", "lm_head.weight", (s.vocab, s.dim), copied=True))
     return listed
-
-
-def _layer(s: Sizes, meta: str, hf: str) -> list[MetaWeight]:
-    queries, keys = s.heads * s.head_dim, s.kv_heads * s.head_dim
-    attention, mlp = f"{hf}self_attn.", f"{hf}mlp."
-    return [
-        MetaWeight(f"{meta}attention.wq.weight", f"{attention}q_proj.weight", (queries, s.dim), s.heads),
-        MetaWeight(f"{meta}attention.wk.weight", f"{attention}k_proj.weight", (keys, s.dim), s.kv_heads, True),
-        MetaWeight(f"{meta}attention.wv.weight", f"{attention}v_proj.weight", (keys, s.dim), copied=True),
-        MetaWeight(f"{meta}attention.wo.weight", f"{attention}o_proj.weight", (s.dim, queries)),
-        MetaWeight(f"{meta}feed_forward.w1.weight", f"{mlp}gate_proj.weight", (s.ffn, s.dim)),
-        MetaWeight(f"{meta}feed_forward.w2.weight", f"{mlp}down_proj.weight", (s.dim, s.ffn)),
-        MetaWeight(f"{meta}feed_forward.w3.weight", f"{mlp}up_proj.weight", (s.ffn, s.dim)),
-        MetaWeight(f"{meta}attention_norm.weight", f"{hf}input_layernorm.weight", (s.dim,)),
-        MetaWeight(f"{meta}ffn_norm.weight", f"{hf}post_attention_layernorm.weight", (s.dim,)),
-    ]
 
 
 def to_hf(tensor: torch.Tensor, heads: int) -> torch.Tensor:
@@ -108,21 +95,6 @@ def to_hf(tensor: torch.Tensor, heads: int) -> torch.Tensor:
         return tensor
     rows, columns = tensor.shape
     return tensor.reshape(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
-
-
-def find_cut(weight: MetaWeight, shard: tuple[int, ...], num_shards: int) -> ShardCut | None:
-    """Find out how a weight with shards of this shape was cut: their shape tells the axis (Llama 1 and 2 cut the
-    embeddings along the hidden dimension, Llama 3 along the vocabulary). None: in no known way."""
-    if shard == weight.shape and (num_shards == 1 or weight.copied or len(shard) == 1):
-        return ShardCut(None)
-    if len(shard) != 2 or len(weight.shape) != 2:
-        return None
-    for axis in (0, 1):
-        parts, rest = divmod(weight.shape[axis], shard[axis])
-        fits = parts and not rest and shard[1 - axis] == weight.shape[1 - axis]
-        if fits and num_shards % parts == 0 and (parts == num_shards or weight.copied):
-            return ShardCut(axis, num_shards // parts)
-    return None
 
 
 def same_bits(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -143,7 +115,7 @@ class MetaFolder:
         params: params.json.
         sizes: from params.json and the weights' shapes.
         weights: the weights to convert; without the head where it is tied.
-        cuts: {Meta's name: how it is cut}.
+        cuts: {Meta's name: (the axis along which shards are cut; None: they are copies; how many are the same)}.
         tied: the head equals the embeddings, or is missing.
     """
 
@@ -225,7 +197,15 @@ class MetaFolder:
                 raise UserError(f"{file} has other weights than {self.files[0].name}: they are of two checkpoints")
 
     def _sizes(self) -> Sizes:
-        params, heads = self.params, self.params["n_heads"]
+        """The sizes in params.json; the vocabulary where it has none is that of the weights. Shards of the embeddings
+        that are as wide as the model are cut along the vocabulary (Llama 3), or are all the same."""
+        params, heads, given = self.params, self.params["n_heads"], self.params.get("vocab_size", -1)
+        shards = [shard["tok_embeddings.weight"] for shard in self.shards]
+        vocab = shards[0].shape[0]
+        if shards[0].shape[-1] == params["dim"] and not all(same_bits(shards[0], each) for each in shards[1:2]):
+            vocab *= len(shards)
+        if given not in (None, -1, vocab):
+            raise UserError(f"{self.says}: vocab_size = {given} is not {vocab}. Correct it, or write -1")
         return Sizes(
             dim=params["dim"],
             layers=params["n_layers"],
@@ -233,32 +213,26 @@ class MetaFolder:
             kv_heads=params.get("n_kv_heads") or heads,
             head_dim=params.get("head_dim") or params["dim"] // heads,
             ffn=self.shards[0]["layers.0.feed_forward.w1.weight"].shape[0] * len(self.files),
-            vocab=self._vocabulary(),
+            vocab=vocab,
         )
 
-    def _vocabulary(self) -> int:
-        """The size in params.json, else that of the weights.
-
-        Shards of the embeddings that are as wide as the model are cut along the vocabulary (Llama 3), or are all the
-        same.
-        """
-        given, shards = self.params.get("vocab_size", -1), [shard["tok_embeddings.weight"] for shard in self.shards]
-        stored = shards[0].shape[0]
-        if shards[0].shape[-1] == self.params["dim"] and not all(same_bits(shards[0], each) for each in shards[1:2]):
-            stored *= len(shards)
-        if given not in (None, -1, stored):
-            raise UserError(f"{self.says}: vocab_size = {given} is not {stored}. Correct it, or write -1")
-        return stored
-
-    def _cut(self, weight: MetaWeight) -> ShardCut:
+    def _cut(self, weight: MetaWeight) -> tuple[int | None, int]:
+        """How a weight was cut for tensor parallelism, by the shape of its shards (Llama 1 and 2 cut the embeddings
+        along the hidden dimension, Llama 3 along the vocabulary): shard i is part i // copies. Raises UserError: in no
+        known way."""
         shapes = {tuple(shard[weight.meta].shape) for shard in self.shards}
-        cut = find_cut(weight, next(iter(shapes)), len(self.files)) if len(shapes) == 1 else None
-        if cut is None:
-            raise UserError(
-                f"{self.says}: {weight.meta} has {' and '.join(map(str, sorted(shapes)))} in {len(self.files)} files, "
-                f"and params.json gives {weight.shape}. A file is missing, or they are of two checkpoints"
-            )
-        return cut
+        shard, full, num_shards = next(iter(shapes)), weight.shape, len(self.files)
+        if shapes == {full} and (num_shards == 1 or weight.copied or len(full) == 1):
+            return None, 1
+        for axis in (0, 1) if len(shapes) == 1 and len(shard) == len(full) == 2 else ():
+            parts, rest = divmod(full[axis], shard[axis])
+            fits = parts and not rest and shard[1 - axis] == full[1 - axis]
+            if fits and num_shards % parts == 0 and (parts == num_shards or weight.copied):
+                return axis, num_shards // parts
+        raise UserError(
+            f"{self.says}: {weight.meta} has {' and '.join(map(str, sorted(shapes)))} in {num_shards} files, "
+            f"and params.json gives {full}. A file is missing, or they are of two checkpoints"
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -266,10 +240,10 @@ class MetaFolder:
 
     def read(self, weight: MetaWeight) -> torch.Tensor:
         """The full weight, concatenated from its shards, in Meta's order."""
-        cut, shards = self.cuts[weight.meta], [shard[weight.meta] for shard in self.shards]
-        if cut.axis is None or len(shards) == 1:
+        (axis, copies), shards = self.cuts[weight.meta], [shard[weight.meta] for shard in self.shards]
+        if axis is None or len(shards) == 1:
             return shards[0]
-        return torch.cat(shards[:: cut.copies], cut.axis)
+        return torch.cat(shards[::copies], axis)
 
 
 LARGEST_FILE = 4 * 2**30  # bytes, about: what is in memory
