@@ -19,6 +19,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.tasks import ClmRecipe
 from zerofit.record.terminal import StatusLine, size
+from zerofit.strategy.host_memory import usable_cores
 from zerofit.tools.meta_tokenizer import tiktoken_ranks, tokenizer_of_file
 from zerofit.tools.prepare.corpus_writer import CorpusWriter, check_free
 from zerofit.tools.prepare.documents import find_input, parts_of
@@ -48,7 +49,7 @@ def prepare_corpora(options: Any) -> list[str]:
     num_bad, shown = 0, list[str]()
     with ExitStack() as stack:
         writers = [stack.enter_context(CorpusWriter(prefix, encoder.dtype)) for prefix in prefixes]
-        workers = stack.enter_context(Workers(options.processes, encoder))
+        workers = stack.enter_context(Workers(options.workers or usable_cores(), encoder))
         line, started = stack.enter_context(closing(StatusLine())), time.perf_counter()
         names = [str(file) for file in files]
         separator = options.document_separator

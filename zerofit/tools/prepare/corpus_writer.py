@@ -124,8 +124,8 @@ class CorpusWriter:
         self.published = True
 
 
-def join(options: Any) -> int:
-    """Write one corpus of several. Returns the exit code.
+def join(options: Any) -> None:
+    """Write one corpus of several.
 
     Raises:
         UserError: one is broken, or they differ in tokenizer, type or end of documents. Then no file is left.
@@ -158,7 +158,6 @@ def join(options: Any) -> int:
         writer.publish()
     note = "" if card else ", without a card (.json), as none of them has one"
     log_lines(f"{prefix}: {writer.documents:,} documents, {writer.tokens:,} tokens of {len(corpora)} corpora{note}")
-    return 0
 
 
 def corpora_of(inputs: list[str], omit: str) -> list[str]:

@@ -48,25 +48,19 @@ def find_input(inputs: list[str]) -> dict[Path, str]:
             is_corpus = path.suffix in (".bin", ".idx", ".json") and (unfinished or path.with_suffix(".idx").exists())
             is_named = str(path) == os.path.abspath(name)
             is_skipped = is_corpus or path.suffix == PARTIAL or INDICES in path.parts
-            if path not in files and (is_named or not is_skipped):
-                files[path] = _kind_of(path)
+            if path in files or (is_skipped and not is_named):
+                continue
+            kind = KINDS.get(ending_of(path))
+            if kind is None:
+                with open_bytes(path) as file:
+                    kind = "json" if file.read(4096).removeprefix(BOM_UTF8).lstrip()[:1] == b"{" else None
+            if kind is None or (kind == "parquet" and path.suffix.lower() in PACKED):
+                known = f"{', '.join(KINDS)}; also {', '.join(PACKED)}"
+                raise UserError(f"input = {str(path)!r}: unknown file extension. Known are {known}")
+            files[path] = kind
     if not files:
         raise UserError(f"input = {' '.join(inputs)}: there is no file of text")
     return files
-
-
-def _kind_of(path: Path) -> str:
-    kind = KINDS.get(ending_of(path))
-    if (kind == "parquet" and path.suffix.lower() in PACKED) or not (kind or _begins_an_object(path)):
-        raise UserError(
-            f"input = {str(path)!r}: unknown file extension. Known are {', '.join(KINDS)}; also {', '.join(PACKED)}"
-        )
-    return kind or "json"
-
-
-def _begins_an_object(path: Path) -> bool:
-    with open_bytes(path) as file:
-        return file.read(4096).removeprefix(BOM_UTF8).lstrip()[:1] == b"{"
 
 
 # --------------------------------------------------------------------------------------------------------------- parts

@@ -16,7 +16,6 @@ from zerofit.recipe.errors import EXIT_USER_ERROR, leave
 from zerofit.recipe.foreign_options import PREPARE_HINTS
 from zerofit.recipe.parse import parse_recipe
 from zerofit.record.terminal import log_lines
-from zerofit.strategy.host_memory import usable_cores
 
 
 @dataclass
@@ -53,10 +52,6 @@ class PrepareOptions(Recipe):
     overwrite: bool = option(False, "Replace corpora of that name.")
     trust_remote_code: bool = option(False, "Allow a hub repository to run its own tokenizer code here.")
 
-    @property
-    def processes(self) -> int:
-        return self.workers or usable_cores()
-
     def problems(self) -> list[str]:
         problems = super().problems()
         if not (self.tokenizer or self.vocab_file or self.merge_file):
@@ -87,7 +82,8 @@ def main(argv: list[str]) -> int:
         from zerofit.tools.prepare.corpus_writer import join
 
         with ending_in_order():
-            return join(merged)
+            join(merged)
+        return 0
     try:
         options = parse_recipe(PrepareOptions, argv, prog="zerofit prepare", tool=True, hints=PREPARE_HINTS)
     except SystemExit:
