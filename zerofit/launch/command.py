@@ -132,8 +132,7 @@ def choose_launcher_options(options: LaunchOptions, program: list[str]) -> list[
 def read_options(argv: list[str]) -> tuple[LaunchOptions, list[str]]:
     """Return (options of this command, the program and its options). The former may come before and after the program.
     Raises UserError: there is no recipe and no program; anything that parse_recipe raises."""
-    taken, rest = take_words(LaunchOptions, argv)
-    launch_words = [word for words in taken for word in words]
+    launch_words, rest = take_words(LaunchOptions, argv)
     if wants_help(argv):
         launch_words.append("--help")
     options = parse_recipe(LaunchOptions, launch_words, prog="zerofit launch RECIPE|PROGRAM", tool=True)

@@ -255,10 +255,10 @@ def flag_value(words: list[str], name: str) -> str | None:
     return found
 
 
-def take_words(options: type[Recipe], argv: list[str]) -> tuple[list[list[str]], list[str]]:
-    """Return ([an option of `options` and its value], the other words), each in the order of the command line."""
+def take_words(options: type[Recipe], argv: list[str]) -> tuple[list[str], list[str]]:
+    """Return (options of `options` with their values, the other words), each in the order of the command line."""
     kinds = kinds_of(options)
-    taken, rest, words = [], [], list(argv)
+    taken, rest, words = list[str](), list[str](), list(argv)
     while words:
         word = words.pop(0)
         name = option_named(word)
@@ -270,7 +270,7 @@ def take_words(options: type[Recipe], argv: list[str]) -> tuple[list[list[str]],
             ["false"],
         )
         stands_alone = "=" in word or is_switch or not words or is_flag(words[0])
-        taken.append([word] if stands_alone else [word, words.pop(0)])
+        taken += [word] if stands_alone else [word, words.pop(0)]
     return taken, rest
 
 

@@ -152,8 +152,8 @@ class ShowOptions(Recipe):
 
 def read_options(argv: list[str]) -> tuple[ShowOptions, list[str]]:
     """Return (options, folders)."""
-    taken, rest = take_words(ShowOptions, argv)
-    words = [word for words in taken for word in words] + [word for word in rest if word.startswith("-")]
+    words, rest = take_words(ShowOptions, argv)
+    words += [word for word in rest if word.startswith("-")]  # which are reported
     options = parse_recipe(ShowOptions, words, prog="zerofit show [FOLDER ...]", tool=True)
     return options, [word for word in rest if not word.startswith("-")] or ["outputs"]
 

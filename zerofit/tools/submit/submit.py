@@ -242,8 +242,7 @@ def main(argv: list[str]) -> int:
 def read_options(kind: str, words: list[str]) -> tuple[SubmitOptions, list[str]]:
     """Return (the options of a scheduler's file, the other words: the recipe, and the options of its launch)."""
     cls = SCHEDULERS[kind][0]
-    taken, rest = take_words(cls, words)
-    ours = [word for given in taken for word in given]
+    ours, rest = take_words(cls, words)
     if wants_help(words):
         ours += [word for word in words if word.startswith("--help")] or ["--help"]
     return parse_recipe(cls, ours, prog=f"zerofit submit {kind} RECIPE", tool=True), rest
