@@ -1,10 +1,16 @@
 """`zerofit plan --lengths`: the longest rows that a strategy holds."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+from helpers import refusal
+from transformers import GPT2Config
 
 from zerofit.cli import main
+from zerofit.tools.plan.plan_options import PlanOptions
+from zerofit.tools.plan.planner import Planner
+from zerofit.tools.tool_recipe import read_with_recipe
 
 SHAPE = "n_layer=8,n_head=2,n_embd=32,n_positions=3000,vocab_size=512,attn_pdrop=0"
 SMALL = ["--task", "clm", "--config_name", "gpt2", "--precision", "fp32", "--config_overrides", SHAPE,
@@ -30,6 +36,14 @@ def test_the_longest_rows_fit_and_the_next_do_not(capsys):
     alone = planned(capsys, "--gpu_memory", "100MiB", "--block_size", str(longest["sp"]), "--batch_sizes", "1")
     (same,) = (one for one in alone["predictions"] if one["strategy"] == "sp")
     assert same in found["predictions"]
+
+
+def test_auto_is_each_1024_up_to_the_models_positions():
+    options, _ = read_with_recipe(PlanOptions, [*PLAN[1:], "--gpu_memory", "1GiB", "--lengths", "auto"], "plan")
+    model = SimpleNamespace(config=GPT2Config(n_positions=3000))
+    assert Planner(options, model, None).lengths == [1024, 2048, 3000]
+    options.lengths = ["1k,4k"]
+    assert "the model has 3000 positions" in refusal(lambda: Planner(options, model, None).lengths)
 
 
 @pytest.mark.parametrize(

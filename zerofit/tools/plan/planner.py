@@ -335,12 +335,13 @@ class Planner:
         """
         if not self.recipe.lengths:
             return None
-        config, named = self.model.config, self.recipe.named_lengths
-        positions = usable_positions(config)
+        positions = usable_positions(self.model.config)
         if self.recipe.lengths == ["auto"]:
             if positions is None:
-                raise UserError(f"lengths = auto: a {config.model_type} has no limit. Set --lengths 8k,16k,32k")
+                kind = self.model.config.model_type
+                raise UserError(f"lengths = auto: a {kind} has no limit. Set --lengths 8k,16k,32k")
             return sorted({*range(STEP, positions + 1, STEP), positions})
+        named = self.recipe.named_lengths
         if positions and named[-1] > positions:
             given = " ".join(self.recipe.lengths)
             raise UserError(f"lengths = {given}: the model has {positions} positions. Choose less")
