@@ -19,7 +19,7 @@ TENSOR_TYPES = {
 }
 
 
-# Methods that are functions of simgpu by the same name, or by another; and those that answer yes or no.
+# Methods that are functions of simgpu by the same name, or by another.
 SAME = (
     "set_device current_device device_count device synchronize get_rng_state manual_seed initial_seed manual_seed_all "
     "stream current_stream default_stream empty_cache memory_allocated memory_stats max_memory_allocated "
@@ -31,13 +31,11 @@ OTHER = {
     "reset_max_memory_allocated": "reset_peak_memory_stats",
     "reset_max_memory_cached": "reset_peak_memory_stats",
 }
-YES = ("is_available", "is_bf16_supported", "is_fp16_supported")
-NO = ("is_synchronized_device", "use_host_timers", "resolves_data_dependency", "handles_memory_backpressure")
 
 
-def _answers(what: Any) -> Callable[..., Any]:
-    """A method that gives what a function gives, or a value."""
-    return lambda self, *args, **kwargs: what(*args, **kwargs) if callable(what) else what
+def _method(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function as a method that gives the same."""
+    return lambda self, *args, **kwargs: function(*args, **kwargs)
 
 
 class SimulatedAccelerator(CPU_Accelerator):
@@ -46,6 +44,12 @@ class SimulatedAccelerator(CPU_Accelerator):
     def __init__(self) -> None:
         super().__init__()
         self._name, self._communication_backend_name = simgpu.NAME, "gloo"
+
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    def is_fp16_supported(self) -> bool:
+        return True
 
     # CPU_Accelerator has put its own, which pin nothing, before these of the base class.
     _torch_pins_host_memory = True
@@ -60,9 +64,6 @@ class SimulatedAccelerator(CPU_Accelerator):
     @property
     def Event(self) -> type[torch.Event]:
         return simgpu.Event
-
-    def communication_backend_name(self) -> str:
-        return "gloo"
 
     def device_name(self, device_index: int | None = None) -> str:
         return simgpu.NAME if device_index is None else f"{simgpu.NAME}:{device_index}"
@@ -82,9 +83,6 @@ class SimulatedAccelerator(CPU_Accelerator):
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == simgpu.NAME
 
-    def supported_dtypes(self) -> list[torch.dtype]:
-        return [torch.float, torch.half, torch.bfloat16]
-
 
 def _tensor_type(dtype: torch.dtype) -> property:
     """Make a property like torch.cuda.FloatTensor, which is called with sizes or with data."""
@@ -99,7 +97,5 @@ def _tensor_type(dtype: torch.dtype) -> property:
 
 for _name, _dtype in TENSOR_TYPES.items():
     setattr(SimulatedAccelerator, _name, _tensor_type(_dtype))
-_METHODS = {name: getattr(simgpu, name) for name in SAME}
-_METHODS |= {name: getattr(simgpu, other) for name, other in OTHER.items()}
-for _name, _what in {**_METHODS, **dict.fromkeys(YES, True), **dict.fromkeys(NO, False)}.items():
-    setattr(SimulatedAccelerator, _name, _answers(_what))
+for _name, _function in {**dict(zip(SAME, SAME)), **OTHER}.items():
+    setattr(SimulatedAccelerator, _name, _method(getattr(simgpu, _function)))
