@@ -84,10 +84,6 @@ def examined(*words: str) -> DoctorReport:
     return make_report(*read_options(list(words)), dict(os.environ))
 
 
-def texts(report: DoctorReport, level: str = "error") -> list[str]:
-    return report.messages(level)
-
-
 def values(report: DoctorReport) -> dict[str, tuple]:
     return {name: (value, source) for name, value, source in report.values}
 
@@ -107,7 +103,7 @@ ZERO2 = ("--strategy", "zero2")
 
 def test_a_sound_run(folder):
     report = examined(*MINE, *ZERO2, "--global_batch_size", "32")
-    assert report.exit_code == 0, texts(report)
+    assert report.exit_code == 0, report.messages("error")
     assert report.command.startswith("accelerate launch --config_file accelerate_configs/zero2.yaml")
     assert report.command.endswith("train/clm.py --config clm/mine.yaml --global_batch_size 32")
     found = values(report)
@@ -126,7 +122,7 @@ def test_contradictions_of_three_files_at_once(folder):
     (folder / "clm/mine.yaml").write_text(RECIPE + more)
     report = examined(*MINE, *ZERO2)
     assert report.exit_code == 1
-    said = "\n".join(texts(report))
+    said = "\n".join(report.messages("error"))
     for words in (
         "bf16 (accelerate_configs/zero2.yaml)",
         "fp32 (ds_configs/zero2.json)",
@@ -143,7 +139,7 @@ def test_a_broken_recipe_and_a_broken_pair_at_once(folder):
     edit(folder / "accelerate_configs/zero2.yaml", deepspeed_confg={})
     report = examined(*MINE, *ZERO2)
     assert report.exit_code == 2
-    said = "\n".join(texts(report))
+    said = "\n".join(report.messages("error"))
     for words in (
         "learning_rat is not an option. Did you mean learning_rate?",
         "num_processes is not an option",
@@ -159,13 +155,13 @@ def test_checks_of_a_run_before_its_data(folder):
     (folder / "model").mkdir()
     tiny_model("llama", vocab_size=300, max_position_embeddings=512).config.save_pretrained(folder / "model")
     command = ("--task", "clm", "--model_name_or_path", "model", "--train_file", "text.txt")
-    found = texts(examined(*command, "--block_size", "4096"), "error")
+    found = examined(*command, "--block_size", "4096").messages("error")
     assert any("block_size = 4096 (--block_size):" in text for text in found)
     assert any("'model'" in text and "tokenizer" in text.lower() for text in found), "it has none"
     wrong = "--block_size 4096 --chat_template no --lora_target_modules foo --optim adamw8 --global_batch_size 7 "
     wrong += "--validation_file none.txt"
     report = examined(*command, "--train_tokenizer_vocab_size", "300", "--lora", *wrong.split())
-    found = "\n".join(texts(report, "error"))
+    found = "\n".join(report.messages("error"))
     for name in wrong.split()[::2]:
         assert f"{name[2:]} = " in found, found
     assert report.exit_code == 2
@@ -174,11 +170,11 @@ def test_checks_of_a_run_before_its_data(folder):
 def test_variables_that_an_earlier_launch_has_left(folder):
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "RANK": "0"}
     report = examined("--strategy", "ddp", "--num_processes", "2")
-    (warning,) = texts(report, "warning")
+    (warning,) = report.messages("warning")
     assert "unset ACCELERATE_USE_FSDP" in warning
-    assert "keep one" in "\n".join(texts(report))
+    assert "keep one" in "\n".join(report.messages("error"))
     del os.environ["ACCELERATE_USE_FSDP"]
-    assert "unset RANK" in "\n".join(texts(examined("--strategy", "single"), "warning"))
+    assert "unset RANK" in "\n".join(examined("--strategy", "single").messages("warning"))
 
 
 def test_what_accelerate_reads_without_a_strategy(folder, monkeypatch):
@@ -191,14 +187,14 @@ def test_what_accelerate_reads_without_a_strategy(folder, monkeypatch):
         (folder / "accelerate_configs/zero1.yaml").read_text().replace("ds_configs", f"{folder}/ds_configs")
     )
     report = examined("--config", "clm/mine.yaml")
-    assert f"{file}: accelerate launch reads it" in "\n".join(texts(report, "note"))
+    assert f"{file}: accelerate launch reads it" in "\n".join(report.messages("note"))
     assert values(report)["num_processes"] == (2, str(file))
     assert report.command.startswith(f"accelerate launch --config_file {file} --num_processes 2 ")
 
 
 def test_a_json_as_under_torchrun(folder):
     report = examined(*MINE, "--deepspeed_config", "ds_configs/zero1.json", "--max_grad_norm", "2")
-    assert report.exit_code == 0, texts(report)
+    assert report.exit_code == 0, report.messages("error")
     assert report.command.startswith("torchrun --nproc_per_node 2 ")
     assert report.command.endswith(
         "train/clm.py --config clm/mine.yaml --max_grad_norm 2.0 --strategy ds_configs/zero1.json"
@@ -209,7 +205,7 @@ def test_a_json_as_under_torchrun(folder):
 def test_the_machines_of_a_scheduler(folder, monkeypatch):
     for name, value in {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job"}.items():
         monkeypatch.setenv(name, value)
-    said = "\n".join(texts(examined("--strategy", "zero2"), "note"))
+    said = "\n".join(examined("--strategy", "zero2").messages("note"))
     assert "machine 1 of 2, the first at job-node-0-0.job" in said
     assert "PET_NNODES = 2" in said
 
@@ -224,14 +220,14 @@ def test_bad_input(folder, capsys):
         assert said in capsys.readouterr().err
     report = examined(*MINE, "--strategy", "zero9")
     assert report.exit_code == 2
-    assert "there is no file accelerate_configs/zero9.yaml" in texts(report)[0]
+    assert "there is no file accelerate_configs/zero9.yaml" in report.messages("error")[0]
 
 
 def test_what_a_flag_takes_out_is_noted(folder):
     (folder / "clm/mine.yaml").write_text(RECIPE + "sample_tokens: 5\nsample_prompt: x\n")
     edit(folder / "ds_configs/zero2.json", gradient_clipping=0.5)
     report = examined(*MINE, *ZERO2, "--sample_tokens", "0", "--max_grad_norm", "1")
-    assert not texts(report), "a flag wins"
-    said = "\n".join(texts(report, "note"))
+    assert not report.messages("error"), "a flag wins"
+    said = "\n".join(report.messages("note"))
     assert "sample_prompt = 'x' (clm/mine.yaml, line 10) is left out" in said
     assert "gradient_clipping = 0.5 is left out: --max_grad_norm says otherwise" in said

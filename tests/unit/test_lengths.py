@@ -50,7 +50,6 @@ def test_auto_is_each_1024_up_to_the_models_positions():
     ("flags", "words"),
     [
         (["--lengths", "8x"], "lengths = 8x (--lengths): expected auto, or lengths in tokens, such as 8k,16k,32k"),
-        (["--lengths", "1"], "expected auto, or lengths in tokens"),
         (["--lengths", "auto", "8k"], "lengths = auto 8k: say auto alone, or lengths"),
         (["--batch_sizes", "auto", "8"], "batch_sizes = auto 8: say auto alone, or sizes"),
         (["--lengths", "1k", "--block_size", "64"], "--block_size and --lengths: keep one of the two"),

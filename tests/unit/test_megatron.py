@@ -323,10 +323,7 @@ def test_the_command_writes_what_can_be_launched(llama, tmp_path, capsys):
     assert zerofit([*line, "--overwrite", "--", *words]) == 0
 
 
-FLAGS = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --train-iters 100 "
-    "--lr 1e-3 --data-path A --vocab-file v.json --merge-file m.txt --hidden-dropout 0 "
-)
+FLAGS = MINIMAL.removeprefix("pretrain_gpt.py ")
 
 
 def with_json(tmp_path, **block) -> list[str]:

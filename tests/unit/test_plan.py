@@ -103,10 +103,6 @@ def test_the_largest_batch_fits_and_the_next_does_not(capsys):
         assert sizes[size]["peak_allocated_bytes"] == sum(sizes[size]["components"].values()) <= 128 * 2**20
 
 
-def never() -> bool:
-    return False
-
-
 @pytest.mark.parametrize("refuses", ["_can_fork", "_can_differentiate"])
 def test_a_plan_is_the_same_in_one_process_and_in_two(refuses, monkeypatch, capfd):
     """Also where a copy of this process cannot be made, or refuses to differentiate as one of torch 2.14 does."""
@@ -114,7 +110,7 @@ def test_a_plan_is_the_same_in_one_process_and_in_two(refuses, monkeypatch, capf
     monkeypatch.setattr(planner_module, "_can_fork", lambda: True)
     flags = (*ON_GPUS, "--strategies", "ddp,zero2", "--batch_sizes", "1,2")
     several = planned(capfd, *flags)
-    monkeypatch.setattr(planner_module, refuses, never)
+    monkeypatch.setattr(planner_module, refuses, lambda: False)
     assert several == planned(capfd, *flags)
     assert len(several["predictions"]) >= 4
 

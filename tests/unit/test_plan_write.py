@@ -8,20 +8,19 @@ import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from helpers import ROOT
+from test_plan import RECIPE
 
 from zerofit.cli import main
 from zerofit.recipe import parse_recipe
 from zerofit.recipe.tasks import TASKS
 
-RECIPE = ["--task", "clm", "--config_name", "gpt2", "--block_size", "32", "--precision", "bf16",
-          "--config_overrides", "n_layer=3,n_head=2,n_embd=32,n_positions=32,vocab_size=512",
-          "--train_tokenizer_vocab_size", "512", "--dataset_name", "stdlib-docstrings", "--loss", "full"]  # fmt: skip
+DATA = ["--train_tokenizer_vocab_size", "512", "--dataset_name", "stdlib-docstrings", "--loss", "full"]
 
 
 def written(tmp_path: Path, *flags: str) -> dict[str, Path]:
     """{name: script} of what a plan writes."""
     folder = tmp_path / "pairs"
-    assert main(["plan", *RECIPE, "--gpu", "a100-40gb", "--write", str(folder), *flags]) == 0
+    assert main(["plan", *RECIPE, *DATA, "--gpu", "a100-40gb", "--write", str(folder), *flags]) == 0
     return {script.stem: script for script in sorted(folder.glob("*.sh"))}
 
 
