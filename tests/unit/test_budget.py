@@ -12,7 +12,7 @@ from lines import CODE
 
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 499,  # 800
-    "zerofit": 142,  # cli.py
+    "zerofit": 108,  # cli.py
     "zerofit/recipe": 3_531,  # 2,700
     "zerofit/model": 5_620,  # 4,700
     "zerofit/compat": 604,  # 600
@@ -23,10 +23,10 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/health": 1_400,
     "zerofit/checkpoint": 1_800,
     "zerofit/training": 3_242,  # 2,000
-    "zerofit/launch": 1_579,  # 1,300
-    "zerofit/tools": 10_497,  # 10,600
-    "benchmarks": 1_900,  # 1,800
-    "tests": 26_552,  # 21,500
+    "zerofit/launch": 1_578,  # 1,300
+    "zerofit/tools": 10_293,  # 10,600
+    "benchmarks": 1_898,  # 1,800
+    "tests": 26_551,  # 21,500
 }
 
 
