@@ -28,7 +28,7 @@ from zerofit.model.configuration import (
 )
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.model_options import merge_command
-from zerofit.recipe.parsing import read_yaml
+from zerofit.recipe.parsing import read_record
 from zerofit.recipe.paths import why_no_model
 from zerofit.recipe.tasks import model_kind
 
@@ -88,9 +88,9 @@ class AdapterFolder:
         return [name.replace(".base_layer.", ".") for name in self.tensors if "lora_" not in name]
 
 
-def open_adapter(name: str, option: str = "adapter") -> AdapterFolder:
-    """Read an adapter's settings, and the shapes of its weights. Raises UserError where the folder holds no whole LoRA
-    adapter."""
+def open_adapter(name: str, option: str = "adapter", task: str | None = None) -> AdapterFolder:
+    """Read an adapter's settings and weights. `task`: the name of a script of train/ that it is for; None: any. Raises
+    UserError where the folder holds no whole LoRA adapter, or one for another script."""
     path = Path(model_folder(name))
     if not path.is_dir():
         raise UserError(f"{option} = {name!r}: there is no such folder. Name the folder of an adapter")
@@ -104,6 +104,8 @@ def open_adapter(name: str, option: str = "adapter") -> AdapterFolder:
     if task_type is not None and task_type not in TASK_TYPES:
         supported = ", ".join(TASK_TYPES)
         raise UserError(f"{option} = {name!r} was trained for the task {task_type}; supported are {supported}")
+    if task_type and task and TASK_TYPES[task_type][0] != model_kind(task):
+        raise UserError(f"{option} = {name!r} is an adapter of train/{TASK_TYPES[task_type][0]}.py: use that")
     return AdapterFolder(path, option, settings, _read_tensors(path, f"{option} = {name!r}"))
 
 
@@ -184,18 +186,12 @@ def adapter_to_train_on(recipe: Any, task: str | None) -> AdapterFolder | None:
         recipe.adopt_adapter()
         if contradictions := recipe.contradictions:
             raise UserError(contradictions)
-        folder = open_adapter(name, "model_name_or_path")
-        kind = folder.settings.get("task_type")
-        if kind and task and TASK_TYPES[kind][0] != model_kind(task):
-            raise UserError(f"model_name_or_path = {name!r} is an adapter of train/{TASK_TYPES[kind][0]}.py")
+        folder = open_adapter(name, "model_name_or_path", task)
         _check_trainable(folder)
         base = find_base(
             folder, named_with="base_model_name_or_path in that file", trust_remote_code=recipe.trust_remote_code
         )
-        try:
-            check_quantiser(base.option, base.name, base.config, on_gpu=True)
-        except UserError as error:
-            raise UserError(f"{error}, as base_model_name_or_path there, or below with --base") from None
+        check_quantiser(base.option, base.name, base.config, on_gpu=True)
     except UserError as error:
         remedy = f"To train on base and adapter as one model: {merge_command(name)}"
         raise UserError([*error.problems[:-1], f"{error.problems[-1].rstrip('.')}. {remedy}"]) from None
@@ -291,15 +287,15 @@ def recorded_base(folder: AdapterFolder) -> str | None:
     if not name or not name.startswith("./") or Path(name).is_dir():
         return name
     for run in list(folder.path.resolve().parents)[:3]:
-        if (run / "recipe.yaml").is_file():
-            recorded = read_yaml(run / "recipe.yaml")
-            trained_on = recorded.get("model_name_or_path") if isinstance(recorded, dict) else None
-            trained_on = model_folder(trained_on) if isinstance(trained_on, str) else ""
-            if is_adapter(trained_on):  # this one was trained on, and has the same base
-                settings = read_json(Path(trained_on) / "adapter_config.json")
-                return recorded_base(dataclasses.replace(folder, path=Path(trained_on), settings=settings))
-            if trained_on and Path(trained_on).is_dir():
-                return trained_on
+        recorded = read_record(run / "recipe.yaml").get("model_name_or_path")
+        if not isinstance(recorded, str):
+            continue
+        trained_on = model_folder(recorded)
+        if is_adapter(trained_on):  # this one was trained on, and has the same base
+            settings = read_json(Path(trained_on) / "adapter_config.json")
+            return recorded_base(dataclasses.replace(folder, path=Path(trained_on), settings=settings))
+        if Path(trained_on).is_dir():
+            return trained_on
     return name
 
 

@@ -312,10 +312,6 @@ def override(config: "PretrainedConfig", text: str | None) -> None:
             remedy = f"Did you mean {close}?" if close else "Its names: " + ", ".join(sorted(config.to_dict()))
             problems.append(f"config_overrides: {config.model_type} has no {name}. {remedy}")
             continue
-        current = getattr(config, name)
-        if value is not None and isinstance(current, (bool, int, float)) and not _fits(value, current):
-            problems.append(f"config_overrides: {name} = {value!r}; expected as in {name}={current}")
-            continue
         try:
             setattr(config, name, value)
         except StrictDataclassError as error:
@@ -371,12 +367,6 @@ def _derive_again(config: "PretrainedConfig", before: dict[str, Any], changed: s
 def _head_size(config: "PretrainedConfig") -> int | None:
     hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
     return hidden // heads if hidden and heads else None
-
-
-def _fits(value: Any, like: bool | int | float) -> bool:
-    if isinstance(like, bool) or isinstance(value, bool):
-        return isinstance(value, bool) and isinstance(like, bool)
-    return isinstance(value, int) or (isinstance(like, float) and isinstance(value, float))
 
 
 def usable_positions(config: "PretrainedConfig") -> int | None:

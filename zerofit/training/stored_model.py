@@ -8,7 +8,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from zerofit.model.adapter_folder import (
-    TASK_TYPES,
     AdapterFolder,
     find_base,
     name_some,
@@ -20,7 +19,7 @@ from zerofit.model.configuration import TRAINED_WITH, is_adapter, model_folder, 
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import read_record
 from zerofit.recipe.paths import answers_folder
-from zerofit.recipe.tasks import TaskRecipe, model_kind
+from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.run_folder import RunFolder, differing_options, identity_options
 from zerofit.strategy.strategy import Strategy
 
@@ -54,11 +53,7 @@ class StoredModel:
         adapter, name = None, model_folder(asked_for)
         recipe.adopt("lora", is_adapter(name), "")
         if recipe.lora:
-            adapter = open_adapter(name, "model_name_or_path")
-            kind = adapter.settings.get("task_type")
-            script = TASK_TYPES[kind][0] if kind else model_kind(task)
-            if script != model_kind(task):
-                raise UserError(f"model_name_or_path = {name!r} is an adapter of train/{script}.py: use that")
+            adapter = open_adapter(name, "model_name_or_path", task)
             if adapter.has_tokenizer and not recipe.tokenizer_name:
                 recipe.adopt("tokenizer_name", name, "the adapter")
             name = find_base(adapter, named_with=NAMED_WITH, trust_remote_code=recipe.trust_remote_code).name
