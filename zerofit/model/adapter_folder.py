@@ -22,6 +22,7 @@ from zerofit.model.configuration import (
     is_adapter,
     load_configuration,
     model_folder,
+    name_some,
     override,
     read_config,
     read_json,
@@ -234,12 +235,6 @@ def check_resized(folder: AdapterFolder, config: Any) -> None:
             f"resize_embeddings: the adapter {str(folder.path)!r} has embeddings of its own, of {_num_rows(folder):,} "
             f"rows. Make a full model of it, and train that: {merge_command(str(folder.path))}"
         )
-
-
-def name_some(names: list[str]) -> str:
-    """The first name, and the number of the others."""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"{names[0]}{more}"
 
 
 # ------------------------------------------------------------------------------------------------------------ its base

@@ -20,10 +20,9 @@ from zerofit.model.adapter_folder import (
     Base,
     adapter_settings,
     check_base_weights,
-    name_some,
     trained_config,
 )
-from zerofit.model.configuration import has_head, has_model
+from zerofit.model.configuration import has_head, has_model, name_some
 from zerofit.model.lora import (
     Adapter,
     check_expert_targets,

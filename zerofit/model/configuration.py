@@ -7,7 +7,7 @@ import pickle
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,6 +75,13 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(contents, dict):
         raise UserError(f"{path} holds no JSON object")
     return contents
+
+
+def name_some(names: Iterable[str]) -> str:
+    """The first three names, and the number of the others."""
+    listed = list(names)
+    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+    return ", ".join(listed[:3]) + more
 
 
 # What transformers raises at files that are not as it expects.

@@ -6,6 +6,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from zerofit.compat.transformers import weights_alone
-from zerofit.model.configuration import has_tokenizer, is_adapter, usable_positions
+from zerofit.model.configuration import has_tokenizer, is_adapter, name_some, read_json, usable_positions
 from zerofit.model.families import family_of
 
 LORA = re.compile(r"\.lora_(embedding_)?[AB]\b")
@@ -34,7 +35,13 @@ def review_export(folder: Path, model_class: Any) -> list[str]:
     dtypes = Counter(str(dtype) for shape, dtype in stored.values() if len(shape) > 1)
     dtype = dtypes.most_common(1)[0][0] if dtypes else "no matrix"
     lines = [f"{len(stored):,} weights, {dtype}, read back"]
-    lines += _adapter(folder, stored) if adapter else _model(folder, model_class, stored)
+    if adapter:
+        if read_json(folder / "adapter_config.json").get("target_parameters"):
+            lines.append(f"vLLM drops the adapters on some models' experts in silence (vllm#41384, #41754): {MERGED}")
+        if others := [name for name in stored if not LORA.search(name)]:
+            lines.append(f"vLLM and llama.cpp take pairs of A and B only, not {name_some(others)}: {MERGED}")
+    else:
+        lines += _review_model(folder, model_class, stored)
     return lines if has_tokenizer(folder) else [*lines, "there is no tokenizer"]
 
 
@@ -52,32 +59,18 @@ def stored_weights(folder: Path, name: str = "model") -> dict[str, tuple[list[in
     return found
 
 
-def _model(folder: Path, model_class: Any, stored: Iterable[str]) -> list[str]:
+def _review_model(folder: Path, model_class: Any, stored: Iterable[str]) -> list[str]:
     model, info = model_class.from_pretrained(
         folder, device_map="meta", dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True
     )
     if wrong := {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}:
-        raise RuntimeError(f"{folder} lacks weights of its model, or has them in another shape: {_some(wrong)}")
-    lines = [f"weights that its model has not: {_some(extra)}"] if (extra := info["unexpected_keys"]) else []
+        raise RuntimeError(f"{folder} lacks weights of its model, or has them in another shape: {name_some(wrong)}")
+    lines = [f"weights that its model has not: {name_some(extra)}"] if (extra := info["unexpected_keys"]) else []
     head = model.get_output_embeddings()
     names = [name for name, module in model.named_modules() if module is head]
     if names and f"{names[0]}.weight" in stored and model.config.get_text_config().tie_word_embeddings:
         lines.append(f"{names[0]}.weight is stored, and config.json ties it to the embeddings: it may not be read")
     return lines
-
-
-def _adapter(folder: Path, stored: Iterable[str]) -> list[str]:
-    lines = []
-    if json.loads((folder / "adapter_config.json").read_text()).get("target_parameters"):
-        lines.append(f"vLLM drops the adapters on some models' experts in silence (vllm#41384, #41754): {MERGED}")
-    if others := [name for name in stored if not LORA.search(name)]:
-        lines.append(f"vLLM and llama.cpp take pairs of A and B only, not {_some(others)}: {MERGED}")
-    return lines
-
-
-def _some(names: Iterable[str]) -> str:
-    names = sorted(names)
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 LARGEST_FILE = 5 * 10**9  # bytes, about: what is in memory at once of a model that is written in parts
@@ -158,7 +151,15 @@ def _write_weights(written: Any, weights: Weights, folder: Path) -> None:
         _save_weights_alone(written, part, folder)
         return
     files.append(_write_part(written, part, folder, len(files)))
-    _write_index(files, folder)
+    where: dict[str, str] = {}
+    size = 0
+    for number, file in enumerate(files, 1):  # the names that transformers looks for
+        named = file.rename(folder / f"model-{number:05}-of-{len(files):05}.safetensors")
+        with safe_open(named, "pt") as opened:
+            where |= dict.fromkeys(opened.keys(), named.name)
+        size += named.stat().st_size
+    index = {"metadata": {"total_size": size}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _save_weights_alone(written: Any, part: dict[str, torch.Tensor], folder: Path) -> None:
@@ -172,20 +173,6 @@ def _save_weights_alone(written: Any, part: dict[str, torch.Tensor], folder: Pat
 def _write_part(written: Any, part: dict[str, torch.Tensor], folder: Path, number: int) -> Path:
     _save_weights_alone(written, part, folder)
     return (folder / "model.safetensors").rename(folder / f"part_{number}.safetensors")
-
-
-def _write_index(files: list[Path], folder: Path) -> None:
-    """Give the parts the names that transformers looks for, and write down which weight is where."""
-    where: dict[str, str] = {}
-    size = 0
-    for number, file in enumerate(files, 1):
-        named = folder / f"model-{number:05}-of-{len(files):05}.safetensors"
-        file.rename(named)
-        with safe_open(named, "pt") as opened:
-            where |= dict.fromkeys(opened.keys(), named.name)
-        size += named.stat().st_size
-    index = {"metadata": {"total_size": size}, "weight_map": where}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def save_generation_settings(model: Any, folder: Path) -> None:
@@ -212,28 +199,21 @@ def read_generation_settings(name: str) -> tuple[GenerationConfig | None, dict[s
     except OSError:  # there is none
         return None, {}
     except Exception:  # ValueError, TypeError, ...: as a value is checked
-        try:
-            stored = json.loads(Path(cached_file(name, GENERATION_CONFIG_NAME) or "").read_text(encoding="utf-8"))
-        except Exception:  # the model's name is wrong, which loading it reports
-            return None, {}
+        stored = json.loads(Path(cached_file(name, GENERATION_CONFIG_NAME) or "").read_text(encoding="utf-8"))
         return _valid_settings(stored) if isinstance(stored, dict) else (GenerationConfig(), {"the file": stored})
 
 
 def _valid_settings(stored: dict[str, Any]) -> tuple[GenerationConfig, dict[str, Any]]:
     """Return (the settings that are valid together, the others). Some need another, so those are tried again."""
     valid: dict[str, Any] = {}
-    rest = dict(stored)
-    while accepted := [name for name in rest if _is_valid({**valid, name: rest[name]})]:
-        valid[accepted[0]] = rest.pop(accepted[0])
+    rest, before = dict(stored), len(stored) + 1
+    while len(rest) < before:
+        before = len(rest)
+        for name, value in list(rest.items()):
+            with suppress(Exception):  # ValueError, TypeError, ...
+                GenerationConfig(**valid, **{name: value}).validate(strict=True)
+                valid[name] = rest.pop(name)
     return GenerationConfig(**valid), rest
-
-
-def _is_valid(settings: dict[str, Any]) -> bool:
-    try:
-        GenerationConfig(**settings).validate(strict=True)
-    except Exception:  # ValueError, TypeError, ...
-        return False
-    return True
 
 
 def _copy_sentencepiece_model(source: Path, folder: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zerofit.model.compilation import blocks_of
+from zerofit.model.configuration import name_some
 from zerofit.model.families import family_of
 from zerofit.recipe.errors import UserError
 
@@ -140,7 +141,6 @@ def _matrix_flops(module: torch.nn.Module, head: torch.nn.Module | None = None, 
     return total
 
 
-MAX_NAMED = 3
 DAMAGED = "They cannot be repaired: take an earlier checkpoint, or get the files again"
 OVERFLOW = "A value above 65,504 is infinite in fp16: use --precision bf16, if the files are good"
 
@@ -158,11 +158,10 @@ def check_finite(model: torch.nn.Module, origin: str, gather: Callable[[Any], li
         return
     parameters = dict(model.named_parameters())
     listed = [f"{name} ({count:,} of {true_numel(parameters[name]):,} values)" for name, count in counts.items()]
-    more = f" and {len(listed) - MAX_NAMED} more" if len(listed) > MAX_NAMED else ""
     any_fp16 = any(parameters[name].dtype == torch.float16 for name in counts)
     raise UserError(
         f"{origin}: {len(counts)} of its {len(parameters)} weights hold NaN or infinity: "
-        f"{', '.join(listed[:MAX_NAMED])}{more}. {OVERFLOW if any_fp16 else DAMAGED}"
+        f"{name_some(listed)}. {OVERFLOW if any_fp16 else DAMAGED}"
     )
 
 

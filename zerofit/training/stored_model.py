@@ -10,12 +10,17 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from zerofit.model.adapter_folder import (
     AdapterFolder,
     find_base,
-    name_some,
     open_adapter,
     trained_config,
 )
 from zerofit.model.adapter_loading import inject_adapter
-from zerofit.model.configuration import TRAINED_WITH, is_adapter, model_folder, work_offline_without_network
+from zerofit.model.configuration import (
+    TRAINED_WITH,
+    is_adapter,
+    model_folder,
+    name_some,
+    work_offline_without_network,
+)
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import read_record
 from zerofit.recipe.paths import answers_folder
