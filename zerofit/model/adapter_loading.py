@@ -156,13 +156,8 @@ def inject_adapter(
     as_peft_model: bool = False,
 ) -> tuple[Any, list[str]]:
     """Inject the adapter's layers into its base, and load all weights of its file into them and the modules that it
-    has in full. Returns the model, or a PeftModel of it, and notes. Raises UserError: the adapter is for another base.
-
-    Args:
-        name: the base's, for messages.
-        quantised: the base's weights are, or were.
-        settings, saved: None: those of the adapter, and the modules that it has in full.
-    """
+    has in full. Returns the model, or a PeftModel of it, and notes. `name`: the base's. `quantised`: its weights are,
+    or were. `settings`, `saved`: by default the adapter's own. Raises UserError: the adapter is for another base."""
     from peft import PeftModel, get_peft_model_state_dict, inject_adapter_in_model
 
     settings = settings or adapter_settings(folder)

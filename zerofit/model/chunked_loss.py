@@ -68,14 +68,9 @@ class TokenLoss(NamedTuple):
     distillation: Distillation | None = None  # how a teacher's distribution enters the loss, where a batch has one
 
     @property
-    def soft_weight(self) -> float:
-        """The factor of the divergence from a teacher."""
-        return 0.0 if self.distillation is None else self.distillation.weight
-
-    @property
     def hard_weight(self) -> float:
         """The factor of the loss of the next token itself."""
-        return 1 - self.soft_weight
+        return 1.0 if self.distillation is None else 1 - self.distillation.weight
 
 
 PLAIN = TokenLoss()
@@ -208,7 +203,7 @@ class _Chunked(torch.autograd.Function):
         if share is not None:
             loss = share.summed(loss)
         if terms.distillation is not None:
-            loss = terms.hard_weight * loss + terms.soft_weight * divergence
+            loss = terms.hard_weight * loss + terms.distillation.weight * divergence
         grad_hidden, grad_weight, grad_bias = totals
         ctx.gradients = grad_hidden, None if grad_weight is None else grad_weight[:size], grad_bias
         return loss
@@ -402,8 +397,8 @@ def _gradient_of_logits(
         factor = terms.hard_weight * (1 + 2 * terms.z_loss * log_sums)
         gradient.mul_(factor)
     gradient.scatter_add_(1, target.clamp(min=0), at_target.expand(target.shape))
-    if soft is not None:
-        gradient.add_(soft, alpha=terms.soft_weight)
+    if soft is not None and terms.distillation is not None:
+        gradient.add_(soft, alpha=terms.distillation.weight)
     smoothing = terms.hard_weight * terms.label_smoothing / vocab_size
     return gradient.sub_(smoothing) if smoothing else gradient
 

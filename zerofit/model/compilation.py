@@ -173,22 +173,19 @@ def uncompiled() -> Iterator[None]:
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The model's blocks: what transformers can recompute one at a time, else what it says is not to be split."""
+    """The model's blocks, none within another: what transformers can recompute one at a time, else what it says is not
+    to be split."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    named = undivided_modules(model)
-    return _outermost(model, lambda module: isinstance(module, GradientCheckpointingLayer)) or _outermost(
-        model, lambda module: type(module).__name__ in named
-    )
-
-
-def _outermost(model: torch.nn.Module, is_one: Callable[[torch.nn.Module], bool]) -> list[torch.nn.Module]:
-    """The modules below the model that are such ones, and are in no other."""
-    found: dict[str, torch.nn.Module] = {}
+    undivided = undivided_modules(model)
+    layers: dict[str, torch.nn.Module] = {}
+    others: dict[str, torch.nn.Module] = {}
     for name, module in model.named_modules():
-        if module is not model and is_one(module) and not any(name.startswith(f"{outer}.") for outer in found):
-            found[name] = module
-    return list(found.values())
+        is_layer, is_undivided = isinstance(module, GradientCheckpointingLayer), type(module).__name__ in undivided
+        for found, is_one in ((layers, is_layer), (others, is_undivided)):
+            if is_one and module is not model and not any(name.startswith(f"{outer}.") for outer in found):
+                found[name] = module
+    return list((layers or others).values())
 
 
 def ends_of(model: "PreTrainedModel") -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:

@@ -252,12 +252,11 @@ def split_targets(model: torch.nn.Module, targets: Collection[str]) -> tuple[lis
     """Return (those that name modules, those that name weights of experts, which are not modules)."""
     experts = [name for name, parameter in model.named_parameters() if len(true_shape(parameter)) == 3]
     modules = [f".{name}" for name, _ in model.named_modules()]
-
-    def is_weight(target: str) -> bool:
+    of_experts = []
+    for target in targets:
         ending = f".{target}"
-        return any(name.endswith(ending) for name in experts) and not any(name.endswith(ending) for name in modules)
-
-    of_experts = [target for target in targets if is_weight(target)]
+        if any(name.endswith(ending) for name in experts) and not any(name.endswith(ending) for name in modules):
+            of_experts.append(target)
     return [target for target in targets if target not in of_experts], of_experts
 
 
