@@ -41,7 +41,7 @@ from zerofit.data.delimited_files import (
 from zerofit.data.json_files import read_json
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.streaming import find_shards
-from zerofit.data.tables import derived, encode_table, keyed, stored_table, texts_of, with_class_names, write_table
+from zerofit.data.tables import encode_table, stored_table, texts_of, with_class_names, write_table
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import PACKED, ending_of
 from zerofit.recipe.parsing import counted
@@ -268,16 +268,15 @@ def read_stdlib(name: str, cache: Path) -> dict[str, Dataset]:
     files = [path for path in sorted(root.rglob("*.py")) if not NOT_THE_LIBRARY & set(path.relative_to(root).parts)]
     stamps = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     table = Dataset.from_dict({"file": [str(path.relative_to(root)) for path in files]})
-    table = keyed(table, platform.python_version(), stamps)
 
     def parse_files(batch: dict[str, list[Any]], _: list[int]) -> dict[str, list[Any]]:
         entries = [entry for file in batch["file"] for entry in definitions(root / file, Path(file))]
         return {column: [entry[column] for entry in entries] for column in TABLE}
 
-    entries = encode_table(table, parse_files, TABLE, (), cache)
+    entries = encode_table(table, parse_files, TABLE, (platform.python_version(), stamps), cache)
     records_of = dict(zip(EMBEDDED, (_docstrings, _functions)))[name]
     parts = _split(records_of(entries.to_list()))
-    return {part: derived(Dataset.from_list(rows), entries, name, part) for part, rows in parts.items()}
+    return {part: Dataset.from_list(rows) for part, rows in parts.items()}
 
 
 def definitions(path: Path, file: Path) -> Iterator[dict[str, str]]:
@@ -463,7 +462,7 @@ def in_lower_case(source: Source, data: DataOptions) -> Source:
                 "records have one and some the other. Give them one name"
             )
         if changed:
-            parts[part] = derived(table.rename_columns(changed), table)
+            parts[part] = table.rename_columns(changed)
             source.written |= {other: name for name, other in changed.items()}
     return source
 

@@ -40,7 +40,6 @@ from filelock import FileLock
 
 from zerofit.data.json_files import column_of
 from zerofit.data.pack import Sample, SampleSet
-from zerofit.data.tables import keyed
 from zerofit.recipe.addresses import open_address
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import atomic_file
@@ -335,7 +334,7 @@ class StreamedSamples:
                 self._read(window, records)
             shard = self.shards.names[self._order(window.turn)[window.shard]]
             name = f"the window of the stream from record {window.record + 1} of {shard} on"
-            table = keyed(Dataset.from_file(str(records)), *self.made_of.values(), window.number)
+            table = Dataset.from_file(str(records))
             return self.prepare(table, name, folder)
 
     def _read(self, window: Window, file: Path) -> None:

@@ -98,8 +98,8 @@ def _only_text(dataset: Dataset, column: str) -> Dataset:
     table = dataset.remove_columns([name for name in dataset.column_names if name != column])
     table = table if column == "text" else table.rename_column(column, "text")
     if table.data.column("text").null_count:  # records without text
-        table = table.filter(lambda text: text is not None, input_columns="text", desc="Removing empty records")
-    return tables.derived(table, dataset, column, "with text")
+        return table.filter(lambda text: text is not None, input_columns="text", desc="Removing empty records")
+    return table
 
 
 def split_documents(dataset: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
@@ -113,10 +113,7 @@ def split_documents(dataset: Dataset, fraction: float) -> tuple[Dataset, Dataset
         raise UserError(NO_TEXT)
     if not all(parts):
         raise tables.empty_split(fraction, len(dataset))
-    train, held_out = (
-        tables.derived(Dataset.from_dict({"text": part}), dataset, fraction, name)
-        for part, name in zip(parts, ("train", "held out"))
-    )
+    train, held_out = (Dataset.from_dict({"text": part}) for part in parts)
     return train, held_out
 
 
