@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from zerofit.data.collate import TokenMicroBatches, TokenUpdates, round_up
-from zerofit.data.order import FILLER
+from zerofit.data.collate import TokenUpdates, round_up
+from zerofit.data.order import FILLER, MicroBatches
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.tasks import ClmRecipe, ClsRecipe, DpoRecipe, Seq2SeqRecipe
@@ -22,22 +22,30 @@ def updates(columns: int = 1, samples: int = 2000, seed: int = 3) -> TokenUpdate
     return TokenUpdates(widths, ROW, ROWS, seed)
 
 
+def micro_batches(by_tokens: TokenUpdates, layout: tuple[int, int], done: int, total: int, rank: int = 0):
+    """What a rank sees of a run of `total` samples after the updates that are done."""
+    micro, replicas = layout
+    ends = map(by_tokens.consumed, itertools.count(done + 1))
+    start, accumulation = by_tokens.consumed(done), ROWS // micro // replicas
+    return MicroBatches(by_tokens, total, start, micro, accumulation, num_replicas=replicas, rank=rank, ends=ends)
+
+
 def of_epoch(by_tokens: TokenUpdates, epoch: int) -> list[np.ndarray]:
     """The samples of each update."""
     first, last = (by_tokens.num_updates(count * by_tokens.num_samples) for count in (epoch, epoch + 1))
     ends = [by_tokens.consumed(number) for number in range(first, last + 1)]
-    return [by_tokens.samples(*span) for span in itertools.pairwise(ends)]
+    return [by_tokens.indices(*span) for span in itertools.pairwise(ends)]
 
 
 @pytest.mark.parametrize("columns", [1, 2])
 @pytest.mark.parametrize("micro", [1, 4])
 @pytest.mark.parametrize("multiple", [1, 64], ids=["a CPU", "a GPU"])
 def test_a_micro_batch_has_no_more_tokens_than_full_rows(columns, micro, multiple):
-    by_tokens, shape = updates(columns), (ROWS // micro, 1, micro)
-    number = by_tokens.num_updates(by_tokens.num_samples)
+    by_tokens = updates(columns)
+    whole = by_tokens.consumed(by_tokens.num_updates(by_tokens.num_samples) - 2)
     found = [
         len(rows) * int(round_up(by_tokens.widths[rows].max(axis=0), multiple).sum())
-        for rows in TokenMicroBatches(by_tokens, shape, (0, number - 2), by_tokens.num_samples, 0)
+        for rows in micro_batches(by_tokens, (micro, 1), 0, whole)
     ]
     assert max(found) <= micro * ROW
     if columns == 1:  # of two, rows that are alike in one differ in the other here
@@ -61,16 +69,13 @@ def test_every_layout_has_the_same_updates_also_after_a_resume(layout, done):
     (micro, replicas), total = layout, 2 * updates().num_samples - 77  # the last update is cut
     accumulation, whole = ROWS // micro // replicas, updates()
     last = whole.num_updates(total)
-    ranks = [
-        [*TokenMicroBatches(updates(), (accumulation, replicas, micro), (done, last), total, rank)]
-        for rank in range(replicas)
-    ]
+    ranks = [[*micro_batches(updates(), layout, done, total, rank)] for rank in range(replicas)]
     ends = [min(whole.consumed(number), total) for number in range(done, last + 1)]
     for place, span in enumerate(itertools.pairwise(ends)):
         steps = range(place * accumulation, (place + 1) * accumulation)
         batches = [ranks[rank][step] for step in steps for rank in range(replicas)]
         assert len({len(batch) for batch in batches}) == 1
-        assert [sample for batch in batches for sample in batch if sample != FILLER] == whole.samples(*span).tolist()
+        assert [sample for batch in batches for sample in batch if sample != FILLER] == whole.indices(*span).tolist()
     assert {len(rows) for rows in ranks} == {(last - done) * accumulation}
 
 

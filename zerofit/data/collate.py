@@ -1,7 +1,5 @@
 """From samples to the tensors of a micro-batch, and batches by tokens.
 
-From samples to the tensors of a micro-batch.
-
 A collator is called with (sample, index) pairs. The index FILLER marks a place without a sample: its row only fills
 the shape; it is not trained on and not counted.
 
@@ -13,11 +11,11 @@ that r rows of the update's longest are no longer than a full row. The updates a
 fill no update, at a random place among the sorted ones, wait for the next window or the end of the epoch.
 
 A micro-batch of m full rows becomes one of r x m rows, which takes no more memory: lengths count as GPUs pad them
-(round_up in collate.py). So an update depends on the lengths, the seed and G alone.
+(`round_up`). So an update depends on the lengths, the seed and G alone.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -314,8 +312,9 @@ class _Epoch(NamedTuple):
 
 
 class TokenUpdates:
-    """The samples of each update. `widths`: (samples, 1) tokens of each row; (samples, 2) of source and target,
-    which are padded by themselves. `row_tokens`: of a full row; no row has more. `full_rows`: G, of an update."""
+    """The order of a run, and the samples of each of its updates. `widths`: (samples, 1) tokens of each row;
+    (samples, 2) of source and target, which are padded by themselves. `row_tokens`: of a full row; no row has more.
+    `full_rows`: G, of an update."""
 
     def __init__(self, widths: np.ndarray, row_tokens: int, full_rows: int, seed: int):
         self.widths, self.row_tokens, self.full_rows, self.seed = widths, row_tokens, full_rows, seed
@@ -343,7 +342,7 @@ class TokenUpdates:
         begun = int(np.searchsorted(self._epoch(epochs).ends, rest)) + 1 if rest else 0
         return self._updates_before[epochs] + begun
 
-    def samples(self, start: int, stop: int) -> np.ndarray:
+    def indices(self, start: int, stop: int) -> np.ndarray:
         """The sample indices at places [start, stop) of the run, of one update."""
         epoch, offset = divmod(start, self.num_samples)
         return self._epoch(epoch).samples[offset : offset + stop - start]
@@ -407,31 +406,6 @@ class TokenUpdates:
             return [samples] if times else []
         whole = (times - 1) * self.full_rows
         return [samples[-whole:], samples[:-whole]]
-
-
-class TokenMicroBatches(torch.utils.data.Sampler[list[int]]):
-    """This rank's micro-batches, `accumulation` for each update, each a list of sample indices (or FILLER). `shape`:
-    of an update of full rows: (accumulation, replicas, micro-batch). `updates`: that are done, and that the run has.
-    `total`: samples of the run."""
-
-    def __init__(
-        self, by_tokens: TokenUpdates, shape: tuple[int, int, int], updates: tuple[int, int], total: int, rank: int
-    ):
-        super().__init__()
-        self.by_tokens, self.shape, self.updates, self.total, self.rank = by_tokens, shape, updates, total, rank
-
-    def __len__(self) -> int:
-        return (self.updates[1] - self.updates[0]) * self.shape[0]
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for number in range(*self.updates):
-            start, stop = (min(self.by_tokens.consumed(done), self.total) for done in (number, number + 1))
-            samples = self.by_tokens.samples(start, stop)
-            times = -(-len(samples) // self.by_tokens.full_rows)
-            places = np.full(times * self.by_tokens.full_rows, FILLER)
-            places[: len(samples)] = samples
-            for micro_batch in places.reshape((*self.shape[:2], -1))[:, self.rank]:
-                yield micro_batch.tolist()
 
 
 def updates_by_tokens(

@@ -114,7 +114,8 @@ class MicroBatches(torch.utils.data.Sampler[list[Any]]):
     [m, r]. With a `sort_key` (of all samples) the batch is first sorted, the largest first, so that micro-batches that
     are computed at the same time have similar lengths. `warmup`: the accumulation of each of the first updates, where
     the global batch grows. `lengths`: tokens, one for each micro-batch, that samples are cut to; the list then has
-    (index, length) in place of each index.
+    (index, length) in place of each index. `ends`: the place where each update ends, if its micro-batches may have
+    several times `micro_batch` samples.
     """
 
     def __init__(
@@ -130,38 +131,32 @@ class MicroBatches(torch.utils.data.Sampler[list[Any]]):
         sort_key: np.ndarray | None = None,
         warmup: Sequence[int] = (),
         lengths: Iterable[int] | None = None,
+        ends: Iterable[int] | None = None,
     ):
         super().__init__()
         self.order, self.total_samples, self.consumed, self.sort_key = order, total_samples, consumed, sort_key
-        self.accumulation, self.warmup, self.lengths = accumulation, warmup, lengths
-        self.shape, self.rank = (-1, num_replicas, micro_batch), rank
+        self.accumulation, self.warmup, self.lengths, self.ends = accumulation, warmup, lengths, ends
+        self.micro_batch, self.num_replicas, self.rank = micro_batch, num_replicas, rank
 
-    def __len__(self) -> int:
-        return sum(accumulation for _, accumulation in self._updates())
-
-    def _updates(self) -> Iterator[tuple[int, int]]:
-        """Yield (first place, accumulation) of each update."""
+    def __iter__(self) -> Iterator[list[Any]]:
+        lengths, ends = iter(self.lengths or ()), iter(self.ends or ())
         start = self.consumed
         for accumulation in itertools.chain(self.warmup, itertools.repeat(self.accumulation)):
             if start >= self.total_samples:
                 return
-            yield start, accumulation
-            start += accumulation * self.shape[1] * self.shape[2]
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        lengths = None if self.lengths is None else iter(self.lengths)
-        for start, accumulation in self._updates():
-            size = accumulation * self.shape[1] * self.shape[2]
-            indices = np.full(size, FILLER)
-            drawn = self.order.indices(start, min(start + size, self.total_samples))
+            size = accumulation * self.num_replicas * self.micro_batch
+            stop = start + size if self.ends is None else next(ends)
+            drawn = self.order.indices(start, min(stop, self.total_samples))
             if self.sort_key is not None:
                 drawn = drawn[np.argsort(-self.sort_key[drawn], kind="stable")]
+            indices = np.full(-(-len(drawn) // size) * size, FILLER)
             indices[: len(drawn)] = drawn
-            for micro_batch in indices.reshape(self.shape)[:, self.rank].tolist():
-                if lengths is None:
+            for micro_batch in indices.reshape(accumulation, self.num_replicas, -1)[:, self.rank].tolist():
+                if self.lengths is None:
                     yield micro_batch
                 else:
                     yield list(zip(micro_batch, itertools.repeat(next(lengths))))
+            start = stop
 
 
 def first_tokens(sample: Sample, length: int) -> Sample:
@@ -177,9 +172,6 @@ class _Indexed(torch.utils.data.Dataset[tuple[Sample, int]]):
     def __init__(self, samples: SampleSet):
         self.samples = samples
 
-    def __len__(self) -> int:
-        return len(self.samples)
-
     def __getitem__(self, place: int | tuple[int, int]) -> tuple[Sample, int]:
         if isinstance(place, tuple):
             index, length = place
@@ -187,18 +179,12 @@ class _Indexed(torch.utils.data.Dataset[tuple[Sample, int]]):
         return self.samples[max(place, 0)], place
 
 
-def _without_torchs_traceback(batches: Iterator[Any]) -> Iterator[Any]:
+def _without_torchs_traceback(batches: "Iterator[Batch]") -> "Iterator[Batch]":
+    """Raise the UserError of a worker process as it is."""
     try:
         yield from batches
     except UserError as error:
         raise UserError(str(error).rpartition(f"{UserError.__name__}: ")[2].strip()) from None
-
-
-class _OrderedLoader(torch.utils.data.DataLoader[tuple[Sample, int]]):
-    """Raises the UserError of a worker process as it is, without the traceback that torch adds."""
-
-    def __iter__(self) -> Any:  # torch's own type is a private one
-        return _without_torchs_traceback(super().__iter__())  # made now: it draws a seed from torch's generator
 
 
 def loader(
@@ -207,8 +193,9 @@ def loader(
     collate: "Callable[[Samples], Batch]",
     workers: int,
     pin: bool,
-) -> torch.utils.data.DataLoader[tuple[Sample, int]]:
-    """A DataLoader over this rank's micro-batches."""
-    return _OrderedLoader(
+) -> "Iterator[Batch]":
+    """This rank's micro-batches. The DataLoader's iterator is made now: it draws a seed from torch's generator."""
+    batches = torch.utils.data.DataLoader(
         _Indexed(samples), batch_sampler=sampler, collate_fn=collate, num_workers=workers, pin_memory=pin
     )
+    return _without_torchs_traceback(iter(batches))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from zerofit.data.collate import Batch, TokenMicroBatches, TokenUpdates
+from zerofit.data.collate import Batch, TokenUpdates
 from zerofit.data.order import MicroBatches, SampleOrder, loader, samples_of_run
 from zerofit.health.shutdown import StopReason
 from zerofit.health.slow_ranks import RankSeconds
@@ -169,19 +169,16 @@ def micro_batches(run: "Run") -> Iterator[Batch]:
     length, data, recipe, engine, warmup = run.length, run.data, run.recipe, run.engine, run.warmup
     updates = run.state.updates
     sizes, samples, layout = length.batches, data.train, engine.layout
-    workers, pin = recipe.dataloader_num_workers or 0, pins_memory(engine.device)
-    if length.by_tokens is not None:
-        shape, span = (sizes.accumulation, sizes.replicas, sizes.micro_batch), (updates, length.num_updates)
-        tokens = TokenMicroBatches(length.by_tokens, shape, span, length.total_samples, layout.data_rank)
-        return iter(loader(samples, tokens, run.collate, workers, pin))
-    grouping = getattr(recipe, "length_grouping", "none")
+    grouping = "none" if length.by_tokens else getattr(recipe, "length_grouping", "none")
     lengths_to_group = samples.lengths if grouping == "window" else None
     lengths = None  # of each micro-batch's samples
     if warmup is not None:
         numbers = itertools.count(updates + 1)
         lengths = (warmup(number) for number in numbers for _ in range(sizes.accumulation_of(number)))
     micro = MicroBatches(
-        data.order or SampleOrder(length.num_samples, recipe.seed, lengths_to_group, sizes.global_batch),
+        length.by_tokens
+        or data.order
+        or SampleOrder(length.num_samples, recipe.seed, lengths_to_group, sizes.global_batch),
         length.total_samples,
         length.consumed(updates),
         sizes.micro_batch,
@@ -191,5 +188,6 @@ def micro_batches(run: "Run") -> Iterator[Batch]:
         sort_key=samples.sort_key if grouping != "none" else None,
         warmup=[sizes.accumulation_of(update) for update in range(updates + 1, sizes.warmup_updates + 1)],
         lengths=lengths,
+        ends=map(length.consumed, itertools.count(updates + 1)) if length.by_tokens else None,
     )
-    return iter(loader(samples, micro, run.collate, workers, pin))
+    return loader(samples, micro, run.collate, recipe.dataloader_num_workers or 0, pins_memory(engine.device))
