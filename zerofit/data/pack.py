@@ -108,15 +108,10 @@ class Documents:
 
     def __init__(self, dataset: "Dataset", column: str = "input_ids"):
         assert len(dataset.data) == len(dataset), "tokenized data is read in its stored order"
-        self._chunks: list[np.ndarray] = []
-        counts = []
-        for chunk in dataset.data.column(column).chunks:
-            offsets = chunk.offsets.to_numpy()
-            self._chunks.append(chunk.values.to_numpy(zero_copy_only=True)[offsets[0] : offsets[-1]])
-            counts.append(np.diff(offsets))
-        lengths = np.concatenate([*counts, np.zeros(0, np.int64)]).astype(np.int64)
-        self.offsets = np.concatenate([[0], np.cumsum(lengths)])
-        self._starts = np.concatenate([[0], np.cumsum([len(chunk) for chunk in self._chunks])]).astype(np.int64)
+        chunks = dataset.data.column(column).chunks
+        self._chunks: list[np.ndarray] = [chunk.flatten().to_numpy() for chunk in chunks]
+        self.offsets = np.cumsum(np.concatenate([[0], *(chunk.value_lengths().to_numpy() for chunk in chunks)]))
+        self._starts = np.cumsum([0, *map(len, self._chunks)])
         if self.num_tokens == 0:
             raise UserError(NO_TEXT)
 
