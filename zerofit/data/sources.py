@@ -16,7 +16,7 @@ import sysconfig
 import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from glob import escape
 from hashlib import sha256
@@ -386,17 +386,11 @@ class Source:
     files: dict[str, list[Path]]  # of each part; empty if no option names files
     name: str = ""  # of data that are in no file of their own, in messages
     notes: list[str] = field(default_factory=list)  # how files were read
-    written: dict[str, str] = field(default_factory=dict)  # {column in lower case: as the file has it}
 
     @property
     def first(self) -> Dataset:
         """The first table, for its columns."""
         return next(iter(self.parts.values()))
-
-    def as_written(self, columns: Any) -> Any:
-        """The columns that a reader has found, with their names in the file: for the log."""
-        written = {each: self.written.get(name, name) for each, name in vars(columns).items()}
-        return replace(columns, **written)
 
     def where(self, part: str) -> str:
         """The name of a part in messages. Records are numbered through all of its files."""
@@ -463,7 +457,6 @@ def in_lower_case(source: Source, data: DataOptions) -> Source:
             )
         if changed:
             parts[part] = table.rename_columns(changed)
-            source.written |= {other: name for name, other in changed.items()}
     return source
 
 

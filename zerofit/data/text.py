@@ -44,9 +44,8 @@ def take_texts(source: Source, recipe: ClmRecipe, options: DataOptions) -> dict[
     there is no such column; most records have no text; a split is empty. Adds notes to those of the source."""
     columns = {name: text_column(part, recipe.text_column) for name, part in source.parts.items()}
     first = columns[next(iter(columns))]
-    if others := [source.written.get(name, name) for name in source.first.column_names if name != first]:
-        read = source.written.get(first, first)
-        source.notes.append(f"data      each text is in the column {read} (not read: {', '.join(others)})")
+    if others := [name for name in source.first.column_names if name != first]:
+        source.notes.append(f"data      each text is in the column {first} (not read: {', '.join(others)})")
     for name, column in columns.items():
         table = source.parts[name].data
         what = f"records of {source.where(name)} have no text ({column}), and are left out"

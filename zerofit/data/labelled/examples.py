@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from datasets import ClassLabel, Dataset, Features, Value
 from transformers import PretrainedConfig
@@ -280,40 +280,12 @@ GLUE = {
 Reader = Choices | LabelledColumns
 
 
-@dataclass
-class LabelledSource:
+class LabelledSource(NamedTuple):
     """The records of a source, and how they are read; the labels of the reader are not known yet."""
 
     options: DataOptions
     source: Source
     reader: Reader
-    of_sets: bool = False  # the label is a list of labels
-
-    @property
-    def kind(self) -> str:
-        if self.of_sets:
-            return "lists of labels"
-        if isinstance(self.reader, Choices):
-            return "choices"
-        return "tags of words" if isinstance(self.reader, TaggedWords) else "labels"
-
-    @property
-    def describe(self) -> str:
-        """Describe the columns of the examples, for the log."""
-        if isinstance(self.reader, Choices):
-            return self.reader.describe
-        *texts, label = (self.source.written.get(name, name) for name in self.reader.columns)
-        return f"texts {' and '.join(texts)}, labels {label}"
-
-    def values(self, reader: LabelledColumns, as_names: bool) -> list[Any]:
-        """All labels; class numbers as their names, or as they are."""
-        column = self.source.first[reader.label][:]
-        has_lists = self.of_sets or isinstance(reader, TaggedWords)
-        values = list(chain.from_iterable(row or () for row in column)) if has_lists else column
-        if reader.class_names is None or not as_names:
-            return values
-        names = dict(enumerate(reader.class_names))
-        return [names.get(value) for value in values]
 
 
 def prepare_examples(recipe: ClsRecipe, config: PretrainedConfig) -> ExampleData:
@@ -340,7 +312,7 @@ def prepare_examples(recipe: ClsRecipe, config: PretrainedConfig) -> ExampleData
         prepared = []
         for each, (parts, notes) in zip(sources, read):
             prepared.append(encode_parts(each.options, config, parts, labels, length))
-            prepared[-1].notes[:0] = [f"data      {each.describe}", *labels.notes, *notes]
+            prepared[-1].notes[:0] = [f"data      {each.reader.describe}", *labels.notes, *notes]
     names = options_of_sources(options, recipe)
     data = _mixed(recipe, dict(zip(names, prepared))) if recipe.mixture else prepared[0]
     trained = [each.train.labels for each in prepared if each.train is not None]
@@ -350,7 +322,13 @@ def prepare_examples(recipe: ClsRecipe, config: PretrainedConfig) -> ExampleData
 
 
 def _find(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None) -> LabelledSource:
-    source = _read(options, recipe.task_name)
+    """The records of a source, those of GLUE as its task is published, and the columns that hold texts and labels."""
+    held_out: dict[str, tuple[str, ...]] = {"validation": HELD_OUT}
+    if recipe.task_name == "mnli":
+        held_out = {"validation": ("validation_matched",), "validation_mismatched": ("validation_mismatched",)}
+    source = read_source(options, held_out)
+    if task and task.header and source.files and not {*task.header} & {*source.first.column_names}:
+        source = read_source(options, held_out, header=task.header)
     first = source.first.features
     source.parts = {name: tables.with_class_names(table, [first]) for name, table in source.parts.items()}
     recipe = recipe.columns_in(source.first.column_names)
@@ -365,7 +343,7 @@ def _find(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None) -> Lab
     if task is None and (found := find_tags(recipe.text_columns, recipe.label_column, source.first)):
         words, label = found
         names = tables.class_names(source.first.features[label])
-        return LabelledSource(options, source, TaggedWords((words,), label, Labels(None), names))
+        return LabelledSource(options, source, TaggedWords((words,), label, Labels(None, of_words=True), names))
     texts, label = _columns(recipe, source.first, task)
     feature = source.first.features[label]
     if of_sets := tables.holds_lists(feature):
@@ -374,7 +352,16 @@ def _find(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None) -> Lab
             refuse_flags(source.first[label][:], source.where(next(iter(source.parts))))
     class_names = task.labels if task else tables.class_names(feature)
     source.parts = {name: _as_text(table, texts) for name, table in source.parts.items()}
-    return LabelledSource(options, source, LabelledColumns(texts, label, Labels(None), class_names), of_sets)
+    reader = LabelledColumns(texts, label, Labels(None, of_sets=of_sets), class_names)
+    return LabelledSource(options, source, reader)
+
+
+def _kind(reader: Reader) -> str:
+    if isinstance(reader, Choices):
+        return "choices"
+    if reader.labels.of_sets:
+        return "lists of labels"
+    return "tags of words" if reader.labels.of_words else "labels"
 
 
 def _readers(
@@ -382,18 +369,24 @@ def _readers(
 ) -> list[Reader]:
     """Return a reader for each source, all with the same label set: that of all sources together, or without training
     the trained model's. Raises UserError: there are no labels, or only one; the model was trained for others."""
-    kinds = {each.kind: each.source.where("train") for each in sources}
+    kinds = {_kind(each.reader): each.source.where("train") for each in sources}
     if len(kinds) > 1:
         found = ", ".join(f"{kind} in {where}" for kind, where in kinds.items())
         raise UserError(f"train_file: a mixture needs sources of one kind, and there are {found}")
-    own = [(each, each.reader) for each in sources if isinstance(each.reader, LabelledColumns)]
+    own = [each.reader for each in sources if isinstance(each.reader, LabelledColumns)]
     if not own:
         return [each.reader for each in sources]
-    of_sets, (_, first) = sources[0].of_sets, own[0]
-    class_names, of_words, column = first.class_names, isinstance(first, TaggedWords), str(first.label)
-    differ = any(reader.class_names != class_names for _, reader in own)
-    values = list(chain.from_iterable(each.values(reader, as_names=differ) for each, reader in own))
-    class_names = None if differ else class_names
+    of_sets, of_words, column = own[0].labels.of_sets, own[0].labels.of_words, str(own[0].label)
+    differ = any(reader.class_names != own[0].class_names for reader in own)
+    class_names, values = None if differ else own[0].class_names, list[Any]()
+    for each, reader in zip(sources, own):
+        own_values: list[Any] = each.source.first[reader.label][:]
+        if of_sets or of_words:
+            own_values = list(chain.from_iterable(row or () for row in own_values))
+        if differ and reader.class_names:
+            names = dict(enumerate(reader.class_names))
+            own_values = [names.get(value) for value in own_values]
+        values += own_values
     if not recipe.trains:
         labels, class_names = trained_labels(config, class_names, values, task is not None and task.labels is None)
         if of_sets and not labels.of_sets:
@@ -413,7 +406,7 @@ def _readers(
             labels=replace(labels, number=str(reader.label)),
             class_names=reader.class_names if differ and reader.class_names else class_names,
         )
-        for _, reader in own
+        for reader in own
     ]
 
 
@@ -452,23 +445,11 @@ def _prepare_unlabelled(
         columns = kind(texts, None, labels)
         parts, notes = read_parts(source, {PREDICT: columns}, options)
         data = encode_parts(options, config, parts, labels, length)
-    data.notes[:0] = [f"data      texts {' and '.join(source.written.get(name, name) for name in texts)}", *notes]
+    data.notes[:0] = [f"data      {columns.describe}", *notes]
     if empty := sum(all(map(blank, columns.texts(content))) for content in parts[PREDICT].contents()):
         data.notes.append(f"note      {empty:,} of {len(table):,} texts are empty")
     data.to_answer = True
     return data
-
-
-def _read(options: DataOptions, task_name: str | None) -> Source:
-    """The tables of records, those of GLUE as its task is published."""
-    held_out: dict[str, tuple[str, ...]] = {"validation": HELD_OUT}
-    if task_name == "mnli":
-        held_out = {"validation": ("validation_matched",), "validation_mismatched": ("validation_mismatched",)}
-    source = read_source(options, held_out)
-    header = GLUE[task_name].header if task_name and source.files else ()
-    if header and not set(header) & set(source.first.column_names):
-        source = read_source(options, held_out, header=header)
-    return source
 
 
 def _columns(

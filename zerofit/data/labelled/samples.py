@@ -43,6 +43,11 @@ class LabelledColumns:
     def columns(self) -> list[str]:
         return [*self.text, *([self.label] if self.label else [])]
 
+    @property
+    def describe(self) -> str:
+        """Describe the columns of the examples, for the log."""
+        return f"texts {' and '.join(self.text)}{f', labels {self.label}' if self.label else ''}"
+
     def texts(self, content: Any) -> Iterator[str]:
         rows, _ = content
         return filter(None, rows[0])
