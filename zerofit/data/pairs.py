@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,7 @@ from zerofit.data.options import PARTS, DataOptions
 from zerofit.data.pack import TaskData, TokenizedDataset
 from zerofit.data.records import BadRecord, RecordSet, read_parts
 from zerofit.data.sources import read_source
-from zerofit.data.tables import IDS, one_process_at_a_time, texts_of, tokenizer_hash, with_class_names
+from zerofit.data.tables import IDS, Columns, one_process_at_a_time, texts_of, tokenizer_hash, with_class_names
 from zerofit.model.families import family_of
 from zerofit.model.tokenizer import (
     check_marked,
@@ -300,7 +299,11 @@ def _prepare_source(
     recipe: Seq2SeqRecipe, options: DataOptions, config: PretrainedConfig, widths: tuple[int, int]
 ) -> PairData:
     parts, columns, encoder, notes = open_pairs(recipe, options, config, widths)
-    tables = {name: _encode(part, encoder, options.cache) for name, part in parts.items()}
+
+    def encode(records: list[list[Pair]], names: list[str]) -> Columns:
+        return encoder.encode([pair for pairs in records for pair in pairs])
+
+    tables = {name: part.encode(encode, TABLE, encoder.key, options.cache) for name, part in parts.items()}
     tables = options.limited(tables)
     notes += pair_truncation_notes(options, config, columns, tables, widths)
     samples = {name: TokenizedDataset(table, COLUMNS) for name, table in tables.items()}
@@ -428,11 +431,9 @@ class PairEncoder:
         place = next(i for i in range(len(marked)) if marked[i : i + len(plain)] == plain)
         return marked[:place], marked[place + len(plain) :]
 
-    def encode(self, pairs: list[Pair]) -> dict[str, list[Any]]:
+    def encode(self, pairs: list[Pair]) -> Columns:
         """Columns input_ids, labels, target (the full text), truncated (tokens cut), and the numbers of tokens of the
         full source and target."""
-        if not pairs:
-            return {name: [] for name in TABLE}
         sources, lost = self.sources([pair.source for pair in pairs])
         before, after = self.marks[1]
         room = self.widths[1] - len(before) - len(after)
@@ -450,10 +451,17 @@ class PairEncoder:
         """Return (ids, number of tokens cut) of each source. Of a conversation the latest turns that fit are kept; of
         a last turn that does not fit alone its end is kept; of a single text its beginning."""
         (before, after), room = self.marks[0], self.room
-        prefix, between, size = self.prefix_size, self.separator_size, self._sizes(histories)
-        kept = [self._latest(turns, room - prefix, size, between) for turns in histories]
+        prefix, between = self.prefix_size, self.separator_size
+        each_once = list(dict.fromkeys(turn for turns in histories for turn in turns))
+        size = dict(zip(each_once, map(len, self._ids(each_once))))
+        kept, lost = list[list[str]](), list[int]()
+        for turns in histories:
+            used, first = prefix + size[turns[-1]], len(turns) - 1
+            while first > 0 and used + between + size[turns[first - 1]] <= room:
+                first -= 1
+                used += between + size[turns[first]]
+            kept.append(turns[first:])
         rows = self._ids([self._joined(turns) for turns in kept])
-        lost = []
         for index, turns in enumerate(histories):
             while len(rows[index]) > room and len(kept[index]) > 1:  # joined, the turns may take more tokens
                 kept[index] = kept[index][1:]
@@ -468,28 +476,7 @@ class PairEncoder:
     def _joined(self, turns: list[str]) -> str:
         return self.prefix + self.separator.join(turns)
 
-    def _sizes(self, histories: list[list[str]]) -> dict[str, int]:
-        """{turn: its number of tokens}; each turn is tokenized once."""
-        turns = list(dict.fromkeys(turn for history in histories for turn in history))
-        return dict(zip(turns, map(len, self._ids(turns))))
-
-    @staticmethod
-    def _latest(turns: list[str], room: int, size: dict[str, int], between: int) -> list[str]:
-        """Return as many of the latest turns as fit; at least the last."""
-        used, first = size[turns[-1]], len(turns) - 1
-        while first > 0 and used + between + size[turns[first - 1]] <= room:
-            first -= 1
-            used += between + size[turns[first]]
-        return turns[first:]
-
     def _ids(self, texts: list[str], kind: str = "text") -> list[list[int]]:
         return self.tokenizer(**{kind: texts}, add_special_tokens=False, return_attention_mask=False, verbose=False)[
             "input_ids"
         ]
-
-
-def _encode(part: RecordSet, encoder: PairEncoder, cache: Path) -> Dataset:
-    def encode(records: list[list[Pair]], names: list[str]) -> dict[str, list[Any]]:
-        return encoder.encode([pair for pairs in records for pair in pairs])
-
-    return part.encode(encode, TABLE, encoder.key, cache)

@@ -246,18 +246,8 @@ class ChatEncoder:
     def encode(self, rendered: list[Rendered]) -> dict[str, list[Any]]:
         """The columns of TABLE but `unread`; a record without a trained token within block_size gets no tokens."""
         rows: dict[str, list[Any]] = {name: [] for name in TABLE if name != "unread"}
-        texts = [text for text, *_ in rendered]
-        encoded = (
-            self.tokenizer(
-                texts,
-                add_special_tokens=False,
-                return_offsets_mapping=True,
-                return_attention_mask=False,
-                verbose=False,
-            )
-            if texts
-            else {}
-        )
+        how = {"add_special_tokens": False, "return_offsets_mapping": True, "return_attention_mask": False}
+        encoded = self.tokenizer([text for text, *_ in rendered], **how, verbose=False)
         for row, (_, spans, never) in enumerate(rendered):
             ids, answer = np.array(encoded["input_ids"][row]), overlap(encoded["offset_mapping"][row], spans)
             trained = ~overlap(encoded["offset_mapping"][row], never) if self.train_on_prompt else answer.copy()
@@ -282,9 +272,7 @@ def encode_conversations(encoder: ChatEncoder, conversations: list[Conversation]
 def encode_pairs(encoder: ChatEncoder, pairs: list[Pair], names: list[str]) -> dict[str, list[Any]]:
     """The columns of TABLE_OF_PAIRS. A pair of which one answer has no trained token within block_size has no tokens:
     there is nothing to compare."""
-    chosen, rejected = (
-        encode_conversations(encoder, list(side), names) for side in (zip(*pairs) if pairs else ([], []))
-    )
+    chosen, rejected = (encode_conversations(encoder, list(side), names) for side in zip(*pairs))
     for row, trained in enumerate(zip(chosen["trained"], rejected["trained"])):
         for side in (chosen, rejected) if not all(trained) else ():
             side["truncated"][row] += len(side["input_ids"][row])
