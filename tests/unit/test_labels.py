@@ -223,7 +223,7 @@ def test_another_number_of_labels(labels, ours):
     assert ours in message
     assert "--ignore_mismatched_sizes" in message
     config = pretrained("no", "yes")
-    had = configure_labels(config, labels, "some/model", True)
+    had, _ = configure_labels(config, labels, "some/model", True)
     assert had == 2, "the outputs of the head that is to be replaced"
     assert config.num_labels == labels.num_outputs
 

@@ -18,7 +18,7 @@ from transformers import (
 
 from zerofit.data.collate import Batch
 from zerofit.data.labelled.examples import GLUE, located
-from zerofit.data.labelled.labels import THRESHOLD, Labels, configure_labels, pretrained_head, renamed_head
+from zerofit.data.labelled.labels import THRESHOLD, Labels, configure_labels, pretrained_head
 from zerofit.data.labelled.samples import HeldOut
 from zerofit.model.configuration import check_task
 from zerofit.model.load import head_weights
@@ -41,15 +41,15 @@ def choose_head(config: Any, labels: Labels, recipe: ClsRecipe) -> tuple[Any, li
     if labels.choices:
         auto_class: Any = AutoModelForMultipleChoice
         check_task(recipe, config, auto_class)
-        had = len(pretrained_head(config, pretrained) or ())  # of a classifier; choices have a head of one output
+        had = len(pretrained_head(config, pretrained))  # of a classifier; choices have a head of one output
         replaced = head_weights(AutoModelForSequenceClassification, config, had + 1) if had else []
     else:
         auto_class = AutoModelForSequenceClassification
         if labels.of_words:
             auto_class = AutoModelForTokenClassification
             check_task(recipe, config, auto_class)
-        notes.append(renamed_head(config, labels, pretrained))
-        had = configure_labels(config, labels, pretrained, recipe.ignore_mismatched_sizes) or 0
+        had, renamed = configure_labels(config, labels, pretrained, recipe.ignore_mismatched_sizes)
+        notes.append(renamed)
         replaced = head_weights(auto_class, config, had) if had else []
     if replaced:
         notes.append(f"note      a new, random head: {', '.join(replaced)} had {had} outputs")

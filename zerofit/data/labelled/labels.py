@@ -264,30 +264,20 @@ def trained_labels(
 
 def pretrained_head(
     config: PretrainedConfig, pretrained: str | None, head: str = "SequenceClassification"
-) -> list[str] | None:
-    """The labels of the pretrained head; None if the weights have no such head."""
-    if not pretrained or not has_head(config, head):
-        return None
-    return list(_labels_of_head(config))
-
-
-def renamed_head(config: PretrainedConfig, labels: Labels, pretrained: str | None) -> str | None:
-    """A note if a pretrained head with the same number of labels gets other names for them."""
-    had, names = pretrained_head(config, pretrained, labels.head), labels.names or ()
-    if had is None or len(had) != len(names) or {name.lower() for name in had} == {name.lower() for name in names}:
-        return None
-    pairs = ", ".join(f"{before} as {now}" for before, now in zip(had, names))
-    return f"note      the pretrained head is used with other names: {pairs}"
+) -> tuple[str, ...]:
+    """The labels of the pretrained head; none if the weights have no such head."""
+    return _labels_of_head(config) if pretrained and has_head(config, head) else ()
 
 
 def configure_labels(
     config: PretrainedConfig, labels: Labels, pretrained: str | None, ignore_mismatched_sizes: bool
-) -> int | None:
+) -> tuple[int, str | None]:
     """Write the labels into the model's configuration. Raises UserError: the pretrained model's head has another
     number of classes, and it may not be replaced; it is one of sentences where words have tags, or the other way
     round.
 
-    Returns: the number of outputs of the pretrained head if it must be replaced, else None.
+    Returns: the number of outputs of the pretrained head if it must be replaced, else 0; a note if a head with the
+    same number of labels gets other names for them.
     """
     other = "SequenceClassification" if labels.of_words else "TokenClassification"
     if pretrained_head(config, pretrained, other):
@@ -295,22 +285,24 @@ def configure_labels(
             f"model_name_or_path = {pretrained!r} has a head of {other}, and the data needs one of {labels.head}. "
             "Name the model that it was trained from"
         )
-    had, replaced = pretrained_head(config, pretrained, labels.head), None
-    if had is not None and len(had) != labels.num_outputs:
-        if not ignore_mismatched_sizes:
-            ours = f"{len(labels.names)} labels ({', '.join(labels.names)})" if labels.names else "one number"
-            raise UserError(
-                f"{pretrained!r} has {len(had)} labels ({', '.join(had)}), the data {ours}: --ignore_mismatched_sizes"
-            )
-        replaced = len(had)
-    names = labels.names or (labels.number,)
+    had, names, note = pretrained_head(config, pretrained, labels.head), labels.names or (labels.number,), None
+    is_replaced = bool(had) and len(had) != len(names)
+    if is_replaced and not ignore_mismatched_sizes:
+        ours = f"{len(names)} labels ({', '.join(names)})" if labels.names else "one number"
+        raise UserError(
+            f"{pretrained!r} has {len(had)} labels ({', '.join(had)}), the data {ours}: --ignore_mismatched_sizes"
+        )
+    is_renamed = had and labels.names and {name.lower() for name in had} != {name.lower() for name in names}
+    if is_renamed and not is_replaced:
+        pairs = ", ".join(f"{before} as {now}" for before, now in zip(had, names))
+        note = f"note      the pretrained head is used with other names: {pairs}"
     config.id2label = dict(enumerate(names))
     config.label2id = {name: index for index, name in enumerate(names)}
     config.num_labels = len(names)
     config.problem_type = MULTI_LABEL if labels.of_sets else "single_label_classification"
     if not labels.names:
         config.problem_type = "regression"
-    return replaced
+    return len(had) if is_replaced else 0, note
 
 
 def name_of(value: Any) -> str:
@@ -328,18 +320,15 @@ def is_missing(value: Any, column: str = "") -> bool:
 
 def _number(value: Any, decimal_comma: bool = False) -> float | None:
     """The number that a label is, or that its text is written as; None: it is none."""
-    if isinstance(value, str):
-        text = value.strip()
-        if decimal_comma and WITH_COMMA.fullmatch(text):
-            text = text.replace(",", ".")
-        return _finite(float(text)) if NUMBER.fullmatch(text) else None
     try:
-        return _finite(float(value))
+        if isinstance(value, str):
+            text = value.strip()
+            if decimal_comma and WITH_COMMA.fullmatch(text):
+                text = text.replace(",", ".")
+            value = text if NUMBER.fullmatch(text) else None
+        number = float(value)
     except (TypeError, ValueError):
         return None
-
-
-def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
