@@ -46,12 +46,15 @@ def take_texts(source: Source, recipe: ClmRecipe, options: DataOptions) -> dict[
     first = columns[next(iter(columns))]
     if others := [name for name in source.first.column_names if name != first]:
         source.notes.append(f"data      each text is in the column {first} (not read: {', '.join(others)})")
+    parts = {}
     for name, column in columns.items():
-        table = source.parts[name].data
+        table = source.parts[name].select_columns([column]).rename_columns({column: "text"})
         what = f"records of {source.where(name)} have no text ({column}), and are left out"
-        lost = table.column(column).null_count
+        lost = table.data.column("text").null_count
         source.notes += report_data_loss(recipe.allow_data_loss, lost, len(table), what)
-    parts = {name: _only_text(part, columns[name]) for name, part in source.parts.items()}
+        if lost:
+            table = table.filter(lambda text: text is not None, input_columns="text", desc="Removing empty records")
+        parts[name] = table
     if "validation" not in parts and options.held_out_fraction > 0:
         parts["train"], parts["validation"] = split_documents(parts["train"], options.held_out_fraction)
     train = parts.pop("train", None)
@@ -91,14 +94,6 @@ def text_column(dataset: Dataset, name: str | None) -> str:
             f"known; {tables.columns_present(dataset)}. Name the text with --text_column"
         )
     return texts[0]
-
-
-def _only_text(dataset: Dataset, column: str) -> Dataset:
-    table = dataset.remove_columns([name for name in dataset.column_names if name != column])
-    table = table if column == "text" else table.rename_column(column, "text")
-    if table.data.column("text").null_count:  # records without text
-        return table.filter(lambda text: text is not None, input_columns="text", desc="Removing empty records")
-    return table
 
 
 def split_documents(dataset: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
@@ -168,7 +163,7 @@ def tokenize_texts(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, append_
 
     def encode(batch: dict[str, list[Any]], _: list[int]) -> dict[str, list[Any]]:
         texts = [text for text in batch["text"] if text and not text.isspace()]
-        ids = [row for group in _groups(texts) for row in _ids_of(tokenizer, group)]
+        ids = list(_token_ids(tokenizer, texts))
         if append_eos:
             end = tokenizer.eos_token_id
             ids = [row if len(row) and row[-1] == end else np.append(row, np.int32(end)) for row in ids]
@@ -178,24 +173,18 @@ def tokenize_texts(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, append_
     return tables.encode_table(dataset, encode, columns, (tables.tokenizer_hash(tokenizer), append_eos), cache)
 
 
-def _groups(texts: list[str]) -> Iterator[list[str]]:
-    """Texts in groups that are tokenised at once, of about GROUP characters."""
-    group, size = list[str](), 0
-    for text in texts:
-        if group and size + len(text) > GROUP:
-            yield group
-            group, size = [], 0
-        group.append(text)
-        size += len(text)
-    if group:
-        yield group
-
-
-def _ids_of(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarray]:
-    """The ids of each text, int32. Raises UserError if the memory is too small for a long one."""
-    longest = max(map(len, texts))
-    needed, free = BYTES_PER_CHARACTER * longest, psutil.virtual_memory().available
-    if needed > free:
+def _token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[np.ndarray]:
+    """The ids of each text, int32; texts are tokenised in groups of about GROUP characters. Raises UserError if the
+    memory is too small for a long one."""
+    longest, free = max(map(len, texts), default=0), psutil.virtual_memory().available
+    if BYTES_PER_CHARACTER * longest > free:
         raise UserError(f"a text of {longest:,} characters needs more than {free / 2**30:.1f} GiB. Cut it up")
-    rows = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
-    return [np.array(row, np.int32) for row in rows]
+    start = 0
+    while start < len(texts):
+        stop, size = start + 1, len(texts[start])
+        while stop < len(texts) and size + len(texts[stop]) <= GROUP:
+            size += len(texts[stop])
+            stop += 1
+        rows = tokenizer(texts[start:stop], return_attention_mask=False, verbose=False)["input_ids"]
+        yield from (np.array(row, np.int32) for row in rows)
+        start = stop
