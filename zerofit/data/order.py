@@ -76,20 +76,16 @@ class SampleOrder:
             if self.lengths is not None:
                 # The first samples, which complete the last update of the previous epoch, stay as drawn.
                 head = min(-number * self.num_samples % self.global_batch, self.num_samples)
-                size = self.window * self.global_batch
-                windows = [permutation[at : at + size] for at in range(head, self.num_samples, size)]
-                arranged = (self._arranged(drawn, self.lengths[drawn], rng) for drawn in windows)
-                permutation = np.concatenate([permutation[:head], *arranged])
+                pieces, size = [permutation[:head]], self.window * self.global_batch
+                for start in range(head, self.num_samples, size):
+                    drawn = permutation[start : start + size]
+                    full = len(drawn) // self.global_batch * self.global_batch  # what fills no batch stays as drawn
+                    ordered = drawn[:full][np.argsort(self.lengths[drawn[:full]], kind="stable")]
+                    batches = rng.permuted(ordered.reshape(-1, self.global_batch), axis=1)
+                    pieces += [batches[rng.permutation(len(batches))].reshape(-1), drawn[full:]]
+                permutation = np.concatenate(pieces)
             self._epoch, self._permutation = number, permutation
         return self._permutation
-
-    def _arranged(self, drawn: np.ndarray, lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Sort a window by length, and put its batches in random order; what fills no batch stays as drawn."""
-        size = self.global_batch
-        full = len(drawn) // size * size
-        ordered = drawn[:full][np.argsort(lengths[:full], kind="stable")]
-        batches = rng.permuted(ordered.reshape(-1, size), axis=1)
-        return np.concatenate([batches[rng.permutation(len(batches))].reshape(-1), drawn[full:]])
 
 
 class FixedOrder:

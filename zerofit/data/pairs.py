@@ -27,7 +27,6 @@ from zerofit.data.chat.instructions import (
     first_answer,
     is_trained,
     optional_text,
-    question_answering_columns,
     refuse_preferences,
     refuse_rejected,
     turns_of,
@@ -179,8 +178,9 @@ def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> PairReader:
     context = None
     if source is None and target is None:
         known: list[tuple[str, ...]] = [pair if answered else pair[:1] for pair in SOURCES_AND_TARGETS]
-        if answered and (columns := question_answering_columns(table)):
-            source, target, context = columns
+        of_squad = {"question", "context"} <= {*table.column_names}
+        if answered and of_squad and (answers := tables.match_columns(("answers", "answer"), table.column_names)):
+            source, target, context = "question", answers, "context"
         elif not answered and {"question", "context"} <= set(texts):
             source, context = "question", "context"
         else:

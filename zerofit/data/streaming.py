@@ -141,17 +141,14 @@ def _joined(shards: Shards, read: dict[int, list[pa.Table]]) -> pa.Table:
     for field in chain.from_iterable(table.schema for table in tables):
         types.setdefault(field.name, set()).add(field.type)
     different = {name: kinds for name, kinds in types.items() if len(kinds) > 1}
-    if shards.reader != "json" or any(map(_has_dates_within, chain.from_iterable(different.values()))):
+    nested = [kind for kind in chain.from_iterable(different.values()) if not pa.types.is_timestamp(kind)]
+    if shards.reader != "json" or any("timestamp" in str(kind) for kind in nested):  # dates within lists or objects
         names = f"{shards.names[min(read)]} and the other shards of a window"
         found = ", ".join(f"{name} ({' or '.join(sorted(map(str, kinds)))})" for name, kinds in different.items())
         raise UserError(f"streaming: {names} differ in {found}. Write values of one type")
     alike = [table.drop_columns([name for name in different if name in table.column_names]) for table in tables]
     same = pa.concat_tables(alike, promote_options="permissive")
     return pa.table({name: column_of(_values(tables, name)) if name in different else same[name] for name in types})
-
-
-def _has_dates_within(kind: pa.DataType) -> bool:
-    return "timestamp" in str(kind) and not pa.types.is_timestamp(kind)
 
 
 def _values(tables: list[pa.Table], name: str) -> Iterator[Any]:

@@ -83,13 +83,6 @@ def refuse_rejected(record: dict[str, Any], verdict: str | None) -> None:
         raise BadRecord(f"its answer is a rejected one ({verdict}: false), as in data of preferences for KTO")
 
 
-def question_answering_columns(table: Dataset) -> tuple[str, str, str] | None:
-    """The columns (question, answer, context) of records in SQuAD's format; None for other records."""
-    names = table.column_names
-    answer = match_columns(("answers", "answer"), names)
-    return ("question", answer, "context") if answer and {"question", "context"} <= set(names) else None
-
-
 def first_answer(value: Any) -> Any:
     """A text; of several, the first: ["..."], {"text": ["..."]} as in SQuAD on the hub, or the text of such an object
     (pandas' to_csv), [{"text": "..."}] as in its files. Turns with roles as they are. Raises BadRecord: that text is
