@@ -1,9 +1,6 @@
-"""Corpora in Megatron's format: their files, their samples, their blends.
-
-Megatron's corpora: PREFIX.bin and PREFIX.idx, and PREFIX.json, which says how they were made.
+"""Megatron's corpora: PREFIX.bin and PREFIX.idx, and PREFIX.json, which says how they were made; and their samples.
 
 megatron-core makes the samples; the files are checked here without it, since its import takes seconds.
-
 The format has no checksum and no end mark, and megatron-core does not check it: a truncated .bin causes an error only
 in the middle of training. So the sizes of the files are compared before a corpus is opened.
 
@@ -28,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -46,9 +43,6 @@ from zerofit.recipe.files import cache_root, is_there, put_in_place
 from zerofit.recipe.parsing import parse_json
 from zerofit.recipe.paths import missing_corpus
 from zerofit.recipe.tasks import ClmRecipe
-
-if TYPE_CHECKING:
-    pass
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1  # megatron-core's indexed_dataset.py
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype, sequences, ends of documents
@@ -262,15 +256,11 @@ class Blend:
         config = megatron().config
         return config.convert_split_vector_to_split_matrix(config.parse_and_normalize_split(self.split))
 
-    def documents(self, corpus: Corpus, part: int) -> range:
-        """The documents of a part, cut as megatron-core cuts: in the order of the corpus."""
-        count = float(len(corpus.lengths))
-        return range(*(round(end * count) for end in self.bounds[part] or (0.0, 0.0)))
-
     def tokens(self, corpus: Corpus, part: int) -> int:
-        """Tokens of a part of a corpus."""
-        held = self.documents(corpus, part)
-        return int(corpus.lengths[held.start : held.stop].sum(dtype=np.int64))
+        """Tokens of a part of a corpus, cut as megatron-core cuts: by documents, in the order of the corpus."""
+        count = float(len(corpus.lengths))
+        start, stop = (round(end * count) for end in self.bounds[part] or (0.0, 0.0))
+        return int(corpus.lengths[start:stop].sum(dtype=np.int64))
 
     def samples(self, corpus: Corpus, part: int) -> int:
         """Number of samples in one pass over a part of a corpus."""
@@ -316,14 +306,14 @@ class CorpusSamples:
         dataset: megatron-core's GPTDataset or BlendedDataset.
         count: number of samples in use.
         rows: number of tokens of the tokenizer; a larger id is refused when it is read.
-        resets: whether positions, and attention, restart after an end-of-document token.
+        resets: those of RESETS that are set: what restarts after an end-of-document token.
     """
 
     lengths = sort_key = None
 
-    def __init__(self, dataset: Any, count: int, block_size: int, rows: int, eod: int, *, resets: tuple[bool, bool]):
+    def __init__(self, dataset: Any, count: int, block_size: int, rows: int, eod: int, *, resets: tuple[str, ...]):
         self.dataset, self.count, self.rows, self.eod, self.block_size = dataset, count, rows, eod, block_size
-        self.reset_positions, self.reset_attention = resets
+        self.resets = resets
         tokens = count * block_size
         self.stats = DatasetStats(documents=count, tokens=tokens, samples=count, truncated=0)
 
@@ -339,11 +329,13 @@ class CorpusSamples:
             if not 0 <= number < self.rows:
                 raise UserError(beyond_the_vocabulary(int(number), self.rows, f"sample {index}"))
         sample = {"input_ids": tokens, "next_tokens": np.where(counts > 0, targets, IGNORE)}
-        if self.reset_positions:
+        if "reset_position_ids" in self.resets:
             sample["position_ids"] = native["position_ids"].numpy()
-            if not self.reset_attention:  # without a mask transformers takes such positions for separate documents
+            if (
+                "reset_attention_mask" not in self.resets
+            ):  # without a mask transformers takes such positions for separate documents
                 sample["attention_mask"] = np.ones_like(tokens)
-        elif self.reset_attention:
+        elif "reset_attention_mask" in self.resets:
             ends = tokens == self.eod
             sample["documents"] = np.cumsum(ends) - ends
         return sample
@@ -372,7 +364,17 @@ def build_samples(
     flags = {name: name in resets for name in RESETS}
     # what megatron-core's datasets read of a tokenizer: the end of a document, and its identity
     ends = SimpleNamespace(vocab_size=rows, eod=eod, unique_identifiers=OrderedDict(eod=eod))
-    folder = root / _name(blend, sizes, eod)
+    files = [f"{os.path.realpath(corpus.prefix)}.idx" for corpus in blend.corpora]
+    key = {  # all that the index depends on; megatron-core's names omit what the files hold
+        "corpora": [[file, os.stat(file).st_size, os.stat(file).st_mtime_ns] for file in files],
+        "weights": blend.weights,
+        "split": blend.split,
+        "block_size": blend.block_size,
+        "seed": blend.seed,
+        "sizes": sizes,
+        "eod": eod,
+    }
+    folder = root / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:20]
     try:
         if not is_there(folder):
             root.mkdir(parents=True, exist_ok=True)
@@ -387,28 +389,12 @@ def build_samples(
         is_file = isinstance(error, (FileExistsError, NotADirectoryError))
         why = "it is not a folder" if is_file else error.strerror or error
         raise UserError(f"samples cannot be indexed in {root}: {why}. Name a --cache_dir") from None
-    restarts = (flags["reset_position_ids"], flags["reset_attention_mask"])
     counts = (len(datasets[TRAINING]) if num_samples else 0, num_held_out)
     train, held_out = (
-        CorpusSamples(dataset, count, blend.block_size, rows, eod, resets=restarts) if dataset is not None else None
+        CorpusSamples(dataset, count, blend.block_size, rows, eod, resets=resets) if dataset is not None else None
         for dataset, count in zip(datasets, counts)
     )
     return train, held_out
-
-
-def _name(blend: Blend, sizes: tuple[int, int], eod: int) -> str:
-    """The name of an index: a hash of all that it depends on. megatron-core's names omit what the files hold."""
-    files = [f"{os.path.realpath(corpus.prefix)}.idx" for corpus in blend.corpora]
-    key = {
-        "corpora": [[file, os.stat(file).st_size, os.stat(file).st_mtime_ns] for file in files],
-        "weights": blend.weights,
-        "split": blend.split,
-        "block_size": blend.block_size,
-        "seed": blend.seed,
-        "sizes": sizes,
-        "eod": eod,
-    }
-    return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:20]
 
 
 def _datasets(

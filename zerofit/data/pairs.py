@@ -1,6 +1,4 @@
-"""Sources and targets for encoder-decoder models.
-
-The columns that hold pairs of source and target, and the pairs of a record.
+"""Sources and targets for encoder-decoder models: the columns that hold them, the pairs of a record, and samples.
 
 A *pair* is what an encoder-decoder model learns from: a source text and the target that follows from it. A
 conversation of n turns gives up to n - 1 pairs: each turn after the first is a reply to the turns before it.

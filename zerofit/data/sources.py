@@ -1,7 +1,5 @@
 """Read files, a dataset of the hub or one made from Python's standard library into tables of records.
 
-Two data sets that every machine has: made from Python's standard library.
-
 `stdlib-docstrings` (text, label): the package of a docstring, one of the NUM_PACKAGES with the most docstrings.
 `stdlib-functions` (source, target): from a function's parameters and body, in words, to the words of its name.
 

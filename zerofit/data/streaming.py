@@ -1,11 +1,8 @@
-"""Records from shards that need not fit the disk: parquet, JSON lines, WebDataset tars, on a disk or behind an
-address.
+"""Training samples from shards that need not fit the disk (parquet, JSON lines, WebDataset tars, on a disk or behind
+an address): windows of records, each of which is prepared and shuffled like a data set of its own.
 
 The datasets library reads them. Here is what makes a read repeatable: a place is (shard, record), a window ends
 after a whole batch, and a connection that is lost is opened again at the next record that has not been read.
-
-Training samples from a stream of records: windows, each of which is prepared and shuffled like a data set of its
-own.
 
 A pass reads the shards in an order drawn from (seed, pass), and cuts their records into windows of about the same
 number of bytes; a window's samples are permuted by (seed, pass, window). So the order follows from the shards, the

@@ -1,8 +1,5 @@
 """Instructions, prompts and chats: the kind of records in a table, and each record as a list of messages.
-
-Turns of a conversation and answers to a question, in the formats of data sets; refusal of preference data.
-
-Chats (data/chat), pairs (data/pairs) and multiple choice (data/labelled) read records with these functions.
+Pairs (data/pairs.py) and multiple choice (data/labelled) read turns and texts with these functions, too.
 
 A *message* is {"role": system, user, assistant or tool, "content": text} with all other keys of the record's turn,
 such as tool_calls, reasoning_content or name, for the template. The message of an instruction has the record's

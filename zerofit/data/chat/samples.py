@@ -1,13 +1,10 @@
-"""Instructions, chats and pairs of answers: from records to token ids with labels.
-
-Pairs of answers to one prompt, the chosen one and the rejected one, for DPO and its kin: how they are read.
-
-Records as people have them: `prompt` (or `question`, `instruction` with `input`, `conversations`) beside `chosen` and
-`rejected`, each of these a text, a turn or the turns of a whole conversation; or whole conversations without a prompt.
-Prompts and conversations may be texts with "Human:" and "Assistant:" in front of each turn.
-
-Instructions, chats and pairs of answers for the causal task: from records to token ids with labels for the answers,
+"""Instructions, chats and pairs of answers for the causal task: from records to token ids with labels for the answers,
 and to samples, a row each or several in a block. A conversation is never split over two blocks.
+
+Pairs of answers to one prompt, for DPO and its kin, as people have them: `prompt` (or `question`, `instruction` with
+`input`, `conversations`) beside `chosen` and `rejected`, each of these a text, a turn or the turns of a whole
+conversation; or whole conversations without a prompt. Prompts and conversations may be texts with "Human:" and
+"Assistant:" in front of each turn.
 """
 
 import contextlib
