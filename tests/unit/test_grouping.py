@@ -12,9 +12,6 @@ SAMPLES = 333  # divided by nothing
 LENGTHS = np.random.default_rng(0).integers(1, 500, SAMPLES)
 
 
-GROUPED = pytest.mark.parametrize("window", [0, 16], ids=["drawn", "grouped"])
-
-
 def order(seed: int = 3, samples: int = SAMPLES, batch: int = G, window: int = 16) -> SampleOrder:
     return SampleOrder(samples, seed, LENGTHS[:samples] if window else None, batch, window)
 
@@ -41,7 +38,7 @@ def test_every_sample_once_an_epoch(samples, batch, window):
         assert row[0].tolist() != row[1].tolist()
 
 
-@GROUPED
+@pytest.mark.parametrize("window", [0, 16], ids=["drawn", "grouped"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_order_does_not_depend_on_the_layout(layout, window):
     """An update sees the same samples however it is cut, with its micro-batches sorted by length and without."""

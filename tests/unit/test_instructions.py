@@ -147,7 +147,6 @@ def test_a_system_text():
         (INSTRUCTION, instruction(output=date(2024, 1, 2)), "the output is a date, and no text"),
         (INSTRUCTION, instruction(input=["a", "b"]), "its input is a list or an object"),
         (INSTRUCTION, instruction(history=[["a?", "b"], ["c?", ""]]), "the answer in entry 2 of its history is empty"),
-        (INSTRUCTION, instruction(input=["a", "b"]), "its input is a list"),
         (INSTRUCTION, instruction(input={"title": ["a"]}), "its input is a list or an object"),  # HotpotQA's context
         (INSTRUCTION, instruction(system=["a"]), "the system is a list"),
         (PROMPT, {"prompt": [QUESTION], "completion": [QUESTION]}, "turn 2 is the user's, where one of the assistant"),

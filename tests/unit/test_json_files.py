@@ -120,11 +120,8 @@ def test_a_table_without_names_of_columns_is_refused(tmp_path, cache):
     assert "orient='records'" in message
 
 
-HALVES = [r"\ud83d", r"\ude00 at first", r"in the \udc80 middle", r"\ud83d\ud83d\ude00"]
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
-@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("half", [r"\ud83d", r"\ude00 at first", r"in the \udc80 middle", r"\ud83d\ud83d\ude00"])
 def test_half_of_a_surrogate_pair_is_named_and_can_be_skipped(tmp_path, cache, half, name):
     rows = [f'{{"text": "{half if number == 2 else number}", "label": "a"}}' for number in range(4)]
     path = tmp_path / name
@@ -148,10 +145,7 @@ def test_other_encodings_are_refused_whatever_a_record_holds(tmp_path, cache, va
         assert f"{tmp_path / name} is not UTF-8" in refusal(read, cache, tmp_path / name, **options)
 
 
-VALUES = [["007", 7], ["2024-01-01", "2024-01-02"], ["a", 3, "b"], [1, 2]]
-
-
-@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("values", [["007", 7], ["2024-01-01", "2024-01-02"], ["a", 3, "b"], [1, 2]])
 @pytest.mark.parametrize("form", [("\r", None), ("\r\n", None), ("", None), (" ", None), ("\n", 1), ("", 1),
                                   (",\n", None), (",\r\n", 1), ("\n\ufeff", None)])  # fmt: skip
 def test_records_that_are_not_one_a_line(tmp_path, cache, form, values):
