@@ -1,24 +1,29 @@
 """Private parts of torchrun's agent (torch.distributed.elastic). Tried with torch 2.13 and accelerate 1.15."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous import static_tcp_rendezvous as statics
 from torch.distributed.launcher import api
 
 from zerofit.compat import replaced
 
 
 class AskingAgent(LocalElasticAgent):
-    """torchrun's agent, which asks whether it starts the processes again, and whether it waits for other agents.
-    torchrun counts each machine's own restarts, lets an agent end others only by a timeout, and has no option for
-    another agent. Without it: `zerofit launch` restarts whatever has failed, and a machine that has finished waits for
-    one that is gone."""
+    """torchrun's agent, which asks whether it starts the processes again. torchrun counts each machine's own restarts,
+    lets an agent end others only by a timeout, and has no option for another agent. Without it: `zerofit launch`
+    restarts whatever has failed, and a finished machine waits for one that is gone."""
+
+    waits_for_others = True  # this agent, whose processes have finished, waits for those of other machines
 
     @classmethod
-    def launching(cls) -> AbstractContextManager[None]:
-        """Within this context torchrun, and so `accelerate launch`, makes this agent."""
-        return replaced(api, "LocalElasticAgent", cls)
+    @contextmanager
+    def launching(cls, rendezvous: type) -> Iterator[None]:
+        """Within this context torchrun, and so `accelerate launch`, makes this agent, and such a static rendezvous."""
+        with replaced(api, "LocalElasticAgent", cls), replaced(statics, "StaticTCPRendezvous", rendezvous):
+            yield
 
     def restarts_left(self, allowed: int) -> int:
         """Return how many restarts are left, as processes start. allowed: --max_restarts."""
@@ -26,10 +31,6 @@ class AskingAgent(LocalElasticAgent):
 
     def starts_again(self, failures: dict[int, Any], allowed: int) -> bool:
         """Return whether the processes are started again. failures: {rank: torch's ProcessFailure}."""
-        raise NotImplementedError
-
-    def waits_for_others(self) -> bool:
-        """Return whether this agent, whose processes have finished, waits for those of other machines."""
         raise NotImplementedError
 
     def _monitor_workers(self, worker_group: Any) -> Any:
@@ -43,5 +44,5 @@ class AskingAgent(LocalElasticAgent):
         return super()._start_workers(worker_group)
 
     def _exit_barrier(self) -> None:
-        if self.waits_for_others():
+        if self.waits_for_others:
             super()._exit_barrier()

@@ -39,16 +39,7 @@ class RestartingAgent(AskingAgent):
     _failures = 0
 
     def __init__(self, spec: WorkerSpec, *args: Any, **kwargs: Any) -> None:
-        if isinstance(spec.rdzv_handler, StaticTCPRendezvous):
-            given = spec.rdzv_handler
-            spec.rdzv_handler = MachineRendezvous(
-                given.master_addr,
-                given.master_port,
-                given.rank,
-                given.world_size,
-                given.run_id,
-                int(given.timeout.total_seconds()),
-            )
+
         spec.master_addr = spec.master_port = None  # those of the rendezvous hold: a restart has a new store
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are the supervisor's
         super().__init__(spec, *args, **kwargs)
@@ -81,10 +72,6 @@ class RestartingAgent(AskingAgent):
         """Return how many restarts are left: the same number on all machines, since ranks read it."""
         return max(0, allowed - self._count(False))
 
-    def waits_for_others(self) -> bool:
-        """Return False for several machines: MachineGroup.settle waits, as long as the others are alive."""
-        return self.group is None
-
 
 class MachineRendezvous(StaticTCPRendezvous):
     """torchrun's static rendezvous, over a store in which the machines have met; a restart gets a new one."""
@@ -100,6 +87,7 @@ class MachineRendezvous(StaticTCPRendezvous):
             if RestartingAgent.group is None:
                 limit_s = self.timeout.total_seconds()
                 RestartingAgent.group = MachineGroup(address, self.master_port, self.rank, self.world_size, limit_s)
+                RestartingAgent.waits_for_others = False  # MachineGroup.settle waits, as long as the others are alive
             self.store = RestartingAgent.group.meet()
         bootstrap = RendezvousStoreInfo(address, self.store.port)
         return RendezvousInfo(PrefixStore(self.run_id, self.store), self.rank, self.world_size, bootstrap)
@@ -110,36 +98,26 @@ class MachineRendezvous(StaticTCPRendezvous):
 
 def launch(words: list[str], restarts: Restarts, recorded: Callable[[], int | None]) -> int:
     """Run `accelerate launch` in this process. Returns the exit code of this machine's processes, or of several
-    machines that of the run; prints a mistake.
-
-    Args:
-        recorded: the exit code on record, once the processes have ended; None: there is none.
-    """
+    machines that of the run; prints a mistake. `recorded`: the exit code on record, once the processes have ended."""
     command, threads = ["accelerate", "launch", *words], "OMP_NUM_THREADS" in os.environ
     about = {"command": command, "started": psutil.Process().create_time(), "has_threads": threads}
     os.environ[OUR_LAUNCHER] = json.dumps(about)  # for the ranks: zerofit/strategy/launch.py
     if "LOGLEVEL" not in os.environ:  # torchrun's variable
         logging.disable(logging.ERROR)
     RestartingAgent.restarts = restarts
-    with RestartingAgent.launching():
-        code = _accelerate_launch(words)
-    return code if (group := RestartingAgent.group) is None else group.settle(code, recorded())
-
-
-def _accelerate_launch(words: list[str]) -> int:
+    code = 0
     try:
-        launch_command(launch_command_parser().parse_args(words))
-        return 0
-    except UserError as error:
-        problem = error
-    except ConnectionError as error:  # accelerate: the port is in use
-        problem = UserError(first_line(error))
+        with RestartingAgent.launching(MachineRendezvous):
+            launch_command(launch_command_parser().parse_args(words))
+    except (UserError, ConnectionError) as error:  # a ConnectionError of accelerate: the port is in use
+        problem = error if isinstance(error, UserError) else UserError(first_line(error))
+        print(problem.report(), file=sys.stderr, flush=True)
+        code = problem.code if isinstance(problem, Ended) else EXIT_USER_ERROR
     except ChildFailedError as error:
-        return _positive(error.get_first_failure()[1].exitcode)
+        code = _positive(error.get_first_failure()[1].exitcode)
     except subprocess.CalledProcessError as error:
-        return _positive(error.returncode)
-    print(problem.report(), file=sys.stderr, flush=True)
-    return problem.code if isinstance(problem, Ended) else EXIT_USER_ERROR
+        code = _positive(error.returncode)
+    return code if (group := RestartingAgent.group) is None else group.settle(code, recorded())
 
 
 def _positive(code: int) -> int:
