@@ -141,11 +141,7 @@ def read_options(argv: list[str]) -> tuple[LaunchOptions, list[str]]:
 
 def program_of(words: list[str], task: str | None = None) -> list[str]:
     """[train/TASK.py, its options ...] for a recipe or a program with options, or for `--config RECIPE`. Raises
-    UserError: there is no such file, or the task is unknown.
-
-    Args:
-        task: None: the name of the recipe's folder.
-    """
+    UserError: there is no such file, or the task is unknown. `task`: by default the name of the recipe's folder."""
     if not words:
         raise UserError(f"nothing to train. {WHAT}")
     first, *options = words

@@ -29,7 +29,7 @@ from zerofit.recipe.errors import (
 from zerofit.recipe.parse import read_recipe, wants_help
 from zerofit.recipe.paths import answers_folder, output_folder
 from zerofit.recipe.tasks import TASKS
-from zerofit.record.metrics import line_of_update
+from zerofit.record.metrics import JsonlFile
 from zerofit.record.run_folder import RunFolder
 
 
@@ -124,12 +124,8 @@ class Restarts:
 
     def updates(self) -> int:
         """The last update in metrics.jsonl; 0 where there is none."""
-        try:
-            with (self.folder / "metrics.jsonl").open("rb") as file:  # type: ignore[operator]
-                lines = file.read().splitlines()
-        except (OSError, TypeError):
-            return 0
-        return next((line["update"] for line in map(line_of_update, reversed(lines)) if line is not None), 0)
+        lines = [] if self.folder is None else JsonlFile(self.folder / "metrics.jsonl").read()
+        return lines[-1]["update"] if lines else 0
 
 
 def have_saved(codes: set[int]) -> bool:

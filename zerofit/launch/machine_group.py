@@ -34,9 +34,6 @@ class MachineGroup:
 
     Args:
         limit_s: a machine without a sign of life for so long ends a rendezvous.
-
-    Attributes:
-        round: how often all have met.
     """
 
     def __init__(self, address: str, port: int, number: int, count: int, limit_s: float):
@@ -65,7 +62,7 @@ class MachineGroup:
 
     def _take_part(self) -> None:
         number, beats = self.number, Heartbeats(self._store)
-        self.round = self._store.add("rounds", 0)
+        self.round = self._store.add("rounds", 0)  # how often all have met
         first = beats.beat(number)
         self._replaces = first > 1
         while self._replaces and not beats.silent([number], SILENT_S):
@@ -139,11 +136,7 @@ class MachineGroup:
 
     def settle(self, code: int, recorded: int | None) -> int:
         """Wait for the codes of the other machines, as long as they give signs of life. Returns that of the run, on
-        all machines the same.
-
-        Args:
-            recorded: of the run, where its folder has it; counts on machine 0.
-        """
+        all machines the same: `recorded` of machine 0, where its folder has it."""
         store, beats = self._store, Heartbeats(self._store)
         try:
             if self.number == 0 and recorded is not None:

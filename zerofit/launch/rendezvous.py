@@ -45,16 +45,12 @@ STORE_S = 60.0  # for an answer of the store
 
 
 class Ended(UserError):
-    """A member has ended before all had met.
-
-    Args:
-        code: the exit code of all others.
-        machine: of the member; None: a machine cannot be reached.
-    """
+    """A member has ended before all had met."""
 
     def __init__(self, message: str, code: int = EXIT_USER_ERROR, machine: int | None = None):
         super().__init__(message)
-        self.code, self.machine = code, machine
+        self.code = code  # of all others
+        self.machine = machine  # of the member; None: a machine cannot be reached
 
 
 class Heartbeats:
@@ -87,9 +83,6 @@ class Rendezvous:
         limit_s: a member without a sign of life for so long ends the rendezvous.
         here: members on each machine.
         again: the members have met before, or this one has come before and died.
-
-    Attributes:
-        machines: when all have met, {number: the machine's number, host and code}.
     """
 
     def __init__(
@@ -97,7 +90,7 @@ class Rendezvous:
     ) -> None:
         self.store, self.kind, self.number, self.count, self.here = store, kind, number, count, here
         self.machine, self.limit_s, self.again = number // here, limit_s, again
-        self.machines: dict[str, dict[str, Any]] = {}
+        self.machines: dict[str, dict[str, Any]] = {}  # {number: its number, host and code}, when all have met
         self.is_ready, self._has_left = False, False
         self._beats = Heartbeats(store)
 
@@ -172,7 +165,8 @@ class Rendezvous:
         if not missing:
             return
         # A machine that was never there may be a mistake; one that was may be there again for the same command.
-        is_lost = self.kind == "rank" or self.again or all(map(self._has_come, missing))
+        have_come = self.store.check([f"{number}/machine" for number in missing])
+        is_lost = self.kind == "rank" or self.again or have_come
         shown = [self._described(number) for number in missing[:8]]
         if len(missing) > 8:
             shown.append("...")
@@ -185,11 +179,8 @@ class Rendezvous:
         self._tell(message, code)
         raise Ended(message, code)
 
-    def _has_come(self, number: int) -> bool:
-        return bool(self.store.check([f"{number}/machine"]))
-
     def _described(self, number: int) -> str:
-        if self._has_come(number):
+        if self.store.check([f"{number}/machine"]):
             return f"{self.kind} {number} on host {json.loads(self.store.get(f'{number}/machine'))['host']}"
         return f"{self.kind} {number}, which has {'not come again' if self.again else 'never come'}"
 
@@ -273,14 +264,11 @@ class RankRendezvous:
     """This rank's part in the rendezvous of all; nothing happens where all ranks are on one machine."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ):
-        def number(name: str, default: int) -> int:
-            return int(environment.get(name, default))
-
-        self.rank, self.count = number("RANK", 0), number("WORLD_SIZE", 1)
-        self.local_rank = number("LOCAL_RANK", 0)
-        self.here = number("LOCAL_WORLD_SIZE", self.count)
+        self.rank, self.count = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
+        self.local_rank = int(environment.get("LOCAL_RANK", 0))
+        self.here = int(environment.get("LOCAL_WORLD_SIZE", self.count))
         self.machine = self.rank // self.here
-        self.address, self.port = environment.get("MASTER_ADDR", ""), number("MASTER_PORT", 0)
+        self.address, self.port = environment.get("MASTER_ADDR", ""), int(environment.get("MASTER_PORT", 0))
         self.serves = self.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self.limit_s = float(environment.get(LIMIT_VARIABLE, LIMIT_S))
         self.attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")

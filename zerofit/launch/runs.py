@@ -202,11 +202,7 @@ class LaunchedRun:
 
 class RunningLaunch:
     """A launch that is started as a `with` block begins. As the block is left, also by an error, all its processes are
-    killed.
-
-    Args:
-        mark: of its processes; by default a new one. With the mark of an earlier launch, `kill` ends its processes.
-    """
+    killed."""
 
     def __init__(
         self,
@@ -217,7 +213,7 @@ class RunningLaunch:
         environment: dict[str, str] | None = None,
     ):
         self.command, self.output, self.log = command, output, log
-        self.mark = mark or uuid.uuid4().hex
+        self.mark = mark or uuid.uuid4().hex  # of its processes; with that of an earlier launch `kill` ends those
         self.process: subprocess.Popen[bytes] | None = None
         self.environment, self.began = environment or {}, time.time()
 

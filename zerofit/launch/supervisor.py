@@ -25,11 +25,7 @@ from zerofit.record.terminal import outlive_the_terminal
 
 class Supervisor:
     """Starts a launch and waits for it. It removes the exit code of the launch before at once, and keeps mistakes and
-    signals on record. Only machine 0 keeps the record.
-
-    Args:
-        exit_code: of the run; None: nothing is kept.
-    """
+    signals on record (`exit_code`; None: nothing is kept). Only machine 0 keeps the record."""
 
     def __init__(self, exit_code: ExitCode | None = None):
         self._exit_code = exit_code
@@ -67,20 +63,16 @@ class Supervisor:
         """Pass a signal on to the ranks: the launch ends when they have, and at once where there are none."""
         ranks = psutil.Process().children()
         if not ranks:
-            raise SystemExit(self._leave(number))
+            code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TO_BE_RESUMED
+            message = f"stopped by {SIGNALS[signal.Signals(number)].text} before its processes were started"
+            print(message, file=sys.stderr, flush=True)
+            self._write(code, message)
+            recorded = self._recorded()
+            raise SystemExit(code if recorded is None else recorded)
         self._restarts.is_stopped = True
         for rank in ranks:
             with contextlib.suppress(psutil.Error):
                 rank.send_signal(number)
-
-    def _leave(self, number: int) -> int:
-        """The exit code of a launch that was stopped without ranks."""
-        code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TO_BE_RESUMED
-        message = f"stopped by {SIGNALS[signal.Signals(number)].text} before its processes were started"
-        print(message, file=sys.stderr, flush=True)
-        self._write(code, message)
-        recorded = self._recorded()
-        return code if recorded is None else recorded
 
     def _recorded(self) -> int | None:
         """The exit code that the ranks of machine 0 have left; None on other machines."""
