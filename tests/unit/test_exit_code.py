@@ -203,7 +203,7 @@ def test_a_second_signal_ends_a_run_at_once_but_not_sighup(monkeypatch, numbers,
     monkeypatch.setattr("zerofit.health.shutdown.time.time", lambda: now[0])
     handler = ShutdownHandler(None, 0.0)
     for number in numbers:
-        handler._receive(number)
+        handler.receive(number)
         now[0] += 5
     assert handler.reason() is reason
     assert left == ([] if code is None else [code])

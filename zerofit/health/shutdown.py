@@ -143,37 +143,27 @@ def _stop_listening() -> None:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
-class StartingRank:
-    """A rank that is signalled before it trains, or that does not train: it leaves at once."""
-
-    def __init__(self, record: Callable[[int, str], None]):
-        self._record, self._rank = record, int(os.environ.get("RANK", "0"))
-
-    def leave(self, number: int) -> None:
-        """Leave with 85, since the same command starts the run again; after Ctrl-C with 130. A process that is ending
-        keeps its exit code, and has a moment to say why."""
-        if (decided := EXIT.code) is not None:
-            time.sleep(ONE_SIGNAL_S)
-            leave(decided)
-        if number == signal.SIGINT:
-            code, message = EXIT_INTERRUPTED, "interrupted while the run was starting: its folder is unchanged"
-        else:
-            code, name = self._code_of_sigterm(), SIGNALS[signal.Signals(number)].text
-            message = f"stopped by {name} while the run was starting: the same command starts it again"
-        if self._rank == 0 and code != EXIT_TERMINATED:
-            self._record(code, message)
-            print_last(message, after_signal=True)
-        leave(code)
-
-    def _code_of_sigterm(self) -> int:
-        """Return 143 where another rank has ended before: then the launcher ends the others with this signal, and the
-        cause is elsewhere. Ranks but the first wait for it to look around."""
-        until = time.monotonic() + LOOK_AROUND_S
-        while ranks_are_alive():
-            if self._rank == 0 or time.monotonic() > until:
-                return EXIT_TO_BE_RESUMED
+def leave_at_start(number: int) -> None:
+    """End a rank that is signalled before it trains, or that does not train: with 85, since the same command starts
+    the run again; after Ctrl-C with 130. With 143 where another rank has ended before: then the launcher ends the
+    others with this signal, and the cause is elsewhere. A process that is ending keeps its exit code, and has a moment
+    to say why."""
+    if (decided := EXIT.code) is not None:
+        time.sleep(ONE_SIGNAL_S)
+        leave(decided)
+    rank = int(os.environ.get("RANK", "0"))
+    if number == signal.SIGINT:
+        code, message = EXIT_INTERRUPTED, "interrupted while the run was starting: its folder is unchanged"
+    else:
+        name, until = SIGNALS[signal.Signals(number)].text, time.monotonic() + (LOOK_AROUND_S if rank else 0.0)
+        message = f"stopped by {name} while the run was starting: the same command starts it again"
+        while (all_live := ranks_are_alive()) and time.monotonic() < until:  # the launcher may be slow to see it
             time.sleep(0.05)
-        return EXIT_TERMINATED
+        code = EXIT_TO_BE_RESUMED if all_live else EXIT_TERMINATED
+    if rank == 0 and code != EXIT_TERMINATED:
+        EXIT.record(code, message)
+        print_last(message, after_signal=True)
+    leave(code)
 
 
 def ranks_are_alive() -> bool:
@@ -188,46 +178,37 @@ def ranks_are_alive() -> bool:
 
 
 class ShutdownHandler:
-    """The signals that this rank has received while it trains, and the time that its run has left.
-
-    Args:
-        max_hours: after this time since `started` the run is to stop; None: never.
-    """
+    """The signals that this rank has received while it trains, and the time that its run has left: `max_hours` since
+    `started`; None: any time."""
 
     def __init__(self, max_hours: float | None, started: float, on_signal: Callable[[str], None] = lambda name: None):
         self._on_signal = on_signal
         self._deadline = None if max_hours is None else started + 3600 * max_hours
         self._reason, self._received_at = StopReason.NONE, 0.0
 
-    def install(self) -> None:
-        """Handle the signals from now on. The first is noted, a later one ends this process at once.
+    def receive(self, number: int) -> None:
+        """Note a signal, the first one; a later one ends this process at once.
 
         SIGHUP never does, and does not count as the first: a terminal that closes sends it more than once, and also
         after a Ctrl-C that has ended the terminal's own program.
         """
-        listen(self._receive)
-
-    def _receive(self, number: int) -> None:
+        is_first_rank = int(os.environ.get("RANK", "0")) == 0
         if self._received_at:
-            if number != signal.SIGHUP and time.time() > self._received_at + ONE_SIGNAL_S:
-                self._leave_now(number)
+            if number == signal.SIGHUP or time.time() <= self._received_at + ONE_SIGNAL_S:
+                return
+            code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED
+            if EXIT.code is None and is_first_rank:
+                record_code(code, f"ended at once by a second signal ({SIGNALS[signal.Signals(number)].text})")
+            leave(code if EXIT.code is None else EXIT.code)
             return
         if self._reason is StopReason.SIGHUP and number == signal.SIGHUP:
             return
         self._reason = SIGNALS[signal.Signals(number)]
         self._received_at = 0.0 if number == signal.SIGHUP else time.time()
         self._on_signal(self._reason.text)
-        if number == signal.SIGINT and int(os.environ.get("RANK", "0")) == 0 and EXIT.code is None:
+        if number == signal.SIGINT and is_first_rank and EXIT.code is None:
             text = "\nCtrl-C: this update is finished and saved; a second Ctrl-C leaves at once\n"
             os.write(sys.stderr.fileno(), text.encode())
-
-    def _leave_now(self, number: int) -> None:
-        if (decided := EXIT.code) is not None:
-            leave(decided)
-        code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED
-        if int(os.environ.get("RANK", "0")) == 0:
-            record_code(code, f"ended at once by a second signal ({SIGNALS[signal.Signals(number)].text})")
-        leave(code)
 
     def reason(self) -> StopReason:
         """The reason why this rank is to stop."""

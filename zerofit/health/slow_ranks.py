@@ -37,43 +37,29 @@ class RankClock:
 
     On a CPU a thread that waits for a collective computes nothing, so the thread's own time is that without waiting. A
     device's stream is measured between events, which are read when the host has waited for the device anyway.
-
-    Args:
-        forward_is_local: whether the forward pass waits for no other rank.
-        enabled: false: nothing is measured.
     """
 
-    def __init__(self, device: torch.device, forward_is_local: bool, enabled: bool = True):
-        self.device, self.forward_is_local, self.enabled, self.latest = (
-            device,
-            forward_is_local,
-            enabled,
-            RankSeconds(),
-        )
+    def __init__(self, engine: Engine):
+        gathers = engine.strategy.shards_parameters or engine.strategy.fully_shards
+        self.device, self.latest = engine.device, RankSeconds()
+        self.forward_is_local = not gathers and engine.layout.replica_size == 1  # it waits for no other rank
+        self.enabled = engine.layout.world_size > 1  # else nothing is measured
+        # The part of an update over which `own` is measured, in words.
+        self.measures = "forward and backward" if self.device.type == "cpu" else "forward"
         self._marks: list[tuple[str, float, Any]] = []
-
-    @classmethod
-    def of(cls, engine: Engine) -> "RankClock":
-        strategy, layout = engine.strategy, engine.layout
-        gathers = strategy.shards_parameters or strategy.fully_shards
-        return cls(engine.device, not gathers and layout.replica_size == 1, layout.world_size > 1)
-
-    @property
-    def measures(self) -> str:
-        """The part of an update over which `own` is measured, in words."""
-        return "forward and backward" if self.device.type == "cpu" else "forward"
 
     def phase(self, name: str) -> None:
         """Note that the rank enters a phase: forward, backward, data or update."""
-        if self.enabled:
-            self._marks.append((name, time.perf_counter(), self._now()))
+        if not self.enabled:
+            return
+        now: Any = time.thread_time()
+        if self.device.type != "cpu":
+            now = torch.Event(device=self.device, enable_timing=True)
+            now.record()
+        self._marks.append((name, time.perf_counter(), now))
 
     def finish_update(self, positions: int) -> None:
-        """Compute this rank's seconds of the update (`latest`); the device must have done its backward pass.
-
-        Args:
-            positions: tokens and padding of this rank's micro-batches.
-        """
+        """Compute this rank's seconds of the update (`latest`); the device must have done its backward pass."""
         if not self.enabled:
             return
         self.phase("")
@@ -81,10 +67,10 @@ class RankClock:
         busy: dict[str, float] = {}
         for (name, began, start), (_, ended, end) in zip(self._marks, self._marks[1:]):
             wall[name] = wall.get(name, 0.0) + ended - began
-            if name != "update":
-                busy[name] = busy.get(name, 0.0) + self._between(start, end)
-            elif self.device.type == "cpu":
-                busy[name] = end - start
+            if self.device.type == "cpu":
+                busy[name] = busy.get(name, 0.0) + end - start
+            elif name != "update":
+                busy[name] = busy.get(name, 0.0) + start.elapsed_time(end) / 1000
         total, self._marks = sum(wall.values()), []
         forward, backward = busy.get("forward", 0.0), busy.get("backward", 0.0)
         if self.device.type == "cpu":
@@ -93,16 +79,6 @@ class RankClock:
         else:
             data, own, waiting = busy["data"], forward if self.forward_is_local else 0.0, 0.0
         self.latest = RankSeconds(total, data, forward, backward, waiting, own, positions)
-
-    def _now(self) -> Any:
-        if self.device.type == "cpu":
-            return time.thread_time()
-        event = torch.Event(device=self.device, enable_timing=True)
-        event.record()
-        return event
-
-    def _between(self, start: Any, end: Any) -> float:
-        return end - start if self.device.type == "cpu" else start.elapsed_time(end) / 1000
 
 
 class SlowRanks:

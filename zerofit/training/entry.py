@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerofit.compat import UNTIL_THE_RUN_ENDS
-from zerofit.health.shutdown import StartingRank, end_with_parent, listen, listening_within
+from zerofit.health.shutdown import end_with_parent, leave_at_start, listen, listening_within
 from zerofit.health.watchdog import Watchdog
 from zerofit.launch.exit_code import ExitCode, find_folder
 from zerofit.launch.rendezvous import RankRendezvous
@@ -72,7 +72,7 @@ def write_exit_code_at_end(task: str, ranks: RankRendezvous) -> None:
         exit_code.forget()
         EXIT.record = exit_code.write
         EXIT.tell = ranks.stop
-        listen(StartingRank(exit_code.write).leave)
+        listen(leave_at_start)
     sys.excepthook = _leave_after
 
 

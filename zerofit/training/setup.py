@@ -23,6 +23,7 @@ from zerofit.compat.torch import group_timeout
 from zerofit.data.sources import files_and_sizes
 from zerofit.health.anomaly import AnomalyDetector
 from zerofit.health.flight import FOLDER, PREFIX
+from zerofit.health.shutdown import listen
 from zerofit.health.slow_ranks import RankClock, SlowRanks
 from zerofit.launch.rendezvous import store_of_one_process
 from zerofit.model import load
@@ -228,9 +229,9 @@ def open_record(run: "Run") -> None:
     _resume(run)
     notes = start_trackers(run)
     run.log_lines(*(f"note      {note}" for note in notes))
-    run.shutdown.install()
+    listen(run.shutdown.receive)
     run.checkpoints.start()
-    run.memory, run.clock = MemoryMeter(engine.device), RankClock.of(engine)
+    run.memory, run.clock = MemoryMeter(engine.device), RankClock(engine)
     run.detector = AnomalyDetector(recipe.spike_threshold, recipe.max_grad_norm > 0, run.strategy.precision == "fp16")
     if run.task == "seq2seq":
         flops = flops_per_pair_token(engine.whole, *samples.stats.pair_lengths)
