@@ -37,16 +37,12 @@ ACTIONS = {  # what on_anomaly does, as the log has it
 
 @dataclass
 class AnomalyDetector:
-    """Accepts or refuses one update after another; the same on every rank, since the figures are.
-
-    Args:
-        history: logarithms of the accepted updates' figures, oldest first.
-    """
+    """Accepts or refuses one update after another; the same on every rank, since the figures are."""
 
     threshold: float  # of the robust z-score of spikes; 0: only NaN and infinity are anomalies
     clipped: bool
     scaled: bool  # the loss is scaled (fp16), and an infinite gradient is the scaler's business
-    history: dict[str, list[float]] = field(default_factory=dict)
+    history: dict[str, list[float]] = field(default_factory=dict)  # logarithms of accepted figures, oldest first
     overflows: int = 0
 
     def begin(self, history: dict[str, list[float]]) -> None:

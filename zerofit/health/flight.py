@@ -67,11 +67,8 @@ def read_flight_records(folder: str, since: float = 0.0) -> dict[int, dict[str, 
 
 
 def describe(records: dict[int, dict[str, Any]], world_size: int = 1, machines: Sequence[str] = ()) -> list[str]:
-    """Return lines that name the collective each group waits in, and the ranks that have not come to it.
-
-    Args:
-        machines: in words; each has as many of the world's ranks as any other.
-    """
+    """Return lines that name the collective each group waits in, and the ranks that have not come to it. `machines`:
+    in words; each has as many of the world's ranks as any other."""
 
     def listed(ranks: list[int]) -> str:
         if len(machines) < 2:
@@ -92,8 +89,9 @@ def describe(records: dict[int, dict[str, Any]], world_size: int = 1, machines: 
         waits = [entry for mine in of_ranks.values() for entry in mine if _waits(entry)]
         if not waits:
             continue
-        first = min(waits, key=_number)
-        came = {rank for rank, mine in of_ranks.items() if any(_number(entry) >= _number(first) for entry in mine)}
+        first = min(waits, key=lambda entry: entry["collective_seq_id"])
+        number = first["collective_seq_id"]
+        came = {rank for rank, mine in of_ranks.items() if any(each["collective_seq_id"] >= number for each in mine)}
         late = [rank for rank in members if rank in records and rank not in came]
         unknown = [rank for rank in members if rank not in records]
         lines.append(
@@ -112,17 +110,13 @@ def last(record: dict[str, Any]) -> list[str]:
 def _named(entry: dict[str, Any]) -> str:
     name, description = entry["process_group"]
     what = f"{entry['profiling_name']} of {entry['input_sizes']}"
-    return f"{what}, number {_number(entry)} in group {description or name}"
+    return f"{what}, number {entry['collective_seq_id']} in group {description or name}"
 
 
 def _waits(entry: dict[str, Any]) -> bool:
     """Return True if a collective has not ended. gloo knows no states (torch 2.13); NCCL retires what is given up."""
     of_gloo = entry["profiling_name"].startswith("gloo:")
     return not entry["is_p2p"] and (not entry["retired"] if of_gloo else entry["state"] != "completed")
-
-
-def _number(entry: dict[str, Any]) -> int:
-    return entry["collective_seq_id"]
 
 
 def _listed(ranks: list[int]) -> str:

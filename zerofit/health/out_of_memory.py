@@ -27,12 +27,8 @@ LENGTHS = ("block_size", "max_length", "max_source_length", "max_target_length")
 
 
 def explain(error: BaseException, phase: str, update: int | None, run: "Run") -> str:
-    """Write the report that is printed instead of a traceback.
-
-    Args:
-        phase: load, prepare, forward, loss, backward, update, evaluate or save; of any other, only what holds for the
-            host.
-    """
+    """Write the report that is printed instead of a traceback. `phase`: load, prepare, forward, loss, backward,
+    update, evaluate or save; of any other, only what holds for the host."""
     at = f"{phase} of update {update:,}" if update else phase
     try:
         found = measure(error, phase, run)

@@ -28,15 +28,12 @@ STDERR = 2
 
 
 class Watchdog:
-    """The rank's side: says where the rank is. Nothing here raises or blocks.
-
-    Args:
-        limit_seconds: without a sign of life for so long, the rank's stacks are printed and it is ended; None: never.
-    """
+    """The rank's side: says where the rank is. Nothing here raises or blocks."""
 
     def __init__(self, rank: int, limit_seconds: float | None, machine: str = ""):
-        self.machine, self.machines, self.world_size = machine, [machine], 1
-        self.rank, self.limit_seconds = rank, math.inf if limit_seconds is None else limit_seconds
+        self.machine, self.machines, self.world_size, self.rank = machine, [machine], 1, rank
+        # Without a sign of life for so long, the rank's stacks are printed and it is ended; None: never.
+        self.limit_seconds = math.inf if limit_seconds is None else limit_seconds
         self.at: tuple[str, int | None] = ("start", None)  # phase and update
         self.first_patience = 1.0  # of the first of each phase of an update, in which layers may be compiled
         self._entered: set[str] = set()  # phases of an update
@@ -78,11 +75,8 @@ class Watchdog:
         os.register_at_fork(after_in_child=self._forget)  # workers would keep the pipe open, and speak for the rank
 
     def phase(self, name: str, update: int | None = None, patience: float = 1.0) -> None:
-        """Say where the rank is now, as a sign of life.
-
-        Args:
-            patience: times the limit may pass in this phase; math.inf where nobody can say how long it takes.
-        """
+        """Say where the rank is now, as a sign of life. `patience`: times the limit may pass in this phase; math.inf
+        where nobody can say how long it takes."""
         if update is not None and name not in self._entered:
             self._entered.add(name)
             patience = max(patience, self.first_patience)
@@ -99,17 +93,20 @@ class Watchdog:
 
     def record_collectives(self, folder: Path, world_size: int, backend: str, machines: list[str]) -> None:
         """Let this rank, which has a process group now, write down where it stands in its collectives when the
-        watchdog asks for it, from a thread, since the main thread waits.
-
-        Args:
-            machines: all of them, in words; each has as many ranks as this one.
-        """
+        watchdog asks for it, from a thread, since the main thread waits. `machines`: all of them, in words; each has
+        as many ranks as this one."""
         if self._child is None or self._child.stdout is None:
             return
         self.machines, self.world_size = machines, world_size
         self._flight = records = str(folder.absolute() / flight.FOLDER)
         asked = self._child.stdout.fileno()
-        threading.Thread(target=self._write_records, args=(asked, records), daemon=True).start()
+
+        def write_records() -> None:
+            with contextlib.suppress(OSError, ValueError):
+                while os.read(asked, 64):
+                    flight.write_record(records, self.rank)
+
+        threading.Thread(target=write_records, daemon=True).start()
         self._send(flight=records, world_size=world_size, backend=backend, machines=machines)
 
     def waits_for(self) -> list[str]:
@@ -120,11 +117,6 @@ class Watchdog:
         records = flight.read_flight_records(self._flight, self._began)
         waits = flight.describe(records, self.world_size, self.machines)
         return waits or (flight.last(records[self.rank]) if self.rank in records else [])
-
-    def _write_records(self, asked: int, folder: str) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            while os.read(asked, 64):
-                flight.write_record(folder, self.rank)
 
     def leave(self) -> None:
         """End the watchdog process without a word, since the rank leaves in order."""

@@ -72,7 +72,6 @@ class RankStatus(NamedTuple):
 
     @property
     def named(self) -> str:
-        """The rank, and where it runs."""
         return f"rank {self.rank} (pid {self.pid})" + (f" on {self.machine}" if self.machine else "")
 
     @property
@@ -114,12 +113,6 @@ def process_state(descriptor: int | None) -> tuple[str, bool, int] | None:
         return None
 
 
-def state_and_parent(pid: int | str) -> tuple[str, str]:
-    """The state letter of a process and its parent's number; empty if it cannot be seen."""
-    words = read_or_empty(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return (words[0], words[1]) if words else ("", "")
-
-
 # ------------------------------------------------------------------------------------------------------------- telling
 
 
@@ -146,15 +139,6 @@ def cause(
     return ("somebody killed it (SIGKILL)" if ended_by else "SIGKILL, or a crash in native code"), False
 
 
-def describe_memory(sample: MemoryReading) -> str:
-    parts = []
-    if sample.resident:
-        parts.append(f"the rank held {sample.resident / GIB:.2f} GiB when last seen")
-    if sample.limit and sample.left is not None:
-        parts.append(f"{sample.left / GIB:.2f} of the {sample.limit / GIB:.2f} GiB of host or cgroup were left")
-    return "; ".join(parts) or "unknown on this system"
-
-
 def crash_report(messages: RankStatus, status: int | None, samples: list[MemoryReading], now: MemoryReading) -> str:
     """The report on a rank that died; empty where somebody knows already: it left by itself, or was asked to."""
     ended_by = status & 127 if status is not None else None
@@ -164,10 +148,15 @@ def crash_report(messages: RankStatus, status: int | None, samples: list[MemoryR
     if messages.stop_requested and not for_memory:
         name = messages.stop_requested
         return f"{messages.named} had been asked to stop ({name}), and was killed in {messages.where}"
+    memory, latest = [], samples[-1]
+    if latest.resident:
+        memory.append(f"the rank held {latest.resident / GIB:.2f} GiB when last seen")
+    if latest.limit and latest.left is not None:
+        memory.append(f"{latest.left / GIB:.2f} of the {latest.limit / GIB:.2f} GiB of host or cgroup were left")
     lines = [
         f"{messages.named} ended without a message in {messages.where}",
         f"cause    {why}",
-        f"memory   {describe_memory(samples[-1])}",
+        f"memory   {'; '.join(memory) or 'unknown on this system'}",
         *([f"remedy   {ADVICE}"] if for_memory else []),
         f"resume   {RESUME}",
     ]
@@ -193,7 +182,7 @@ class Watch:
     """The watch over one rank, this process' parent."""
 
     def __init__(self, pid: int, rank: int, limit_s: float, machine: str = ""):
-        self.pid, self.rank, self.limit_s = pid, rank, limit_s
+        self.pid, self.limit_s = pid, limit_s
         self.began, self.groups = time.time(), cgroups(read_or_empty(f"/proc/{pid}/cgroup"))
         self.stat_file: int | None = None  # descriptor of /proc/PID/stat, which can be read while the rank dies
         with contextlib.suppress(OSError):
@@ -211,7 +200,9 @@ class Watch:
             state = process_state(self.stat_file)
             self.listen()
             if os.getppid() != self.pid or (closed and (state is None or state[1])):
-                return self.tell_end(state)
+                status = state[2] if state and state[1] else None
+                report = crash_report(self.messages, status, self.samples, read_memory(self.pid, self.groups))
+                return write_log("\n  waiting  ".join([report, *self.waiting()]) if report else "")
             if closed:
                 return None  # it lives and has closed the pipe: nothing can be known of it any more
             self.samples = [*self.samples[1 - HISTORY :], read_memory(self.pid, self.groups)]
@@ -236,12 +227,6 @@ class Watch:
             for line in lines:
                 self.messages = self.messages.after(line.decode(errors="replace"))
 
-    def tell_end(self, state: tuple[str, bool, int] | None) -> None:
-        status = state[2] if state and state[1] else None
-        now = read_memory(self.pid, self.groups)
-        report = crash_report(self.messages, status, self.samples, now)
-        write_log("\n  waiting  ".join([report, *self.waiting()]) if report else "")
-
     def waiting(self) -> list[str]:
         """Return lines on the collectives that ranks wait in, by the records that there are of this launch."""
         known = self.messages
@@ -257,8 +242,7 @@ class Watch:
         self.messages_at = now
         if self.stopped_at is None:
             self.stopped_at = now
-        launcher = state_and_parent(self.pid)[1]
-        if now - self.stopped_at > self.limit_s and state_and_parent(launcher)[0] not in ("T", "t"):  # a whole job
+        if now - self.stopped_at > self.limit_s:
             self.stopped_at = math.inf
             write_log(
                 f"{self.messages.named} is stopped (state T: SIGSTOP, or a debugger), in "
@@ -279,7 +263,7 @@ class Watch:
             os.write(1, b"record\n")
         while True:
             there = flight.recorded(self.messages.flight, self.began) if self.messages.flight else {}
-            others_are_missing = self.rank in there and len(there) < self.messages.world_size
+            others_are_missing = self.messages.rank in there and len(there) < self.messages.world_size
             if time.monotonic() - asked_at >= (RECORDS_S if others_are_missing else STACKS_S):
                 break
             self.pipe.poll(1000 * TICK_S)
@@ -287,12 +271,11 @@ class Watch:
             if os.getppid() != self.pid:
                 return True
         if self.messages_at > asked_at:
-            write_log(f"rank {self.rank} continues after all, in {self.messages.where}")
+            write_log(f"rank {self.messages.rank} continues after all, in {self.messages.where}")
             return False
-        write_log("\n".join(f"rank {self.rank} by the flight recorder: {line}" for line in self.waiting()))
-        write_log(
-            f"rank {self.rank} (pid {self.pid}) is ended now, so that nothing hangs (--watchdog_minutes); {RESUME}"
-        )
+        rank = self.messages.rank
+        write_log("\n".join(f"rank {rank} by the flight recorder: {line}" for line in self.waiting()))
+        write_log(f"rank {rank} (pid {self.pid}) is ended now, so that nothing hangs (--watchdog_minutes); {RESUME}")
         send(self.pid, signal.SIGKILL)
         return True
 
