@@ -22,7 +22,7 @@ from zerofit import __version__
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import TEMPORARY, atomic_file, remove, sync, temporary_path
 from zerofit.recipe.parsing import parse_json, read_record
-from zerofit.record.run_folder import MANIFEST, UPDATE, files_below, remove_empty, sealed_files
+from zerofit.record.run_folder import MANIFEST, UPDATE, files_below, is_inside, remove_empty, sealed_files
 
 # The number of the format of a checkpoint's files. This version reads each number up to it, and refuses a greater one.
 # It rises where an earlier version could not read, or would misread, what this one writes: not where a field is added
@@ -37,28 +37,16 @@ MIN_CHECKPOINTS = 2  # if the newest has come to harm there is one before it
 
 
 class CheckpointDirectory:
-    """checkpoints/update_NNNNNNNN/ of a run's folder. Only one process writes here, but for the files within state/.
-
-    Args:
-        limit: the number of checkpoints that are kept, of those that were asked for: the last ones; None: all.
-    """
+    """checkpoints/update_NNNNNNNN/ of a run's folder. One process writes here, but for the files within state/."""
 
     def __init__(self, path: Path, limit: int | None = None):
-        self.path, self.limit = path, limit
+        self.path = path
+        self.limit = limit  # of those that were asked for so many are kept, the last ones; None: all
+        self.best, self.latest = path / "best", path / "latest"  # links; absent where no such checkpoint was kept
         self._read: list[str] = []  # names of checkpoints that stay while other threads read them
         self._lock = threading.Lock()
         self._newest = 0  # the update of the checkpoint that was written last
         self.finished: list[Callable[[Path], None]] = []  # called with each complete checkpoint
-
-    @property
-    def best(self) -> Path:
-        """The checkpoint of the best evaluation: a link, absent where none was kept."""
-        return self.path / "best"
-
-    @property
-    def latest(self) -> Path:
-        """The checkpoint that was written last: a link, absent where none was."""
-        return self.path / "latest"
 
     def folder(self, update: int) -> Path:
         """The path of this update's checkpoint, whether it is there or not."""
@@ -69,20 +57,17 @@ class CheckpointDirectory:
         return self.folder(update).with_suffix(".partial")
 
     def finish(self, update: int, why: str, is_best: bool, checked: dict[str, dict[str, Any]]) -> None:
-        """Seal what was written, give it its name, point the links there, and drop what is too old.
-
-        Args:
-            checked: {file: its entry of the manifest}, of those files that are on the disk already.
-        """
+        """Seal what was written, give it its name, point the links there, and drop what is too old. `checked`: {file:
+        its entry of the manifest}, of those files that are on the disk already."""
         folder, partial = self.folder(update), self.partial(update)
         seal(partial, why, checked)
         with self._lock:
             _remove(folder)  # of a run that was resumed from before it
             partial.rename(folder)
             sync(self.path)
-            self._point(self.latest, folder)
+            self.point(self.latest, folder)
             if is_best:
-                self._point(self.best, folder)
+                self.point(self.best, folder)
             self._newest = update
             self._drop_old()
         for call in self.finished:
@@ -106,7 +91,7 @@ class CheckpointDirectory:
         _remove(self.path / name)
         partial.rename(self.path / name)
         sync(self.path)
-        self._point(self.latest, next(self.resumable()))
+        self.point(self.latest, next(self.resumable()))
 
     def folders(self) -> list[Path]:
         """The checkpoints, the newest first. Whether they are whole is not looked at."""
@@ -134,17 +119,14 @@ class CheckpointDirectory:
             if link.is_symlink() and not link.exists():
                 link.unlink()
         if not os.path.lexists(self.latest) and (newest := next(self.resumable(), None)):
-            self._point(self.latest, newest)
-
-    def point_to_the_best(self, update: int) -> None:
-        """Let `best` point to the checkpoint of this update."""
-        self._point(self.best, self.folder(update))
+            self.point(self.latest, newest)
 
     def _drop_old(self) -> None:
         """Remove what is too old. Models of later updates than the newest are of a launch that left no state: they
         stay until their updates come again, and do not count."""
         folders = [folder for folder in self.folders() if _update(folder) <= self._newest]
-        asked = [folder for folder in folders if _save_reason(folder) == ASKED]
+        # Where nobody knows why it was saved, it counts, and stays as long as any.
+        asked = [folder for folder in folders if read_record(folder / MANIFEST).get("why", ASKED) == ASKED]
         states = [folder for folder in folders if (folder / STATE).is_dir()][: self.limit or MIN_CHECKPOINTS]
         keep = {*asked[: self.limit], *states, *map(self._best_of, states)}
         keep |= {link.resolve() for link in (self.best, self.latest) if link.is_symlink()}
@@ -160,7 +142,8 @@ class CheckpointDirectory:
         return self.folder(update) if isinstance(update, int) else checkpoint  # there was no evaluation yet
 
     @staticmethod
-    def _point(link: Path, folder: Path) -> None:
+    def point(link: Path, folder: Path) -> None:
+        """Let `best` or `latest` point to a checkpoint."""
         new = temporary_path(link)
         new.symlink_to(folder.name)
         new.replace(link)
@@ -186,11 +169,8 @@ def manifest_entry(path: Path) -> dict[str, Any]:
 
 def find_damage(folder: Path, rank: int = 0, num_ranks: int = 1) -> str | None:
     """The first thing that is wrong with a checkpoint's files; None if they are what was written. Raises UserError: a
-    later version has written it, in a format that this one does not know.
-
-    Args:
-        rank: look at every `num_ranks`-th file only, from this one on: ranks share the reading.
-    """
+    later version has written it, in a format that this one does not know. Ranks share the reading: each looks at every
+    `num_ranks`-th file, from that of its number on."""
     try:
         text = (folder / MANIFEST).read_text()
         content = parse_json(text)
@@ -203,7 +183,7 @@ def find_damage(folder: Path, rank: int = 0, num_ranks: int = 1) -> str | None:
             )
         files = content["files"]
         expected = {name: (about["bytes"], about["xxh3_128"]) for name, about in files.items()}
-        outside = next((name for name in files if Path(name).is_absolute() or ".." in Path(name).parts), None)
+        outside = next((name for name in files if not is_inside(name)), None)
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -255,8 +235,3 @@ def _remove(folder: Path) -> None:
     for name in files & sealed:
         (folder / name).unlink()
     remove_empty(folder)
-
-
-def _save_reason(folder: Path) -> str:
-    # Where nobody knows, it counts, and stays as long as any.
-    return read_record(folder / MANIFEST).get("why", ASKED)

@@ -33,6 +33,7 @@ class ModelExporter:
 
     def __init__(self, run: "Run") -> None:
         self._engine, self._adapter, self._tokenizer_of_run = run.engine, run.adapter, run.data.tokenizer
+        self.writes_all = run.adapter is None  # the whole model, and not only what is trained
         self._task, self._recipe, self._environment = run.task, run.recipe, run.environment
         self._tokenizer_of_run.init_kwargs[TRAINED_WITH] = run.recipe.inputs
 
@@ -40,11 +41,6 @@ class ModelExporter:
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         """A copy: checkpoints are written in a thread, and training must not use the same tokenizer meanwhile."""
         return copy.deepcopy(self._tokenizer_of_run)
-
-    @property
-    def writes_all(self) -> bool:
-        """True if the whole model is written, and not only what is trained."""
-        return self._adapter is None
 
     def weights(self) -> Weights:
         """The full tensors that are written, on the main process; nothing elsewhere. All ranks read it to its end."""

@@ -129,18 +129,32 @@ class CheckpointManager:
                 return False
             shutil.copytree(other, self.directory.partial(update))
             self.directory.partial(update).rename(self.directory.folder(update))
-        self.directory.point_to_the_best(update)
+        self.directory.point(self.directory.best, self.directory.folder(update))
         return True
 
     def start(self) -> None:
         """Say when checkpoints are written; where an anomaly leads back to one, write the first now."""
-        self._log(*self._about_checkpoints())
+        recipe, free = self.recipe, shutil.disk_usage(self.folder.path).free
+        strategy = recipe.save_strategy or ("steps" if recipe.save_steps else None)
+        asked = {"epoch": "at the end of each epoch", "steps": f"every {recipe.save_steps} updates"}
+        when = [asked[strategy]] if strategy in asked else []
+        when += [f"every {recipe.save_minutes:g} minutes"] if self._interval_s else []
+        size = self.writer.bytes_of_weights + self._engine.state.bytes_of_all()
+        if not when:
+            self._log("saves     none: a run that is killed starts over")
+        else:
+            self._log(f"saves     {' and '.join(when)}: about {size / 1e6:,.1f} MB each")
+        if when and free < 1.05 * size:
+            self._log(
+                f"warning   {self.folder.path} has no room for a checkpoint of {size / 1e6:,.1f} MB: "
+                f"{free / 1e6:,.1f} MB are free. Make room, or choose another --output_dir"
+            )
         if self.mirror is not None:
             updates = self.state.updates if self._resumes_its_own_folder else -1
             self.mirror.start(self.folder.path, self.directory, updates)
         if self.resumed_from is None:
             self.writer.check()
-        if self.recipe.on_anomaly == "rewind" and not self.state.updates:
+        if recipe.on_anomaly == "rewind" and not self.state.updates:
             self.save(START, False, {})
 
     def rewind(self, anomaly: Anomaly) -> bool:
@@ -216,15 +230,8 @@ class CheckpointManager:
 
         for lines in (self.folder.metrics, self.folder.samples, self.folder.anomalies):
             lines.sync()  # what leads up to a checkpoint is on the disk when the checkpoint is
-        saved = asdict(self.state) | {"run": self._about, "data": self._data}
-        self.writer.save(
-            self.state.updates,
-            why or BEST,
-            fill,
-            self._exporter.weights,
-            saved if with_state else None,
-            is_best=is_best,
-        )
+        progress = asdict(self.state) | {"run": self._about, "data": self._data} if with_state else None
+        self.writer.save(self.state.updates, why or BEST, fill, self._exporter.weights, progress, is_best=is_best)
         if with_state:
             self._saved_at = time.time()
             self._saved_update = self.state.updates
@@ -243,22 +250,3 @@ class CheckpointManager:
 
     def _log(self, *lines: str) -> None:
         log_lines(*lines, main=self._engine.is_main)
-
-    def _about_checkpoints(self) -> list[str]:
-        """Lines on when checkpoints are written, and a warning where there is no room for one."""
-        recipe = self.recipe
-        strategy = recipe.save_strategy or ("steps" if recipe.save_steps else None)
-        asked = {"epoch": "at the end of each epoch", "steps": f"every {recipe.save_steps} updates"}
-        when = [asked[strategy]] if strategy in asked else []
-        when += [f"every {recipe.save_minutes:g} minutes"] if self._interval_s else []
-        if not when:
-            return ["saves     none: a run that is killed starts over"]
-        size = self.writer.bytes_of_a_checkpoint()
-        free = shutil.disk_usage(self.folder.path).free
-        lines = [f"saves     {' and '.join(when)}: about {size / 1e6:,.1f} MB each"]
-        if free < 1.05 * size:
-            lines.append(
-                f"warning   {self.folder.path} has no room for a checkpoint of {size / 1e6:,.1f} MB: "
-                f"{free / 1e6:,.1f} MB are free. Make room, or choose another --output_dir"
-            )
-        return lines

@@ -21,7 +21,7 @@ from zerofit.recipe.addresses import open_address
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import atomic_file, remove, temporary_path
 from zerofit.recipe.options import TrainingRecipe
-from zerofit.recipe.parsing import counted, object_of, parse_json
+from zerofit.recipe.parsing import counted, object_of
 from zerofit.record.run_folder import (
     CHECKPOINTS,
     MANIFEST,
@@ -31,6 +31,7 @@ from zerofit.record.run_folder import (
     RunFolder,
     evident_differences,
     files_below,
+    is_inside,
 )
 from zerofit.record.terminal import log_lines
 
@@ -99,11 +100,8 @@ class MirrorStore:
 
 def files_of(manifest: bytes | None) -> list[str]:
     """The files that a manifest names; none where it cannot be read."""
-    try:
-        files = list(parse_json(manifest or b"")["files"].keys())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return []
-    return [] if any(Path(name).is_absolute() or ".." in Path(name).parts for name in files) else files
+    files = (object_of(manifest or b"") or {}).get("files")
+    return list(files) if isinstance(files, dict) and all(map(is_inside, files)) else []
 
 
 def reason(error: Exception) -> str:
@@ -126,11 +124,8 @@ class Mirror:
         self._thread: threading.Thread | None = None
 
     def start(self, folder: Path, directory: CheckpointDirectory, updates: int) -> None:
-        """Copy the checkpoints of this folder from now on.
-
-        Args:
-            updates: those in the store that are of a later one are removed, as in the folder; -1: all are.
-        """
+        """Copy the checkpoints of this folder from now on. Those in the store that are of later updates than `updates`
+        are removed, as in the folder; -1: all are."""
         self._folder, self._directory, self._updates = folder, directory, updates
         directory.finished.append(self.wake)
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
@@ -312,7 +307,7 @@ def _restore(store: MirrorStore, recipe: TrainingRecipe, folder: RunFolder) -> l
             if (best := progress["best"]["update"]) is not None:  # as of this checkpoint
                 best_name = directory.folder(best).name
                 if best_name == name or _bring(store, directory, best_name, there.get(best_name)) is None:
-                    directory.point_to_the_best(best)
+                    directory.point(directory.best, directory.folder(best))
             return [*notes, f"mirror    {name} is brought back from {store.address}"]
         notes.append(f"warning   {store.address}/{CHECKPOINTS}/{name} is not used: {problem}")
     if notes and newest is None and not recipe.overwrite_output_dir:

@@ -28,6 +28,7 @@ one at a time. Ranks wait for each other there and in `wait` only: before the ne
 """
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -151,20 +152,13 @@ def write_shard(folder: Path, rank: int, shards: list[Shard], tensors: dict[str,
     """Write what this rank owns; its .json comes into being when the rest is on the disk."""
     data = _file(folder, rank)
     save_file(tensors, data)
-    parts = {shard.name: _entry_of(shard) for shard in shards}
+    parts: dict[str, dict[str, Any]] = {}
+    for shard in shards:
+        parts[shard.name] = {"shape": shard.shape, "start": shard.start, "stop": shard.stop}
+        if shard.cut is not None:
+            parts[shard.name]["cut"] = {"dim": shard.cut.dim, "ranges": shard.cut.ranges}
     with atomic_file(data.with_suffix(".json")) as file:
         file.write(json.dumps({"data": manifest_entry(data), "pieces": parts}) + "\n")
-
-
-def _entry_of(shard: Shard) -> dict[str, Any]:
-    part = {"shape": shard.shape, "start": shard.start, "stop": shard.stop}
-    return part if shard.cut is None else {**part, "cut": {"dim": shard.cut.dim, "ranges": shard.cut.ranges}}
-
-
-def _shard_of(name: str, part: dict[str, Any]) -> Shard:
-    shape, cut = tuple(part["shape"]), part.get("cut")
-    cut = cut and Cut(shape, cut["dim"], tuple(map(tuple, cut["ranges"])))
-    return Shard(name, shape, part["start"], part["stop"], cut)
 
 
 def entries_of_shards(folder: Path) -> dict[str, dict[str, Any]]:
@@ -190,8 +184,11 @@ class ShardReader:
         for index in sorted(folder.glob("rank_*.json")):
             rank = int(index.stem.removeprefix("rank_"))
             for name, part in json.loads(index.read_text())["pieces"].items():
-                self.shapes[name] = tuple(part["shape"])
-                self._shards.setdefault(name, []).append((rank, _shard_of(name, part)))
+                shape = self.shapes[name] = tuple(part["shape"])
+                cut = part.get("cut")
+                cut = cut and Cut(shape, cut["dim"], tuple(map(tuple, cut["ranges"])))
+                shard = Shard(name, shape, part["start"], part["stop"], cut)
+                self._shards.setdefault(name, []).append((rank, shard))
 
     def problems(self, parameters: dict[str, torch.nn.Parameter]) -> list[str]:
         """Lines on trained parameters of a model that are not here, or have another shape."""
@@ -260,7 +257,7 @@ class AsyncCheckpointWriter:
         self.checkpoints, self.engine, self._asynchronous = checkpoints, engine, asynchronous
         parameters, trained = list(engine.whole.parameters()), list(engine.state.whole.values())
         exported, self._whole = parameters if whole else trained, whole
-        self._bytes_of_weights = sum(true_numel(each) * each.element_size() for each in exported)
+        self.bytes_of_weights = sum(true_numel(each) * each.element_size() for each in exported)
         self._state_has_all = len(exported) == len(trained)
         self._save: _Save | None = None
         self._copies = {part: HostCopies() for part in ("state", "model")}
@@ -295,12 +292,13 @@ class AsyncCheckpointWriter:
         began = time.perf_counter()
         self.wait()
         engine, copied = self.engine, self.copies_before_writing()
+        shards, tensors = list[Shard](), dict[str, torch.Tensor]()
         if progress is not None:
             engine.state.initialize_moments()
-        shards = engine.state.own() if progress is not None else []
-        tensors = {**engine.state.tensors(), **engine.state.whole_tensors()} if progress is not None else {}
-        tensors = self._on_the_host("state", tensors, copied)
-        weights_now = self.check(tensors) if progress is not None else {}
+            shards, tensors = engine.state.own(), {**engine.state.tensors(), **engine.state.whole_tensors()}
+            tensors = self._on_the_host("state", tensors, copied)
+            kept = {"steps": engine.state.steps, "loss_scale": engine.loss_scale(), "weights": self.check(tensors)}
+            progress = {**progress, **kept}
         from_state = progress is not None and self._state_has_all
         buffers = engine.stored_buffers() if self._whole else {}
         exported = buffers if from_state else dict(weights())
@@ -308,24 +306,15 @@ class AsyncCheckpointWriter:
             live = {tensor.untyped_storage().data_ptr() for tensor in engine.live_tensors()}
             moving = {name: tensor for name, tensor in exported.items() if tensor.untyped_storage().data_ptr() in live}
             exported = {**exported, **self._on_the_host("model", moving, copied)}
-        if progress is not None:
-            steps, scale = engine.state.steps, engine.loss_scale()
-            progress = {**progress, "steps": steps, "loss_scale": scale, "weights": weights_now}
-        rank, world_size = engine.layout.rank, engine.layout.world_size
-        self._save = _Save(
-            self.checkpoints, update, why, is_best=is_best, rank=rank, world_size=world_size, began=began
-        )
         dtypes = {name: parameter.dtype for name, parameter in engine.state.whole.items()} if from_state else {}
-        self._save.start(
-            shards=shards,
-            tensors=tensors,
-            progress=progress,
-            fill=fill if engine.is_main else None,
-            exported=exported,
-            dtypes=dtypes,
-        )
+        rank, world_size = engine.layout.rank, engine.layout.world_size
+        self._save = save = _Save(self.checkpoints, update, why, is_best, rank, world_size=world_size, began=began)
+        fill_on_main = fill if engine.is_main else None
+        work = functools.partial(save.write, shards, tensors, progress, fill_on_main, exported, dtypes=dtypes)
+        save.thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        save.thread.start()
         if copied:
-            self._save.blocked_s = time.perf_counter() - began
+            save.blocked_s = time.perf_counter() - began
         else:
             self.wait()
 
@@ -367,14 +356,10 @@ class AsyncCheckpointWriter:
         """Return True if saves are copied first; all ranks decide alike, at the first one."""
         if self._asynchronous is None:
             room = 0.8 * host_memory()[0] / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            weights = self._bytes_of_weights if self.engine.is_main else 0  # which puts the model together
+            weights = self.bytes_of_weights if self.engine.is_main else 0  # which puts the model together
             fits = self.engine.per_rank([float(self.engine.state.bytes_of_own() + weights < room)])
             self._asynchronous = all(rank[0] for rank in fits)
         return self._asynchronous
-
-    def bytes_of_a_checkpoint(self) -> int:
-        """Estimate the bytes of one checkpoint on the disk."""
-        return self._bytes_of_weights + self.engine.state.bytes_of_all()
 
     def wait(self) -> bool:
         """Wait for the save under way, on all ranks. Returns whether it failed; nothing is left of it then."""
@@ -384,11 +369,17 @@ class AsyncCheckpointWriter:
         save.shard_is_written.wait()
         failures = engine.gather_objects(save.failure)
         failure = engine.from_main(next(filter(None, failures or ()), None))
-        if engine.is_main:
-            failure = save.conclude(failure)
+        if engine.is_main:  # every rank's shard is written, or has failed
+            save.until = 0.0 if failure else time.perf_counter() + SECONDS_TO_APPEAR
+            save.thread.join()
+            failure = failure or save.failure
             if failure is None:
-                self.records.append(save.record())
+                blocked_s = time.perf_counter() - save.began if save.blocked_s is None else save.blocked_s
+                record = {"update": save.update, "bytes": save.bytes, "blocked_s": blocked_s, "seconds": save.seconds}
+                self.records.append(record)
             else:
+                with contextlib.suppress(OSError):
+                    remove(self.checkpoints.partial(save.update))
                 left = "earlier checkpoints are intact" if any(self.checkpoints.resumable()) else "there is no other"
                 self.messages.append(
                     f"warning   update {save.update}: the checkpoint could not be written ({failure}); {left}"
@@ -485,32 +476,15 @@ class _Save:
     rank: int
     world_size: int
     began: float
+    thread: threading.Thread = field(init=False)
     shard_is_written: threading.Event = field(default_factory=threading.Event)
     failure: str | None = None
-    blocked_s: float | None = None  # seconds; None: until the save is concluded
-    _seconds: float = 0.0
-    _bytes: int = 0
-    _until: float = math.inf  # when the main process stops waiting for others' files; 0: one has failed, stop now
+    blocked_s: float | None = None  # seconds; None: until the save has ended
+    seconds: float = 0.0
+    bytes: int = 0
+    until: float = math.inf  # when the main process stops waiting for others' files; 0: one has failed, stop now
 
-    def start(self, **work: Any) -> None:
-        self._thread = threading.Thread(target=self._work, kwargs=work, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def conclude(self, failure: str | None) -> str | None:
-        """On the main process, once every rank's shard is written or has failed. Returns what failed, if anything."""
-        self._until = 0.0 if failure else time.perf_counter() + SECONDS_TO_APPEAR
-        self._thread.join()
-        failure = failure or self.failure
-        if failure:
-            with contextlib.suppress(OSError):
-                remove(self.checkpoints.partial(self.update))
-        return failure
-
-    def record(self) -> dict[str, Any]:
-        blocked_s = time.perf_counter() - self.began if self.blocked_s is None else self.blocked_s
-        return {"update": self.update, "bytes": self._bytes, "blocked_s": blocked_s, "seconds": self._seconds}
-
-    def _work(
+    def write(
         self,
         shards: list[Shard],
         tensors: dict[str, torch.Tensor],
@@ -537,22 +511,22 @@ class _Save:
             if progress is not None:
                 (partial / STATE / PROGRESS).write_text(json.dumps(progress) + "\n")
                 checked = {f"{STATE}/{name}": entry for name, entry in entries_of_shards(partial / STATE).items()}
-            self._bytes = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+            self.bytes = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
             self.checkpoints.finish(self.update, self.why, self.is_best, checked)
         except Exception as error:  # whatever it is, it must not end the training
             self.failure = first_line(error)
             if not is_of_the_disk(error):
                 traceback.print_exc()
         finally:
-            self._seconds = time.perf_counter() - self.began
+            self.seconds = time.perf_counter() - self.began
             self.shard_is_written.set()
 
     def _all_are_there(self) -> bool:
         """Wait for the files of the other ranks. Returns False if one of them has failed."""
         folder = self.checkpoints.partial(self.update) / STATE
         while missing := missing_shards(folder, self.world_size):
-            if time.perf_counter() > self._until:
-                if self._until:
+            if time.perf_counter() > self.until:
+                if self.until:
                     ranks = ", ".join(map(str, missing))
                     self.failure = (
                         f"the files of rank {ranks} do not appear in {folder}: output_dir must be on a file system "

@@ -66,7 +66,7 @@ class WrittenFiles:
         its files are those that every run writes."""
         if record := self._read():
             written = record.get("written")
-            return {name for name in written if _is_inside(name)} if isinstance(written, list) else set()
+            return {name for name in written if is_inside(name)} if isinstance(written, list) else set()
         return NAMES if any((self.path / CHECKPOINTS).glob(f"update_????????/{MANIFEST}")) else set()
 
     def _read(self) -> dict[str, Any]:
@@ -153,8 +153,8 @@ def remove_empty(folder: Path) -> None:
             os.rmdir(below)
 
 
-def _is_inside(name: Any) -> bool:
-    """Return True if a name of the record lies in the folder: a stranger may have written the record."""
+def is_inside(name: Any) -> bool:
+    """Return True if a name of a record lies in the record's folder: a stranger may have written the record."""
     path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath("/")
     return not path.is_absolute() and ".." not in path.parts
 
@@ -176,16 +176,13 @@ class RunFolder:
 
     def __init__(self, path: str | Path, option: str = "output_dir"):
         self.path, self.option = Path(path), option  # what messages call it
+        self.model = self.path / MODEL
         self.metrics = JsonlFile(self.path / "metrics.jsonl", line_of_metrics)
         self.samples = JsonlFile(self.path / "samples.jsonl")
         self.anomalies = JsonlFile(self.path / "anomalies.jsonl")
         self.written = WrittenFiles(self.path)
         self.failed: dict[str, Exception] = {}  # files that the disk has not taken, and why
         self._lock: io.FileIO | None = None
-
-    @property
-    def model(self) -> Path:
-        return self.path / MODEL
 
     def recorded(self) -> dict[str, Any] | None:
         """The options of the run that is in the folder, and of its strategy the numbers of processes; None where it
@@ -357,9 +354,8 @@ class RunFolder:
 
     def predictions(self, suffix: str = "", fields: Sequence[str] = ()) -> list[dict[str, Any]]:
         """Read predictions.jsonl, of this launch or of an earlier one: the lines that have these fields."""
-        file = self.path / f"predictions{suffix}.jsonl"
-        lines = file.read_bytes().split(b"\n") if file.is_file() else []
-        return [row for text in lines if (row := object_of(text)) is not None and row.keys() >= set(fields)]
+        rows = JsonlFile(self.path / f"predictions{suffix}.jsonl", object_of).read()
+        return [row for row in rows if row.keys() >= set(fields)]
 
     def tabulate_predictions(self, ending: str, delimiter: str) -> list[str]:
         """Write predictions*.jsonl as tables too, such as predictions.csv: a column for the probability of each class;
