@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from helpers import recipe_of, tiny_model
+from helpers import tiny_model
 
-from zerofit.checkpoint.resume import EarlierRuns
 from zerofit.model.compilation import blocks_of, round_embeddings
 
 IDS = torch.arange(48).reshape(2, 24)
@@ -32,21 +31,3 @@ def test_it_is_in_bf16_under_autocast_alone(family):
         assert entering(model, dtype) == {expected}
         gradients = {each.grad.dtype for each in model.parameters() if each.grad is not None}
         assert gradients == {torch.float32}
-
-
-@pytest.mark.parametrize(
-    ("recorded", "stated", "kept"),
-    [
-        ({}, {}, True),  # it is of a time without the option
-        ({"residual_in_fp32": True}, {}, True),
-        ({"residual_in_fp32": False}, {}, False),
-        ({"seed": 7}, {}, False),  # another run
-        ({}, {"residual_in_fp32": False}, False),
-        ({}, {"resume": "never"}, False),
-    ],
-)
-def test_a_run_that_resumes_keeps_what_it_had(recorded, stated, kept):
-    recipe = recipe_of(train_file=["x.txt"], **stated)
-    own = {name: value for name, value in recipe.to_dict().items() if name != "residual_in_fp32"}
-    EarlierRuns({**own, "global_batch_size": None, **recorded}).keep_residual(recipe)
-    assert recipe.residual_in_fp32 == kept

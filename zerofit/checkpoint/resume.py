@@ -30,14 +30,10 @@ START_OVER = "--resume never --overwrite_output_dir"
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """Says where a run resumes from.
-
-    Args:
-        sources: what is tried, one after another: auto (the newest checkpoint of the folder), or a checkpoint.
-    """
+    """Says where a run resumes from."""
 
     identity: dict[str, Any]  # the options that make the run the run that it is
-    sources: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()  # tried one after another: auto (the folder's newest checkpoint), or a checkpoint
     notes: tuple[str, ...] = ()
 
 
@@ -56,7 +52,15 @@ class EarlierRuns:
         if recipe.resume in ("auto", "never"):
             return cls(own)
         checkpoint = Path(recipe.resume).expanduser()
-        return cls(own, checkpoint, _run_of(checkpoint))
+        if problem := named_checkpoint_problem(checkpoint):
+            raise UserError(
+                f"resume = {str(checkpoint)!r}: {problem}. Say auto (the newest of output_dir), never, or a folder "
+                "such as RUN/checkpoints/latest"
+            )
+        named = _recorded_in(checkpoint)
+        if not named:
+            raise UserError(f"resume = {str(checkpoint)!r}: its state/progress.json cannot be read. Name another")
+        return cls(own, checkpoint, named)
 
     def keep_global_batch(self, recipe: TrainingRecipe, replicas: int) -> tuple[int, bool, str | None]:
         """Let the accumulation follow where a run resumes with another number of data-parallel processes than its
@@ -68,44 +72,21 @@ class EarlierRuns:
         Returns: (the number of them that the options are given for, whether the global batch is that of a run that
             resumes, what was done). The number stays as it was, so that the same command resumes the run again.
         """
-        recorded = self._resumed(recipe)
+        recorded: dict[str, Any] = {}  # the options of the run that this one seems to resume
+        if recipe.resume != "never":
+            is_this_run = self.own is not None and not evident_differences(recipe, self.own)
+            recorded = (self.own if is_this_run else self.named) or {}
         size: Any = recorded.get("global_batch_size")
         before: Any = recorded.get(GIVEN_FOR)
         given = recipe.global_batch_size if recipe.source("global_batch_size") else None
-        if (
-            not is_count(size)
-            or not is_count(before)
-            or given not in (None, size)
-            or (given is None and before == replicas)
-        ):
+        if not is_count(size) or not is_count(before) or given not in (None, size):
             return replicas, False, None
         if before == replicas:
-            return replicas, True, None
+            return replicas, given is not None, None
         recipe.adopt("global_batch_size", size, f"{RESUMED}, of {counted(before, 'process')}")
         recipe.adopt("gradient_accumulation_steps", None, "")
-        return (
-            before,
-            True,
-            (
-                f"{replicas} data-parallel processes, and the options are those of {before}: the global batch stays "
-                f"{size}, and the accumulation follows"
-            ),
-        )
-
-    def keep_residual(self, recipe: TrainingRecipe) -> None:
-        """Let a run that resumes keep its residual stream in fp32, where it was in fp32 before: by its option, or
-        since there was no such option yet."""
-        recorded = self._resumed(recipe)
-        if recorded and recorded.get("residual_in_fp32", True) and not recipe.source("residual_in_fp32"):
-            recipe.adopt("residual_in_fp32", True, RESUMED)
-
-    def _resumed(self, recipe: TrainingRecipe) -> dict[str, Any]:
-        """The options of the run that a recipe seems to resume; {}: of none."""
-        if recipe.resume == "never":
-            return {}
-        differing = evident_differences(recipe, self.own or {})
-        is_this_run = self.own is not None and {text.split()[0] for text in differing} <= {"residual_in_fp32"}
-        return (self.own if is_this_run else self.named) or {}
+        note = f"{replicas} data-parallel processes, and the options are those of {before}: the global batch stays "
+        return before, True, f"{note}{size}, and the accumulation follows"
 
     def compiled(self, plan: "ResumePlan") -> bool | str | None:
         """The part of the model that was compiled in the run that a plan resumes; None: it resumes none."""
@@ -150,11 +131,8 @@ class EarlierRuns:
 
 
 def refuse_to_clear(folder: RunFolder, overwrite: bool, is_known: bool = True) -> None:
-    """Raises UserError where a run that starts would delete checkpoints or a model, and was not told to.
-
-    Args:
-        is_known: it is known which run is in the folder, and this is the same.
-    """
+    """Raises UserError where a run that starts would delete checkpoints or a model, and was not told to. `is_known`:
+    it is known which run is in the folder, and this is the same."""
     newest = CheckpointDirectory(folder.path / CHECKPOINTS).newest_after(folder.written.begun_at)
     holds = newest or (folder.model if folder.model.is_dir() and any(folder.model.iterdir()) else None)
     if holds is None and not is_known and folder.has_updates():
@@ -178,18 +156,6 @@ def _recorded_in(checkpoint: Path) -> dict[str, Any]:
     """The options that a checkpoint was written with; empty if they cannot be read."""
     run = read_record(checkpoint / STATE / PROGRESS).get("run")
     return run if isinstance(run, dict) else {}
-
-
-def _run_of(checkpoint: Path) -> dict[str, Any]:
-    problem = named_checkpoint_problem(checkpoint)
-    if problem:
-        raise UserError(
-            f"resume = {str(checkpoint)!r}: {problem}. Say auto (the newest of output_dir), never, or a folder "
-            "such as RUN/checkpoints/latest"
-        )
-    if run := _recorded_in(checkpoint):
-        return run
-    raise UserError(f"resume = {str(checkpoint)!r}: its state/progress.json cannot be read. Name another")
 
 
 def differences_from(recipe: TrainingRecipe, global_batch: int, recorded: dict[str, Any]) -> list[str]:

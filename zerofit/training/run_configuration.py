@@ -70,7 +70,6 @@ def resolve(task: str, recipe: TaskRecipe) -> RunConfiguration:
         notes.extend(filter(None, [note]))
         return stays
 
-    earlier.keep_residual(recipe)
     with problems.collected():
         trackers = tuple(wanted_trackers(recipe))
     with problems.collected():
