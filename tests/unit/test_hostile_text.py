@@ -18,7 +18,7 @@ RAW = set("\x1b\x07\x9b\r\x08\u202e\x7f")
 def test_what_is_printed(capsys):
     log_lines("data", HOSTILE)
     log_lines(table([("name", "rows"), (HOSTILE, f"1\n{HOSTILE}")]))
-    Bar(10, 1, main=True).log_line(HOSTILE)
+    Bar(10, 1, main=True).log_lines(HOSTILE)
     log_lines(UserError([f"column {HOSTILE}", "another"]).report(), UserError(HOSTILE).report())
     shown = "".join(capsys.readouterr())
     assert shown.count("name") > 5

@@ -20,7 +20,6 @@ from zerofit.health.shutdown import StopReason
 from zerofit.health.slow_ranks import RankClock, SlowRanks
 from zerofit.recipe import ClmRecipe
 from zerofit.recipe.errors import UserError
-from zerofit.record.recorder import Rates
 from zerofit.record.run_folder import RunFolder
 from zerofit.strategy.batches import BatchSizes
 from zerofit.strategy.engine import Outcome
@@ -55,6 +54,8 @@ class Exporter:
 
 class SavingEngine(Alone):
     """Each step is one update of the real optimizer; `before` is called with its number."""
+
+    strategy = SimpleNamespace(shards_parameters=False, fully_shards=False)
 
     def weights(self):
         return self.module.state_dict().items()
@@ -114,7 +115,7 @@ class Launches:
 
         engine.before = before
         recorder = MagicMock()
-        recorder.log_lines = lambda *lines: self.said.extend(lines)
+        recorder.bar.log_lines = lambda *lines: self.said.extend(lines)
         with contextlib.suppress(Killed):
             self._train(recipe, engine, state=state, best=best, checkpoints=checkpoints, recorder=recorder)
         self.folder.metrics.close()
@@ -134,9 +135,9 @@ class Launches:
             warmup=None,
             counters=[],
             detector=AnomalyDetector(0.0, False, False),
-            throughput=SimpleNamespace(rates_of=lambda *_: Rates(1.0, 1.0, 1.0, None), evaluations=[]),
+            throughput=SimpleNamespace(rates_of=lambda *_: {"tokens_per_s": 1.0}, evaluations=[]),
             memory=SimpleNamespace(peak_bytes=lambda: 1, reset=lambda: None),
-            clock=RankClock(engine.device, forward_is_local=True),
+            clock=RankClock(engine),
             slow_ranks=SlowRanks(engine.layout, 10, str, "forward"),
             watchdog=SimpleNamespace(phase=lambda *_, **__: None),
             shutdown=SimpleNamespace(reason=lambda: StopReason.NONE),

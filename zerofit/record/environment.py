@@ -68,7 +68,7 @@ def describe_environment(command: list[str], device: "torch.device") -> dict[str
 
     from zerofit.strategy.devices import device_name
 
-    root, packages = Path(__file__).resolve().parents[2], dict[str, str]()
+    packages = dict[str, str]()
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             packages[name] = version(name)
@@ -85,8 +85,8 @@ def describe_environment(command: list[str], device: "torch.device") -> dict[str
     return {
         "command": command or sys.argv,
         "arguments": sys.argv,
-        "zerofit_commit": _git(root, "rev-parse", "HEAD"),
-        "zerofit_changed": bool(_git(root, "status", "--porcelain", "--untracked-files=no")),
+        "zerofit_commit": _git("rev-parse", "HEAD"),
+        "zerofit_changed": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": packages,
@@ -112,9 +112,10 @@ def untried_versions() -> list[str]:
     return [f"zerofit {__version__} was not tried with {installed}: pip install {remedy}"]
 
 
-def _git(root: Path, *words: str) -> str | None:
+def _git(*words: str) -> str | None:
+    root = Path(__file__).resolve().parents[2]
     try:
-        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=20)
+        done = subprocess.run(["git", "-C", root, *words], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

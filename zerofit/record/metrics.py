@@ -22,7 +22,7 @@ class JsonlFile:
     Lines that the disk has no room for wait in memory, and are written as soon as there is some.
 
     Args:
-        parse: the bytes of a line -> its object, which has an `update`; None: it is damaged, and passed over.
+        parse: the bytes of a line -> its object; None: it is damaged, and passed over.
     """
 
     def __init__(self, path: Path, parse: Parse | None = None):
@@ -46,16 +46,11 @@ class JsonlFile:
         except OSError:  # a full disk is not a reason to end a run, nor to lose the line
             return
 
-    def _open(self) -> io.FileIO:
-        """Open the file to append, without a last line that a kill has left half."""
-        file = os.fdopen(open_without_links(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", buffering=0)
-        content = self.path.read_bytes()
-        file.truncate(content.rfind(b"\n") + 1)
-        return file
-
     def _write(self) -> None:
         if self._file is None:
-            self._file = self._open()
+            opened = open_without_links(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            self._file = os.fdopen(opened, "ab", buffering=0)
+            self._file.truncate(self.path.read_bytes().rfind(b"\n") + 1)  # a last line that a kill has left half
         while self._waiting:
             self._waiting = self._waiting[self._file.write(self._waiting) :]
 
@@ -83,23 +78,16 @@ class JsonlFile:
 
 def add_line(file: Path, line: dict[str, Any]) -> None:
     """Append a line with a single write: several ranks may append at the same time."""
-    data = (json.dumps(line, ensure_ascii=False) + "\n").encode()
-    descriptor = open_without_links(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    try:
-        os.write(descriptor, data)
-    finally:
-        os.close(descriptor)
+    with open(open_without_links(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", buffering=0) as opened:
+        opened.write((json.dumps(line, ensure_ascii=False) + "\n").encode())
 
 
 class LineReader:
-    """The whole lines of a file to which others append. Each is returned once.
-
-    Attributes:
-        position: bytes that were read.
-    """
+    """The whole lines of a file to which others append. Each is returned once."""
 
     def __init__(self, file: Path, parse: Parse = json.loads):
-        self.file, self.position, self._parse = file, 0, parse
+        self.file, self._parse = file, parse
+        self.position = 0  # bytes that were read
 
     def poll(self) -> list[dict[str, Any]]:
         """The lines that were added since the last call."""
@@ -115,9 +103,8 @@ class LineReader:
     def drop_rest(self) -> None:
         """Remove what follows the lines that were read: a writer that was killed has left it."""
         if self.file.is_file():
-            descriptor = open_without_links(self.file, os.O_RDWR)
-            os.ftruncate(descriptor, self.position)
-            os.close(descriptor)
+            with open(open_without_links(self.file, os.O_RDWR), "r+b") as opened:
+                opened.truncate(self.position)
 
 
 def line_of_update(text: bytes) -> dict[str, Any] | None:
@@ -214,15 +201,14 @@ class UpdateMetrics:
         return {name: value for name, value in line.items() if value is not None}
 
 
-TEXTS, FLAGS, TABLES = ("anomaly",), ("skipped",), ("rank_seconds",)  # fields that are not numbers
+KINDS = {"anomaly": str, "skipped": bool, "rank_seconds": dict}  # of the fields that are not numbers
 
 
 def line_of_metrics(text: bytes) -> dict[str, Any] | None:
     """A line of metrics.jsonl, without values of another type than their field's; None: it is of no update."""
     line = line_of_update(text)
-    kinds = dict.fromkeys(TEXTS, str) | dict.fromkeys(FLAGS, bool) | dict.fromkeys(TABLES, dict)
     return line and {
         name: value
         for name, value in line.items()
-        if (isinstance(value, kinds[name]) if name in kinds else type(value) in (int, float))
+        if (isinstance(value, KINDS[name]) if name in KINDS else type(value) in (int, float))
     }

@@ -23,11 +23,8 @@ def model_card(
     model_class: str = "",
     base: str | None = None,
 ) -> str:
-    """The text, which names no folder of this machine.
-
-    Args:
-        base: of an adapter that was trained on, which is what the recipe names; None: what the recipe names.
-    """
+    """The text, which names no folder of this machine. `base`: of an adapter that was trained on; None: what the
+    recipe names."""
     public = recipe.to_publish()
     began, library = public["model_name_or_path"], "peft" if is_adapter else "transformers"
     base = without_folders(base) if base else began
@@ -44,13 +41,15 @@ def model_card(
     head = next(
         (head for head in ("MultipleChoice", "TokenClassification") if head in model_class), HEADS[model_kind(task)]
     )
+    about = f"Task {task}; {'continued from ' + began if began else 'trained from scratch'} on {data}."
+    in_one_line = printable(" ".join(about.splitlines()))
     return "\n".join(
         [
             *front,
             "",
             "# A model trained with zerofit",
             "",
-            _line(f"Task {task}; {'continued from ' + began if began else 'trained from scratch'} on {data}."),
+            re.sub(r"([\\`*<>\[\]#|])", r"\\\1", in_one_line),  # names are not markup
             *measured,
             *_loading(f"AutoModelFor{head}", base, is_adapter),
             "",
@@ -67,11 +66,6 @@ def model_card(
 def _quoted(text: str | None) -> str:
     """A string of YAML, which is one of Python as well."""
     return printable(json.dumps(text, ensure_ascii=False))
-
-
-def _line(text: str) -> str:
-    """A text as one line of markdown, in which names are not markup."""
-    return re.sub(r"([\\`*<>\[\]#|])", r"\\\1", printable(" ".join(text.splitlines())))
 
 
 def _loading(auto_class: str, base: str | None, is_adapter: bool) -> list[str]:

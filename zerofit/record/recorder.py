@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.tracking import get_available_trackers
@@ -69,15 +69,6 @@ class MemoryMeter:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-class Rates(NamedTuple):
-    """The rates of one update, all ranks together."""
-
-    samples_per_s: float
-    tokens_per_s: float
-    flops_per_s: float
-    mfu: float | None
-
-
 @dataclass
 class ThroughputMeter:
     """Samples/s, tokens/s and FLOP/s over all ranks. Padding is not throughput."""
@@ -87,12 +78,14 @@ class ThroughputMeter:
     rates: list[float] = field(default_factory=list)
     evaluations: list[EvaluationTime] = field(default_factory=list)
 
-    def rates_of(self, tokens: int, samples: int, seconds: float) -> Rates:
-        """The rates of one update that handled these samples, of `tokens` non-padding tokens, on all ranks."""
+    def rates_of(self, tokens: int, samples: int, seconds: float) -> dict[str, float | None]:
+        """The fields of UpdateMetrics on the rates of an update: of these samples and `tokens` non-padding tokens, on
+        all ranks."""
         rate = tokens / seconds
         self.rates.append(rate)
         flops_per_s = rate * self.flops_per_token
-        return Rates(samples / seconds, rate, flops_per_s, flops_per_s / self.peak if self.peak else None)
+        mfu = flops_per_s / self.peak if self.peak else None
+        return {"samples_per_s": samples / seconds, "tokens_per_s": rate, "flops_per_s": flops_per_s, "mfu": mfu}
 
     def typical(self) -> float:
         """Median tokens/s, without the first updates (caches, compilation) where there are enough others."""
@@ -172,12 +165,8 @@ class RunRecorder:
 
     def __init__(self, run: "Run", bar: Bar) -> None:
         self.folder, self.environment = run.folder, run.environment
-        self._engine, self._timeline, self._bar, self._data = run.engine, run.timeline, bar, run.data
+        self._engine, self._timeline, self.bar, self._data = run.engine, run.timeline, bar, run.data
         self._is_first = True
-
-    def begin(self, updates: int) -> None:
-        """Show what comes after this number of updates: at the start of a launch, and after a rewind."""
-        self._bar.begin(updates)
 
     def write(self, metrics: UpdateMetrics) -> None:
         """A line of metrics.jsonl and of the trackers."""
@@ -206,7 +195,7 @@ class RunRecorder:
 
     def show(self, metrics: UpdateMetrics) -> None:
         """One update more at the terminal; after the first one also how long the start took, in environment.json."""
-        self._bar.update(metrics)
+        self.bar.update(metrics)
         if self._is_first:
             self._is_first = False
             self._timeline.mark("first update")
@@ -218,12 +207,4 @@ class RunRecorder:
 
     def show_held_out(self, update: int, figures: dict[str, float]) -> None:
         named = (f"{name.removeprefix('eval_')} {rounded(value, 4)}" for name, value in figures.items())
-        self.log_lines(f"update {update}: held-out " + ", ".join(named))
-
-    def log_lines(self, *texts: str) -> None:
-        """Print lines above the status line."""
-        for text in texts:
-            self._bar.log_line(text)
-
-    def close(self) -> None:
-        self._bar.close()
+        self.bar.log_lines(f"update {update}: held-out " + ", ".join(named))

@@ -47,17 +47,9 @@ def outlive_the_terminal() -> None:
         lasting: _Lasting | io.BufferedWriter = _Lasting(stream.fileno(), "w", closefd=False)
         if not stream.write_through:  # PYTHONUNBUFFERED: the interpreter leaves out this buffer as well
             lasting = io.BufferedWriter(lasting)
-        setattr(
-            sys,
-            name,
-            io.TextIOWrapper(
-                lasting,
-                stream.encoding,
-                stream.errors,
-                line_buffering=stream.line_buffering,
-                write_through=stream.write_through,
-            ),
-        )
+        wrapper = io.TextIOWrapper(lasting, stream.encoding, stream.errors)
+        wrapper.reconfigure(line_buffering=stream.line_buffering, write_through=stream.write_through)
+        setattr(sys, name, wrapper)
 
 
 def log_lines(*lines: str, main: bool = True) -> None:
@@ -266,7 +258,8 @@ class Bar(StatusLine):
         elif not self.renewed and shown and (number % self.every == 0 or number in (self.done + 1, self.total)):
             log_lines(fitted(pieces, screen_width()))
 
-    def log_line(self, text: str) -> None:
-        """A line of its own, in the place of the status line if there is one, which comes again."""
-        self.clear()
-        log_lines(text, main=self.main)
+    def log_lines(self, *texts: str) -> None:
+        """Lines of their own, in the place of the status line if there is one, which comes again."""
+        if texts:
+            self.clear()
+            log_lines(*texts, main=self.main)

@@ -51,7 +51,7 @@ class Profiler:
 
     def __init__(self, run: "Run") -> None:
         self.updates = run.recipe.profiled_updates
-        self.log_lines, self.device = run.recorder.log_lines, run.device.type
+        self.log_lines, self.device = run.recorder.bar.log_lines, run.device.type
         names = ["profile_rank0.json.gz", *(["memory_rank0.pickle"] if self.device == "cuda" else [])]
         for name in names:
             run.folder.claim(name)

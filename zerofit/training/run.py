@@ -299,7 +299,7 @@ class Run:
             if self.best.is_exhausted:
                 worse = counted(self.state.best.worse_in_a_row, "evaluation")
                 text = f"update {self.state.updates}: {worse} without a better {self.best.metric}: the end"
-                self.recorder.log_lines(text)
+                self.recorder.bar.log_lines(text)
                 break
             number = self.state.updates + 1
             self._now = now = Progress()
@@ -313,7 +313,7 @@ class Run:
             self._write()
             if now.checkpoint_failed:
                 self.checkpoints.writer.wait()
-            self.recorder.log_lines(*self.checkpoints.messages(), *self.slow_ranks.messages())
+            self.recorder.bar.log_lines(*self.checkpoints.messages(), *self.slow_ranks.messages())
             if now.stop_reason and not self.length.is_last(number):
                 self.stop_reason = now.stop_reason
         self.end_loop()
@@ -322,7 +322,7 @@ class Run:
         """Begin with the update after those that are done: evaluate, if that is asked for before the first one."""
         state, recipe = self.state, self.recipe
         self.detector.begin(state.anomaly_history)
-        self.recorder.begin(state.updates)
+        self.recorder.bar.begin(state.updates)
         if recipe.eval_on_start and not state.updates and evaluate is not None and self.data.num_held_out:
             self.begin_evaluation(0)
             figures = evaluate()
@@ -359,7 +359,7 @@ class Run:
         """Write what is left of the record, and wait for the checkpoints; once, at the end of the loop."""
         if self.seconds is None:
             self._write()
-            self.recorder.close()
+            self.recorder.bar.close()
             self.enter("save", self.state.updates)
             self.checkpoints.finish(after_anomaly=self.stop_reason is StopReason.ANOMALY)
             self.seconds = time.perf_counter() - self._began
@@ -414,7 +414,7 @@ class Run:
             samples = consumed - self.length.consumed(number - 1)
             rates = self.throughput.rates_of(int(totals.tokens), samples, seconds)
             figures |= {
-                **rates._asdict(),
+                **rates,
                 "targets": int(totals.targets) if totals.targets.is_integer() else round(totals.targets, 6),
                 "tokens": int(totals.tokens),
                 "padding": 1.0 - totals.tokens / totals.positions,
@@ -518,7 +518,7 @@ class Run:
         """Record an update that was refused. Returns whether the run goes back to a checkpoint, or stops."""
         action = self.recipe.on_anomaly
         self.recorder.write_anomaly(anomaly, action)
-        self.recorder.log_lines(f"anomaly   update {anomaly.update}: {anomaly.reason}. {ACTIONS[action]}")
+        self.recorder.bar.log_lines(f"anomaly   update {anomaly.update}: {anomaly.reason}. {ACTIONS[action]}")
         if self.checkpoints.rewind(anomaly):
             return True
         if action != "skip" or self.state.anomalies_in_a_row >= MAX_IN_A_ROW:
