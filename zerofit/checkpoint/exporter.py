@@ -1,9 +1,5 @@
-"""The trained model as a folder for others, and in a repository of the hub.
-
-Pushes a run's model/ to a repository of the Hugging Face hub, at its end.
-
-huggingface_hub does it, in a thread of its own, so that a hub which does not answer cannot hold the run.
-"""
+"""The trained model as a folder for others, and in a repository of the Hugging Face hub: huggingface_hub pushes it
+in a thread of its own, so that a hub which does not answer cannot hold the run."""
 
 import contextlib
 import copy

@@ -1,12 +1,5 @@
-"""Saving and resuming, on all ranks together: the state of a run in files.
-
-Copies of tensors in the host's memory, made again and again in the same place.
-
-What a device copies to by itself must be page-locked, and torch takes page-locked memory in blocks of powers of two
-(ATen/core/CachingHostAllocator.h: PowerOf2Ceil): one by one, tensors take up to twice the memory that they need. So
-many tensors share few blocks, which they fill.
-
-The state of a run in files: shards of the optimizer's state from every rank, and how far the run had come.
+"""Saving and resuming, on all ranks together: shards of the optimizer's state from every rank, and how far the run had
+come.
 
     state/progress.json            the fields of RunState (above); `run`: its options, strategy and processes;
                                    `data`: size, checksum and grouping of the training set; `steps` of the optimizer;
@@ -17,8 +10,6 @@ The state of a run in files: shards of the optimizer's state from every rank, an
                                    share that tensor parallelism has cut out of it; and the checksum of the above
 
 Nothing here is ever unpickled.
-
-Saving and resuming, on all ranks together.
 
 A save has two halves. While training pauses, each rank copies what it owns to the host's memory. Then a thread
 of each rank writes its copy while training continues; the main process's thread waits for the files of the others,
@@ -123,7 +114,12 @@ def lay_out(sizes: dict[str, int]) -> tuple[list[int], Places]:
 
 
 class HostCopies:
-    """Room for the copies of some tensors: made for the first ones, and used again for others of the same shapes."""
+    """Room for the copies of some tensors: made for the first ones, and used again for others of the same shapes.
+
+    What a device copies to by itself must be page-locked, and torch takes page-locked memory in blocks of powers of
+    two (ATen/core/CachingHostAllocator.h: PowerOf2Ceil): one by one, tensors take up to twice the memory that they
+    need. So many tensors share few blocks, which they fill.
+    """
 
     def __init__(self) -> None:
         self._kinds: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}

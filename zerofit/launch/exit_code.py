@@ -1,15 +1,12 @@
-"""The exit code of a run, and the rule after which failures it is started again.
+"""The exit code of a run in its environment.json, where a job script reads it (a launcher ends with codes of its own);
+and after which failures a run is started again, by `zerofit launch --max_restarts` (agent.py) and by the batch script
+of `zerofit submit slurm`.
 
-The exit code of a run in its environment.json, where a job script reads it: a launcher ends with codes of its own.
+Which process writes the code, and when: see zerofit/launch/__init__.py. A launch that has left none has crashed.
 
-Which process writes it, and when: see zerofit/launch/__init__.py. A launch that has left no code has crashed.
-
-The rule after which failures a run is started again: by `zerofit launch --max_restarts` (agent.py), and by the
-batch script of `zerofit submit slurm`.
-
-Never after a mistake of the user, an anomaly or an out-of-memory, since the same command would end in the same way,
-nor after a signal to the launcher itself; always after processes that have saved and left otherwise (85), which does
-not count; and not after two failures at the same update.
+A run is started again never after a mistake of the user, an anomaly or an out-of-memory, since the same command would
+end in the same way, nor after a signal to the launcher itself; always after processes that have saved and left
+otherwise (85), which does not count; and not after two failures at the same update.
 """
 
 import contextlib

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from zerofit.recipe.errors import (
     EXIT_FAILED,
@@ -33,9 +33,6 @@ from zerofit.recipe.errors import (
 )
 from zerofit.recipe.files import digest_of_code
 from zerofit.strategy.launch import RENDEZVOUS
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 BEAT_S = 1.0
 LIMIT_S = 600.0  # without a sign of life; `zerofit launch --rendezvous_minutes` sets another
@@ -274,7 +271,7 @@ class RankRendezvous:
         self.attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.is_open = self.count > self.here and bool(self.address)  # nobody has ended, and not all have met
         self.rendezvous: Rendezvous | None = None
-        self.store: Store | None = None
+        self.store: Any = None  # a torch.distributed.Store
         self._met, self._server = threading.Event(), None
 
     def start(self) -> None:
@@ -338,7 +335,7 @@ class RankRendezvous:
         machine, index = divmod(rank, self.here)
         return self.machines[machine] if device == "cpu" else f"{self.machines[machine]}, GPU {index}"
 
-    def _connect(self, limit_s: float) -> "Store":
+    def _connect(self, limit_s: float) -> Any:
         if self.serves:
             self._server = serve_store(self.port, everywhere=True)
         self.store = open_store(self.address, self.port, limit_s)

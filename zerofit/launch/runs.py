@@ -1,13 +1,10 @@
-"""The command line that starts ranks on the machines that a scheduler names.
+"""The machines of a run, the command line that starts its ranks there, and launches that a tool starts: each can be
+ended at any moment, with every process that it has started.
 
-The machines of a run, from the environment variables that schedulers and clouds set.
-
-One command runs on each machine; a scheduler says how many there are, which one this is, and where the first one is.
-docs/clusters.md has the commands. `WORLD_SIZE` and `RANK`, as Alibaba's PAI-DLC and Kubeflow's PyTorchJob set them,
-count machines; where another scheduler has named these, `WORLD_SIZE` may also count processes, as torchrun has it.
-
-The command line that starts ranks, and launches that a tool starts: each can be ended at any moment, with every
-process that it has started.
+The machines come from the environment variables that schedulers and clouds set. One command runs on each machine; a
+scheduler says how many there are, which one this is, and where the first one is. docs/clusters.md has the commands.
+`WORLD_SIZE` and `RANK`, as Alibaba's PAI-DLC and Kubeflow's PyTorchJob set them, count machines; where another
+scheduler has named these, `WORLD_SIZE` may also count processes, as torchrun has it.
 """
 
 import os
@@ -50,9 +47,8 @@ SCHEDULERS = {
     GENERIC: ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", ""),
 }
 NAMED = [name for name in SCHEDULERS if name != GENERIC]
-INDEX = (
-    "JOB_COMPLETION_INDEX"  # kubernetes.io/docs/tasks/job: this machine's number; how many there are no variable says
-)
+# kubernetes.io/docs/tasks/job: this machine's number; how many there are no variable says.
+INDEX = "JOB_COMPLETION_INDEX"
 RANK_VARIABLES = (*(SCHEDULERS[name][1] for name in NAMED), INDEX, SCHEDULERS[GENERIC][1])
 
 

@@ -96,16 +96,14 @@ class WrittenFiles:
             plain, is_temporary = _plain(top)
             if not below:
                 of_runs = {*names, RECORD, LOCK, *(NAMES if is_temporary else ())}
-                left_by_a_launch = name == "environment.json" and "exit_code" in read_record(
-                    path
-                )  # before it was a run
+                # By a launch, before it was a run.
+                left_by_a_launch = name == "environment.json" and "exit_code" in read_record(path)
                 is_ours = path.is_file() and not path.is_symlink() and (plain in of_runs or left_by_a_launch)
             elif top != CHECKPOINTS:
                 is_ours = name in names or f"{plain}/" in names or (is_temporary and plain == MODEL)
             elif len(below) == 1:
-                is_ours = (
-                    path.is_symlink() and _plain(below[0])[0] in LINKS and bool(UPDATE.fullmatch(os.readlink(path)))
-                )
+                is_link = path.is_symlink() and _plain(below[0])[0] in LINKS
+                is_ours = is_link and bool(UPDATE.fullmatch(os.readlink(path)))
             elif (files := sealed.get(below[0])) is not None:
                 is_ours = "/".join(below[1:]) in files
             else:  # a run has left it half, or its manifest is damaged
@@ -165,9 +163,8 @@ STARTED_TWICE = (
     "(srun --ntasks-per-node=1, mpirun --map-by ppr:1:node, a Job with parallelism: 1): `zerofit launch` starts a "
     "process on each accelerator. Or give each run an --output_dir of its own"
 )
-GIVEN_FOR = (
-    "options_given_for"  # of strategy.yaml: data-parallel processes with which the options make the global batch
-)
+# Of strategy.yaml: data-parallel processes with which the options make the global batch.
+GIVEN_FOR = "options_given_for"
 
 
 class RunFolder:
