@@ -158,36 +158,31 @@ def counts_of(micro_batches: list[Batch]) -> list[float]:
 
 
 def update_batches(run: "Run") -> Iterator[list[Batch]]:
-    """This rank's micro-batches of each update after those that are done."""
-    batches, sizes = micro_batches(run), run.length.batches
-    for update in range(run.state.updates + 1, run.length.num_updates + 1):
-        yield [next(batches) for _ in range(sizes.accumulation_of(update))]
-
-
-def micro_batches(run: "Run") -> Iterator[Batch]:
-    """This rank's micro-batches after the updates that are done; the ranks of one replica get the same."""
-    length, data, recipe, engine, warmup = run.length, run.data, run.recipe, run.engine, run.warmup
-    updates = run.state.updates
-    sizes, samples, layout = length.batches, data.train, engine.layout
+    """This rank's micro-batches of each update after those that are done; the ranks of one replica get the same."""
+    length, recipe, layout, samples = run.length, run.recipe, run.engine.layout, run.data.train
+    done, sizes = run.state.updates, length.batches
     grouping = "none" if length.by_tokens else getattr(recipe, "length_grouping", "none")
     lengths_to_group = samples.lengths if grouping == "window" else None
     lengths = None  # of each micro-batch's samples
-    if warmup is not None:
-        numbers = itertools.count(updates + 1)
-        lengths = (warmup(number) for number in numbers for _ in range(sizes.accumulation_of(number)))
+    if run.warmup is not None:
+        numbers = itertools.count(done + 1)
+        lengths = (run.warmup(number) for number in numbers for _ in range(sizes.accumulation_of(number)))
     micro = MicroBatches(
         length.by_tokens
-        or data.order
+        or run.data.order
         or SampleOrder(length.num_samples, recipe.seed, lengths_to_group, sizes.global_batch),
         length.total_samples,
-        length.consumed(updates),
+        length.consumed(done),
         sizes.micro_batch,
         sizes.accumulation,
         num_replicas=layout.data_size,
         rank=layout.data_rank,
         sort_key=samples.sort_key if grouping != "none" else None,
-        warmup=[sizes.accumulation_of(update) for update in range(updates + 1, sizes.warmup_updates + 1)],
+        warmup=[sizes.accumulation_of(update) for update in range(done + 1, sizes.warmup_updates + 1)],
         lengths=lengths,
-        ends=map(length.consumed, itertools.count(updates + 1)) if length.by_tokens else None,
+        ends=map(length.consumed, itertools.count(done + 1)) if length.by_tokens else None,
     )
-    return loader(samples, micro, run.collate, recipe.dataloader_num_workers or 0, pins_memory(engine.device))
+    workers, pin = recipe.dataloader_num_workers or 0, pins_memory(run.engine.device)
+    batches = loader(samples, micro, run.collate, workers, pin)
+    for update in range(done + 1, length.num_updates + 1):
+        yield [next(batches) for _ in range(sizes.accumulation_of(update))]
