@@ -1,6 +1,4 @@
-"""Files that users hand over, and the program's own folders.
-
-The folders of the program's scripts, strategies and recipes, and of prepared data.
+"""Files that users hand over, and the folders of the program's scripts, strategies and recipes, and of prepared data.
 
 The program's lie beside the package in a clone, and within it where it is installed.
 """

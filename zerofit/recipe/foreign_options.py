@@ -1,10 +1,6 @@
-"""Options of other programs that users type here: Megatron, the Trainer and examples of transformers, LLaMA-Factory,
-axolotl.
-
-Flags of Megatron-LM and Megatron-DeepSpeed: those that `zerofit convert megatron-args` carries over, and what it says
-of the others. The parser of recipes names that command.
-
-For each, a message names the option to type instead.
+"""Options of other programs that users type here (the Trainer and examples of transformers, LLaMA-Factory, axolotl):
+for each, a message names the option to type instead. And the flags of Megatron-LM and Megatron-DeepSpeed: those that
+`zerofit convert megatron-args` carries over, and what it says of the others.
 """
 
 import re

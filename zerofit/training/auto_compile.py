@@ -1,7 +1,6 @@
 """Decides what `--torch_compile auto` compiles: once, from the recipe and the kind of machine, never from a clock."""
 
 import math
-import os
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,13 +12,11 @@ from zerofit.model.compilation import GRAPHS, failing_compiler
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.tasks import model_kind
-from zerofit.strategy.host_memory import usable_cores
 from zerofit.strategy.strategy import Strategy, all_gather_objects
 
 MIN_UPDATES = 300  # from here on a graph has paid for its compiling, which takes some 10 s: docs/strategies.md
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # of a configuration of transformers
 FASTER = "took a quarter of an update's time and memory off on an H100"  # docs/measurements/gpu.md
-THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 
 class Compilation(NamedTuple):
@@ -78,12 +75,6 @@ def widths_of(recipe: Any) -> int:
         return 1
     lengths = (getattr(recipe, name) or DEFAULT_BLOCK_SIZE for name in LENGTHS[model_kind(recipe.task)])
     return math.prod(len(np.unique(round_up(np.arange(1, length + 1), GPU_MULTIPLE))) for length in lengths)
-
-
-def share_cores() -> None:
-    """Let the processes of this machine compile with its cores together. Before torch's compiler is imported."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    os.environ.setdefault(THREADS, str(min(32, max(1, usable_cores() // ranks))))
 
 
 def decide(

@@ -1,10 +1,5 @@
-"""Measured and profiled runs.
-
---profile N:M: torch's profiler over some updates of rank 0, memory included.
-
-Nothing here is imported without that option, and the updates outside of N to M are as they are without it.
-
-A measured run: a few updates of the longest rows in place of the training, for `zerofit compare`.
+"""Profiled runs (`--profile`), and measured ones: a few updates of the longest rows in place of the training, for
+`zerofit compare`.
 
 The environment variable ZEROFIT_MEASURE names a JSON file, {"steps": 5, "memory_limit": 25769803776}: how many updates
 are timed, and how many bytes of its device each rank may use (null: all). The run's answer is a line of answers.jsonl

@@ -49,9 +49,9 @@ from zerofit.strategy import processes
 from zerofit.strategy.builds import lock_files
 from zerofit.strategy.devices import pins_memory
 from zerofit.strategy.engine import Engine
-from zerofit.strategy.host_memory import resident_bytes
+from zerofit.strategy.host_memory import resident_bytes, usable_cores
 from zerofit.strategy.strategy import SHARED_FOLDER_REMEDY, check_same
-from zerofit.training.auto_compile import decide, share_cores
+from zerofit.training.auto_compile import decide
 from zerofit.training.evaluation import make_best_tracker
 from zerofit.training.measurement import Profiler
 from zerofit.training.run_configuration import RunConfiguration
@@ -138,7 +138,9 @@ def open_process_group(run: "Run") -> tuple[Accelerator, list[str]]:
     watchdog = run.watchdog
     watchdog.phase("rendezvous", patience=math.inf)
     met = run.ranks.wait()
-    share_cores()
+    # torch's compiler, which is not imported yet: the processes of this machine compile with its cores together.
+    cores = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(32, max(1, cores))))
     watchdog.phase("process group", patience=2.0)
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str((run.folder.path / FOLDER / PREFIX).absolute()))  # NCCL
     silence = timedelta(minutes=run.recipe.watchdog_minutes)
