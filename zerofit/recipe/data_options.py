@@ -24,6 +24,32 @@ def is_encoding(name: str) -> bool:
 ENCODING = (is_encoding, "the name of an encoding: cp932, euc_jp, gb18030, cp950, utf-16, cp1252, ...")
 
 
+WEIGHTS = "Write WEIGHT SOURCE WEIGHT SOURCE ..."
+
+
+def weighted(words: list[str] | None) -> list[tuple[float, list[str]]]:
+    """Return (weight, names) of the words WEIGHT NAMES WEIGHT NAMES ...; empty without a weight."""
+    sources: list[tuple[float, list[str]]] = []
+    for word in words or []:
+        if is_weight(word):
+            sources.append((float(word), []))
+        elif sources:
+            sources[-1][1].append(word)
+    return sources
+
+
+def problems_of_weights(option: str, words: list[str]) -> list[str]:
+    """Return what is wrong with the words WEIGHT NAMES WEIGHT NAMES ... of an option."""
+    shown, sources, problems = f"{option} = {' '.join(words)}", weighted(words), []
+    if sources and not is_weight(words[0]):
+        problems.append(f"{shown}: {words[0]} stands before any weight. {WEIGHTS}")
+    if not all(names for _, names in sources):
+        problems.append(f"{shown}: a weight has no source. {WEIGHTS}")
+    if any(weight == 0 for weight, _ in sources):
+        problems.append(f"{shown}: a source of weight 0 would not be read. Remove it")
+    return problems
+
+
 @dataclass
 class SourceOptions(Recipe):
     """Data sources"""
@@ -95,6 +121,9 @@ class SourceOptions(Recipe):
     allow_data_loss: bool = option(
         False, "Train even if more than half of the samples or answers are skipped or cut.", needs="!data_path"
     )
+    skip_bad_records: bool = option(
+        False, "Skip and count records that cannot be used (no text, label or answer).", needs="!data_path"
+    )
     cache_dir: str | None = option(
         None,
         "Folder for prepared data; by default the cache of the datasets library.",
@@ -107,6 +136,11 @@ class SourceOptions(Recipe):
         """The delimiter as the character that it means."""
         return self.delimiter and WRITTEN.get(self.delimiter, self.delimiter)
 
+    @property
+    def mixture(self) -> list[tuple[float, list[str]]]:
+        """Return (weight, files) of each source in train_file = WEIGHT FILES WEIGHT FILES ...; empty: one source."""
+        return weighted(self.train_file)
+
     def problems(self) -> list[str]:
         problems = super().problems()
         option = "train_file" if self.trains else "validation_file"
@@ -118,63 +152,13 @@ class SourceOptions(Recipe):
         )
         if not any(getattr(self, name, None) for name in known):
             problems.append(f"no data: set dataset_name, or {option} to a .txt, .jsonl, .csv or .parquet file")
-        return problems
-
-
-WEIGHTS = "Write WEIGHT SOURCE WEIGHT SOURCE ..."
-
-
-def weighted(words: list[str] | None) -> list[tuple[float, list[str]]]:
-    """Return (weight, names) of the words WEIGHT NAMES WEIGHT NAMES ...; empty without a weight."""
-    sources: list[tuple[float, list[str]]] = []
-    for word in words or []:
-        if is_weight(word):
-            sources.append((float(word), []))
-        elif sources:
-            sources[-1][1].append(word)
-    return sources
-
-
-def problems_of_weights(option: str, words: list[str]) -> list[str]:
-    """Return what is wrong with the words WEIGHT NAMES WEIGHT NAMES ... of an option."""
-    shown, sources, problems = f"{option} = {' '.join(words)}", weighted(words), []
-    if sources and not is_weight(words[0]):
-        problems.append(f"{shown}: {words[0]} stands before any weight. {WEIGHTS}")
-    if not all(names for _, names in sources):
-        problems.append(f"{shown}: a weight has no source. {WEIGHTS}")
-    if any(weight == 0 for weight, _ in sources):
-        problems.append(f"{shown}: a source of weight 0 would not be read. Remove it")
-    return problems
-
-
-@dataclass
-class MixtureOptions(SourceOptions, ModelOptions):
-    """Mixtures of sources (train_file: WEIGHT FILES WEIGHT FILES ...)"""
-
-    @property
-    def mixture(self) -> list[tuple[float, list[str]]]:
-        """Return (weight, files) of each source. Empty: all files are one source."""
-        return weighted(self.train_file)
-
-    def problems(self) -> list[str]:
-        problems, sources = super().problems(), self.mixture
-        if not sources:
-            return problems
-        problems += problems_of_weights("train_file", self.train_file or [])
-        if len(sources) == 1:
+        if self.mixture:
+            problems += problems_of_weights("train_file", self.train_file or [])
+        if len(self.mixture) == 1:
             problems.append("train_file: a mixture of one source. Name a second one, or leave the weight out")
-        if self.train_tokenizer_vocab_size:
+        if self.mixture and getattr(self, "train_tokenizer_vocab_size", None):
             problems.append("train_tokenizer_vocab_size and a mixture: not supported. Leave one of the two out")
         return problems
-
-
-@dataclass
-class RecordOptions(Recipe):
-    """Records that cannot be used"""
-
-    skip_bad_records: bool = option(
-        False, "Skip and count records that cannot be used (no text, label or answer).", needs="!data_path"
-    )
 
 
 @dataclass

@@ -15,7 +15,7 @@ from zerofit.recipe.causal_options import (
     TextOptions,
     WritingOptions,
 )
-from zerofit.recipe.data_options import InferenceOptions, MixtureOptions, PaddingOptions, RecordOptions
+from zerofit.recipe.data_options import InferenceOptions, PaddingOptions
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import read_yaml
@@ -26,7 +26,7 @@ BALANCED = "balanced"  # of class_weights
 
 
 @dataclass
-class TaskRecipe(InferenceOptions, MixtureOptions, TrainingRecipe):
+class TaskRecipe(InferenceOptions, TrainingRecipe):
     """The options that every task has, with those of a launch without training."""
 
 
@@ -225,7 +225,6 @@ class ClmRecipe(
     TaskRecipe,
     StreamOptions,
     ChatOptions,
-    RecordOptions,
     CorpusOptions,
     TextOptions,
     LossOptions,
@@ -264,7 +263,7 @@ class DistillRecipe(DistillationOptions, ClmRecipe):
 
 
 @dataclass
-class ClsRecipe(TaskRecipe, PaddingOptions, RecordOptions, LayerOptions, ClassLossOptions, LabelOptions):
+class ClsRecipe(TaskRecipe, PaddingOptions, LayerOptions, ClassLossOptions, LabelOptions):
     """Classification and regression of sentences and pairs."""
 
     task = "cls"
@@ -276,7 +275,7 @@ class ClsRecipe(TaskRecipe, PaddingOptions, RecordOptions, LayerOptions, ClassLo
 
 
 @dataclass
-class Seq2SeqRecipe(TaskRecipe, GenerationOptions, PaddingOptions, RecordOptions, PairOptions, LossOptions):
+class Seq2SeqRecipe(TaskRecipe, GenerationOptions, PaddingOptions, PairOptions, LossOptions):
     """Encoder-decoder training: dialogue, or any source and target."""
 
     task = "seq2seq"
