@@ -100,18 +100,6 @@ def why_stopped(run: "Run") -> list[str]:
     return [f"{by}: the same command resumes there"]
 
 
-def incomplete_lines(run: "Run") -> list[str]:
-    """Lines on a run that could not write all that it was to leave."""
-    lines = [f"incomplete  not written: {each}" for each in run.missing]
-    if run.stopped:
-        return lines  # why it stopped, and where it resumes, has been said
-    has_weights = any(run.folder.model.glob("*.safetensors"))
-    newest = next(run.checkpoints.directory.resumable(), None)
-    weights = f"the trained weights are in {run.folder.model}" if has_weights else "model/ is not there"
-    remedy = f"the same command exports again, from {newest}" if newest else "there is no checkpoint"
-    return [*lines, f"            {weights}; {remedy}. First mend the cause"]
-
-
 def compilation_line() -> str:
     """A line on how often torch.compile compiled in this process."""
     number, _ = compiled_graphs()
@@ -328,7 +316,14 @@ def finish_run(run: "Run") -> int:
         code = EXIT_NEEDS_A_PERSON if run.missing else code
     EXIT.code = code
     if run.missing and run.is_main:
-        print_last("\n".join(["", *incomplete_lines(run)]), file=sys.stdout)
+        lines = ["", *(f"incomplete  not written: {each}" for each in run.missing)]
+        if not run.stopped:  # else why it stopped, and where it resumes, has been said
+            has_weights = any(run.folder.model.glob("*.safetensors"))
+            weights = f"the trained weights are in {run.folder.model}" if has_weights else "model/ is not there"
+            newest = next(checkpoints.directory.resumable(), None)
+            remedy = f"the same command exports again, from {newest}" if newest else "there is no checkpoint"
+            lines.append(f"            {weights}; {remedy}. First mend the cause")
+        print_last("\n".join(lines), file=sys.stdout)
     elif not run.stopped:
         run.log_lines(f"run folder  {run.folder.path}  (loss.png, metrics.jsonl, model/)")
     run.engine.close()

@@ -49,7 +49,7 @@ class StoredModel:
         recipe = recipe.draft()
         asked_for = recipe.model_name_or_path
         assert asked_for, "the recipe's own check"
-        if not (recipe.source("output_dir") or "").startswith("--"):
+        if not recipe.is_flag("output_dir"):
             recipe.adopt("output_dir", answers_folder(task, recipe), "")
         folder = RunFolder(recipe.output_dir or "")
         refuse_a_training_run(folder)
