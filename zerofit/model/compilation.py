@@ -1,21 +1,16 @@
 """Faster blocks: compiled, with norms and GELU in one kernel each, or with products in float8.
 
-Linear layers in float8: the products of the blocks' linear layers, forward and backward, through torchao.
-
-Before each product both factors are rounded to 8 bits (e4m3; gradients e5m2), with one scale a tensor, by its largest
-element. Sums are in fp32, results in bf16. Weights, gradients, the optimizer, checkpoints and exports are those of a
-run in bf16; so are embeddings, norms, attention, routers and the head.
+Float8, through torchao, is for the products of the blocks' linear layers, forward and backward. Before each both
+factors are rounded to 8 bits (e4m3; gradients e5m2), with one scale a tensor, by its largest element. Sums are in
+fp32, results in bf16. Weights, gradients, the optimizer, checkpoints and exports are those of a run in bf16; so are
+embeddings, norms, attention, routers and the head.
 
 Source: Micikevicius et al. 2022, FP8 formats for deep learning; torchao.float8, recipe "tensorwise".
 
-Compile a model's blocks: torch.compile of the model, or of each block by itself; and GELU as one kernel.
-
-Blocks of one class share their code, and torch looks for a graph by code: the first block is compiled, the others run
-its graph, so the time of compiling does not grow with depth. A graph is made for passes with and without gradients,
-and again where an input changes its kind (no mask in place of a mask) or begins to change its shape.
-
-RMSNorm in one kernel: torch's own function in place of the eight operations that transformers computes it with. And
-the sum that layers add to (the residual stream), in bf16 also where weights are in fp32 and products are cast.
+torch.compile is for the model, or for each block by itself. Blocks of one class share their code, and torch looks for
+a graph by code: the first block is compiled, the others run its graph, so the time of compiling does not grow with
+depth. A graph is made for passes with and without gradients, and again where an input changes its kind (no mask in
+place of a mask) or begins to change its shape.
 
 transformers writes the norm of Llama, and of some 140 other classes, as operations on single elements, in fp32. On
 CUDA torch.nn.functional.rms_norm is one kernel forward, which keeps its input and a number for each row. On a CPU

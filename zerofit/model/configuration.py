@@ -24,7 +24,7 @@ from zerofit.model.families import family_of
 from zerofit.recipe.errors import UserError, first_line, nearest
 from zerofit.recipe.model_options import ModelOptions
 from zerofit.recipe.parsing import parse_json
-from zerofit.recipe.paths import POINTER, is_missing_folder, is_pointer, why_no_model
+from zerofit.recipe.paths import POINTER, is_missing_folder, is_pointer, is_run, why_no_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -38,11 +38,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 def model_folder(name: str) -> str:
     """The folder of a named model: for a run's folder its model/; a hub name is unchanged."""
     path = Path(name).expanduser()
-    files = ("config.json", "adapter_config.json")
-    if path.is_dir() and not any((path / file).is_file() for file in files):
-        inside = path / "model"
-        if any((inside / file).is_file() for file in files):
-            return str(inside)
+    if is_run(path) and not is_adapter(str(path)):
+        return str(path / "model")
     return str(path) if path.exists() else name
 
 

@@ -1,6 +1,4 @@
-"""The losses: over the vocabulary, and of pairs of answers.
-
-The loss over the vocabulary: a sum over the trained tokens, by default without holding all logits in memory.
+"""The losses: over the vocabulary, by default without holding all logits in memory; of classes; of pairs of answers.
 
 After `install_loss(model, kind)` the model is called as before, and with `labels=` (or `next_tokens=`) it returns one
 number: the summed cross entropy of each predicted token, without those with the label -100. The caller divides it by
@@ -14,10 +12,9 @@ weight around its forward and backward, and outside the weight is an empty tenso
 Whoever changes the loss changes it in both kinds: full and chunked (chunked_loss.py). Before a
 run preflight.check_loss compares the chosen kind with the full one. Evaluation uses the same function.
 
-Losses of pairs of answers, of which one is preferred: DPO and its kin, which differ in one formula.
-
-With c and r the summed log-probabilities of the chosen and the rejected answer, c0 and r0 those of the reference (the
-model before training), and a bar for a mean over the answer's tokens:
+Losses of pairs of answers, of which one is preferred, differ in one formula. With c and r the summed log-probabilities
+of the chosen and the rejected answer, c0 and r0 those of the reference (the model before training), and a bar for a
+mean over the answer's tokens:
 
     dpo     -log sigmoid(beta ((c - c0) - (r - r0)))                     Rafailov et al. 2023, arXiv:2305.18290
     ipo     (mean((c - c0)) - mean((r - r0)) - 1 / (2 beta))^2           Azar et al. 2023, arXiv:2310.12036

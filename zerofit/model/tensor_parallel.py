@@ -1,13 +1,9 @@
-"""Tensor parallelism: each rank holds a share of the blocks' matrices.
-
-Weights of which each rank keeps its share, read or drawn.
+"""Tensor parallelism: a model of transformers, cut in place. Each rank keeps its share of the layers that the family's
+plan names, under the names that they have in the full model.
 
 In the dtype in which safetensors files store them, weights are mapped into memory and not read: what a rank does not
 keep takes none, and the ranks of a host share what they have read. So they are cut first, and converted then. Random
 weights are drawn by the first rank, the only one that has all of them for a moment.
-
-A model of transformers, cut in place: each rank keeps its share of the layers that the family's plan names, under
-the names that they have in the full model.
 
 A layer that is cut by its outputs (columns) is followed by one that is cut by its inputs (rows): between the two, each
 rank has some of the channels. The first stays what it was, with fewer outputs.

@@ -1,6 +1,4 @@
-"""The tokenizer of a run, and the languages that translation models mark a text with.
-
-The languages of translation models: the tokens with which their tokenizers mark a text's language.
+"""The tokenizer of a run, and the tokens with which those of translation models mark a text's language.
 
 NLLB, mBART, mBART-50, M2M-100, PLBart and Seamless have a token for each language, in the source and in the target;
 Marian's multilingual models have one for the target, written before the source (">>deu<< Good morning").
