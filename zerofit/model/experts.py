@@ -75,32 +75,26 @@ class Routing:
 
     @torch.compiler.disable
     def observe(self, loss: torch.Tensor, logits: list[torch.Tensor], mask: torch.Tensor | None) -> torch.Tensor:
-        """Count a micro-batch.
-
-        Args:
-            loss: of the language model, summed over its trained tokens.
-            mask: (B, T), 0 where a position is padding; None: there is none.
+        """Count a micro-batch. `loss`: of the language model, summed over its trained tokens. `mask`: (B, T), 0 where
+        a position is padding.
 
         Returns: the same loss. Its gradient is that of the loss and of the micro-batch's part of the auxiliary loss,
             which whoever divides the loss by the trained tokens of the global batch so divides by its tokens.
         """
         is_token = torch.ones(len(logits[0]), device=loss.device) if mask is None else mask.reshape(-1).float()
-        self._count(logits, is_token)
-        if not self.coefficient:
-            return loss
         # In half precision sums over tokens have too few digits, and choices are not the routers', which round later.
         exact = tuple(layer.float() for layer in logits)
+        with torch.no_grad():
+            counted = is_token.long().repeat_interleave(self.top_k)
+            chosen = [layer.topk(self.top_k, dim=-1).indices.flatten() for layer in exact]
+            empty = counted.new_zeros(self.num_experts)
+            self._choices = self._choices + torch.stack([empty.scatter_add(0, layer, counted) for layer in chosen])
+        if not self.coefficient:
+            return loss
         auxiliary = self._auxiliary_loss(exact, self.num_experts, self.top_k, mask) * is_token.sum()
         self._auxiliary = self._auxiliary + auxiliary.detach()
         added = self.coefficient * self._targets_per_token * auxiliary
         return loss + (added - added.detach())
-
-    @torch.no_grad()
-    def _count(self, logits: list[torch.Tensor], is_token: torch.Tensor) -> None:
-        counted = is_token.long().repeat_interleave(self.top_k)
-        chosen = [layer.float().topk(self.top_k, dim=-1).indices.flatten() for layer in logits]
-        empty = counted.new_zeros(self.num_experts)
-        self._choices = self._choices + torch.stack([empty.scatter_add(0, layer, counted) for layer in chosen])
 
     @property
     def sums(self) -> list[float]:
