@@ -113,13 +113,20 @@ def open_adapter(name: str, option: str = "adapter", task: str | None = None) ->
 def _read_tensors(path: Path, where: str) -> dict[str, "torch.Tensor"]:
     """{name in the base, without the wrappers that the model had as it was saved: tensor}. Of embeddings that were
     resized peft writes the base's own as well (original_module), and the trained ones twice."""
+    import torch
+    from peft import load_peft_weights
     from safetensors import SafetensorError
-    from safetensors.torch import load_file
 
+    file = next((name for name in (WEIGHTS, PICKLED) if (path / name).is_file()), None)
+    if file is None:
+        raise UserError(f"{where} has no {WEIGHTS}: the adapter's weights are missing. Copy them into the folder")
     try:
-        tensors = load_file(path / WEIGHTS) if (path / WEIGHTS).is_file() else _unpickled(path, where)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{where}: {WEIGHTS} is broken: {first_line(error)}. Copy it again") from None
+        tensors = load_peft_weights(str(path), device="cpu")  # no code in a pickle is run
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        what = "holds more than tensors" if "weights_only" in str(error).lower() else f"is broken: {first_line(error)}"
+        raise UserError(f"{where}: {file} {what}. Save the adapter again, as {WEIGHTS}") from None
+    if not isinstance(tensors, dict) or not all(isinstance(each, torch.Tensor) for each in tensors.values()):
+        raise UserError(f"{where}: {file} holds more than tensors by name. Save the adapter again, as {WEIGHTS}")
     empty = [name for name, tensor in tensors.items() if not tensor.numel()]
     if not tensors or empty:
         problem = f"{len(empty)} of its {len(tensors)} tensors are empty, such as {empty[0]}" if empty else "no tensor"
@@ -133,22 +140,6 @@ def _read_tensors(path: Path, where: str) -> dict[str, "torch.Tensor"]:
         if ".original_module." not in name:
             named.setdefault(plain, tensors[name])
     return named
-
-
-def _unpickled(path: Path, where: str) -> dict[str, "torch.Tensor"]:
-    """The tensors of adapter_model.bin, read without running any code in it."""
-    import torch
-
-    if not (path / PICKLED).is_file():
-        raise UserError(f"{where} has no {WEIGHTS}: the adapter's weights are missing. Copy them into the folder")
-    try:
-        contents = torch.load(path / PICKLED, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-        what = "holds more than tensors" if "weights_only" in str(error).lower() else f"is broken: {first_line(error)}"
-        raise UserError(f"{where}: {PICKLED} {what}. Save the adapter as {WEIGHTS}") from None
-    if not isinstance(contents, dict) or not all(isinstance(each, torch.Tensor) for each in contents.values()):
-        raise UserError(f"{where}: {PICKLED} holds more than tensors by name. Save the adapter as {WEIGHTS}")
-    return contents
 
 
 def adapter_settings(folder: AdapterFolder) -> "LoraConfig":
