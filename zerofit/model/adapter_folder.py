@@ -9,7 +9,6 @@ import dataclasses
 import math
 import pickle
 import re
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,15 +143,12 @@ def _read_tensors(path: Path, where: str) -> dict[str, "torch.Tensor"]:
 
 def adapter_settings(folder: AdapterFolder) -> "LoraConfig":
     """peft's configuration of the adapter, for inference. Raises UserError where a newer peft made it."""
-    from peft import PeftConfig
+    from peft import LoraConfig
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        settings = PeftConfig.from_pretrained(str(folder.path))
-    unknown = [str(warning.message) for warning in caught if "nexpected keyword" in str(warning.message)]
-    if unknown:
-        why = unknown[0].splitlines()[0]
-        raise UserError(f"{folder.where} was made by a newer peft than the one installed: {why}")
+    if unknown := folder.settings.keys() - {field.name for field in dataclasses.fields(LoraConfig)}:
+        newer = f"{folder.where} has {name_some(sorted(unknown))} of a newer peft than the one installed"
+        raise UserError(f"{newer}: pip install -U peft")
+    settings: LoraConfig = LoraConfig.from_pretrained(str(folder.path))
     settings.inference_mode = True
     return settings
 
@@ -180,9 +176,7 @@ def adapter_to_train_on(recipe: Any, task: str | None) -> AdapterFolder | None:
             raise UserError(contradictions)
         folder = open_adapter(name, "model_name_or_path", task)
         _check_trainable(folder)
-        base = find_base(
-            folder, named_with="base_model_name_or_path in that file", trust_remote_code=recipe.trust_remote_code
-        )
+        base = find_base(folder, trust_remote_code=recipe.trust_remote_code)
         check_quantiser(base.option, base.name, base.config, on_gpu=True)
     except UserError as error:
         remedy = f"To train on base and adapter as one model: {merge_command(name)}"
@@ -231,6 +225,13 @@ def check_resized(folder: AdapterFolder, config: Any) -> None:
 # ------------------------------------------------------------------------------------------------------------ its base
 
 
+NAMED_WITH = {  # {option that names an adapter: how a user names another base for it}
+    "adapter": "--base",
+    "model": "--model BASE --adapter FOLDER",
+    "model_name_or_path": "base_model_name_or_path in its adapter_config.json",
+}
+
+
 class Base(NamedTuple):
     """The base of an adapter."""
 
@@ -244,14 +245,13 @@ def find_base(
     folder: AdapterFolder,
     base: str | None = None,
     option: str = "base",
-    named_with: str = "--base",
     trust_remote_code: bool = False,
 ) -> Base:
     """Find the base of an adapter. `base`: its folder or hub name, of this option; None: the one that the adapter
-    names. `named_with`: how a user names another one, for messages. Raises UserError where the adapter names no base,
-    or the base cannot be read."""
+    names. Raises UserError where the adapter names no base, or the base cannot be read."""
     file = folder.path / "adapter_config.json"
     name, revision = base, None
+    named_with = f"--{option}" if base else NAMED_WITH[folder.option]
     if not base:
         option, name = f"base_model_name_or_path in {file}", recorded_base(folder)
         revision = folder.settings.get("revision") or None

@@ -212,12 +212,12 @@ def read_config(
     """The transformers configuration of a stored model."""
     from transformers import AutoConfig
 
-    folder, more = Path(name), {"revision": revision} if revision else {}
+    folder, load = Path(name), AutoConfig.from_pretrained
     if folder.is_dir() and not (folder / "config.json").is_file() and not why_no_model(name):
         within = [file for kind in ("", "adapter_") for file in folder.glob(f"*/{kind}config.json")]
         latest = f". Name {max(within, key=os.path.getmtime).parent}" if within else ""
         raise UserError(f"{option} = {name!r} has no config.json, and is not a model's folder{latest}")
-    return from_hub_or_folder(option, name, AutoConfig.from_pretrained, trust_remote_code=trust_remote_code, **more)
+    return from_hub_or_folder(option, name, load, trust_remote_code=trust_remote_code, revision=revision)
 
 
 def missing_package(error: ImportError) -> str:

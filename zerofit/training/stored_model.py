@@ -28,8 +28,6 @@ from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.run_folder import RunFolder, differing_options, identity_options
 from zerofit.strategy.strategy import Strategy
 
-NAMED_WITH = "adapter_config.json"
-
 
 @dataclass(frozen=True)
 class StoredModel:
@@ -61,7 +59,7 @@ class StoredModel:
             adapter = open_adapter(name, "model_name_or_path", task)
             if adapter.has_tokenizer and not recipe.tokenizer_name:
                 recipe.adopt("tokenizer_name", name, "the adapter")
-            name = find_base(adapter, named_with=NAMED_WITH, trust_remote_code=recipe.trust_remote_code).name
+            name = find_base(adapter, trust_remote_code=recipe.trust_remote_code).name
         reads_as = str(adapter.path) if adapter is not None and adapter.has_tokenizer else name
         notes = recipe.adopt_inputs(trained_with(reads_as))
         recipe.adopt("model_name_or_path", name, "--model_name_or_path")

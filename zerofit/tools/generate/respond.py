@@ -42,7 +42,6 @@ NOT_WRITERS = (
     "ForMultipleChoice",
     "ForMaskedLM",
 )
-NAMED_WITH = "--model BASE --adapter FOLDER"
 
 
 def find_model(options: Any) -> tuple[Base, AdapterFolder | None, PreTrainedTokenizerBase]:
@@ -58,7 +57,7 @@ def find_model(options: Any) -> tuple[Base, AdapterFolder | None, PreTrainedToke
     if names_adapter and options.adapter:
         raise UserError(f"model = {name!r} is an adapter, and adapter = {options.adapter!r} too: name one")
     adapter = open_adapter(options.adapter or name, "adapter" if options.adapter else "model")
-    base = find_base(adapter, None if names_adapter else name, "model", NAMED_WITH, trust)
+    base = find_base(adapter, None if names_adapter else name, "model", trust)
     if adapter.classifies:
         raise UserError(f"{str(adapter.path)!r} is the adapter of a classifier, which writes no text")
     _auto_class(base.config, base.name)
