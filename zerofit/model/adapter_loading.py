@@ -63,11 +63,8 @@ def load_with_adapter(
 ) -> tuple[Any, Any, list[str]]:
     """Load the base, and the adapter onto it. Returns (their PeftModel, in evaluation mode; the class of transformers
     that loads the base; notes). Raises UserError: the base cannot be loaded, or the adapter is for another one.
-
-    Args:
-        precision: fp32, bf16 or fp16; None: that of the base.
-        quantised: what to do with a quantised base: "refuse", "dequantize" or "keep".
-    """
+    `precision`: fp32, bf16 or fp16; None: that of the base. `quantised`: what to do with a quantised base: "refuse",
+    "dequantize" or "keep"."""
     import transformers
 
     is_quantised = getattr(base.config, "quantization_config", None) is not None

@@ -149,12 +149,8 @@ def documents_leak(
     length: int = DOCUMENT_TOKENS,
 ) -> bool:
     """Return whether the second documents' logits change when the first documents of two packed rows are replaced.
-
-    Args:
-        call: the model, ready to be called with what `collate` returns.
-        collate: makes a batch of (sample, index) pairs, as in training.
-        length: tokens of each document.
-    """
+    `call`: the model, ready to be called with what `collate` returns. `collate`: makes a batch of (sample, index)
+    pairs, as in training. `length`: tokens of each document."""
     generator = torch.Generator().manual_seed(0)
     first, other, second = torch.randint(0, vocab_size, (3, NUM_ROWS, length), generator=generator).numpy()
     positions, logits = np.tile(np.arange(length), 2), []

@@ -42,11 +42,8 @@ def cut_layers(model: "PreTrainedModel", stages: int) -> list[range]:
     allow. They are counted by weights: the head is worth V x H over a layer's.
 
     Of equal cuts that one is taken whose last stage has most layers: earlier stages keep more micro-batches (1F1B), so
-    spare layers go to the later ones of these as well.
-
-    Args:
-        model: all of it; its weights may be on "meta".
-        stages: at least 2.
+    spare layers go to the later ones of these as well. `model`: all of it; its weights may be on "meta". `stages`: at
+    least 2.
     """
     layers = getattr(model.base_model, require_plan(family_of(model.config).stage_plan).layers)
     count, head = len(layers), model.get_output_embeddings().weight.numel()

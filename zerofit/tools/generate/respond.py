@@ -112,12 +112,8 @@ class PrintableStreamer(TextStreamer):
 
 
 class Writer:
-    """Lets a model write.
-
-    Args:
-        model: a PreTrainedModel that generates.
-        stops: token ids that end a text, besides those of the model and its tokenizer.
-    """
+    """Lets a model write. `model`: a PreTrainedModel that generates. `stops`: token ids that end a text, besides those
+    of the model and its tokenizer."""
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, options: GenerateOptions, stops: list[int]):
         self.positions, self.has_encoder = usable_positions(model.config), model.config.is_encoder_decoder
