@@ -49,18 +49,13 @@ RANDOMS = {"bernoulli_", "native_dropout", "rand", "rand_like", "uniform_", "nor
 
 
 class Operation(NamedTuple):
-    """One operation.
-
-    Attributes:
-        half: it computes in half precision.
-        bytes: what it reads and writes, each tensor once.
-        shape: of matrix products (products, M, N, K); of attention (rows x heads, queries, keys, width of a head).
-    """
+    """One operation."""
 
     kind: str
-    half: bool
+    half: bool  # it computes in half precision
     flops: int
-    bytes: int
+    bytes: int  # what it reads and writes, each tensor once
+    # of matrix products (products, M, N, K); of attention (rows x heads, queries, keys, width of a head)
     shape: tuple[int, ...] = ()
 
 
@@ -150,22 +145,16 @@ def _is_half(args: tuple[Any, ...], result: Any) -> bool:
 
 
 class Visit(NamedTuple):
-    """A module's weights are fetched, or they may be released.
-
-    Attributes:
-        module: its name.
-        enters: they are fetched.
-        forward: for its forward pass, which may be computed again in the backward pass.
-        weights: names of its own weights; of those of modules in it only where DeepSpeed takes it for a leaf, as it
-            does blocks of some mixtures of experts (leaf_module_config.py): those in it are not met one by one.
-        kept: of these, those whose memory stays when they are released, as the backward pass needs a view of it:
-            DeepSpeed frees a weight by giving it other memory (free_param), and a saved view keeps the one before.
-    """
+    """A module's weights are fetched, or they may be released."""
 
     module: str
-    enters: bool
-    forward: bool
+    enters: bool  # they are fetched
+    forward: bool  # for its forward pass, which may be computed again in the backward pass
+    # names of its own weights; of those of modules in it only where DeepSpeed takes it for a leaf, as it does blocks
+    # of some mixtures of experts (leaf_module_config.py): those in it are not met one by one
     weights: tuple[str, ...]
+    # of these, those whose memory stays when they are released, as the backward pass needs a view of it: DeepSpeed
+    # frees a weight by giving it other memory (free_param), and a saved view keeps the one before
     kept: tuple[str, ...] = ()
 
 
@@ -232,28 +221,18 @@ def _holders(tensor: torch.Tensor) -> int:
 
 @dataclass
 class Segment:
-    """One part of a pass. All sizes are in bytes; `start` and `end` are what is alive then.
-
-    Attributes:
-        peak: the most that is alive in it.
-        completed: the name of the parameter whose gradient is completed at its end, and released; empty: none is.
-        gradient: bytes of that gradient.
-        operations: what is computed in it, in order.
-        visit: the visit of a module that it begins with; None: it begins with another thing.
-        offloaded: bytes that leave for the host.
-        blocks: bytes of each storage that is made in it, in order; of one that is released, negative.
-    """
+    """One part of a pass. All sizes are in bytes; `start` and `end` are what is alive then."""
 
     name: Hashable
     start: int
-    peak: int = 0
+    peak: int = 0  # the most that is alive in it
     end: int = 0
-    completed: str = ""
-    gradient: int = 0
-    operations: list[Operation] = field(default_factory=list)
-    visit: Visit | None = None
-    offloaded: int = 0
-    blocks: list[int] = field(default_factory=list)
+    completed: str = ""  # the parameter whose gradient is completed at its end, and released; empty: none is
+    gradient: int = 0  # of that gradient
+    operations: list[Operation] = field(default_factory=list)  # in order
+    visit: Visit | None = None  # of a module, that it begins with
+    offloaded: int = 0  # leaves for the host
+    blocks: list[int] = field(default_factory=list)  # storages that are made, and (negative) released, in order
 
     @property
     def delta(self) -> int:

@@ -47,21 +47,14 @@ DISK_BYTES = 2 * 16
 
 
 class Collectives(NamedTuple):
-    """Collectives of one kind, one after another.
-
-    Attributes:
-        bytes: of the full buffers, all of them together; of an all-to-all, of what each process has.
-        count: how many collectives they are.
-        group_size: ranks in each; 0: all that shard the same weights.
-        rank_stride: distance between neighbouring ranks of the group.
-    """
+    """Collectives of one kind, one after another: `count` of them."""
 
     kind: str
-    bytes: float
+    bytes: float  # of the full buffers, all of them together; of an all-to-all, of what each process has
     count: int = 1  # type: ignore[assignment]  # of tuple
     half: bool = False
-    group_size: int = 0
-    rank_stride: int = 1
+    group_size: int = 0  # ranks in each; 0: all that shard the same weights
+    rank_stride: int = 1  # distance between neighbouring ranks of the group
 
 
 def bus_factor(kind: str, world_size: int) -> float:
@@ -71,19 +64,12 @@ def bus_factor(kind: str, world_size: int) -> float:
 
 @dataclass(frozen=True)
 class Links:
-    """Links of a maker's figures.
+    """Links of a maker's figures."""
 
-    Args:
-        link: bytes/s of a GPU to the others of its machine, in one direction.
-        network: of one GPU to other machines.
-        over_pcie: the GPUs of a machine have no other link.
-        waited: the factor by which collectives within a pass, which wait for it and which it waits for, take longer
-            than alone.
-    """
-
-    link: float
-    network: float
-    over_pcie: bool = False
+    link: float  # bytes/s of a GPU to the others of its machine, in one direction
+    network: float  # of one GPU to other machines
+    over_pcie: bool = False  # the GPUs of a machine have no other link
+    # collectives within a pass, which wait for it and which it waits for, take longer than alone by this factor
     waited: float = 1.0
 
     def seconds(self, exchange: Collectives, world_size: int, per_machine: int) -> float:
@@ -117,39 +103,23 @@ DDP_BUCKET = 25 * 2**20  # bytes: torch's default of bucket_cap_mb, which accele
 
 @dataclass(frozen=True)
 class Exchanges:
-    """The communication of an update.
+    """The communication of an update, and what its engine moves; sizes are in bytes."""
 
-    Attributes:
-        forward: in the forward pass of each micro-batch, hidden behind it if `hidden`.
-        backward: in the backward pass of each.
-        last_backward: in the backward pass of the last one only.
-        step: with the optimizer's step, which waits for them.
-        hidden: communication runs beside computation.
-        down, up: bytes copied to the host and from it, in each micro-batch.
-        step_up: bytes copied from the host after the step.
-        micro_moved: bytes of device memory that the engine moves beside the passes, in each micro-batch.
-        step_moved: the same in the step, the optimizer's included.
-        products: of the optimizer, and how often they are made on a rank (`product_rounds`).
-        host_adam_elements: that the host's Adam moves.
-        disk: bytes that are read from a disk and written to it, in an update.
-        tensors: trained tensors, which DeepSpeed's Python handles one by one in its step.
-    """
-
-    forward: list[Collectives] = field(default_factory=list)
-    backward: list[Collectives] = field(default_factory=list)
-    last_backward: list[Collectives] = field(default_factory=list)
-    step: list[Collectives] = field(default_factory=list)
-    hidden: bool = True
-    down: float = 0.0
-    up: float = 0.0
-    step_up: float = 0.0
-    micro_moved: float = 0.0
-    step_moved: float = 0.0
-    products: list[Operation] = field(default_factory=list)
-    product_rounds: float = 0.0
-    host_adam_elements: float = 0.0
-    disk: float = 0.0
-    tensors: int = 0
+    forward: list[Collectives] = field(default_factory=list)  # in the forward pass of each micro-batch
+    backward: list[Collectives] = field(default_factory=list)  # in the backward pass of each
+    last_backward: list[Collectives] = field(default_factory=list)  # in the backward pass of the last one only
+    step: list[Collectives] = field(default_factory=list)  # with the optimizer's step, which waits for them
+    hidden: bool = True  # communication runs beside the passes
+    down: float = 0.0  # copied to the host, in each micro-batch
+    up: float = 0.0  # copied from the host, in each
+    step_up: float = 0.0  # copied from the host after the step
+    micro_moved: float = 0.0  # of device memory that the engine moves beside the passes, in each micro-batch
+    step_moved: float = 0.0  # the same in the step, the optimizer's included
+    products: list[Operation] = field(default_factory=list)  # of the optimizer
+    product_rounds: float = 0.0  # how often these are made on a rank
+    host_adam_elements: float = 0.0  # that the host's Adam moves
+    disk: float = 0.0  # read from a disk and written to it, in an update
+    tensors: int = 0  # that are trained, which DeepSpeed's Python handles one by one in its step
 
 
 def torch_exchanges(weights: Weights, world_size: int, on_gpu: bool, optim: str = "adamw") -> Exchanges:

@@ -22,20 +22,14 @@ from zerofit.estimate.weights import ENDS, MASTER_BYTES, NORM_BYTES, Place, Weig
 
 @dataclass(frozen=True)
 class FullyShards:
-    """FSDP2's settings.
+    """FSDP2's settings."""
 
-    Attributes:
-        reshards: the forward pass forgets the weights of blocks that it has gathered; a number: a group of this many
-            ranks shares them until the backward pass.
-        syncs: gradients are reduced in each micro-batch; else a rank keeps full ones until the last.
-        divided: names of weights of experts, of which each rank has its own and gathers none.
-        reduce_width: bytes of an element of gradients that travel.
-    """
-
+    # the forward pass forgets the weights of blocks that it has gathered; a number: a group of this many ranks shares
+    # them until the backward pass
     reshards: bool | int
-    syncs: bool = True
-    divided: frozenset[str] = frozenset()
-    reduce_width: int = MASTER_BYTES
+    syncs: bool = True  # gradients are reduced in each micro-batch; else a rank keeps full ones until the last
+    divided: frozenset[str] = frozenset()  # weights of experts, of which each rank has its own and gathers none
+    reduce_width: int = MASTER_BYTES  # bytes of an element of gradients that travel
 
     @property
     def reshard_group(self) -> int:
@@ -48,20 +42,14 @@ EMBEDDING, LAST = (ENDS, 0), (ENDS, 1)
 
 @dataclass(frozen=True)
 class ShardedGroup:
-    """Sizes of what is gathered, and reduced, together; in bytes.
+    """Sizes of what is gathered, and reduced, together; in bytes."""
 
-    Attributes:
-        full: all of its weights as they are computed with, filled up to as many rows for each rank; the flat tensor
-            that they arrive in has this size, too.
-        cast: of a rank's shards in the dtype that is gathered.
-        reduced: of the gradients, as they are brought together.
-        shard: of a rank's part of them, in fp32.
-    """
-
+    # all of its weights as they are computed with, filled up to as many rows for each rank; the flat tensor that they
+    # arrive in has this size, too
     full: int
-    cast: int
-    reduced: int
-    shard: int
+    cast: int  # of a rank's shards in the dtype that is gathered
+    reduced: int  # of the gradients, as they are brought together
+    shard: int  # of a rank's part of them, in fp32
 
 
 def fully_sharded_states(

@@ -163,35 +163,26 @@ class BucketGradients(GradientMemory):
 
 @dataclass(frozen=True)
 class States:
-    """The states of one strategy, and what its engine takes in each phase.
-
-    Attributes:
-        weights, gradients, optimizer, buffers: always on the device.
-        engine: what follows the gradients of a backward pass, on the rank that keeps most of them.
-        gathered: weights of other processes, during the passes; None: there are none.
-        step: on the device during the optimizer's step, beside weights and optimizer: the largest of its moments.
-        load: on the device while the engine is made, beside nothing else. ZeRO-1 and 2 flatten the weights into a copy
-            on the device if it has room for that, and else on the host: the copy does not decide what fits.
-        host: on the host, of this process: {name: bytes}.
-        disk: on a disk of the machine, of this process, in bytes; checkpoints are not meant.
-        overlaps: weights are gathered, and gradients reduced, on streams of their own.
-        late: bytes of each tensor of `optimizer` that the first step makes, where activations have been.
-        gradients_each: each weight's gradient is a tensor of its own, from its backward pass to the step.
-    """
+    """The states of one strategy, and what its engine takes in each phase. `weights`, `optimizer`, `gradients` and
+    `buffers` are always on the device."""
 
     weights: int
     optimizer: int
+    # what follows the gradients of a backward pass, on the rank that keeps most of them
     engine: Callable[[], GradientMemory]
     gradients: int = 0
     buffers: int = 0
-    gathered: GatheredWeights | None = None
+    gathered: GatheredWeights | None = None  # of other processes, during the passes; None: there are none
+    # on the device during the optimizer's step, beside weights and optimizer: the largest of its moments
     step: dict[str, int] = field(default_factory=dict)
+    # on the device while the engine is made, beside nothing else. ZeRO-1 and 2 flatten the weights into a copy on the
+    # device if it has room for that, and else on the host: the copy does not decide what fits
     load: int = 0
-    host: dict[str, int] = field(default_factory=dict)
-    disk: int = 0
-    overlaps: bool = False
-    late: tuple[int, ...] = ()
-    gradients_each: bool = False
+    host: dict[str, int] = field(default_factory=dict)  # on the host, of this process
+    disk: int = 0  # on a disk of the machine, of this process; checkpoints are not meant
+    overlaps: bool = False  # weights are gathered, and gradients reduced, on streams of their own
+    late: tuple[int, ...] = ()  # each tensor of `optimizer` that the first step makes, where activations have been
+    gradients_each: bool = False  # each weight's gradient is a tensor of its own, from its backward pass to the step
 
     @property
     def offloaded(self) -> int:

@@ -63,28 +63,18 @@ class Moment:
 
 @dataclass(frozen=True)
 class Peak:
-    """A predicted peak of one process.
-
-    Attributes:
-        allocated: as torch.cuda.max_memory_allocated; on a CPU, what a process takes beyond what it took before the
-            model.
-        reserved: as torch.cuda.max_memory_reserved, where there is enough.
-        device: as the driver shows it then: with context and communication buffers.
-        needed: of `device`, what training takes at least: the rest goes back to the driver when memory runs out.
-        host: of one process, beside the program itself.
-        disk: of one process, what is offloaded to a disk.
-        context: of `needed`, what CUDA and NCCL take.
-    """
+    """A predicted peak of one process."""
 
     phase: str
     components: dict[str, int]
+    # as torch.cuda.max_memory_allocated; on a CPU, what a process takes beyond what it took before the model
     allocated: int
-    reserved: int
-    device: int
-    needed: int
-    host: int
-    disk: int = 0
-    context: int = 0
+    reserved: int  # as torch.cuda.max_memory_reserved, where there is enough
+    device: int  # as the driver shows it then: with context and communication buffers
+    needed: int  # of `device`, what training takes at least: the rest goes back to the driver when memory runs out
+    host: int  # of one process, beside the program itself
+    disk: int = 0  # of one process, what is offloaded to a disk
+    context: int = 0  # of `needed`, what CUDA and NCCL take
 
     @property
     def parts(self) -> dict[str, int]:
@@ -96,17 +86,11 @@ class Peak:
 
 @dataclass(frozen=True)
 class InFlight:
-    """The memory of a pipeline's stage beside the micro-batch that it works on; sizes in bytes.
+    """The memory of a pipeline's stage beside the micro-batch that it works on; sizes in bytes."""
 
-    Attributes:
-        micro_batches: of which it holds what their backward passes need, this one included.
-        received: of each, beside the activations.
-        buffers: for what is received and sent.
-    """
-
-    micro_batches: int
-    received: int
-    buffers: int
+    micro_batches: int  # of which it holds what their backward passes need, this one included
+    received: int  # of each, beside the activations
+    buffers: int  # for what is received and sent
 
 
 def find_peak(
@@ -297,21 +281,13 @@ PROBE = 2  # positions of the pass that shows what is cached
 
 @dataclass(frozen=True)
 class KeyValueCache:
-    """The keys and values that an encoder-decoder caches, in elements.
+    """The keys and values that an encoder-decoder caches, in elements."""
 
-    Attributes:
-        written: of each generated token, in all layers.
-        read: of each token of the source, in all layers.
-        layers: of the decoder.
-        hidden: of the encoder's output, of each token of the source.
-        vocabulary: logits of a token.
-    """
-
-    written: int
-    read: int
-    layers: int
-    hidden: int
-    vocabulary: int
+    written: int  # of each generated token, in all layers
+    read: int  # of each token of the source, in all layers
+    layers: int  # of the decoder
+    hidden: int  # of the encoder's output, of each token of the source
+    vocabulary: int  # logits of a token
 
     def parts(self, recipe: Any, rows: int, width: int) -> dict[str, int]:
         """Bytes at the last token, when the search reorders the cache tensor by tensor (`reorder_cache` of

@@ -44,24 +44,17 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass
 class PlannedModel:
-    """The model that a plan is made for, with its rows.
+    """The model that a plan is made for, with its rows."""
 
-    Args:
-        recipe: the training recipe.
-        full: the model with its adapter, on "meta".
-        cpu_kernels, own_kernels: see TraceSettings.
-        teacher: of transformers, on "meta": what each process holds beside the student; None without one.
-    """
-
-    recipe: Any
+    recipe: Any  # of training
     task: str
     config: Any
-    full: Any  # of transformers
+    full: Any  # of transformers, with its adapter, on "meta"
     rows: Rows
     on_gpu: bool
-    cpu_kernels: bool = False
-    own_kernels: bool = True
-    teacher: Any = None
+    cpu_kernels: bool = False  # see TraceSettings
+    own_kernels: bool = True  # see TraceSettings
+    teacher: Any = None  # of transformers, on "meta": what each process holds beside the student
 
     def __post_init__(self) -> None:
         self._tracers: dict[tuple[Any, ...], Any] = {}

@@ -31,24 +31,15 @@ class PlannedHead(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one task.
-
-    Args:
-        length: tokens of a row; of seq2seq, of a source.
-        target_length: tokens of a target; 0 for other tasks.
-        masked: packed documents are told apart by a mask (B, 1, T, T), which sdpa needs.
-        loss_kind: chunked or full, of clm and seq2seq.
-        per_sample: rows of a sample: 2 of pairs of answers.
-        terms: what is added to the cross entropy of tokens.
-    """
+    """Rows of one task."""
 
     task: str
-    length: int
-    target_length: int = 0
-    masked: bool = False
-    loss_kind: str = "chunked"
-    per_sample: int = 1
-    terms: TokenLoss = PLAIN
+    length: int  # tokens of a row; of seq2seq, of a source
+    target_length: int = 0  # tokens of a target; 0 for other tasks
+    masked: bool = False  # packed documents are told apart by a mask (B, 1, T, T), which sdpa needs
+    loss_kind: str = "chunked"  # or full, of clm and seq2seq
+    per_sample: int = 1  # rows of a sample: 2 of pairs of answers
+    terms: TokenLoss = PLAIN  # what is added to the cross entropy of tokens
 
     def install(self, model: torch.nn.Module) -> None:
         """Give the model the loss that it is trained with."""

@@ -97,12 +97,7 @@ def state_setup(strategy: Strategy, recipe: TaskRecipe, parameters: int, engine:
 
 @dataclass(frozen=True, kw_only=True)
 class Shortage:
-    """A rank's memory when it ran out, in bytes.
-
-    Args:
-        rest: what else is held (activations, logits, workspace; on a CPU the program, too), and was asked for last.
-        free, total: of the memory that ran out; None: not known.
-    """
+    """A rank's memory when it ran out, in bytes."""
 
     recipe: TaskRecipe
     strategy: Strategy
@@ -111,11 +106,11 @@ class Shortage:
     on_host: bool | None  # the host's memory ran out, not the device's; None: the model is computed on the host
     held: StateBytes  # model states that are there now
     row_tokens: int = 0
-    rest: int = 0
+    rest: int = 0  # held else (activations, logits, workspace; on a CPU the program, too), and asked for last
     layers: int = 0
     logits: int = 0  # where they are materialized in full, and could be computed in chunks; else 0
     local_processes: int = 1
-    free: int | None = None
+    free: int | None = None  # of the memory that ran out; None: not known
     total: int | None = None
     host_free: int | None = None  # bytes of host memory; None: not known
 

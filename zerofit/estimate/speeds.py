@@ -67,29 +67,17 @@ def attention_efficiency(shape: tuple[int, ...]) -> float:
 
 @dataclass(frozen=True)
 class Speeds:
-    """The speeds that one process of a GPU reaches.
+    """The speeds that one process of a GPU reaches."""
 
-    Attributes:
-        rates: {(kind, half precision): FLOP/s} of matrix products and attention.
-        memory_bandwidth: bytes/s; an operation that moves bytes reaches a part of it, by its size (`memory_seconds`).
-        operation_s: what starting an operation takes, while others run.
-        multiprocessors: of the GPU, by which products are divided.
-        host_adam_rate: elements/s of the host's Adam, of all processes of a machine together.
-        host_link: bytes/s between the host and this device, in one direction.
-        peak_half: FLOP/s of half precision that a utilisation refers to.
-        fused: the time of operations that move bytes under torch.compile, as a part of the time without it.
-        tensor_s: seconds of Python for each tensor in DeepSpeed's step, while the device waits.
-    """
-
-    rates: dict[tuple[str, bool], float]
-    memory_bandwidth: float
-    operation_s: float
-    host_adam_rate: float
-    host_link: float
-    peak_half: float
-    multiprocessors: int
-    fused: float = FUSED
-    tensor_s: float = 0.0
+    rates: dict[tuple[str, bool], float]  # {(kind, half precision): FLOP/s} of matrix products and attention
+    memory_bandwidth: float  # bytes/s, of which an operation reaches a part, by its size (`memory_seconds`)
+    operation_s: float  # what starting an operation takes, while others run
+    host_adam_rate: float  # elements/s of the host's Adam, of all processes of a machine together
+    host_link: float  # bytes/s between the host and this device, in one direction
+    peak_half: float  # FLOP/s of half precision that a utilisation refers to
+    multiprocessors: int  # of the GPU, by which products are divided
+    fused: float = FUSED  # the part of their time that operations that move bytes take under torch.compile
+    tensor_s: float = 0.0  # seconds of Python for each tensor in DeepSpeed's step, while the device waits
 
     def seconds(self, operation: Operation) -> float:
         """Time of an operation's work alone, without starting it."""

@@ -60,17 +60,12 @@ OPTIMIZER, HOST, BUBBLE = "optimizer step", "host", "pipeline bubble"
 
 @dataclass(frozen=True)
 class PassTime:
-    """The time of a micro-batch's passes on one device, in seconds.
-
-    Attributes:
-        parts: {kind of operation: seconds}, of both passes.
-        offloaded: bytes that are copied to the host in the forward pass, and back in the backward pass.
-    """
+    """The time of a micro-batch's passes on one device, in seconds."""
 
     forward: float
     backward: float
-    parts: dict[str, float]
-    offloaded: float = 0.0
+    parts: dict[str, float]  # {kind of operation: seconds}, of both passes
+    offloaded: float = 0.0  # bytes that are copied to the host in the forward pass, and back in the backward pass
 
     def towards(self, other: "PassTime", part: float) -> "PassTime":
         """On the line from this one (part 0) to another (part 1), and beyond it."""
@@ -223,18 +218,12 @@ def update_time(
 
 @dataclass(frozen=True)
 class UpdateSpeed:
-    """The predicted speed of an update: its seconds, tokens/s and utilisation.
-
-    Attributes:
-        tokens_per_s: of all replicas, padding not counted.
-        mfu: the model's FLOPs of these tokens over the peak of all devices; None where the peak is not known.
-        is_known: it is the device's; else another device's, which only ranks layouts.
-    """
+    """The predicted speed of an update: its seconds, tokens/s and utilisation."""
 
     time: UpdateTime
-    tokens_per_s: float
-    mfu: float | None
-    is_known: bool = True
+    tokens_per_s: float  # of all replicas, padding not counted
+    mfu: float | None  # the model's FLOPs of these tokens over the peak of all devices, where that is known
+    is_known: bool = True  # it is the device's; else another device's, which only ranks layouts
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -44,42 +44,26 @@ ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout")  # of models whose atte
 
 @dataclass(frozen=True)
 class TraceSettings:
-    """Settings of a trace, beside the model's configuration and the batch size.
+    """Settings of a trace, beside the model's configuration and the batch size."""
 
-    Args:
-        autocast: the dtype of autocast, where weights stay in fp32 (DDP, one process); None: computed in `dtype`.
-        dtype: of the weights.
-        on_gpu: blocks of a GPU's allocator, and the casts of its autocast.
-        own_kernels: RMSNorm and the loss of a chunk of logits are one kernel each on a GPU; False: as transformers
-            computes them, for runs of other programs.
-        cpu_kernels: the kernels of a CPU, although the device is another one: a simulated accelerator.
-        tensor: ranks that share each layer; the traced one has the largest share.
-        sequence: ranks that split each row.
-        keeps_inputs: linear layers are those of ZeRO-3, which keep their input also where their weight is frozen.
-        recomputed: False, True or "selective" (zerofit/model/recomputation.py).
-        watched: the visits of modules are noted, for ZeRO-3.
-        offloaded: the inputs of layers that are recomputed wait in the host's memory.
-        experts: ranks that divide the experts of a mixture; 0: they are not divided.
-        compiled: layers are compiled.
-        float8: products of layers are in float8.
-    """
-
-    dtype: torch.dtype
-    autocast: torch.dtype | None
-    on_gpu: bool
-    recomputed: bool | str = False
+    dtype: torch.dtype  # of the weights
+    autocast: torch.dtype | None  # where weights stay in fp32 (DDP, one process); None: computed in `dtype`
+    on_gpu: bool  # blocks of a GPU's allocator, and the casts of its autocast
+    recomputed: bool | str = False  # or "selective" (zerofit/model/recomputation.py)
     loss: str = "chunked"
     evaluated: bool = False
-    cpu_kernels: bool = False
+    cpu_kernels: bool = False  # those of a CPU, although the device is another one: a simulated accelerator
+    # RMSNorm and the loss of a chunk of logits are one kernel each on a GPU; False: as transformers computes them, for
+    # runs of other programs
     own_kernels: bool = True
-    tensor: int = 1
-    sequence: int = 1
-    keeps_inputs: bool = False
-    watched: bool = False
-    offloaded: bool = False
-    experts: int = 0
-    compiled: bool = False
-    float8: bool = False
+    tensor: int = 1  # ranks that share each layer; the traced one has the largest share
+    sequence: int = 1  # ranks that split each row
+    keeps_inputs: bool = False  # linear layers are ZeRO-3's, which keep their input also where their weight is frozen
+    watched: bool = False  # the visits of modules are noted, for ZeRO-3
+    offloaded: bool = False  # the inputs of layers that are recomputed wait in the host's memory
+    experts: int = 0  # ranks that divide the experts of a mixture; 0: they are not divided
+    compiled: bool = False  # layers are compiled
+    float8: bool = False  # products of layers are in float8
 
     @property
     def gpu_kernels(self) -> bool:

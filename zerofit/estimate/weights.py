@@ -31,15 +31,14 @@ ALIGNMENT = 2  # elements and process: of the flat weights of ZeRO-1 and 2 (nccl
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter. `size` is in elements, `rows` of its first dimension; `group` is the number of the group that the
-    optimizer has it in. `shape` is that of the full parameter."""
+    """A parameter."""
 
     name: str
-    size: int
+    size: int  # in elements
     trained: bool = True
-    group: int = 0
-    rows: int = 1
-    shape: tuple[int, ...] = ()
+    group: int = 0  # the number of the group that the optimizer has it in
+    rows: int = 1  # of its first dimension
+    shape: tuple[int, ...] = ()  # of the full parameter
     takes_muon: bool = False
     is_averaged: bool = False  # with ema_decay
 
@@ -61,20 +60,14 @@ class Weight:
 
 @dataclass(frozen=True)
 class Weights:
-    """All parameters, in the model's order.
-
-    Attributes:
-        stacks: names of the stacks of layers: the weights of their layer 3 are called STACK.3.SOMETHING.
-        head: the name of the output embeddings' weight where no other module has it; empty: it is shared, or none.
-        ends: {name: 0 of the embedding, 1 of final norm and head} where FSDP2 gathers these for themselves.
-        quantised: elements of frozen matrices that are held in 4 bits.
-    """
+    """All parameters, in the model's order."""
 
     all: tuple[Weight, ...]
-    stacks: tuple[str, ...] = ()
-    head: str = ""
+    stacks: tuple[str, ...] = ()  # of layers: the weights of their layer 3 are called STACK.3.SOMETHING
+    head: str = ""  # the output embeddings' weight where no other module has it; empty: it is shared, or none
+    # {name: 0 of the embedding, 1 of final norm and head} where FSDP2 gathers these for themselves
     ends: Mapping[str, int] = field(default_factory=dict)
-    quantised: int = 0
+    quantised: int = 0  # elements of frozen matrices that are held in 4 bits
 
     @cached_property
     def sizes(self) -> dict[str, int]:
