@@ -305,7 +305,9 @@ def third_stage_states(
         engine=lambda: BucketGradients(weights, zero, width, 0, part_of if offloads else None),
         gradients=gradients,
         buffers=width * int(zero.reduce_bucket_size) if zero.contiguous_gradients else 0,
-        gathered=GatheredWeights(weights, zero, width, world_size, keeps_layers, offloads=offloads_weights)
+        gathered=GatheredWeights.of(
+            weights, zero, width, world_size, keeps=keeps_layers, shards_copied=offloads_weights
+        )
         if copies
         else None,
         step={} if offloads else {"workspace": max(NORM_BYTES * largest, (width + wide) * sub_group)},

@@ -22,25 +22,55 @@ from zerofit.estimate.allocations import Visit
 from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.weights import Weights
 
+Visits = tuple[Visit | None, ...]  # that steps begin with
+
 
 @dataclass(frozen=True)
-class FetchRules:
-    """The settings of DeepSpeed's coordinator.
+class GatheredWeights:
+    """Other ranks' weights that ZeRO-3 holds during a pass: what its coordinator decides by. Sizes are in elements."""
 
-    Attributes:
-        threshold: weights up to this size are not sharded.
-        ahead: fetched ahead at each visit, at least.
-        live: nothing is fetched ahead beyond so much.
-        reuse: a weight that is needed again within this distance is kept.
-        shards_copied: shards are on the host, and a copy is on the device while a weight is fetched.
-    """
-
-    threshold: int
-    ahead: int
-    live: int
-    reuse: int
+    sizes: tuple[tuple[str, int], ...]  # the name of each weight, and its size
+    frozen: frozenset[str]  # names of weights that are not trained
+    width: int  # bytes of an element
     world_size: int
-    shards_copied: bool
+    keeps: bool  # layers, where training was not preceded by forward passes alone
+    shards_copied: bool  # shards are on the host, and a copy is on the device while a weight is fetched
+    threshold: int  # weights up to this size are not sharded
+    ahead: int  # fetched ahead at each visit, at least
+    live: int  # nothing is fetched ahead beyond so much
+    reuse: int  # a weight that is needed again within this distance is kept
+
+    @classmethod
+    def of(
+        cls, weights: Weights, zero: Any, width: int, world_size: int, *, keeps: bool, shards_copied: bool
+    ) -> "GatheredWeights":
+        return cls(
+            sizes=tuple((weight.name, weight.size) for weight in weights.all),
+            frozen=frozenset(weight.name for weight in weights.all if not weight.trained),
+            width=width,
+            world_size=world_size,
+            keeps=keeps,
+            shards_copied=shards_copied,
+            threshold=int(zero.param_persistence_threshold),
+            ahead=int(zero.prefetch_bucket_size),
+            live=int(zero.max_live_parameters),
+            reuse=int(zero.max_reuse_distance),
+        )
+
+    def follow(self, training: list[TracedStep], evaluation: list[TracedStep] | None = None) -> list[tuple[int, int]]:
+        """Return (the most bytes at the visit that it begins with, bytes after that) for each step of a pass.
+
+        Args:
+            training: a forward and backward pass, whose order DeepSpeed has recorded.
+            evaluation: a forward pass; follow it in place of the training pass.
+        """
+        known = tuple(step.visit for step in training)
+        return _held(self, known, known if evaluation is None else tuple(step.visit for step in evaluation))[0]
+
+    def blocks(self, training: list[TracedStep]) -> list[int]:
+        """Bytes of what a training pass gathers, and (negative) releases, block by block."""
+        known = tuple(step.visit for step in training)
+        return _held(self, known, known)[1]
 
 
 @dataclass
@@ -58,20 +88,12 @@ class KnownPass:
 
     Args:
         known: the visits of the earlier one.
-        sizes: {name of a weight: its size}.
-        frozen: names of weights that are not trained.
         remembered: {(module, visits before it): what is released after it}, where that was decided earlier.
     """
 
-    def __init__(
-        self,
-        known: list[Visit],
-        sizes: dict[str, int],
-        frozen: frozenset[str],
-        rules: FetchRules,
-        remembered: dict[tuple[str, int], frozenset[str]],
-    ):
-        self.sizes, self.frozen, self.rules, self.remembered = sizes, frozen, rules, remembered
+    def __init__(self, known: list[Visit], rules: GatheredWeights, remembered: dict[tuple[str, int], frozenset[str]]):
+        self.rules, self.remembered = rules, remembered
+        self.sizes = sizes = dict(rules.sizes)
         self.decided: dict[tuple[str, int], frozenset[str]] = {}
         order = [visit for visit in known if visit.enters]
         self.queue = [(weight, place) for place, visit in enumerate(order) for weight in visit.weights]
@@ -100,7 +122,7 @@ class KnownPass:
         most = self.held
         for weight in visit.weights:
             self.users[weight].add(visit.module)
-            if visit.forward and self.backward and weight in self.frozen:
+            if visit.forward and self.backward and weight in self.rules.frozen:
                 owner = next(reversed(self.backward))
                 self.backward[owner].add(weight)
                 self.users[weight].add(owner)
@@ -202,70 +224,17 @@ class KnownPass:
         return at < len(places) and self.distance[places[at]] - self.distance[self.step] < self.rules.reuse
 
 
-Visits = tuple[Visit | None, ...]  # that steps begin with
-
-
-class GatheredWeights:
-    """Bytes of other ranks' weights that ZeRO-3 holds during a pass.
-
-    Args:
-        width: bytes of a weight.
-        keeps: training was not preceded by forward passes alone.
-        offloads: shards are on the host.
-    """
-
-    def __init__(self, weights: Weights, zero: Any, width: int, world_size: int, keeps: bool, *, offloads: bool):
-        self.width, self.keeps = width, keeps
-        self.sizes = tuple((weight.name, weight.size) for weight in weights.all)
-        self.frozen = frozenset(weight.name for weight in weights.all if not weight.trained)
-        self.rules = FetchRules(
-            int(zero.param_persistence_threshold),
-            int(zero.prefetch_bucket_size),
-            int(zero.max_live_parameters),
-            int(zero.max_reuse_distance),
-            world_size,
-            offloads,
-        )
-
-    def follow(self, training: list[TracedStep], evaluation: list[TracedStep] | None = None) -> list[tuple[int, int]]:
-        """Return (the most bytes at the visit that it begins with, bytes after that) for each step of a pass.
-
-        Args:
-            training: a forward and backward pass, whose order DeepSpeed has recorded.
-            evaluation: a forward pass; follow it in place of the training pass.
-        """
-        known = tuple(step.visit for step in training)
-        visits = known if evaluation is None else tuple(step.visit for step in evaluation)
-        return _held(known, visits, self.sizes, self.frozen, self.rules, keeps=self.keeps, width=self.width)[0]
-
-    def blocks(self, training: list[TracedStep]) -> list[int]:
-        """Bytes of what a training pass gathers, and (negative) releases, block by block."""
-        known = tuple(step.visit for step in training)
-        return _held(known, known, self.sizes, self.frozen, self.rules, keeps=self.keeps, width=self.width)[1]
-
-
 @functools.lru_cache(maxsize=64)
-def _held(
-    known: Visits,
-    visits: Visits,
-    sizes: tuple[tuple[str, int], ...],
-    frozen: frozenset[str],
-    rules: FetchRules,
-    *,
-    keeps: bool,
-    width: int,
-) -> tuple[list[tuple[int, int]], list[int]]:
-    by_name, order = dict(sizes), [visit for visit in known if visit]
-    remembered: dict[tuple[str, int], frozenset[str]] = {}
-    if not keeps:
+def _held(rules: GatheredWeights, known: Visits, visits: Visits) -> tuple[list[tuple[int, int]], list[int]]:
+    order, remembered = [visit for visit in known if visit], dict[tuple[str, int], frozenset[str]]()
+    if not rules.keeps:
         forward = [*itertools.takewhile(lambda visit: visit.forward, order)]
-        alone = KnownPass(forward, by_name, frozen, rules, {})
+        alone = KnownPass(forward, rules, {})
         for visit in forward:
             alone.at(visit)
         remembered = alone.decided
-    run = KnownPass(order, by_name, frozen, rules, remembered)
-    held: list[tuple[int, int]] = []
+    run, held = KnownPass(order, rules, remembered), list[tuple[int, int]]()
     for met in visits:
         most = run.at(met) if met else run.held
-        held.append((width * most, width * run.held))
-    return held, [width * size for size in run.blocks]
+        held.append((rules.width * most, rules.width * run.held))
+    return held, [rules.width * size for size in run.blocks]
