@@ -3,7 +3,7 @@ the keys and values of texts that are generated for an evaluation batch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -38,23 +38,19 @@ CPU_GROUPS = {"tensor": 3, "sequence": 1, "pipeline": 5}  # a pipeline's grid ha
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 
 ACTIVATIONS, HEAD, WORKSPACE = "activations", "head and loss", "workspace"
+STREAMS = ("computing", "gathered", "reduced")  # of a Moment
 
 
 @dataclass(frozen=True)
 class Moment:
-    """The moment of a phase with most on the device, and what that is.
-
-    Attributes:
-        computing, gathered, reduced: the most at any moment of the phase of what the stream that computes holds,
-            beside states; of gathered weights; and of gradients' temporaries on their way to other processes. Each
-            has a stream of its own where communication overlaps, and no stream gets another one's memory.
-    """
+    """A moment of a phase, or the one with most on the device; in bytes. The last three have streams of their own
+    where communication overlaps, and no stream gets another's memory: of a phase each is the most at any moment."""
 
     phase: str
     components: dict[str, int]
-    computing: int = 0
-    gathered: int = 0
-    reduced: int = 0
+    computing: int = 0  # what the stream that computes holds, beside states
+    gathered: int = 0  # weights that ZeRO-3 has gathered
+    reduced: int = 0  # temporaries of gradients on their way to other processes
 
     @property
     def total(self) -> int:
@@ -124,7 +120,7 @@ def find_peak(
     components[WORKSPACE] = components.get(WORKSPACE, 0) + CUBLAS_WORKSPACE_BYTES
     apart = 0  # of streams whose largest moments are not those of the peak
     if states.overlaps:
-        streams = [max(getattr(one, name) for one in moments) for name in ("computing", "gathered", "reduced")]
+        streams = [max(getattr(one, name) for one in moments) for name in STREAMS]
         apart = max(0, sum(_held(states).values()) + sum(streams) - total)
     reserved = allocated + apart + unused.held
     context = CUDA_CONTEXT_BYTES + NCCL_BYTES * num_groups
@@ -192,9 +188,10 @@ def _passes(
     for number in range(min(accumulation, 2)):  # those between the first and the last one need no more than the last
         is_last = in_flight is None and (number == accumulation - 1 or number == 1)
         engine.begin(first=number == 0, last=is_last)
-        moment = _largest_of_pass(states, engine, training)
-        others = _others(in_flight, training, accumulation, number)
-        yield replace(moment, components=_sum(held, moment.components, others))
+        moments = [*_moments_of_pass(states, engine, training)]
+        largest, others = max(moments, key=lambda one: one.total), _others(in_flight, training, accumulation, number)
+        streams = (max(getattr(one, name) for one in moments) for name in STREAMS)
+        yield Moment(largest.phase, _sum(held, largest.components, others), *streams)
     if in_flight:  # gradients are exchanged when all passes are done
         engine.begin(first=False, last=True)
         exchanged = max([*(engine.complete(step.completed) for step in training if step.completed), engine.finish()])
@@ -210,55 +207,34 @@ def _others(in_flight: InFlight | None, training: list[TracedStep], accumulation
     return {ACTIVATIONS: others * kept + in_flight.received, "buffers": in_flight.buffers}
 
 
-class _Moment(NamedTuple):
-    """A moment of a pass: what is held beside the states, in bytes."""
+def _moments_of_pass(states: States, engine: GradientMemory, steps: list[TracedStep]) -> Iterator[Moment]:
+    """What is held beside the states."""
+    at_hand = 0
 
-    step: TracedStep
-    at_hand: int  # weights that ZeRO-3 has gathered
-    kinds: tuple[int, int, int]  # of the engine: gathered, gradients, buffers
-    alive: int
-    rise: int
-    reduced: int  # temporaries of an exchange
+    def moment(step: TracedStep, alive: int, rise: int = 0, reduced: int = 0, completed: int = 0) -> Moment:
+        gathered, gradients, buffers = engine.by_kind
+        in_loss, head, above = step.phase == "loss", min(step.head, alive), rise + reduced
+        parts = {
+            "gathered weights": at_hand + gathered,
+            "gradients": gradients + completed,
+            "buffers": buffers,
+            ACTIVATIONS: alive - head,
+            HEAD: head + (above if in_loss else 0),
+            WORKSPACE: 0 if in_loss else above,
+        }
+        return Moment(step.phase, parts, sum(parts.values()) - at_hand - reduced, at_hand, reduced)
 
-    @property
-    def computing(self) -> int:
-        return sum(self.kinds) + self.alive + self.rise
-
-    @property
-    def total(self) -> int:
-        return self.at_hand + self.computing + self.reduced
-
-
-def _largest_of_pass(states: States, engine: GradientMemory, steps: list[TracedStep]) -> Moment:
-    several = list(_moments_of_pass(states, engine, steps))
-    largest = max(several, key=lambda one: one.total)
-    in_loss, head = largest.step.phase == "loss", min(largest.step.head, largest.alive)
-    (gathered, gradients, buffers), rise = largest.kinds, largest.rise + largest.reduced
-    parts = {
-        "gathered weights": largest.at_hand + gathered,
-        "gradients": gradients,
-        "buffers": buffers,
-        ACTIVATIONS: largest.alive - head,
-        HEAD: head + (rise if in_loss else 0),
-        WORKSPACE: 0 if in_loss else rise,
-    }
-    streams = (max(getattr(one, name) for one in several) for name in ("computing", "at_hand", "reduced"))
-    return Moment(largest.step.phase, parts, *streams)
-
-
-def _moments_of_pass(states: States, engine: GradientMemory, steps: list[TracedStep]) -> Iterator[_Moment]:
-    gathered = 0
-    for step, (at_first, gathered) in zip(steps, _gathered(states, steps)):
+    for step, (at_first, after) in zip(steps, _gathered(states, steps)):
         entering = engine.enter(step)
-        yield _Moment(step, at_first, engine.by_kind, step.start, entering - engine.held, 0)
-        yield _Moment(step, gathered, engine.by_kind, step.start, step.rise, 0)
+        at_hand = at_first
+        yield moment(step, step.start, entering - engine.held)
+        at_hand = after
+        yield moment(step, step.start, step.rise)
         if step.completed:
             exchanged = engine.complete(step.completed)
-            weights, gradients, buffers = engine.by_kind
-            kinds = weights, gradients + step.gradient, buffers
-            yield _Moment(step, gathered, kinds, step.end, 0, exchanged - engine.held)
+            yield moment(step, step.end, 0, exchanged - engine.held, step.gradient)
     exchanged = engine.finish()
-    yield _Moment(steps[-1], gathered, engine.by_kind, steps[-1].end, 0, exchanged - engine.held)
+    yield moment(steps[-1], steps[-1].end, 0, exchanged - engine.held)
 
 
 def _gathered(
