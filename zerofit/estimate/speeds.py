@@ -8,7 +8,7 @@ from typing import Any
 
 from zerofit.estimate.allocations import ATTENTION, BY_FLOPS, MATRIX, Operation
 from zerofit.estimate.exchanges import Links
-from zerofit.strategy.gpu_table import ATTENTION_OF_PEAK, GIGA, GPUS, OF_PEAK, TERA, Gpu
+from zerofit.strategy.gpu_table import GIGA, GPUS, TERA, Gpu
 
 # What is marked "fitted" was fitted on published measurements (measured_rows.csv) by benchmarks/published_times.py;
 # docs/measurements/plan-times.md says on how many.
@@ -159,28 +159,49 @@ HOST_ADAM, NEWER_HOST_ADAM, ADAM_OF_ONE = 1e9, 6.4e9, 0.5
 SOURCE = "makers' peaks, and efficiencies fitted on published runs (docs/plan.md); not measured"
 HOPPER_KERNELS = ("flash_attention_3", "flash_attention_4")
 OVERRIDES = ("peak_tflops", "memory_bandwidth", "link_bandwidth")
+UNKNOWN = Gpu("", 0)  # of which a plan's options may say the figures
 STAND_IN = GPUS["a100-80gb"]  # whose speed ranks layouts where that of the device is not known
 
 
 def device_speeds(options: Any, gpu: Gpu | None, on_gpu: bool) -> tuple[Speeds | None, Links | None, str]:
-    """Return (speeds, links, what they rest on); (None, None, why) where one that is needed is not known.
-
-    Args:
-        options: of the plan: num_gpus, gpus_per_node, and what overrides a GPU's figures.
-    """
-    local = min(options.num_gpus, options.gpus_per_node)
-    network = (options.network_bandwidth or 0) * GIGA or (gpu and gpu.network_bandwidth) or NETWORK
+    """Return (speeds, links, what they rest on): the maker's peaks, with stated efficiencies. (None, None, why) where
+    one that is needed is not known. `options`: of the plan: num_gpus, gpus_per_node, and what overrides a GPU's
+    figures."""
     if not on_gpu:
         return None, None, "not known of a CPU"
-    of_maker, missing = _of_maker(options, gpu)
-    links = _links(options, gpu, network)
-    if links is None and options.num_gpus > 1:
-        missing = missing or "--link_bandwidth, in GB/s"
-    if of_maker is None or missing:
-        which, other = (f" of {gpu.name}", "") if gpu else ("", ", or --gpu")
-        return None, None, f"not known{which}: set {missing}{other}"
+    name, gpu = f" of {gpu.name}" if gpu else "", gpu or UNKNOWN
+    half = (options.peak_tflops or 0) * TERA or gpu.half_flops_per_s
+    memory = (options.memory_bandwidth or 0) * GIGA or gpu.memory_bandwidth
+    link = (options.link_bandwidth or 0) * GIGA or gpu.link_bandwidth
+    network = (options.network_bandwidth or 0) * GIGA or gpu.network_bandwidth or NETWORK
+    is_alone, local = options.num_gpus == 1, min(options.num_gpus, options.gpus_per_node)
+    if not half or not memory or not (link or is_alone):
+        needed = {"--peak_tflops": half, "--memory_bandwidth": memory, "--link_bandwidth": link or is_alone}
+        missing = " and ".join(option for option, value in needed.items() if not value)
+        return None, None, f"not known{name}: set {missing}{'' if name else ', or --gpu'}"
+    waited = NEWER_WAITED if gpu.is_newer else WAITED
+    links = Links(link, network, over_pcie=link == gpu.host_bandwidth, waited=waited) if link else None
+    best, of_attention = gpu.of_peak, gpu.attention_of_peak
+    if gpu.alone_of_peak and is_alone:
+        best = gpu.alone_of_peak
+    if gpu.is_newer and options.attn_implementation in HOPPER_KERNELS:
+        of_attention = NEWER_ATTENTION
+    elif gpu.is_newer and is_alone:
+        of_attention = ATTENTION_ALONE
+    rates = {(MATRIX, True): half * best, (ATTENTION, True): half * of_attention}
+    if gpu.fp32_flops_per_s:
+        rates[MATRIX, False] = rates[ATTENTION, False] = gpu.fp32_flops_per_s * best
+    adam = (NEWER_HOST_ADAM if gpu.is_newer else HOST_ADAM) * min(1.0, local * ADAM_OF_ONE)
+    pcie = OF_PCIE * (gpu.host_bandwidth or 16 * GIGA)
+    speeds = Speeds(rates, memory, OPERATION_S, adam, pcie, half, gpu.sms or MULTIPROCESSORS)
+    if gpu.is_newer and is_alone:
+        step_s = STEP_OPERATIONS * NEWER_OPERATION_S
+        reached = memory * MEMORY_ALONE
+        speeds = replace(
+            speeds, memory_bandwidth=reached, operation_s=NEWER_OPERATION_S, fused=FUSED_ALONE, tensor_s=step_s
+        )
     between = f"; {network / GIGA:g} GB/s to other machines" if options.num_gpus > local else ""
-    return of_maker, links, f"{SOURCE}{between}"
+    return speeds, links, f"{SOURCE}{between}"
 
 
 def stand_in_speeds(options: Any) -> tuple[Speeds, Links]:
@@ -190,42 +211,3 @@ def stand_in_speeds(options: Any) -> tuple[Speeds, Links]:
     assert speeds is not None  # its maker states them
     assert links is not None
     return speeds, links
-
-
-def _links(options: Any, gpu: Gpu | None, network: float) -> Links | None:
-    link = (options.link_bandwidth or 0) * GIGA or (gpu and gpu.link_bandwidth)
-    if not link:
-        return None
-    waited = NEWER_WAITED if gpu and gpu.is_newer else WAITED
-    return Links(link, network, over_pcie=gpu is not None and link == gpu.host_bandwidth, waited=waited)
-
-
-def _of_maker(options: Any, gpu: Gpu | None) -> tuple[Speeds | None, str]:
-    """The maker's peaks, with stated efficiencies."""
-    half = (options.peak_tflops or 0) * TERA or (gpu and gpu.half_flops_per_s)
-    memory = (options.memory_bandwidth or 0) * GIGA or (gpu and gpu.memory_bandwidth)
-    if not half or not memory:
-        lacking = [name for name, value in (("--peak_tflops", half), ("--memory_bandwidth", memory)) if not value]
-        return None, f"{' and '.join(lacking)}, in TFLOP/s and GB/s" if len(lacking) > 1 else lacking[0]
-    best, of_attention = (gpu.of_peak, gpu.attention_of_peak) if gpu else (OF_PEAK, ATTENTION_OF_PEAK)
-    is_newer = gpu is not None and gpu.is_newer
-    if gpu is not None and gpu.alone_of_peak and options.num_gpus == 1:
-        best = gpu.alone_of_peak
-    is_alone = is_newer and options.num_gpus == 1
-    if is_newer and options.attn_implementation in HOPPER_KERNELS:
-        of_attention = NEWER_ATTENTION
-    elif is_alone:
-        of_attention = ATTENTION_ALONE
-    reached = memory * (MEMORY_ALONE if is_alone else 1.0)
-    rates = {(MATRIX, True): half * best, (ATTENTION, True): half * of_attention}
-    if gpu is not None and gpu.fp32_flops_per_s:
-        rates[MATRIX, False] = rates[ATTENTION, False] = gpu.fp32_flops_per_s * best
-    pcie = OF_PCIE * gpu.host_bandwidth if gpu is not None and gpu.host_bandwidth else OF_PCIE * 16 * GIGA
-    local = min(options.num_gpus, options.gpus_per_node)
-    adam = (NEWER_HOST_ADAM if is_newer else HOST_ADAM) * min(1.0, local * ADAM_OF_ONE)
-    multiprocessors = (gpu and gpu.sms) or MULTIPROCESSORS
-    found = Speeds(rates, reached, OPERATION_S, adam, pcie, half, multiprocessors)
-    if is_alone:
-        step_s = STEP_OPERATIONS * NEWER_OPERATION_S
-        found = replace(found, operation_s=NEWER_OPERATION_S, fused=FUSED_ALONE, tensor_s=step_s)
-    return found, ""
