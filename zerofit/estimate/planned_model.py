@@ -294,15 +294,15 @@ def read_planned_model(recipe: Any, task: str, on_gpu: bool) -> PlannedModel:
         UserError: the configuration is out of reach, or makes no model.
     """
     auto_class, adapter = getattr(transformers, TASKS[task]), None
-    recipe = recipe.draft()
-    if not _architecture(recipe) and is_adapter(recipe.model_name_or_path or ""):
+    recipe, architecture = recipe.draft(), getattr(recipe, "architecture", None)  # an option of `zerofit plan`
+    if not architecture and is_adapter(recipe.model_name_or_path or ""):
         adapter = open_adapter(recipe.model_name_or_path, "model_name_or_path")
         recipe.stand_in("model_name_or_path", recorded_base(adapter))
     has_weights = bool(recipe.model_name_or_path)
     try:
         config = load_configuration(_shape_only(recipe), auto_class)
     except UserError as error:
-        if not has_weights or _architecture(recipe):
+        if not has_weights or architecture:
             raise
         similar = similar_architecture(recipe.model_name_or_path)
         shape = f"add --architecture with a folder that has a config.json, or with a known name such as {similar}"
@@ -324,22 +324,16 @@ def read_planned_model(recipe: Any, task: str, on_gpu: bool) -> PlannedModel:
     add_planned_lora(full, recipe, task)
     if recipe.gradient_checkpointing:
         check_recomputation(full, recipe.gradient_checkpointing)
-    rows, teacher = longest_rows(recipe, task, config, full, on_gpu), _teacher_of(recipe)
-    if teacher is not None:
+    rows, teacher = longest_rows(recipe, task, config, full, on_gpu), None
+    if getattr(recipe, "teacher", None):  # which each process holds beside the student
         assert rows.terms.distillation is not None, "the recipe names a divergence"
-        head = PlannedHead(teacher.config.get_text_config().hidden_size, teacher.config.get_text_config().vocab_size)
+        of_teacher = read_config("teacher", recipe.teacher, recipe.trust_remote_code)
+        with torch.device("meta"):
+            teacher = make_model(of_teacher, "clm", torch.float32, None, traced=False)
+        head = PlannedHead(of_teacher.get_text_config().hidden_size, of_teacher.get_text_config().vocab_size)
         distillation = rows.terms.distillation._replace(head=head)
         rows = replace(rows, terms=rows.terms._replace(distillation=distillation))
     return PlannedModel(recipe, task, config, full, rows, on_gpu, teacher=teacher)
-
-
-def _teacher_of(recipe: Any) -> Any:
-    """The teacher on "meta" that each process holds beside the student; None without one."""
-    if not getattr(recipe, "teacher", None):
-        return None
-    config = read_config("teacher", recipe.teacher, recipe.trust_remote_code)
-    with torch.device("meta"):
-        return make_model(config, "clm", torch.float32, None, traced=False)
 
 
 def _shape_only(recipe: Any) -> Any:
@@ -351,7 +345,7 @@ def _shape_only(recipe: Any) -> Any:
     """
     recipe, name = recipe.draft(), recipe.model_name_or_path
     recipe.reset_option("attn_implementation")
-    architecture = _architecture(recipe)
+    architecture = getattr(recipe, "architecture", None)
     shape = architecture or (name if name and not Path(name).is_dir() else None)
     if not shape or not (architecture or shape.lower() in known_architectures()):
         if name and is_missing_folder(name):
@@ -361,11 +355,6 @@ def _shape_only(recipe: Any) -> Any:
         recipe.reset_option(other)
     recipe.adopt("config_name", shape, "--architecture" if architecture else "model_name_or_path")
     return recipe
-
-
-def _architecture(recipe: Any) -> str | None:
-    """An option of `zerofit plan`, which a run's recipe does not have."""
-    return getattr(recipe, "architecture", None)
 
 
 def _set_vocabulary(config: Any, recipe: Any) -> None:
