@@ -175,20 +175,16 @@ class FullyShardedMemory(GradientMemory):
         return self.held
 
     def complete(self, name: str) -> int:
-        if name in self.fsdp.divided:
-            return self._complete_experts(MASTER_BYTES * self.sizes[name] // self.world_size)
-        place, size = self.place_of(name), self.width * self.sizes[name]
-        self.completed[place] = self.completed.get(place, 0) + size
+        if name not in self.fsdp.divided:
+            place, size = self.place_of(name), self.width * self.sizes[name]
+            self.completed[place] = self.completed.get(place, 0) + size
+        elif self.first:  # of the rank's own experts, in fp32 as they are stored
+            size = MASTER_BYTES * self.sizes[name] // self.world_size
+            self.kept += size
+        else:  # it is added to the first one
+            return self.held
         self.gradients += size
         return self.held - size  # it stays where backward has made it
-
-    def _complete_experts(self, size: int) -> int:
-        """The rank's own, in fp32 as they are stored: the first one is kept as it is, later ones are added to it."""
-        if not self.first:
-            return self.held
-        self.kept += size
-        self.gradients += size
-        return self.held - size
 
     def _reduce(self, place: Place | None) -> int:
         """A group's gradients; those of the group before it are free now."""
