@@ -10,7 +10,7 @@ milliseconds and no GPU. Fake tensors must be on "cpu": those on "cuda" have no 
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -223,7 +223,7 @@ def _holders(tensor: torch.Tensor) -> int:
 class Segment:
     """One part of a pass. All sizes are in bytes; `start` and `end` are what is alive then."""
 
-    name: Hashable
+    name: tuple[Any, ...]  # what it is, and of a layer its stack and number
     start: int
     peak: int = 0  # the most that is alive in it
     end: int = 0
@@ -291,7 +291,7 @@ class AllocationTracker(DispatchMode):
         """Return the keys of all storages that are alive."""
         return set(self._known)
 
-    def mark(self, name: Hashable) -> None:
+    def mark(self, name: tuple[Any, ...]) -> None:
         """Begin a segment of this name."""
         self._close()
         self.segments.append(Segment(name, self.live, self.live))

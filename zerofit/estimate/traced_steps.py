@@ -45,15 +45,15 @@ def compose(segments: list[Segment], stacks: dict[str, int]) -> list[TracedStep]
     """
     steps, live, head, backward = [], 0, 0, False
     traced: dict[str, int] = {}  # the last layer
-    for _, *where in map(_title, ([segment] for segment in segments)):
+    for _, *where in (segment.name for segment in segments):
         if len(where) == 2:
             traced[where[0]] = max(where[1], traced.get(where[0], 0))
-    trains = any(_title([segment])[0].startswith("backward") for segment in segments)
+    trains = any(segment.name[0].startswith("backward") for segment in segments)
     runs = [list(run) for _, run in itertools.groupby(segments, key=lambda segment: segment.name)]
     for at, run in enumerate(runs):
-        name, *where = _title(run)
+        name, *where = run[0].name
         backward = backward or name.startswith("backward")
-        is_last_of_forward = not backward and (at + 1 == len(runs) or _title(runs[at + 1])[0].startswith("backward"))
+        is_last_of_forward = not backward and (at + 1 == len(runs) or runs[at + 1][0].name[0].startswith("backward"))
         phase = "backward" if backward else ("loss" if is_last_of_forward else "forward")
         contents = [(tuple(segment.operations), tuple(segment.blocks)) for segment in run]
         places = _places(where, traced, stacks, backward)
@@ -86,10 +86,6 @@ def compose(segments: list[Segment], stacks: dict[str, int]) -> list[TracedStep]
             if not trains and place != places[-1]:  # only a backward pass needs what went into a layer
                 live = before
     return steps
-
-
-def _title(run: list[Segment]) -> tuple[Any, ...]:
-    return run[0].name if isinstance(run[0].name, tuple) else (run[0].name,)
 
 
 def _places(

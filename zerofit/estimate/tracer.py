@@ -201,14 +201,14 @@ class Tracer:
             if self.elsewhere:
                 self.elsewhere.offloaded = ledger.offloaded
             with ledger, torch.set_grad_enabled(not self.settings.evaluated):
-                ledger.mark("before")
+                ledger.mark(("before",))
                 dtype = self.settings.autocast
                 with torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext():
                     loss = self.rows.loss(self.model, inputs)
                 inputs.clear()
                 if not self.settings.evaluated:
                     borders.backward = True
-                    ledger.mark("backward of after")
+                    ledger.mark(("backward of after",))
                     run_backward(loss * 1.0)
                 del loss
         return ledger.close()
@@ -221,30 +221,27 @@ class Tracer:
         every choice."""
         from zerofit.model import chunked_loss, compilation
 
-        casts = CudaCasts() if self.settings.on_gpu and self.settings.autocast else contextlib.nullcontext()
-        collectives = Collectives(ledger.note, self.settings.tensor * self.settings.sequence)
-        linear = LinearOfZero3() if self.settings.keeps_inputs else contextlib.nullcontext()
-        chunks = replaced(chunked_loss, "chunk_starts", ledger.some_chunks)
-        multiplies = replaced(chunked_loss, "has_half_matmul", lambda device: self.settings.gpu_kernels)
+        settings = self.settings
         can_add = traces_half_sums()  # asked here: its own operations are not the program's
-        adds = replaced(chunked_loss, "adds_half_products", lambda device: can_add)
-        fuses = self.settings.gpu_kernels and self.settings.own_kernels
-        compiled = (lambda device: loss_of_chunk) if fuses else chunked_loss.compiled_chunk
         entered: list[AbstractContextManager[Any]] = [
-            chunks,
-            multiplies,
-            adds,
-            replaced(chunked_loss, "compiled_chunk", compiled),
-            collectives.in_place(),
-            rows_split(self.model, self.settings.sequence),
-            tokens_exchanged(self.settings.experts, ledger.note),
+            replaced(chunked_loss, "chunk_starts", ledger.some_chunks),
+            replaced(chunked_loss, "has_half_matmul", lambda device: settings.gpu_kernels),
+            replaced(chunked_loss, "adds_half_products", lambda device: can_add),
+            Collectives(ledger.note, settings.tensor * settings.sequence).in_place(),
+            rows_split(self.model, settings.sequence),
+            tokens_exchanged(settings.experts, ledger.note),
             multiplying_without_groups(),
-            linear,
         ]
-        if fuses:
+        if settings.keeps_inputs:
+            entered.append(LinearOfZero3())
+        if settings.gpu_kernels and settings.own_kernels:
+            entered.append(replaced(chunked_loss, "compiled_chunk", lambda device: loss_of_chunk))
             entered += [replaced(compilation, "rms_norm", fused_norm), replaced(compilation, "DEVICES", {"cpu"})]
+        entered.append(self.mode)
+        if settings.on_gpu and settings.autocast:
+            entered.append(CudaCasts())
         with contextlib.ExitStack() as stack:
-            for each in (*entered, self.mode, casts):
+            for each in entered:
                 stack.enter_context(each)
             yield
 
