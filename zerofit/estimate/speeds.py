@@ -176,8 +176,9 @@ def device_speeds(options: Any, gpu: Gpu | None, on_gpu: bool) -> tuple[Speeds |
     network = (options.network_bandwidth or 0) * GIGA or gpu.network_bandwidth or NETWORK
     is_alone, local = options.num_gpus == 1, min(options.num_gpus, options.gpus_per_node)
     if not half or not memory or not (link or is_alone):
-        needed = {"--peak_tflops": half, "--memory_bandwidth": memory, "--link_bandwidth": link or is_alone}
-        missing = " and ".join(option for option, value in needed.items() if not value)
+        needed = {"--peak_tflops": half, "--memory_bandwidth (GB/s)": memory}
+        needed["--link_bandwidth (GB/s)"] = link or is_alone
+        missing = ", ".join(option for option, value in needed.items() if not value)
         return None, None, f"not known{name}: set {missing}{'' if name else ', or --gpu'}"
     waited = NEWER_WAITED if gpu.is_newer else WAITED
     links = Links(link, network, over_pcie=link == gpu.host_bandwidth, waited=waited) if link else None
