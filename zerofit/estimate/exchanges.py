@@ -15,9 +15,6 @@ from zerofit.estimate.model_states import offload_target
 from zerofit.estimate.weights import NORM_BYTES, Weights
 from zerofit.strategy.muon import ITERATIONS
 
-# What is marked "fitted" was fitted on published measurements (measured_rows.csv) by benchmarks/published_times.py;
-# docs/measurements/plan-times.md says on how many.
-
 # What collectives reach of a link. Source: NCCL's own limit on an A100, 235 of 300 GB/s (src/graph/tuning.cc), and
 # S. Bekman's "about 80 %"; between machines Calculon's 0.9.
 OF_LINK, OF_NETWORK = 0.78, 0.9

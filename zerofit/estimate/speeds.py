@@ -10,9 +10,6 @@ from zerofit.estimate.allocations import ATTENTION, BY_FLOPS, MATRIX, Operation
 from zerofit.estimate.exchanges import Links
 from zerofit.strategy.gpu_table import GIGA, GPUS, TERA, Gpu
 
-# What is marked "fitted" was fitted on published measurements (measured_rows.csv) by benchmarks/published_times.py;
-# docs/measurements/plan-times.md says on how many.
-
 # How a GPU divides a product among its multiprocessors: tiles of (rows, columns), and what small ones reach of the
 # best. Source: cuBLAS and CUTLASS choose among these; NVIDIA, Matrix Multiplication Background (tile and wave
 # quantization). The parts that small tiles reach are assumptions.
@@ -108,9 +105,6 @@ class Speeds:
         """Return whether the rate of matrix products in this precision is known."""
         return (MATRIX, half) in self.rates
 
-
-# What is marked "fitted" was fitted on published measurements (measured_rows.csv) by benchmarks/published_times.py;
-# docs/measurements/plan-times.md says on how many.
 
 MULTIPROCESSORS = 108  # where the table of GPUs has none: those of an A100
 

@@ -28,9 +28,6 @@ from zerofit.estimate.traced_steps import Stage, TracedStep
 from zerofit.estimate.tracer import Tracer
 from zerofit.model.parameters import flops_per_pair_token, flops_per_token
 
-# What is marked "fitted" was fitted on published measurements (measured_rows.csv) by benchmarks/published_times.py;
-# docs/measurements/plan-times.md says on how many.
-
 # Autograd, which runs without Python, starts an operation of the backward pass in this part of the time. Fitted.
 BACKWARD_STARTS = 0.6
 
