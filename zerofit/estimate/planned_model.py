@@ -15,7 +15,7 @@ import transformers
 from zerofit.data.collate import multiple_for, round_up
 from zerofit.estimate.planned_rows import LONGEST_BLOCK, OF_WORDS, TASKS, PlannedHead, Rows
 from zerofit.estimate.traced_shares import divide_experts, split_layers
-from zerofit.estimate.traced_steps import WHOLE, Stage, TracedStep, stages_of, steps_of_stage, weights_of_stage
+from zerofit.estimate.traced_steps import WHOLE, Stage, TracedStep, steps_of_stage, weights_of_stage
 from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings, outer_lists, reduced_configuration
 from zerofit.estimate.weights import MASTER_BYTES, Weight, Weights
 from zerofit.model.adapter_folder import open_adapter, recorded_base, trained_config
@@ -33,6 +33,7 @@ from zerofit.model.families import family_of
 from zerofit.model.lora import inject_lora
 from zerofit.model.parameters import hidden_matrices
 from zerofit.model.recomputation import check_recomputation
+from zerofit.model.stages import cut_layers
 from zerofit.model.tokenizer import check_vocabulary, load_tokenizer
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.paths import is_missing_folder
@@ -89,8 +90,14 @@ class PlannedModel:
         return found
 
     def stages(self, layout: ParallelLayout) -> list[Stage]:
-        """Return the stages of a pipeline that may need most; without a pipeline one that stands for the model."""
-        return stages_of(layout, self.full)
+        """Return the stages of a pipeline of which one needs most: the first, the last, and the first of those with
+        most layers; without a pipeline one that stands for the model."""
+        if layout.pipeline == 1:
+            return [WHOLE]
+        cut = cut_layers(self.full, layout.pipeline)
+        every = [Stage(number, layout.pipeline, len(layers)) for number, layers in enumerate(cut)]
+        longest = max(every, key=lambda stage: stage.layers)
+        return list(dict.fromkeys((every[0], longest, every[-1])))
 
     @property
     def num_layers(self) -> int:

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 from zerofit.estimate.allocations import EXCHANGES, Operation, Segment, Visit
 from zerofit.estimate.weights import Weights, number_of
 from zerofit.model.families import StagePlan
-from zerofit.model.stages import cut_layers
-from zerofit.strategy.layout import ParallelLayout
 
 
 class TracedStep(NamedTuple):
@@ -160,20 +158,6 @@ class Stage:
 
 
 WHOLE = Stage(0, 1, 0)  # no pipeline
-
-
-def stages_of(layout: ParallelLayout, model: Any) -> list[Stage]:
-    """Return the stages of which one needs most: the first, the last, and the first of those with most layers.
-
-    Args:
-        model: all of it, on "meta".
-    """
-    if layout.pipeline == 1:
-        return [WHOLE]
-    cut = cut_layers(model, layout.pipeline)
-    every = [Stage(number, layout.pipeline, len(layers)) for number, layers in enumerate(cut)]
-    longest = max(every, key=lambda stage: stage.layers)
-    return list(dict.fromkeys((every[0], longest, every[-1])))
 
 
 def weights_of_stage(weights: Weights, stage: Stage, plan: StagePlan, body: str) -> Weights:
