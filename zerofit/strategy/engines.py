@@ -57,15 +57,12 @@ class TorchEngine(Engine):
         self.torch_optimizer = self.optimizer.optimizer
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.layout.world_size > 1:
-            self._put_gradients_into_buckets(model)
+            # Gradients become views of DDP's buckets in a backward pass that yields zeros. Else those of the first
+            # micro-batches would take extra memory until the all-reduce.
+            zeros: Any = sum(0.0 * parameter.sum() for parameter in self.parameters)
+            model.reducer.prepare_for_backward([zeros])
+            zeros.backward()
         return model
-
-    def _put_gradients_into_buckets(self, model: Any) -> None:
-        """Allocate gradients as views of DDP's buckets, by a backward pass that yields zeros. Else those of the first
-        micro-batches take extra memory until the all-reduce."""
-        zeros: Any = sum(0.0 * parameter.sum() for parameter in self.parameters)
-        model.reducer.prepare_for_backward([zeros])
-        zeros.backward()
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         # The forward pass as well: it is there that DDP decides whether the backward pass brings the ranks together.
@@ -78,14 +75,6 @@ class TorchEngine(Engine):
     def backward(self, loss: torch.Tensor) -> None:
         self.accelerator.backward(loss)
 
-    def step(self, losses: list[torch.Tensor], bounds: Bounds) -> Outcome:
-        if not losses or not self.decides_on_device:
-            return super().step(losses, bounds)
-        outcome, refused, divisor = self._decide(losses, bounds)
-        self._clip_and_step_unless(refused, divisor)
-        self._drop_gradients()
-        return outcome
-
     @property
     def decides_on_device(self) -> bool:
         """True if the optimizer's step itself leaves out a refused update: torch's fused AdamW does."""
@@ -94,37 +83,35 @@ class TorchEngine(Engine):
         has_fp64 = self.device.type not in ("mps", "hpu")
         return bool(fused and has_fp64 and self.accelerator.scaler is None and not self.ema_decay)
 
-    def _decide(self, losses: list[torch.Tensor], bounds: Bounds) -> tuple[Outcome, torch.Tensor, torch.Tensor | None]:
-        """Decide about an update without a wait for the device: loss, norm and verdict are read while it steps.
-
-        Returns: (the outcome, refused, divisor), the latter two fp32 scalars on the device. refused: 1.0 or 0.0.
-            divisor: 1 / the clipping factor, max(1, norm / max_grad_norm); None without clipping. Nothing is
-            clipped here: the fused kernel divides gradients by `divisor` as it steps (`_clip_and_step_unless`).
-        """
+    def step(self, losses: list[torch.Tensor], bounds: Bounds) -> Outcome:
+        """Decide about an update without a wait for the device, where the optimizer leaves out a refused one: loss,
+        norm and verdict are read while it steps."""
+        if not losses or not self.decides_on_device:
+            return super().step(losses, bounds)
         norm = self._global_norm()
         report = torch.tensor(bounds.report, dtype=torch.float64).to(self.device, non_blocking=True)
         row = torch.cat([torch.stack([torch.as_tensor(sum(losses)).double(), norm.double()]), report])
         rows = row[None] if self.layout.world_size == 1 else self.accelerator.gather(row[None])
         norm = rows[0, 1]  # rank 0's, so that all decide alike
         refused = (~bounds.accept(rows[:, 0].sum(), norm)).float()
+        # 1 / the clipping factor. Nothing is clipped here: the fused kernel divides gradients by it as it steps.
         divisor = ((norm + 1e-6) / self.max_grad_norm).clamp(min=1.0).float() if self.max_grad_norm > 0 else None
         found = torch.cat([refused.double()[None], rows.flatten()]).to("cpu", non_blocking=True)
         copied = torch.Event(self.device.type) if self.device.type != "cpu" else None
         if copied is not None:
             copied.record()
+        optimizer = self.torch_optimizer
+        optimizer.found_inf, optimizer.grad_scale = refused, divisor  # what torch.amp.GradScaler gives an optimizer
+        optimizer.step()
+        del optimizer.found_inf, optimizer.grad_scale
+        self._drop_gradients()
 
         def read() -> tuple[bool, list[list[float]]]:
             if copied is not None:
                 copied.synchronize()
             return bool(found[0]), found[1:].view(rows.shape).tolist()
 
-        return Outcome(losses, read, self.layout.loss_ranks), refused, divisor
-
-    def _clip_and_step_unless(self, refused: torch.Tensor, divisor: torch.Tensor | None) -> None:
-        optimizer = self.torch_optimizer
-        optimizer.found_inf, optimizer.grad_scale = refused, divisor  # what torch.amp.GradScaler gives an optimizer
-        optimizer.step()
-        del optimizer.found_inf, optimizer.grad_scale
+        return Outcome(losses, read, self.layout.loss_ranks)
 
     def trained(self) -> list[torch.Tensor]:
         """This rank's shard of the trainable parameters, with gradients."""
