@@ -111,7 +111,7 @@ def test_it_means_bf16_and_compiled_blocks(under_torchrun, strategy):
         ("pp", [], "does not go together with pipeline parallelism"),
         ("sp", [], "sequence_parallel_size = 2 does not go together with torch_compile (--float8)"),
         ("ep", [], "which divides experts among the ranks"),
-        ("ddp", ["--precision", "fp32"], "needs precision = bf16, and it is fp32. Use --precision bf16"),
+        ("ddp", ["--precision", "fp32"], "does not go together with precision = fp32. Use --precision bf16"),
         ("ddp", ["--torch_compile", "false"], "torch_compile = false (--torch_compile): float8 (--float8) is slower"),
         ("ddp", ["--lora"], "float8 (--float8) does not go together with lora. Remove one of them"),
         ("ddp", ["--gradient_checkpointing", "--activation_offload"], "does not go together with activation_offload"),

@@ -15,8 +15,8 @@ from zerofit.model.export import export_model
 from zerofit.model.loss import install_loss
 from zerofit.model.stages import check_stages, cut_layers, keep_stage
 from zerofit.recipe import ClmRecipe
+from zerofit.strategy.combinations import check_combinations
 from zerofit.strategy.launch import Launch
-from zerofit.strategy.layout import check_degrees
 from zerofit.strategy.strategy import Strategy
 
 LLAMA = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
@@ -132,11 +132,12 @@ def test_what_does_not_go_together_is_refused_in_one_message():
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True}
     launch = Launch(8, 0, deepspeed=True, precision=None, json_path=None, config_file=None)
     strategy = Strategy(launch, None, "fp32", {"zero_optimization": zero}, "my.json", pipeline=2, tensor=2, sequence=2)
-    message = refusal(check_degrees, strategy, recipe)
+    message = refusal(check_combinations, strategy, recipe)
     for words in ("lora (--lora)", "torch_compile", "zero_optimization.stage = 3", "Write 1", "predict_file",
                   "zero_optimization.offload_optimizer", "pipeline.stages = 2 does not go together with "
                   "zero_optimization.overlap_comm", "sequence_parallel_size = 2 does not go together with "
                   "tensor_parallel.autotp_size and pipeline.stages"):  # fmt: skip
         assert words in message
-    assert "7 problems" in message, "each is named once"
-    check_degrees(replace(strategy, pipeline=1, tensor=1, sequence=1), recipe)
+    assert "8 problems" in message, "each is named once; torch_compile of ZeRO-3 too"
+    message = refusal(check_combinations, replace(strategy, pipeline=1, tensor=1, sequence=1), recipe)
+    assert message.count("does not go together") == 1, "compiled layers under ZeRO-3"

@@ -6,14 +6,10 @@ read from the YAML.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zerofit.recipe.errors import UserError, nearest
-from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import counted
-
-if TYPE_CHECKING:
-    from zerofit.strategy.strategy import Strategy
 
 RESHARDS = "fsdp_reshard_after_forward"
 IGNORED = "fsdp_ignored_modules"
@@ -126,20 +122,3 @@ def fsdp_problems(settings: dict[str, str], content: Mapping[str, Any], source: 
         remedy = "Write it there, and not as a flag" if close in (key, None) else f"Did you mean {close}?"
         problems.append(f"{source}: {key} is not what accelerate reads of a YAML's parallelism_config. {remedy}")
     return problems
-
-
-def check_fsdp(strategy: "Strategy", recipe: TrainingRecipe) -> None:
-    """Raises UserError: all that is asked for and does not go together with FSDP2."""
-    if strategy.launch.fsdp is None:
-        return
-    beside, problems = f"{strategy.source}: FSDP does not go together with", []
-    if strategy.precision == "fp16":
-        problems.append(f"{beside} precision = fp16. Use --precision bf16, or --strategy zero3")
-    if recipe.compiles == "model":
-        problems.append(
-            f"{beside} torch_compile = model ({recipe.source('torch_compile')}). Use --torch_compile blocks"
-        )
-    if recipe.quantised:
-        problems.append(f"{beside} {recipe.quantised} ({recipe.source(recipe.quantised)}). Use zero2.yaml or ddp.yaml")
-    if problems:
-        raise UserError(problems)

@@ -6,27 +6,20 @@ import contextlib
 import functools
 import io
 import json
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zerofit.compat.deepspeed import initializing_with
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.options import TrainingRecipe
-
-if TYPE_CHECKING:
-    from zerofit.strategy.strategy import Strategy
 
 OFFLOADED = ("offload_optimizer", "offload_param")
-PARTITIONS = {"zero_hpz_partition_size": 1, "mics_shard_size": -1}  # and the value that means: not used
 SEQUENCE, TENSOR, PIPELINE = "sequence_parallel_size", "tensor_parallel", "pipeline"
 PIPELINE_KEYS = {  # and the only value that the engine has a use for
     "use_reentrant": False,  # transformers recomputes activations, as option gradient_checkpointing says
     "pipe_partitioned": False,  # DeepSpeed remembers the shape of the first micro-batch, and rows differ in length
     "grad_partitioned": False,
 }
-MASKS_ONLY = ("eager", "flex_attention")  # attention that cannot do without a mask made by the model
 
 
 @dataclass(frozen=True)
@@ -193,80 +186,6 @@ def with_degrees(config: dict[str, Any], tensor: int, pipeline: int, sequence: i
         PIPELINE: {**config.get(PIPELINE, {}), "stages": pipeline},
     }
     return {key: degrees.get(key, value) for key, value in config.items()}
-
-
-def check_degrees(strategy: "Strategy", recipe: TrainingRecipe) -> None:
-    """Raises UserError: all that is asked for and does not go together with the degrees."""
-    config, layout, source, precision = strategy.deepspeed or {}, strategy.layout, strategy.source, strategy.precision
-    degrees = {
-        SEQUENCE: layout.sequence,
-        f"{TENSOR}.autotp_size": layout.tensor,
-        f"{PIPELINE}.stages": layout.pipeline,
-    }
-    degrees = {key: degree for key, degree in degrees.items() if degree > 1}
-    if not degrees:
-        return
-    zero, problems = config["zero_optimization"], []
-
-    def refuse(what: str, remedy: str, key: str = next(iter(degrees))) -> None:
-        problems.append(f"{source}: {key} = {degrees[key]} does not go together with {what}. {remedy}")
-
-    if recipe.lora:
-        refuse(f"lora ({recipe.source('lora')})", "Remove it, or use another strategy, such as zero3")
-    compiled = recipe.compiles
-    if compiled and layout.sequence > 1:  # DeepSpeed's exchange of heads looks a group up that a graph has not
-        refuse(f"torch_compile ({recipe.source('torch_compile')})", "Remove one of them")
-    elif str(compiled) == "model":
-        refuse(f"torch_compile = model ({recipe.source('torch_compile')})", "Use --torch_compile blocks")
-    settings = [part for part in OFFLOADED if offload_device(zero, part) != "none"]
-    settings += [name for name, unused in PARTITIONS.items() if zero.get(name, unused) != unused]
-    for setting in settings:
-        refuse(f"zero_optimization.{setting}", "Remove one of them")
-    if layout.sequence > 1:
-        _check_sequence(config, recipe, precision, refuse)
-        if len(degrees) > 1:
-            refuse(" and ".join(key for key in degrees if key != SEQUENCE), "Remove one of them")
-    if layout.pipeline > 1:
-        _check_pipeline(config, recipe, precision, functools.partial(refuse, key=f"{PIPELINE}.stages"))
-    if problems:
-        raise UserError(problems)
-
-
-def _check_sequence(
-    config: dict[str, Any], recipe: TrainingRecipe, precision: str, refuse: Callable[[str, str], None]
-) -> None:
-    zero = config["zero_optimization"]
-    attention = recipe.attn_implementation
-    if attention in MASKS_ONLY:
-        refuse(f"attn_implementation = {attention}", "Use --attn_implementation sdpa")
-    # Without it ZeRO-3 divides the gradients of large and small parameters by different numbers (zero/stage3.py).
-    if zero.get("reduce_scatter") is False:
-        refuse("zero_optimization.reduce_scatter = false", "Remove one of them")
-    # BF16_Optimizer asks for groups that are not there.
-    if zero.get("stage") == 1 and precision == "bf16" and _accumulation_dtype(config):
-        refuse(f"data_types.grad_accum_dtype in {precision}", "Remove it")
-
-
-def _check_pipeline(
-    config: dict[str, Any], recipe: TrainingRecipe, precision: str, refuse: Callable[[str, str], None]
-) -> None:
-    zero = config["zero_optimization"]
-    stage = zero.get("stage")
-    if stage in (2, 3):
-        refuse(f"zero_optimization.stage = {stage}: gradients of many micro-batches are added up in full", "Write 1")
-    if zero.get("overlap_comm"):  # DeepSpeed turns it off
-        refuse("zero_optimization.overlap_comm: gradients are exchanged after the last micro-batch", "Remove it")
-    if getattr(recipe, "predict_file", None):
-        refuse("predict_file: no rank has all layers", "Use a strategy without it, such as tp or zero3")
-    # The ends would not add up a tied vocabulary's gradient: runtime/pipe/engine.py reads what stage_1_and_2.py has
-    # moved away.
-    if precision == "fp16" and _accumulation_dtype(config):
-        refuse(f"data_types.grad_accum_dtype in {precision}", "Remove it")
-
-
-def _accumulation_dtype(config: dict[str, Any]) -> str | None:
-    """The dtype in which gradients are added up, where it is another one."""
-    return (config.get("data_types") or {}).get("grad_accum_dtype")
 
 
 def idle_note(stages: int, micro_batches: int) -> str | None:

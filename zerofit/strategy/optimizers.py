@@ -14,9 +14,8 @@ from accelerate.utils import DummyOptim
 
 from zerofit.model.parameters import decay_groups, layer_groups
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.options import OptimizerOptions, TrainingRecipe
+from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.devices import has_fused_adamw
-from zerofit.strategy.layout import OFFLOADED, offload_device
 from zerofit.strategy.muon import Muon
 from zerofit.strategy.state import ReadWhole, ReplicatedState
 
@@ -130,48 +129,6 @@ class ReplicatedOptimizerState(ReplicatedState):
             for kind, tensor in self.optimizer.state[parameter].items():
                 if kind in KEPT[self.optim]:
                     yield f"{kind}/{name}", tensor
-
-
-def check_optimizer(strategy: "Strategy", recipe: OptimizerOptions) -> None:
-    """Raises UserError where a strategy's shards are not what an optimizer would have of the whole parameter."""
-    if recipe.optim in SHARDED or (strategy.deepspeed is None and not strategy.fully_shards):
-        return
-    why = {
-        "adafactor": "keeps means over the rows and columns of each matrix, which no process has in full there",
-        "adamw_8bit": "rounds blocks of 256 elements, which would be other ones there: a run would not agree with one "
-        "process",
-    }
-    raise UserError(
-        f"optim = {recipe.optim}: it {why[recipe.optim]} ({strategy.source}). Use --strategy ddp, or one process; or "
-        "--optim adamw"
-    )
-
-
-def check_muon(strategy: "Strategy", recipe: TrainingRecipe) -> None:
-    """Raises UserError where Muon would have other matrices than one process has, or none."""
-    if recipe.optim != "muon" or not recipe.trains:
-        return
-    devices = [offload_device(strategy.zero, part) for part in OFFLOADED]
-    obstacles = {
-        "offload, which makes the step, and so its matrix products, on the CPU": set(devices) != {"none"},
-        "tensor parallelism, which cuts its matrices": strategy.tensor > 1,
-        "a pipeline, whose stages have different matrices": strategy.pipeline > 1,
-        "experts that are divided among the ranks": strategy.divides_experts,
-    }
-    stated, problems = f"optim = muon ({recipe.source('optim')}) does not go together with", []
-    if recipe.lora:
-        problems.append(
-            f"{stated} lora: it would make the two factors of an update orthogonal, and not the update. Use --optim "
-            "adamw, or remove lora"
-        )
-    found = [what for what, is_there in obstacles.items() if is_there]
-    if found:
-        problems.append(
-            f"{stated} {' and '.join(found)} ({strategy.source}). Use --strategy zero1, zero2, zero3 or fsdp2, or "
-            "--optim adamw"
-        )
-    if problems:
-        raise UserError(problems)
 
 
 def check_optimizer_installed(recipe: OptimizerOptions) -> None:

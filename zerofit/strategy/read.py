@@ -1,6 +1,5 @@
 """Read the strategy of a run from the launcher's environment and files, and check it before any data is read."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,13 +8,13 @@ from zerofit.recipe.errors import Problems, UserError
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parse import flag_value
 from zerofit.strategy.batches import resolve_batches
+from zerofit.strategy.combinations import check_combinations
 from zerofit.strategy.deepspeed_config import resolve_config
 from zerofit.strategy.deepspeed_json import read_deepspeed_config, stated_precision
-from zerofit.strategy.fsdp import ALONE, UNITS, check_fsdp, check_replicas
+from zerofit.strategy.fsdp import ALONE, UNITS, check_replicas
 from zerofit.strategy.gpus import check_devices
 from zerofit.strategy.launch import Launch, check_launch, find_launch, take_named
-from zerofit.strategy.layout import ParallelLayout, check_degrees, idle_note, offload_device, take_degrees
-from zerofit.strategy.optimizers import check_muon, check_optimizer
+from zerofit.strategy.layout import ParallelLayout, idle_note, offload_device, take_degrees
 from zerofit.strategy.strategy import PrecisionSetting, Strategy
 
 FLAG_OF_LAUNCHER = "accelerate launch --mixed_precision"
@@ -42,11 +41,9 @@ def read_strategy(recipe: TrainingRecipe, on_layout: OnLayout = lambda layout: F
     read, strategy = _read_deepspeed if launch.deepspeed else _read_torch, None
     with problems.collected():
         strategy = read(launch, recipe, problems, on_layout)
-    for check in CHECKS if strategy is not None and not problems.found else ():
-        with problems.collected():
-            check(strategy, recipe)
     problems.raise_found()
     assert strategy is not None  # else there were problems
+    check_combinations(strategy, recipe)
     recipe.precision = strategy.precision
     return strategy if recipe.trains else strategy.without_optimizer()
 
@@ -104,9 +101,6 @@ def _adopt_float8(launch: Launch, recipe: TrainingRecipe) -> Launch:
     if not (recipe.float8 and recipe.trains):
         return launch
     source = recipe.source("float8") or "float8"
-    beside = [name for name in ("lora", "activation_offload") if getattr(recipe, name)]
-    if beside:
-        raise UserError(f"float8 ({source}) does not go together with {beside[0]}. Remove one of them")
     if str(recipe.torch_compile) == "auto":
         recipe.adopt("torch_compile", "blocks", source)
     elif not recipe.compiles and not is_emulated():
@@ -115,68 +109,6 @@ def _adopt_float8(launch: Launch, recipe: TrainingRecipe) -> Launch:
             "its roundings are not compiled. Remove one of them"
         )
     return launch
-
-
-def _check_float8(strategy: Strategy, recipe: TrainingRecipe) -> None:
-    """Raises UserError where a strategy does not go together with float8."""
-    if not (recipe.float8 and recipe.trains):
-        return
-    stated, source = f"float8 ({recipe.source('float8')})", strategy.source
-    untried = {
-        f"tensor parallelism ({source})": strategy.tensor > 1,
-        f"pipeline parallelism ({source})": strategy.pipeline > 1,
-        f"{source}, which divides experts among the ranks": strategy.divides_experts,
-    }
-    problems = [f"{stated} does not go together with {each}. Remove it" for each, there in untried.items() if there]
-    if strategy.precision != "bf16":
-        problems.append(f"{stated} needs precision = bf16, and it is {strategy.precision}. Use --precision bf16")
-    if problems:
-        raise UserError(problems)
-
-
-def _check_compiled(strategy: Strategy, recipe: TrainingRecipe) -> None:
-    """Raises UserError where torch.compile would compile many small graphs instead of one."""
-    if recipe.compiles and strategy.shards_parameters:
-        raise UserError(
-            f"{strategy.source}: zero_optimization.stage = 3 does not go together with torch_compile "
-            f"({recipe.source('torch_compile')}): DeepSpeed gathers the weights of each module as it is called, which "
-            "cuts a layer's graph into pieces. Use --strategy fsdp2, which gathers those of a layer, or remove it"
-        )
-
-
-def _check_rounding(strategy: Strategy, recipe: TrainingRecipe) -> None:
-    """Raises UserError where gradients would be rounded in a run in fp32."""
-    config = strategy.deepspeed or {}
-    stated = {key: config.get(key) for key in ("communication_data_type", "seq_parallel_communication_data_type")}
-    stated["data_types.grad_accum_dtype"] = (config.get("data_types") or {}).get("grad_accum_dtype")
-    rounding = {key: value for key, value in stated.items() if value not in (None, "fp32")}
-    if rounding and strategy.precision == "fp32":
-        raise UserError(
-            f"{strategy.source}: {key} = {json.dumps(value)}: it rounds gradients, and precision is fp32. Remove it"
-            for key, value in rounding.items()
-        )
-
-
-def _check_average(strategy: Strategy, recipe: TrainingRecipe) -> None:
-    """Raises UserError where a mean of the weights would have to be kept on a disk."""
-    if recipe.ema_decay and strategy.optimizer_device == "nvme":
-        raise UserError(
-            f"{strategy.source}: offload_optimizer.device = nvme does not go together with ema_decay "
-            f"({recipe.source('ema_decay')}): DeepSpeed brings moments from the disk, and no other tensors. Use "
-            "--strategy zero3_offload"
-        )
-
-
-CHECKS = (  # (strategy, recipe): what does not go together
-    check_optimizer,
-    check_muon,
-    check_fsdp,
-    check_degrees,
-    _check_compiled,
-    _check_float8,
-    _check_rounding,
-    _check_average,
-)
 
 
 def _of_launcher(launch: Launch) -> PrecisionSetting:
