@@ -4,11 +4,7 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from helpers import ROOT, environment
-
-CPU = torch.device("cpu")
-
 
 THREADS = """
 import ctypes, os, torch
