@@ -266,6 +266,15 @@ def test_null_is_not_stated_for_any_option(tmp_path, cls):
         assert (recipe.source(name), found, recipe.to_dict()) == (None, problems, plain.to_dict()), name
 
 
+def test_a_removed_option_that_an_older_run_has_as_null_is_not_stated(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text("preprocessing_num_workers: null\n")
+    assert read_recipe(ClmRecipe, ["--config", str(file)])[1] == read_recipe(ClmRecipe, [])[1]
+    for line in ("preprocessing_num_workers: 2\n", "no_option_at_all: null\n"):
+        file.write_text(line)
+        assert line.partition(":")[0] in read_recipe(ClmRecipe, ["--config", str(file)])[1][0]
+
+
 def test_a_flag_that_is_null_takes_back_what_the_file_states(tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text("save_steps: 100\nblock_size: 64\nseed: 3\n")

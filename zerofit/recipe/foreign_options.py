@@ -224,6 +224,7 @@ PROCESSES = (
     "`accelerate launch --num_processes N` starts processes, and `zerofit plan --num_gpus N --gpus_per_node M` says "
     "beforehand what fits on them"
 )
+TOKENIZING = "the tokenizer uses all cores by its own threads (RAYON_NUM_THREADS sets their number); remove it"
 # {hint: names in other programs}, where naming one option is not enough.
 HINTS = {
     LAUNCHER: "num_processes num_machines config_file local_rank nproc_per_node nnodes master_port use_cpu no_cuda",
@@ -238,11 +239,7 @@ HINTS = {
     "say --model_name_or_path with the adapter's folder to train it further; it names its base":
     "adapter_name_or_path lora_model_dir",
     "`zerofit merge` folds an adapter into its base": "export_dir",
-    "the tokenizer uses all cores by its own threads (RAYON_NUM_THREADS sets their number); remove it":
-    "dataset_processes dataset_num_proc num_proc preprocessing_num_workers",
-    "--push_to_hub pushes once, at the end; --mirror copies each checkpoint": "hub_strategy",
-    "a checkpoint can always be resumed from; --save_total_limit keeps few of them": "save_only_model",
-    "whatever is better counts as an improvement": "early_stopping_threshold",
+    TOKENIZING: "dataset_processes dataset_num_proc num_proc",
     "line breaks are kept; --document_separator line takes each line for itself": "no_keep_linebreaks keep_linebreaks",
     "log in once with `hf auth login`": "token hub_token use_auth_token",
     "--push_to_hub owner/name": "hub_model_id",
@@ -252,17 +249,45 @@ HINTS = {
     "stage",
     "the number of classes follows from the labels of the data; remove it": "num_labels num_classes n_classes",
 }  # fmt: skip
+# {option of an earlier commit: what to use instead} (CHANGELOG.md).
+REMOVED = {
+    "difficulty_warmup": "it is gone; block_size_warmup and global_batch_warmup let rows and batches grow",
+    **dict.fromkeys(
+        ("contrastive_group", "contrastive_temperature", "num_texts"),
+        "embeddings are gone; sentence-transformers trains them",
+    ),
+    "logprobs": "it is gone; train/distill.py reads a teacher beside the student with --teacher FOLDER",
+    "data_format": "it is gone: the names of the columns say it. For running text name its column with --text_column",
+    "preprocessing_num_workers": TOKENIZING,
+    "data_cache_path": "the index of a corpus lies in --cache_dir",
+    "profile_ranks": "--profile records rank 0",
+    "profile_memory": "--profile records memory, too",
+    "on_save_failure": "it is gone: a run goes on, and says so, where a checkpoint cannot be written",
+    "peak_tflops": "it belongs to zerofit plan; MFU is reported for GPUs of the table",
+    "calibrate": "it is gone: tell a GPU by --peak_tflops, --memory_bandwidth, --link_bandwidth, --network_bandwidth",
+    "hub_strategy": "--push_to_hub pushes once, at the end; --mirror copies each checkpoint",
+    "save_keep_every": "it is gone: --save_total_limit keeps the newest ones; without it all stay",
+    "save_best": "the best weights are kept where metric_for_best_model is set, or a task has metrics beside the loss",
+    "early_stopping_threshold": "it is gone: whatever is better counts as an improvement",
+    "rendezvous_minutes": "it belongs to zerofit launch",
+    "save_only_model": "it is gone: a checkpoint can always be resumed from; --save_total_limit keeps few of them",
+    "mixture_temperature": "it is gone: write the weights before the files of train_file",
+    "stop_source": "it is gone: an epoch of a mixture ends when its first source has been read in full",
+    "messages_column": "it is gone: call the column of the turns messages",
+    "lengths": "`zerofit plan --lengths 8k,16k,32k` finds the longest rows",
+    "shards": "conversion to Meta's format is gone; outputs/RUN/model is a transformers folder",
+}
 
 
 def foreign_option_hints(cls: type, names: dict[str, OptionType], tool: bool) -> dict[str, str]:
     """{name of an option in another program: what to type instead}. `names`: the options of the recipe, with the kind
     of each. `tool`: the recipe is a tool's, which accelerate launch does not start."""
     if not issubclass(cls, TrainingRecipe):
-        return {}
+        return REMOVED
     of_others = {
         field.name: f"it is one of train/{task}.py" for task, kind in reversed(TASKS.items()) for field in fields(kind)
     }
-    hints = {name: hint for name, hint in of_others.items() if name not in names}
+    hints = {name: hint for name, hint in of_others.items() if name not in names} | REMOVED
     for options, foreign_names in FOREIGN_NAMES.items():
         if flags := [f"--{option}" for option in options if option in names]:
             hints |= {name: f"say {' or '.join(flags)}" for name in foreign_names.split()}

@@ -177,8 +177,8 @@ def read_recipe(
         fields = {field.name: field for field in dataclasses.fields(cls)}
         for name, (node, line) in _read_yaml(config, aliases, problems).items():
             source = f"{config}, line {line}"
-            if name in kinds and node.tag == NULL:
-                continue  # null: not stated, as in the recipe.yaml of a run, which has all options
+            if node.tag == NULL and (name in kinds or name in hints):
+                continue  # null: not stated, as in the recipe.yaml of a run, which has all options that there were
             if name in kinds:
                 of_file |= _take_line(node, source, fields[name], kinds[name], problems)
             else:

@@ -11,6 +11,7 @@ import yaml
 from zerofit.recipe.base import Recipe, option
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import recipe_file
+from zerofit.recipe.foreign_options import REMOVED
 from zerofit.recipe.parse import flag_value, parse_recipe, wants_help
 from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.tasks import TASKS, TaskRecipe, task_of_recipe
@@ -135,11 +136,16 @@ def join_with_recipe(tool: type[T], argv: list[str], prog: str) -> tuple[str, ty
     if task not in TASKS:
         if wants_help(argv):
             parse_recipe(tool, argv, prog=prog, tool=True)
-        if config:
+        gone = [
+            f"--{name} is not an option: {hint}"
+            for name, hint in REMOVED.items()
+            if f"--{name}" in argv and not hasattr(tool, name)
+        ]
+        if config and not gone:
             read_yaml(Path(recipe_file(config)))  # there is none, or it is not YAML
         if argv and not argv[0].startswith("--"):
-            raise UserError(f"{argv[0]!r} is not an option. Name a recipe with --config {argv[0]}")
-        raise UserError(f"the task is unknown: set --task to one of {', '.join(TASKS)}")
+            gone.append(f"{argv[0]!r} is not an option. Name a recipe with --config {argv[0]}")
+        raise UserError(gone or f"the task is unknown: set --task to one of {', '.join(TASKS)}")
     return task, dataclasses.make_dataclass(tool.__name__, [], bases=(tool, TASKS[task]))
 
 
