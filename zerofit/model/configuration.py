@@ -308,13 +308,18 @@ def override(config: "PretrainedConfig", text: str | None) -> None:
     problems, head_size, before = [], _head_size(config), config.to_dict()
     for name, value in overrides.items():
         rope = getattr(config, "rope_parameters", None) or {}
-        if name in rope and not hasattr(config, name):
-            config.rope_parameters = {**rope, name: value}
-            continue
-        if not hasattr(config, name):
+        in_rope = name in rope and not hasattr(config, name)
+        if not in_rope and not hasattr(config, name):
             close = nearest(name, [*config.to_dict(), *config.attribute_map])
             remedy = f"Did you mean {close}?" if close else "Its names: " + ", ".join(sorted(config.to_dict()))
             problems.append(f"config_overrides: {config.model_type} has no {name}. {remedy}")
+            continue
+        current = rope[name] if in_rope else getattr(config, name)
+        if (in_rope or value is not None) and isinstance(current, (bool, int, float)) and not _fits(value, current):
+            problems.append(f"config_overrides: {name} = {value!r}; expected as in {name}={current}")
+            continue
+        if in_rope:
+            config.rope_parameters = {**rope, name: value}
             continue
         try:
             setattr(config, name, value)
@@ -371,6 +376,12 @@ def _derive_again(config: "PretrainedConfig", before: dict[str, Any], changed: s
 def _head_size(config: "PretrainedConfig") -> int | None:
     hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
     return hidden // heads if hidden and heads else None
+
+
+def _fits(value: Any, like: bool | int | float) -> bool:
+    if isinstance(like, bool) or isinstance(value, bool):
+        return isinstance(value, bool) and isinstance(like, bool)
+    return isinstance(value, int) or (isinstance(like, float) and isinstance(value, float))
 
 
 def usable_positions(config: "PretrainedConfig") -> int | None:
