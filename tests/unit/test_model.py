@@ -422,7 +422,12 @@ def test_layers_that_are_skipped_at_random_are_refused_on_several_processes(proc
 
 @pytest.mark.parametrize(
     ("family", "given"),
-    [("llama", "rope_theta=no"), ("llama", "rope_theta=null"), ("t5", "tie_word_embeddings=3"), ("gpt2", "n_embd=2.5")],
+    [
+        ("llama", "rope_theta=no"),
+        ("llama", "rope_theta=null"),
+        ("t5", "tie_word_embeddings=3"),
+        ("gpt2", "n_embd=2.5"),
+    ],
 )
 def test_a_value_of_another_kind_is_refused(family, given):
     """Also where the configuration's class checks no type: T5's, and what stands in rope_parameters."""
