@@ -109,17 +109,15 @@ def tool_definitions(value: Any) -> list[dict[str, Any]]:
     """Definitions of tools as templates take them: {"type": "function", "function": {...}}. Raises ValueError where
     they are not a list of objects."""
     value = json.loads(value) if isinstance(value, str) else value
-    listed = [
-        json.loads(tool) if isinstance(tool, str) else tool for tool in ([value] if isinstance(value, dict) else value)
-    ]
-    if not all(isinstance(tool, dict) for tool in listed):
-        raise ValueError("expected a list of definitions, each an object with a name")
-    return [
-        tool
-        if "function" in tool or "name" not in tool
-        else {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
-        for tool in listed
-    ]
+    definitions = []
+    for tool in [value] if isinstance(value, dict) else value:
+        tool = json.loads(tool) if isinstance(tool, str) else tool
+        if not isinstance(tool, dict):
+            raise ValueError("expected a list of definitions, each an object with a name")
+        if "name" in tool and "function" not in tool:
+            tool = {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+        definitions.append(tool)
+    return definitions
 
 
 def check_arguments(value: Any) -> dict[str, Any]:
@@ -196,20 +194,16 @@ def _function(call: dict[str, Any]) -> dict[str, Any]:
 
 def _with_arguments(conversation: Conversation, changed: Callable[[Any], Any]) -> Conversation:
     """The conversation with other arguments in each call that has some."""
-
-    def of_call(call: dict[str, Any]) -> dict[str, Any]:
-        function = _function(call)
-        if "arguments" not in function:
-            return call
-        own = {**function, "arguments": changed(function["arguments"])}
-        return own if function is call else {**call, "function": own}
-
-    messages = (
-        {**message, "tool_calls": [of_call(call) for call in message["tool_calls"]]}
-        if "tool_calls" in message
-        else message
-        for message in conversation
-    )
+    messages = []
+    for message in conversation:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            function = _function(call)
+            if "arguments" in function:
+                own = {**function, "arguments": changed(function["arguments"])}
+                call = own if function is call else {**call, "function": own}
+            calls.append(call)
+        messages.append({**message, "tool_calls": calls} if "tool_calls" in message else message)
     return Conversation(messages, conversation.given)
 
 

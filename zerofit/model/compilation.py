@@ -68,9 +68,7 @@ def check_float8_device(recipe: "TrainingRecipe") -> None:
     """Raises UserError where a GPU of this process does not multiply in float8, or there is none."""
     if not (recipe.float8 and recipe.trains) or is_emulated():
         return
-    needs = (
-        f"float8 ({recipe.source('float8')}) needs a GPU of NVIDIA with compute capability 8.9 or more (L40S, H100)"
-    )
+    needs = f"float8 ({recipe.source('float8')}) needs an NVIDIA GPU of compute capability 8.9 or more (L40S, H100)"
     if not torch.cuda.is_available() or torch.version.hip is not None:
         raise UserError(f"{needs}, and there is none. Remove it")
     for number in range(torch.cuda.device_count()):

@@ -125,9 +125,8 @@ def check_split_rows(engine: "Engine", collate: "CausalCollator", packed: bool) 
         )
     if engine.split_rows is None or not engine.split_rows.in_a_ring:
         return None
-    return (
-        f"note      {engine.layout.sequence} ranks cannot share the heads: keys and values go round (ring attention)"
-    )
+    ranks = engine.layout.sequence
+    return f"note      {ranks} ranks cannot share the heads: keys and values go round (ring attention)"
 
 
 def check_mask_support(engine: "Engine") -> None:
