@@ -13,7 +13,6 @@ import torch
 from zerofit.estimate.remedies import WORKING, Shortage, StateBytes, StateSetup, remedies, state_setup
 from zerofit.health.out_of_memory_errors import asked_for, causes_of, is_out_of_memory
 from zerofit.health.watchdog_process import ADVICE, RESUME
-from zerofit.model.loss import has_separate_body
 from zerofit.recipe.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, first_line, print_last, printable
 from zerofit.record.recorder import MemoryMeter
 from zerofit.record.terminal import size, table
@@ -138,7 +137,7 @@ def _pass_sizes(engine: Engine, run: "Run", tokens: int) -> dict[str, int]:
     element, rows = (4 if strategy.precision == "fp32" else 2), strategy.batches.micro_batch
     rows *= 2 if getattr(recipe, "preference_loss", None) else 1
     targets = getattr(recipe, "max_target_length", None) or tokens
-    can_chunk = getattr(module, "loss_kind", None) == "full" and has_separate_body(module)
+    can_chunk = getattr(module, "loss_kind", None) == "full" and module.base_model is not module
     return {
         "layers": layers,
         "logits": rows * targets * config.vocab_size * (4 + element) if can_chunk else 0,

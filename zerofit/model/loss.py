@@ -40,8 +40,6 @@ from zerofit.model.families import family_of
 from zerofit.recipe.causal_options import WITH_REFERENCE
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from zerofit.data.collate import Batch
 
 HIDDEN = "teacher_hidden"  # of a batch
@@ -143,11 +141,6 @@ def shifted_right(model: Any, labels: torch.Tensor) -> torch.Tensor:
         empty = (labels == IGNORE).all(dim=1, keepdim=True)  # a row that fills a batch up: mBART wants a last token
         return model.prepare_decoder_input_ids_from_labels(labels.masked_fill(empty, int(padding == 0)))
     return F.pad(labels[:, :-1], (1, 0), value=start).masked_fill(F.pad(labels[:, :-1], (1, 0)) == IGNORE, padding)
-
-
-def has_separate_body(model: "PreTrainedModel") -> bool:
-    """Return whether the body can be called without its head, as the chunked loss needs it."""
-    return model.base_model is not model
 
 
 def _head_forward(

@@ -15,7 +15,7 @@ from zerofit.model.attention import SDPA, kernel_of, set_attention, takes_length
 from zerofit.model.chunked_loss import terms_of
 from zerofit.model.compilation import uncompiled
 from zerofit.model.families import family_of
-from zerofit.model.loss import has_separate_body, install_loss
+from zerofit.model.loss import install_loss
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import ModelOptions
 from zerofit.recipe.tasks import LossOptions
@@ -183,7 +183,7 @@ def random_tokens(
 def _choose(model: Any, recipe: LossOptions) -> tuple[str, str]:
     """Return (kind of loss, reason for the log)."""
     head_has_adapter = hasattr(model.get_output_embeddings(), "lora_A")
-    if (head_has_adapter or not has_separate_body(model)) and recipe.loss != "full":
+    if (head_has_adapter or model.base_model is model) and recipe.loss != "full":
         reason = f"a {model.config.model_type} returns its logits and nothing before them, so all are held"
         if head_has_adapter:
             reason = "the head has an adapter, so all logits are held"

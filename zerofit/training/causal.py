@@ -18,7 +18,7 @@ from zerofit.data.order import FILLER, FixedOrder
 from zerofit.data.pack import TextData
 from zerofit.model.attention import choose_attention, packed_rows
 from zerofit.model.configuration import read_config, weights_key
-from zerofit.model.loss import BETA, HIDDEN, PreferenceLoss, has_separate_body, log_probabilities, model_loss
+from zerofit.model.loss import BETA, HIDDEN, PreferenceLoss, log_probabilities, model_loss
 from zerofit.model.preflight import (
     check_loss,
     check_mask_support,
@@ -86,7 +86,7 @@ def load_teacher(run: Run, student: Any, data: TextData, collate: Any) -> Teache
     if recipe.is_packed:
         choose_attention(model, recipe.attn_implementation, precision)
     teacher = Teacher(model.to(device))
-    if not has_separate_body(model) or not _makes_logits_of_its_head(teacher, random_tokens(rows, device)):
+    if model.base_model is model or not _makes_logits_of_its_head(teacher, random_tokens(rows, device)):
         raise UserError(f"{stated}: a {config.model_type} changes its logits after the head. {ANOTHER}")
     if recipe.is_packed and documents_leak(model, collate, rows, device):
         raise UserError(f"{stated}: a {config.model_type} mixes documents of a packed row. Use --packing none")
