@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
@@ -97,7 +97,12 @@ def export_model(
         files = {"the model's code": lambda: custom_object_save(written, folder, config=written.config), **files}
     if written.can_generate():
         files["generation_config.json"] = lambda: save_generation_settings(written, folder)
-    return write_beside({**files, **tokenizer_files(tokenizer, model.config, folder)})
+    # Without a limit of its own the tokenizer gets the model's: with none truncation=True would cut nothing.
+    if (positions := usable_positions(model.config)) and tokenizer.model_max_length > 10**9:
+        tokenizer.model_max_length = positions
+    files["the tokenizer"] = lambda: tokenizer.save_pretrained(folder)
+    files["tokenizer.model"] = lambda: _copy_sentencepiece_model(Path(tokenizer.name_or_path), folder)
+    return write_beside(files)
 
 
 def write_beside(files: dict[str, Callable[[], object]]) -> dict[str, Exception]:
@@ -111,26 +116,18 @@ def write_beside(files: dict[str, Callable[[], object]]) -> dict[str, Exception]
     return failed
 
 
-def tokenizer_files(
-    tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, folder: Path
-) -> dict[str, Callable[[], object]]:
-    """The functions that write the tokenizer, for `write_beside`. Without a limit of its own it gets the model's: with
-    none truncation=True would cut nothing."""
-    positions = usable_positions(config)
-    if positions and tokenizer.model_max_length > 10**9:
-        tokenizer.model_max_length = positions
-    return {
-        "the tokenizer": lambda: tokenizer.save_pretrained(folder),
-        "tokenizer.model": lambda: _copy_sentencepiece_model(Path(tokenizer.name_or_path), folder),
-    }
-
-
 def _write_weights(written: Any, weights: Weights, folder: Path) -> None:
     """Write the weights: in one file, or, of a family whose weights have the names on the disk that they have in
     memory but for renaming, in several. `written.config` gets what transformers adds to it as it saves a model."""
     expected = {name for name, _ in written.named_parameters()}
     tied = {name for name, _ in written.named_parameters(remove_duplicate=False)} - expected
-    without_padding, in_parts = _padding_remover(written), family_of(written.config).stage_plan is not None
+    in_parts = family_of(written.config).stage_plan is not None
+    rows, padded = written.config.__dict__.pop("unpadded_vocab_size", None), set[int]()
+    if rows is not None:  # a padded vocabulary's extra rows are not written
+        written.config.vocab_size = rows
+        over_tokens = (written.get_input_embeddings(), written.get_output_embeddings())
+        padded = {id(parameter) for module in over_tokens for parameter in module.parameters(recurse=False)}
+    cut = {name for name, each in written.named_parameters(remove_duplicate=False) if id(each) in padded}
     part: dict[str, torch.Tensor] = {}
     files: list[Path] = []
     size = 0
@@ -142,7 +139,7 @@ def _write_weights(written: Any, weights: Weights, folder: Path) -> None:
         if in_parts and part and size + tensor.nbytes > LARGEST_FILE:
             files.append(_write_part(written, part, folder, len(files)))
             part, size = {}, 0
-        part[name] = without_padding(name, tensor)
+        part[name] = tensor[:rows].contiguous() if name in cut else tensor
         expected.discard(name)
         size += part[name].nbytes
     if expected:
@@ -223,19 +220,6 @@ def _copy_sentencepiece_model(source: Path, folder: Path) -> None:
         if (source / name).is_file() and not (folder / name).exists():
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, folder / name)
-
-
-def _padding_remover(written: Any) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """Remove a padded vocabulary's extra rows from the configuration. Returns what removes them from a weight.
-    `written`: a copy of the model with a configuration of its own."""
-    rows = written.config.__dict__.pop("unpadded_vocab_size", None)
-    if rows is None:
-        return lambda name, tensor: tensor
-    written.config.vocab_size = rows
-    over_tokens = (written.get_input_embeddings(), written.get_output_embeddings())
-    padded = {id(parameter) for module in over_tokens for parameter in module.parameters(recurse=False)}
-    names = {name for name, parameter in written.named_parameters(remove_duplicate=False) if id(parameter) in padded}
-    return lambda name, tensor: tensor[:rows].contiguous() if name in names else tensor
 
 
 def write_card(folder: Path, card: str) -> None:
