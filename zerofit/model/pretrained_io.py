@@ -97,7 +97,6 @@ def atomic_folder(output: Path) -> Iterator[Path]:
 
 def silence_libraries() -> None:
     """Keep, in a tool's own process, the messages of transformers, peft and DeepSpeed off the terminal."""
-
     from transformers.utils import logging as of_transformers
 
     warnings.simplefilter("ignore")

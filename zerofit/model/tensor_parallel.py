@@ -472,7 +472,14 @@ def split_model(model: "PreTrainedModel", tensor: TensorGroup) -> None:
     for owner in readers:
         model.get_submodule(owner).register_forward_pre_hook(partial(_join_input, parts), with_kwargs=True)
     _share_tokens(model, parts)
-    _split_vocabulary(model, tensor)
+    table, head, rows = model.get_input_embeddings(), model.get_output_embeddings(), model.config.vocab_size
+    over_tokens = {id(each): each for module in (table, head) for each in module.parameters()}
+    for parameter in over_tokens.values():  # tied ones once
+        cut_parameter(parameter, cut_for(parameter.shape, 0, tensor.rank, tensor.size))
+    if isinstance(table, nn.Embedding):  # else it is of another stage of a pipeline
+        model.set_input_embeddings(VocabularyEmbedding(table, tensor, rows))
+    if hasattr(head, "weight"):
+        model.set_output_embeddings(VocabularyHead(head, tensor, rows))
 
 
 def _join_input(
@@ -498,15 +505,3 @@ def _share_tokens(model: "PreTrainedModel", parts: TokenParts) -> None:
             hook = partial(all_reduced, group=parts.tensor.group)
             parameter.register_hook(hook)
             parameter.gradient_hook = hook  # what takes the parameter's place has to have it too
-
-
-def _split_vocabulary(model: "PreTrainedModel", tensor: TensorGroup) -> None:
-    table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    rows = model.config.vocab_size
-    over_tokens = {id(each): each for module in (table, head) for each in module.parameters()}
-    for parameter in over_tokens.values():  # tied ones once
-        cut_parameter(parameter, cut_for(parameter.shape, 0, tensor.rank, tensor.size))
-    if isinstance(table, nn.Embedding):  # else it is of another stage of a pipeline
-        model.set_input_embeddings(VocabularyEmbedding(table, tensor, rows))
-    if hasattr(head, "weight"):
-        model.set_output_embeddings(VocabularyHead(head, tensor, rows))

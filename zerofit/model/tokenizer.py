@@ -299,13 +299,21 @@ def check_vocabulary(
     config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase", recipe: "TrainingRecipe"
 ) -> str | None:
     """Check that model and tokenizer belong together: a model may have up to 1,024 rows more than the tokenizer has
-    tokens (a padded size), but not fewer. A model from scratch gets the tokenizer's size, and so does a pretrained one
-    with resize_embeddings. Returns a sentence for the log."""
+    tokens (a padded size), but not fewer. A model from scratch gets the tokenizer's size, beginning, end and padding;
+    a pretrained one its size, with resize_embeddings. Returns a sentence for the log."""
     from_scratch = not recipe.model_name_or_path
     vocab_size_is_set = "vocab_size" in overrides_of(recipe.config_overrides)
     tokens, rows, max_padding = producible_tokens(tokenizer), config.vocab_size, 1024
-    if from_scratch:
-        _copy_special_tokens(config, tokenizer)
+    special = ("bos_token_id", "eos_token_id", "pad_token_id")
+    # If they are the same, the tokenizer is the published one of this architecture.
+    if from_scratch and any(getattr(config, name, None) != getattr(tokenizer, name) for name in special):
+        for name in special:
+            setattr(config, name, getattr(tokenizer, name))
+        if config.is_encoder_decoder:
+            starts_with_padding = family_of(config).decoder_starts_with_padding
+            config.decoder_start_token_id = config.pad_token_id if starts_with_padding else config.bos_token_id
+            if getattr(config, "forced_eos_token_id", None) is not None:
+                config.forced_eos_token_id = config.eos_token_id
     if tokens <= rows <= tokens + max_padding:
         idle = recipe.resize_embeddings and f"note      resize_embeddings: all tokens have one of the {rows:,} rows"
         return idle or None
@@ -339,20 +347,6 @@ def pad_vocabulary(config: "PretrainedConfig", recipe: "ClmRecipe") -> str | Non
         return None
     config.vocab_size, config.unpadded_vocab_size = rows, tokens
     return f"note      vocabulary: {tokens:,} tokens, padded to {rows:,} rows; model/ has {tokens:,} again"
-
-
-def _copy_special_tokens(config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase") -> None:
-    """A model from scratch has the beginning, end and padding tokens of its tokenizer."""
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    if all(getattr(config, name, None) == getattr(tokenizer, name) for name in names):
-        return  # the tokenizer is the published one of this architecture
-    for name in names:
-        setattr(config, name, getattr(tokenizer, name))
-    if config.is_encoder_decoder:
-        starts_with_padding = family_of(config).decoder_starts_with_padding
-        config.decoder_start_token_id = config.pad_token_id if starts_with_padding else config.bos_token_id
-        if getattr(config, "forced_eos_token_id", None) is not None:
-            config.forced_eos_token_id = config.eos_token_id
 
 
 def padding_token(tokenizer: "PreTrainedTokenizerBase") -> int:
