@@ -195,9 +195,6 @@ class PreferenceOptions(InferenceOptions, TextOptions, OfOtherGroups):
         return problems
 
 
-DIVERGENCES = ("forward", "reverse")
-
-
 @dataclass
 class DistillationOptions(Recipe, OfOtherGroups):
     """Distillation"""
@@ -206,7 +203,9 @@ class DistillationOptions(Recipe, OfOtherGroups):
         None, "The teacher, a folder or a hub name; each process holds all of it.", common=True
     )
     distill_divergence: str = option(
-        "forward", "forward: KL(teacher || student), or reverse: KL(student || teacher).", choices=DIVERGENCES
+        "forward",
+        "forward: KL(teacher || student), or reverse: KL(student || teacher).",
+        choices=("forward", "reverse"),
     )
     distill_weight: float = option(
         0.5, "Weight of the divergence; the loss of the next token weighs 1 - X.", minimum=0, at_most=1, phase="train"
@@ -220,9 +219,6 @@ class DistillationOptions(Recipe, OfOtherGroups):
         if self.trains and not self.teacher:
             problems.append("train/distill.py: name the teacher with --teacher, a folder or a hub name")
         return problems
-
-
-NO_HELD_OUT = "nothing is held out of a stream. Name the data to evaluate with validation_file"
 
 
 @dataclass
@@ -252,9 +248,10 @@ class StreamOptions(Recipe, OfOtherGroups):
         problems, stated = super().problems(), f"streaming = {self.streaming}"
         if self.streaming is None:
             return problems
-        if not self.trains:
-            return problems if self.validation_file or self.predict_file else [*problems, f"{stated}: {NO_HELD_OUT}"]
-        if any(map(is_weight, self.train_file or [])):
+        if not (self.trains or self.validation_file or self.predict_file):
+            held_out = "nothing is held out of a stream. Name the data to evaluate with validation_file"
+            problems.append(f"{stated}: {held_out}")
+        if self.trains and any(map(is_weight, self.train_file or [])):
             problems.append(f"{stated}: shards have no weights. Remove them, or stream one source")
         return problems
 

@@ -21,7 +21,6 @@ from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import read_yaml
 
 GLUE_TASKS = ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli")
-GLUE_ON_THE_HUB = "nyu-mll/glue"
 BALANCED = "balanced"  # of class_weights
 
 
@@ -271,7 +270,7 @@ class ClsRecipe(TaskRecipe, PaddingOptions, LayerOptions, ClassLossOptions, Labe
     def __post_init__(self) -> None:
         others = () if self.trains else (self.validation_file, self.predict_file)
         if self.task_name and not any((self.dataset_name, self.train_file, *others)):
-            self.dataset_name, self.dataset_config_name = GLUE_ON_THE_HUB, self.task_name
+            self.dataset_name, self.dataset_config_name = "nyu-mll/glue", self.task_name
 
 
 @dataclass
