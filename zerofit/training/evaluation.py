@@ -15,7 +15,7 @@ from zerofit.checkpoint.writer import BestEvaluation
 from zerofit.data.collate import Batch
 from zerofit.data.order import FILLER, FixedOrder, MicroBatches, loader
 from zerofit.data.pack import SampleSet
-from zerofit.recipe.errors import UserError, nearest
+from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import EvaluationOptions
 from zerofit.strategy.devices import pins_memory
 from zerofit.strategy.engine import Engine
@@ -63,10 +63,8 @@ def make_best_tracker(
     if metric == "f1" and "f1" not in figures and "f1_macro" in figures:
         metric = "f1_macro"  # of more than two classes: the mean of all
     if metric not in figures:
-        close = nearest(metric, figures)
         raise UserError(
-            f"metric_for_best_model = {metric!r}: evaluation gives {', '.join(figures)}"
-            + (f". Did you mean {close}?" if close else "")
+            f"metric_for_best_model = {metric!r}: evaluation gives {', '.join(figures)}. Name one of these"
         )
     for option in ("early_stopping_patience", "load_best_model_at_end"):
         if getattr(recipe, option) and not is_evaluated:
