@@ -93,11 +93,11 @@ FAMILIES = (  # by their prefix
     ("retro", "no retrieval"),
     (("log_", "no_log_", "timing_"), OWN_FIGURES),
     ("tensorboard_", "say --with_tracking --report_to tensorboard; it gets every figure of metrics.jsonl"),
-    (("profile", "nvtx"), "a profiler is not built in"),
+    (("profile", "nvtx"), "say --profile N:M, the updates that torch's profiler records"),
     ("tp_comm", "tensor-parallel processes wait for each other; nothing is overlapped"),
     ("enable_zbh1", "forward and backward passes take turns (1F1B)"),
     ("ds_sequence_parallel", "rows are split in one way (accelerate_configs/sp.yaml)"),
-    (("kd", "mos"), "nothing is distilled from a teacher"),
+    (("kd", "mos"), "train/distill.py learns from a teacher"),
     (("fsdp", "ddp_"), "the strategy's own settings"),
     (("use_nccl", "nccl"), "NCCL's settings are its environment variables"),
     ("overlap_", "communication overlaps computation by default (overlap_comm in the DeepSpeed JSON)"),
@@ -140,7 +140,7 @@ def flag_status(name: str) -> tuple[str, str]:
     if name in SATISFIED:
         return "satisfied", "it is always so, or the model, the strategy or the GPU's kernels decide it"
     if name.endswith("_teacher"):
-        return "no counterpart", "nothing is distilled from a teacher"
+        return "no counterpart", "train/distill.py learns from a teacher"
     if name in NONE:
         return "no counterpart", NONE[name]
     why = next((why for start, why in FAMILIES if name.startswith(start)), None)
