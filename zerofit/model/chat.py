@@ -343,13 +343,12 @@ def missing_end_token(tokenizer: "PreTrainedTokenizerBase", template: str) -> li
             f"warning   {template} begins an answer with {begins!r} in generation, and not in conversations: "
             "the model is not trained on answers that begin so"
         )
-    if mark.endswith(tokenizer.eos_token):
-        return notes
-    return [
-        *notes,
-        f"warning   {template} ends an answer with {mark!r} and not with the end-of-text token "
-        f"{tokenizer.eos_token!r}: generation has to stop there (zerofit generate does, if it is one token)",
-    ]
+    if not mark.endswith(tokenizer.eos_token):
+        notes.append(
+            f"warning   {template} ends an answer with {mark!r} and not with the end-of-text token "
+            f"{tokenizer.eos_token!r}: generation has to stop there (zerofit generate does, if it is one token)"
+        )
+    return notes
 
 
 def written_twice(tokenizer: "PreTrainedTokenizerBase", template: str, texts: Iterable[str]) -> list[str]:

@@ -8,6 +8,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -288,15 +289,13 @@ def similar_architecture(name: str) -> str:
 
 def overrides_of(text: str | None) -> dict[str, Any]:
     """`n_layer=4,resid_pdrop=0.0` as a dict, values read as JSON where they are JSON and as text otherwise."""
-    pairs = (part.split("=", 1) for part in (text or "").split(",") if part)
-    return {name.strip(): _value(value.strip()) for name, value in pairs}
-
-
-def _value(text: str) -> Any:
-    try:
-        return None if text == "None" else json.loads(text.lower() if text in ("True", "False") else text)
-    except json.JSONDecodeError:
-        return text
+    overrides: dict[str, Any] = {}
+    for part in filter(None, (text or "").split(",")):
+        name, value = (word.strip() for word in part.split("=", 1))
+        overrides[name] = None if value == "None" else value
+        with suppress(json.JSONDecodeError):
+            overrides[name] = json.loads(value.lower() if value in ("True", "False") else value)
+    return overrides
 
 
 def override(config: "PretrainedConfig", text: str | None) -> None:

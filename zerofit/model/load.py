@@ -57,7 +57,15 @@ def load_model(
     keeps_rows = strategy.fully_shards and not recipe.use_dora  # whose magnitudes are the norms of whole weights
     if strategy.layout.model_size == 1 and not keeps_rows:
         return build(dtype)
-    keep = partial(_keep_share, strategy, dtype)
+
+    def keep(model: "PreTrainedModel") -> None:
+        if strategy.fully_shards:
+            keep_rows(model, strategy.layout.shard_rank, strategy.layout.shard_size)
+        if strategy.pipeline > 1:
+            keep_stage(model, strategy.layout.pipeline_stage, strategy.pipeline, dtype)
+        if strategy.tensor > 1:
+            split_model(model, strategy.tensor_group())
+
     if not recipe.model_name_or_path:
         return draw_share(partial(build, dtype), keep)
     # In the dtype of its files it is mapped, and what is not kept is not read.
@@ -68,15 +76,6 @@ def load_model(
         parameter.data = parameter.data.to(dtype, copy=not is_own)
     model.config.dtype = dtype
     return model
-
-
-def _keep_share(strategy: "Strategy", dtype: torch.dtype, model: "PreTrainedModel") -> None:
-    if strategy.fully_shards:
-        keep_rows(model, strategy.layout.shard_rank, strategy.layout.shard_size)
-    if strategy.pipeline > 1:
-        keep_stage(model, strategy.layout.pipeline_stage, strategy.pipeline, dtype)
-    if strategy.tensor > 1:
-        split_model(model, strategy.tensor_group())
 
 
 def _build(
