@@ -63,9 +63,22 @@ class Adapter:
         in; only its configuration and the names in it are used. `state`: every trained weight by its name in the
         model, full, on the CPU. Raises RuntimeError where a tensor is empty or missing; an incomplete adapter is never
         saved."""
-        tensors = self._tensors(model, state)
+        from peft import get_peft_model_state_dict
+
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        broken = sorted(name for name in trained if name not in state or state[name].numel() == 0)
+        if broken:
+            raise RuntimeError(f"the gathered adapter is incomplete: {len(broken)} tensors, such as {broken[:3]}")
+        tensors = get_peft_model_state_dict(model, state_dict=dict(state), save_embedding_layers=False)
+        names_of = {id(parameter): name for name, parameter in trained.items()}
+        for module in self.saved:  # under the name of every module that holds it, tied ones too
+            for name, parameter in model.get_submodule(module).named_parameters():
+                tensors[f"{module}.{name}"] = state[names_of[id(parameter)]]
+        collected = {id(tensor) for tensor in tensors.values()}
+        tensors |= {name: tensor for name, tensor in state.items() if id(tensor) not in collected}  # biases
+        written = {ADAPTER_PREFIX + name: tensor.clone().contiguous() for name, tensor in tensors.items()}
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_file(written, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         description = copy.deepcopy(model.config)  # of a classifier it has the labels
         if hasattr(description, "quantization_config"):
             del description.quantization_config  # of this run only
@@ -81,22 +94,6 @@ class Adapter:
             files[BASE_SAMPLE] = lambda: (folder / BASE_SAMPLE).write_text(sample)
         files["the tokenizer"] = lambda: tokenizer.save_pretrained(folder)
         return write_beside(files)
-
-    def _tensors(self, model: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        from peft import get_peft_model_state_dict
-
-        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        broken = sorted(name for name in trained if name not in state or state[name].numel() == 0)
-        if broken:
-            raise RuntimeError(f"the gathered adapter is incomplete: {len(broken)} tensors, such as {broken[:3]}")
-        tensors = get_peft_model_state_dict(model, state_dict=dict(state), save_embedding_layers=False)
-        names_of = {id(parameter): name for name, parameter in trained.items()}
-        for module in self.saved:  # under the name of every module that holds it, tied ones too
-            for name, parameter in model.get_submodule(module).named_parameters():
-                tensors[f"{module}.{name}"] = state[names_of[id(parameter)]]
-        collected = {id(tensor) for tensor in tensors.values()}
-        tensors |= {name: tensor for name, tensor in state.items() if id(tensor) not in collected}  # biases
-        return {ADAPTER_PREFIX + name: tensor.clone().contiguous() for name, tensor in tensors.items()}
 
 
 def add_adapter(model: "PreTrainedModel", recipe: TrainingRecipe, task: str, strategy: "Strategy") -> Adapter | None:

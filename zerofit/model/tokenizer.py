@@ -61,7 +61,7 @@ def set_languages(
     chosen = [code or (known if all(stored) else None) for code, known in zip(given.values(), stored)]
     if None in chosen:
         raise UserError(
-            f"{_named(tokenizer)} marks each text with its language. Say --source_lang and --target_lang, "
+            f"{tokenizer.name_or_path!r} marks each text with its language. Say --source_lang and --target_lang, "
             f"two of its codes: {_shown(codes)}"
         )
     for name, code in zip(NAMES, chosen):
@@ -75,8 +75,8 @@ def check_marked(tokenizer: "PreTrainedTokenizerBase", prefix: str, sources: Ite
     codes = [] if _marks_texts(tokenizer) else language_codes(tokenizer)
     if codes and not all(MARIAN.match(prefix + source) for source in sources):
         raise UserError(
-            f"{_named(tokenizer)} translates into several languages, and a source does not begin with one, such as "
-            f">>{codes[0]}<<. Say --target_lang, one of its codes: {_shown(codes)}"
+            f"{tokenizer.name_or_path!r} translates into several languages, and a source does not begin with one, "
+            f"such as >>{codes[0]}<<. Say --target_lang, one of its codes: {_shown(codes)}"
         )
 
 
@@ -132,10 +132,6 @@ def _known(option: str, code: str, codes: list[str]) -> str:
 def _shown(codes: list[str]) -> str:
     more = f", ... ({len(codes)} in all)" if len(codes) > SHOWN else ""
     return ", ".join(codes[:SHOWN]) + more
-
-
-def _named(tokenizer: "PreTrainedTokenizerBase") -> str:
-    return f"{type(tokenizer).__name__} of {tokenizer.name_or_path!r}"
 
 
 START = "decoder_start_token_id"
