@@ -102,8 +102,7 @@ def open_adapter(name: str, option: str = "adapter", task: str | None = None) ->
         raise UserError(f"{option} = {name!r} is a {settings.get('peft_type')} adapter; LoRA adapters are supported")
     task_type = settings.get("task_type")
     if task_type is not None and task_type not in TASK_TYPES:
-        supported = ", ".join(TASK_TYPES)
-        raise UserError(f"{option} = {name!r} was trained for the task {task_type}; supported are {supported}")
+        raise UserError(f"{option} = {name!r} is for the task {task_type}; supported are {', '.join(TASK_TYPES)}")
     if task_type and task and TASK_TYPES[task_type][0] != model_kind(task):
         raise UserError(f"{option} = {name!r} is an adapter of train/{TASK_TYPES[task_type][0]}.py: use that")
     return AdapterFolder(path, option, settings, _read_tensors(path, f"{option} = {name!r}"))
@@ -220,9 +219,6 @@ def check_resized(folder: AdapterFolder, config: Any) -> None:
             f"resize_embeddings: the adapter {str(folder.path)!r} has embeddings of its own, of {_num_rows(folder):,} "
             f"rows. Make a full model of it, and train that: {merge_command(str(folder.path))}"
         )
-
-
-# ------------------------------------------------------------------------------------------------------------ its base
 
 
 NAMED_WITH = {  # {option that names an adapter: how a user names another base for it}

@@ -119,9 +119,8 @@ def _build(
             # With ignore_mismatched_sizes transformers ignores every weight that does not fit.
             if {entry[0] for entry in info["mismatched_keys"]} - set(ignored_weights):
                 raise RuntimeError("ignore_mismatched_sizes is meant for ignored_weights only")
-            missing, other_dtype = {*info["missing_keys"], *ignored_weights}, None
-            if drawn_dtype != dtype:
-                other_dtype = drawn_dtype
+            missing = {*info["missing_keys"], *ignored_weights}
+            other_dtype = drawn_dtype if drawn_dtype != dtype else None
             model.initialized_weights = _initialize_missing(model, missing, strategy, seed, other_dtype)
             model.unused_weights = sorted(info["unexpected_keys"])  # under ZeRO-3 with those of `_ignoring`
             check_finite(model, f"model_name_or_path = {name!r}", strategy.gather)

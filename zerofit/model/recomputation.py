@@ -22,7 +22,6 @@ from zerofit.recipe.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-aten = torch.ops.aten
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")  # of linear layers; the last in float8
 
 
