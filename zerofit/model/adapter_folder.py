@@ -238,10 +238,7 @@ class Base(NamedTuple):
 
 
 def find_base(
-    folder: AdapterFolder,
-    base: str | None = None,
-    option: str = "base",
-    trust_remote_code: bool = False,
+    folder: AdapterFolder, base: str | None = None, option: str = "base", trust_remote_code: bool = False
 ) -> Base:
     """Find the base of an adapter. `base`: its folder or hub name, of this option; None: the one that the adapter
     names. Raises UserError where the adapter names no base, or the base cannot be read."""

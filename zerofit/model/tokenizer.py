@@ -178,31 +178,30 @@ def load_named_tokenizer(
     import transformers
     from transformers import AutoTokenizer
 
+    folder, kind, more = Path(name), AutoTokenizer, {"trust_remote_code": trust_remote_code}
     self_describing = ("tokenizer.json", "tokenizer_config.json")
-    bare = Path(name).is_dir() and not any((Path(name) / file).exists() for file in self_describing)
-    if bare and (files := find_vocabulary_files(Path(name))):
-        return tokenizer_from_vocabulary_files(*files)
-    if bare and (Path(name) / "config.json").exists():
-        config = read_config(option, name, trust_remote_code)
-    kind = getattr(transformers, type(config).__name__.replace("Config", "Tokenizer"), None) if bare else None
-    known = getattr(kind, "vocab_files_names", {"": "tokenizer.json"}).values()
-    if bare and known and not has_tokenizer(Path(name)) and not any((Path(name) / file).exists() for file in known):
-        raise UserError(
-            f"{option} = {name!r}: the folder has no tokenizer. Copy the model's tokenizer files into it, or in "
-            "training name their folder with --tokenizer_name"
-        )
-    if kind and config is not None:
-        more = dict(family_of(config).bare_tokenizer_options)
-        tokenizer = from_hub_or_folder(option, name, kind.from_pretrained, **more)
+    is_bare = folder.is_dir() and not any((folder / file).exists() for file in self_describing)
+    if is_bare:
+        if files := find_vocabulary_files(folder):
+            return tokenizer_from_vocabulary_files(*files)
+        if (folder / "config.json").exists():
+            config = read_config(option, name, trust_remote_code)
+        own = getattr(transformers, type(config).__name__.replace("Config", "Tokenizer"), None)
+        known = getattr(own, "vocab_files_names", {"": "tokenizer.json"}).values()
+        if known and not has_tokenizer(folder) and not any((folder / file).exists() for file in known):
+            raise UserError(
+                f"{option} = {name!r}: the folder has no tokenizer. Copy the model's tokenizer files into it, or in "
+                "training name their folder with --tokenizer_name"
+            )
+        if own and config is not None:
+            kind, more = own, dict(family_of(config).bare_tokenizer_options)
+    tokenizer = from_hub_or_folder(option, name, kind.from_pretrained, **more)
+    if is_bare:
         words = tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)
         cased = [token for token in words if token != token.lower()]
         if getattr(tokenizer, "do_lower_case", False) and len(cased) > len(tokenizer) / 20:  # of a BERT with capitals
             tokenizer = from_hub_or_folder(option, name, kind.from_pretrained, do_lower_case=False, **more)
-        _check_reads_words(tokenizer, option, name, kind.__name__)
-        return tokenizer
-    tokenizer = from_hub_or_folder(option, name, AutoTokenizer.from_pretrained, trust_remote_code=trust_remote_code)
-    if bare:
-        _check_reads_words(tokenizer, option, name, type(tokenizer).__name__)
+        _check_reads_words(tokenizer, option, name)
     ends = getattr(config, "eos_token_id", None) if option == "model_name_or_path" else None
     ends = [ends] if isinstance(ends, int) else ends
     if ends and tokenizer.eos_token is None:  # a tokenizer.json alone does not name it
@@ -240,7 +239,7 @@ def tokenizer_from_vocabulary_files(vocab_file: str, merge_file: str) -> "PreTra
     return tokenizer
 
 
-def _check_reads_words(tokenizer: "PreTrainedTokenizerBase", option: str, name: str, kind: str) -> None:
+def _check_reads_words(tokenizer: "PreTrainedTokenizerBase", option: str, name: str) -> None:
     """Raises UserError if the vocabulary files are of another class of tokenizer: then a complete sentence may become
     one unknown token, or others than those of sentencepiece, whose file it is."""
     from sentencepiece import SentencePieceProcessor
@@ -252,8 +251,8 @@ def _check_reads_words(tokenizer: "PreTrainedTokenizerBase", option: str, name: 
             pieces = SentencePieceProcessor(model_file=str(file)).encode(sentence, out_type=str)
     if len(tokens) < len(sentence.split()) or tokens != pieces:
         raise UserError(
-            f"{option} = {name!r} has vocabulary files of another tokenizer than {kind}. Name a folder with "
-            "a tokenizer.json, or GPT-2's two files with --vocab_file and --merge_file"
+            f"{option} = {name!r} has vocabulary files of another tokenizer than {type(tokenizer).__name__}. Name a "
+            "folder with a tokenizer.json, or GPT-2's two files with --vocab_file and --merge_file"
         )
 
 
