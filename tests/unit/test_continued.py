@@ -19,10 +19,9 @@ from zerofit.model.adapter_folder import (
     open_adapter,
     trained_config,
 )
-from zerofit.model.adapter_loading import continue_adapter, load_with_adapter
 from zerofit.model.configuration import load_configuration
 from zerofit.model.load import load_model
-from zerofit.model.lora import add_adapter
+from zerofit.model.lora import add_adapter, continue_adapter, load_with_adapter
 from zerofit.model.tokenizer import check_vocabulary
 from zerofit.recipe import parse_recipe
 from zerofit.recipe.tasks import TASKS

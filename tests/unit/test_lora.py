@@ -12,11 +12,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from zerofit.model.adapter_folder import open_adapter
-from zerofit.model.adapter_loading import inject_adapter
 from zerofit.model.compilation import fuse_gelu
 from zerofit.model.export import write_card
 from zerofit.model.load import load_model
-from zerofit.model.lora import add_adapter, check_quantisation
+from zerofit.model.lora import add_adapter, check_quantisation, inject_adapter
 from zerofit.model.parameters import count_parameters
 from zerofit.recipe import ClmRecipe, ClsRecipe, parse_recipe
 from zerofit.recipe.tasks import TASKS

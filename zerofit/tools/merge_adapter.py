@@ -11,9 +11,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from zerofit import __version__
 from zerofit.model.adapter_folder import AdapterFolder, find_base
-from zerofit.model.adapter_loading import load_with_adapter
 from zerofit.model.configuration import read_config, usable_positions
 from zerofit.model.export import export_model, write_card
+from zerofit.model.lora import load_with_adapter
 from zerofit.model.pretrained_io import atomic_folder, read_model
 from zerofit.model.tokenizer import load_named_tokenizer
 from zerofit.recipe.errors import UserError, first_line

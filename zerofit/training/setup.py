@@ -28,7 +28,6 @@ from zerofit.health.slow_ranks import RankClock, SlowRanks
 from zerofit.launch.rendezvous import store_of_one_process
 from zerofit.model import load
 from zerofit.model.adapter_folder import check_resized
-from zerofit.model.adapter_loading import continue_adapter
 from zerofit.model.compilation import (
     blocks_of,
     check_float8_device,
@@ -37,7 +36,7 @@ from zerofit.model.compilation import (
     fuse_norms,
     round_embeddings,
 )
-from zerofit.model.lora import add_adapter
+from zerofit.model.lora import add_adapter, continue_adapter
 from zerofit.model.parameters import flops_per_pair_token, flops_per_token
 from zerofit.model.recomputation import enable_recomputation, offload_inputs
 from zerofit.recipe.files import appears, is_there

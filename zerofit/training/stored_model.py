@@ -13,7 +13,6 @@ from zerofit.model.adapter_folder import (
     open_adapter,
     trained_config,
 )
-from zerofit.model.adapter_loading import inject_adapter
 from zerofit.model.configuration import (
     TRAINED_WITH,
     is_adapter,
@@ -21,6 +20,7 @@ from zerofit.model.configuration import (
     name_some,
     work_offline_without_network,
 )
+from zerofit.model.lora import inject_adapter
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parsing import read_record
 from zerofit.recipe.paths import answers_folder

@@ -23,9 +23,9 @@ from zerofit.data.chat.samples import unread_note
 from zerofit.data.prompts import Messages, Prompt, Renderer
 from zerofit.data.records import BadRecord
 from zerofit.model.adapter_folder import AdapterFolder, Base, find_base, open_adapter
-from zerofit.model.adapter_loading import load_with_adapter
 from zerofit.model.chat import TEMPLATE_ARGUMENTS, Conversation, named_template, unread_keys
 from zerofit.model.configuration import has_model, is_adapter, model_folder, read_config, usable_positions
+from zerofit.model.lora import load_with_adapter
 from zerofit.model.pretrained_io import read_model, silence_libraries
 from zerofit.model.tokenizer import first_target_tokens, load_named_tokenizer, padding_token
 from zerofit.recipe.errors import UserError, printable
