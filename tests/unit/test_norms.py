@@ -87,23 +87,18 @@ def ulps(output: torch.Tensor, expected: torch.Tensor) -> float:
     return float(((output.detach().double() - expected).abs() / place).max())
 
 
-def check(norm_class: type) -> None:
-    """A fused norm of a class beside its own forward pass."""
-    norm, hidden = draw(norm_class, torch.float32)
+def test_it_computes_what_llama_s_does():
+    norm, hidden = draw(LlamaRMSNorm, torch.float32)
     before = results(norm, hidden)
     assert fuse_norms(norm) == 1
     for ours, theirs in zip(results(norm, hidden), before, strict=True):
         assert torch.equal(ours, theirs)  # in fp32, on a CPU
-    norm, hidden = draw(norm_class, torch.bfloat16)
+    norm, hidden = draw(LlamaRMSNorm, torch.bfloat16)
     before = results(norm, hidden)
     fuse_norms(norm)
     ours = results(norm, hidden)
     assert [each.dtype for each in ours] == [each.dtype for each in before]
     assert ulps(ours[0], exact(norm, hidden)) <= min(0.51, ulps(before[0], exact(norm, hidden)))
-
-
-def test_it_computes_what_llama_s_does():
-    check(LlamaRMSNorm)
 
 
 @pytest.mark.parametrize(("half", "most"), [(False, 0.51), (True, 1.51)])
