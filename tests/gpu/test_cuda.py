@@ -33,14 +33,13 @@ def test_packed_documents_take_a_flash_kernel(precision):
         assert (ours - expected).float().norm() < 0.05 * expected.float().norm()
 
 
-@pytest.mark.parametrize("option", ["--load_in_4bit"])
 @pytest.mark.parametrize("strategy", ["single", "ddp", "zero2"])
-def test_an_adapter_trains_on_a_quantised_model(tmp_path, cache, strategy, option):
+def test_an_adapter_trains_on_a_quantised_model(tmp_path, cache, strategy):
     pytest.importorskip("bitsandbytes")
     save_writer(tmp_path / "llama", small_tokenizer(tmp_path))
     lines = launch(
         tmp_path / "run", "--model_name_or_path", tmp_path / "llama", "--lora", "--train_file", ROOT / "docs" / "*.md",
         "--block_size", "64", "--learning_rate", "1e-2", "--per_device_train_batch_size", "8", "--max_train_steps",
-        "30", option, "--precision", "bf16", "--cache_dir", cache, strategy=strategy, processes=1,
+        "30", "--load_in_4bit", "--precision", "bf16", "--cache_dir", cache, strategy=strategy, processes=1,
     )  # fmt: skip
     assert updates(lines)[-1]["loss"] < updates(lines)[0]["loss"] - 0.5

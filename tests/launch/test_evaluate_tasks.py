@@ -33,13 +33,17 @@ def task(material, tmp_path):
     return tmp_path / "docstrings.yaml"
 
 
-def evaluated(task, model, output, *flags) -> dict[int, float]:
+def log_likelihoods(output) -> dict[int, float]:
     """{document: its log-likelihood}."""
-    assert zerofit(["evaluate", "--model", str(model), "--tasks", str(task), "--output", str(output), *flags]) == 0
     items = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
+    return {item["doc_id"]: float(item["filtered_resps"][0][0]) for item in items}
+
+
+def evaluated(task, model, output) -> dict[int, float]:
+    assert zerofit(["evaluate", "--model", str(model), "--tasks", str(task), "--output", str(output)]) == 0
     found = json.loads((output / "results.json").read_text())["results"]["docstrings"]
     assert found["perplexity,none"] > 1
-    return {item["doc_id"]: float(item["filtered_resps"][0][0]) for item in items}
+    return log_likelihoods(output)
 
 
 def test_log_likelihoods_are_those_of_an_evaluation(llama, task, tmp_path):
@@ -64,9 +68,7 @@ def test_several_processes_find_the_same(llama, task, tmp_path):
     alone = evaluated(task, llama, tmp_path / "alone")
     words = ["--model", llama, "--tasks", task, "--num_processes", "2", "--output", tmp_path / "together"]
     subprocess.run([sys.executable, "-m", "zerofit.cli", "evaluate", *map(str, words)], check=True)
-    items = [json.loads(line) for line in (tmp_path / "together" / "samples.jsonl").read_text().splitlines()]
-    together = {item["doc_id"]: float(item["filtered_resps"][0][0]) for item in items}
-    assert together == pytest.approx(alone, rel=1e-6)
+    assert log_likelihoods(tmp_path / "together") == pytest.approx(alone, rel=1e-6)
 
 
 def test_what_is_missing_is_said_before_anything_is_loaded(monkeypatch, capsys):

@@ -152,18 +152,8 @@ def test_on_a_disk_that_takes_nothing_the_last_good_state_stays(options, tmp_pat
     assert recorded(run)["finished"] is True
 
 
-def test_predictions_that_cannot_be_written_end_no_run(seq_options, tmp_path, monkeypatch, capsys):
+def test_predictions_that_cannot_be_written_end_no_run(cache, pairs_tokenizer, tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
-    monkeypatch.setattr("zerofit.record.run_folder.RunFolder.new_file", fails(FULL))
-    assert main_of("cls")([*seq_options, "--output_dir", str(run)]) == 86
-    shown = capsys.readouterr().out
-    assert "not written: predictions.jsonl (" in shown
-    assert load_file(run / "model" / "model.safetensors")
-    assert (run / "model" / "config.json").is_file()
-
-
-@pytest.fixture
-def seq_options(material, cache, pairs_tokenizer, tmp_path) -> list[str]:
     records = [{"sentence": f"number {index} is {'odd' if index % 2 else 'even'}", "label": index % 2}
                for index in range(40)]  # fmt: skip
     shape = "num_hidden_layers=1,hidden_size=32,num_attention_heads=2,intermediate_size=64"
@@ -171,8 +161,13 @@ def seq_options(material, cache, pairs_tokenizer, tmp_path) -> list[str]:
         "--model_type", "bert", "--config_overrides", shape, "--tokenizer_name", pairs_tokenizer,
         "--train_file", write_records(tmp_path / "train.jsonl", records), "--validation_split_percentage", "20",
         "--per_device_train_batch_size", "4", "--max_train_steps", "2", "--cache_dir", cache, "--precision", "fp32",
+        "--output_dir", run,
     ]  # fmt: skip
-    return list(map(str, words))
+    monkeypatch.setattr("zerofit.record.run_folder.RunFolder.new_file", fails(FULL))
+    assert main_of("cls")(list(map(str, words))) == 86
+    assert "not written: predictions.jsonl (" in capsys.readouterr().out
+    assert load_file(run / "model" / "model.safetensors")
+    assert (run / "model" / "config.json").is_file()
 
 
 # ------------------------------------------------------------------------------------------------------------- names

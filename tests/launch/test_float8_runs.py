@@ -14,8 +14,8 @@ RUN = ["--model_type", "llama", "--config_overrides",
        "hidden_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,intermediate_size=160,"
        "max_position_embeddings=64", "--train_file", ROOT / "docs" / "fine-tune.md", "--document_separator", "line",
        "--train_tokenizer_vocab_size", "301", "--block_size", "64", "--max_eval_samples", "8", "--learning_rate",
-       "3e-3", "--per_device_train_batch_size", "4", "--global_batch_size", "8", "--max_train_steps", "30",
-       "--save_steps", "15", "--precision", "bf16", "--torch_compile", "false", "--sample_tokens", "0"]  # fmt: skip
+       "3e-3", "--per_device_train_batch_size", "4", "--global_batch_size", "8", "--max_train_steps", "20",
+       "--save_steps", "10", "--precision", "bf16", "--torch_compile", "false", "--sample_tokens", "0"]  # fmt: skip
 
 if not OPTIONAL.is_dir():
     pytest.skip("torchao is not there: make setup", allow_module_level=True)
@@ -23,7 +23,7 @@ if not OPTIONAL.is_dir():
 
 @pytest.fixture(scope="module")
 def run(cache, launched_once):
-    """run(strategy, further flags): the output folder of 30 updates."""
+    """run(strategy, further flags): the output folder of 20 updates."""
 
     def train(strategy: str, *flags: str) -> Path:
         return launched_once("-".join((strategy, *flags)), *RUN, *flags, "--cache_dir", cache, **how(strategy))
@@ -47,7 +47,7 @@ def held_out(output: Path) -> float:
 def test_it_ends_where_bf16_does(run, strategy):
     half, float8 = run(strategy), run(strategy, "--float8")
     first, last = (updates(metrics(float8))[at]["loss"] for at in (0, -1))
-    assert len(updates(metrics(float8))) == 30
+    assert len(updates(metrics(float8))) == 20
     assert last < 0.8 * first
     assert held_out(float8) == pytest.approx(held_out(half), rel=0.01)
     assert held_out(float8) != held_out(half)
@@ -61,7 +61,7 @@ def test_a_run_resumes_in_float8_and_in_nothing_else(run, cache, tmp_path):
     output = tmp_path / "run"
     shutil.copytree(run("single", "--float8"), output)
     whole = updates(metrics(output))
-    for part in ("checkpoints/update_00000030", "model"):
+    for part in ("checkpoints/update_00000020", "model"):
         shutil.rmtree(output / part)
     other = launched(output, *RUN, "--cache_dir", cache, **how("single"))
     assert other.returncode

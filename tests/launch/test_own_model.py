@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.long
 FOLDER = ROOT / "docs" / "own-model"
+MODEL = ["--config_name", FOLDER, "--config_overrides", "vocab_size=300", "--tokenizer_name"]
 DATA = ["--train_file", f"{ROOT}/zerofit/model/*.py", "--block_size", "32", "--per_device_train_batch_size", "2",
         "--global_batch_size", "4", "--max_eval_samples", "8", "--validation_split_percentage", "20",
         "--learning_rate", "1e-2", "--trust_remote_code", "--seed", "3"]  # fmt: skip
@@ -17,11 +18,8 @@ DATA = ["--train_file", f"{ROOT}/zerofit/model/*.py", "--block_size", "32", "--p
 def trained(byte_tokenizer, tmp_path_factory):
     """(run folder, metrics) under ZeRO-3, with recomputed activations and packed documents."""
     output = tmp_path_factory.mktemp("own") / "run"
-    model = ["--config_name", FOLDER, "--tokenizer_name", byte_tokenizer, "--config_overrides", "vocab_size=300"]
-    lines = launch(
-        output, *model, *DATA, "--max_train_steps", "12", "--gradient_checkpointing", strategy="zero3", processes=2
-    )
-    return output, lines
+    flags = (*MODEL, byte_tokenizer, *DATA, "--max_train_steps", "12", "--gradient_checkpointing")
+    return output, launch(output, *flags, strategy="zero3", processes=2)
 
 
 def test_it_learns_and_what_is_written_loads_again(trained):
@@ -39,15 +37,15 @@ def test_it_learns_and_what_is_written_loads_again(trained):
 
 
 def test_its_figures_are_those_of_one_process(trained, byte_tokenizer, tmp_path):
-    model = ["--config_name", FOLDER, "--tokenizer_name", byte_tokenizer, "--config_overrides", "vocab_size=300"]
-    lines = launch(tmp_path / "run", *model, *DATA, "--max_train_steps", "12", strategy="single", processes=1)
+    flags = (*MODEL, byte_tokenizer, *DATA, "--max_train_steps", "12")
+    lines = launch(tmp_path / "run", *flags, strategy="single", processes=1)
     for ours, theirs in zip(updates(lines), updates(trained[1]), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
 
 
 def test_its_code_does_not_run_unasked(byte_tokenizer, tmp_path):
     flags = [flag for flag in DATA if flag != "--trust_remote_code"]
-    done = launched(tmp_path / "run", "--config_name", FOLDER, "--tokenizer_name", byte_tokenizer, *flags)
+    done = launched(tmp_path / "run", *MODEL, byte_tokenizer, *flags)
     assert done.returncode != 0
     assert f"error: config_name = {str(FOLDER)!r} has its own code" in done.stderr
     assert "add --trust_remote_code" in done.stderr

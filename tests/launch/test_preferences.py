@@ -1,37 +1,15 @@
 """Pairs of answers, launched: the reference is the model before training, and is measured once, also after a kill."""
 
-import json
-
 import pytest
-from helpers import main_of, metrics, updates, write_records
+from helpers import main_of, metrics, updates
+from test_agreement import pairs_of_answers
 
 from zerofit.training import causal
 
 
-@pytest.fixture(scope="module")
-def pairs(material, tmp_path_factory):
-    """Instructions, each with its answer and with that of another one."""
-    records = json.loads((material / "instruct" / "english.json").read_text())[:90]
-    others = [record["output"] for record in records[1:]] + [records[0]["output"]]
-    lines = [
-        {"prompt": record["instruction"], "chosen": record["output"], "rejected": other}
-        for record, other in zip(records, others)
-        if record["output"] != other
-    ]
-    return write_records(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", lines)
-
-
-def flags(llama, pairs, cache) -> list[str]:
-    return list(map(str, [
-        "--model_name_or_path", llama, "--train_file", pairs, "--preference_loss", "dpo", "--block_size", "128",
-        "--chat_template", "none", "--global_batch_size", "8", "--per_device_train_batch_size", "2",
-        "--learning_rate", "1e-3", "--max_train_steps", "8", "--cache_dir", cache,
-    ]))  # fmt: skip
-
-
 @pytest.mark.long
-def test_what_was_measured_before_a_kill_is_not_measured_again(llama, pairs, tmp_path, monkeypatch):
-    measured = []
+def test_what_was_measured_before_a_kill_is_not_measured_again(llama, material, tmp_path, monkeypatch):
+    pairs, measured = pairs_of_answers(tmp_path, material), []
     plain = causal.log_probabilities
 
     def counted(model, batch):
@@ -42,7 +20,12 @@ def test_what_was_measured_before_a_kill_is_not_measured_again(llama, pairs, tmp
 
     monkeypatch.setattr(causal, "log_probabilities", counted)
     monkeypatch.setattr(causal, "STORED_EVERY", 16)
-    common = [*flags(llama, pairs, tmp_path / "cache"), "--max_train_steps", "2", "--validation_split_percentage", "0"]
+    common = [*map(str, (
+        "--model_name_or_path", llama, "--train_file", pairs, "--preference_loss", "dpo", "--block_size", "128",
+        "--chat_template", "none", "--global_batch_size", "8", "--per_device_train_batch_size", "2",
+        "--learning_rate", "1e-3", "--max_train_steps", "2", "--validation_split_percentage", "0",
+        "--cache_dir", tmp_path / "cache",
+    ))]  # fmt: skip
     kill_after = 5  # batches of 8 pairs: two parts are stored, and half of a third is lost
     assert main_of("dpo")([*common, "--output_dir", str(tmp_path / "run")]) != 0
     measured.clear()
