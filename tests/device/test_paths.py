@@ -5,10 +5,8 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import yaml
 from helpers import ROOT, cut_after, environment, launch, launched, metrics, updates
 
 from device.runs import GIB, differences, on_device
@@ -16,13 +14,6 @@ from device.runs import GIB, differences, on_device
 pytestmark = pytest.mark.long
 
 DROPOUT = ("--config_overrides", "n_layer=2,n_head=2,n_embd=64,n_positions=64")
-
-
-def command(device, *arguments, sizes=(16 * GIB,), timeout: int = 580) -> subprocess.CompletedProcess:
-    """`zerofit ARGUMENTS` on devices of these sizes; on the CPU without any."""
-    variables = device(*sizes) if sizes else {}
-    return subprocess.run([sys.executable, "-m", "zerofit.cli", *map(str, arguments)], cwd=ROOT, capture_output=True,
-                          text=True, timeout=timeout, env=environment(**variables))  # fmt: skip
 
 
 @pytest.mark.parametrize(("before", "after"), [("device", "device"), ("device", "cpu"), ("cpu", "device")])
@@ -57,29 +48,16 @@ def test_half_precision(runs, recipes, device, tmp_path, strategy, precision):
     assert updates(lines)[-1]["loss"] < updates(lines)[0]["loss"]
 
 
-@pytest.fixture
-def recipe(recipes, tmp_path) -> Path:
-    options = recipes["clm"]
-    content = {name.removeprefix("--"): str(value) for name, value in zip(options[::2], options[1::2])}
-    content = {name: yaml.safe_load(value) for name, value in content.items()}
-    content["learning_rate"] = 1e-3  # YAML has a string in 1e-3
-    file = tmp_path / "clm" / "small.yaml"
-    file.parent.mkdir()
-    file.write_text(yaml.safe_dump({**content, "per_device_train_batch_size": 2}))
-    return file
-
-
-def sizes_tried(output: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (output / "journal.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == "size"]
-
-
-def test_the_largest_batch_within_a_limit_is_exact(device, recipe, tmp_path):
+def test_the_largest_batch_within_a_limit_is_exact(device, recipes, tmp_path):
     """Each strategy's largest batch has run within the limit, and one more row has not."""
     limit, output = 12 * 2**20, tmp_path / "comparison"
-    done = command(
-        device, "compare", "--config", recipe, "--strategies", "ddp,zero2,zero3", "--num_processes", "2",
-        "--memory_limit", "12MiB", "--steps", "2", "--output", output, sizes=(16 * GIB, 16 * GIB),
+    command = [
+        sys.executable, "-m", "zerofit.cli", "compare", "--task", "clm", *recipes["clm"], "--strategies",
+        "ddp,zero2,zero3", "--num_processes", "2", "--memory_limit", "12MiB", "--steps", "2", "--output", output,
+    ]  # fmt: skip
+    done = subprocess.run(
+        list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=580,
+        env=environment(**device(16 * GIB, 16 * GIB)),
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     with (output / "results.csv").open() as file:
@@ -88,7 +66,8 @@ def test_the_largest_batch_within_a_limit_is_exact(device, recipe, tmp_path):
                for name in ("ddp", "zero2", "zero3")}  # fmt: skip
     assert all((name, size + 1, "out_of_memory") in rows for name, size in largest.items())
     assert largest["ddp"] < largest["zero2"] <= largest["zero3"]
-    for line in sizes_tried(output):
+    lines = map(json.loads, (output / "journal.jsonl").read_text().splitlines())
+    for line in (line for line in lines if line["kind"] == "size"):
         if line["outcome"] == "fits":
             assert all(rank["reserved"] <= limit for rank in line["ranks"])
         else:

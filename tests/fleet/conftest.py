@@ -1,11 +1,12 @@
 """Machines, and a run that is started on them."""
 
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from helpers import metrics, updates
+from helpers import ROOT, environment, metrics, updates
 
 from zerofit.record.metrics import LineReader
 
@@ -58,6 +59,17 @@ class Job:
             sys.executable, "-m", "zerofit.cli", "launch", *words, *self.flags, "train/clm.py",
             "--output_dir", self.folder, *self.options,
         ]  # fmt: skip
+
+    def file_of(self, scheduler: str, *flags: object) -> str:
+        """What `zerofit submit` writes of it, under zero2 on two machines of two processes."""
+        command = [
+            sys.executable, "-m", "zerofit.cli", "submit", scheduler, "train/clm.py", "--strategy", "zero2", "--nodes",
+            2, "--gpus_per_node", 0, "--num_processes", 4, "--rendezvous_minutes", 1, *flags, "--output_dir",
+            self.folder, *self.options,
+        ]  # fmt: skip
+        done = subprocess.run(list(map(str, command)), cwd=ROOT, env=environment(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     def start(self, number: int, **changes) -> None:
         self.running[number] = self.machines[number].start(*self.command(number, **changes), log=self.log(number))

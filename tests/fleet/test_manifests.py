@@ -2,11 +2,9 @@
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
-from helpers import BIN, ROOT, environment, launch
+from helpers import BIN, launch
 from job_files import documents, problems, variables
 
 pytestmark = pytest.mark.long
@@ -27,15 +25,7 @@ def command_of(kind: str, text: str) -> list[str]:
 def test_a_jobs_own_command_trains_as_one_process_does(job, machines, tmp_path, kind):
     """Two machines of two processes, under zero2."""
     run = job("run", steps=20)
-    words = [
-        "train/clm.py", "--strategy", "zero2", "--nodes", 2, "--gpus_per_node", 0, "--num_processes", 4,
-        "--name", "fleet", "--rendezvous_minutes", 1,
-        "--output_dir", run.folder, *run.options,
-    ]  # fmt: skip
-    submit = [sys.executable, "-m", "zerofit.cli", "submit", kind, *words]
-    done = subprocess.run(list(map(str, submit)), cwd=ROOT, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    text = done.stdout
+    text = run.file_of(kind, "--name", "fleet")
     assert problems(kind, text, 2) == []
 
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
