@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_507,  # 1,300
     "zerofit/tools": 10_294,  # 10,600
     "benchmarks": 1_898,  # 1,800
-    "tests": 26_540,  # 21,500
+    "tests": 26_474,  # 21,500
 }
 
 
