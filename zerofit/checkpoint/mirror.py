@@ -48,10 +48,6 @@ RESULTS = (
 NO_CREDENTIALS = ("NoCredentialsError", "DefaultCredentialsError", "ClientAuthenticationError")
 
 
-class MirrorLost(Exception):
-    """A checkpoint is in the store that neither this run nor an earlier launch of it has written."""
-
-
 class MirrorStore:
     """The files at one address, such as s3://bucket/run. Its methods raise whatever the store raises. Raises
     UserError: nothing is known of such addresses, or a package is missing."""
@@ -161,12 +157,11 @@ class Mirror:
             self._wanted.clear()
             is_last = self._ending.is_set()
             try:
-                self.copy(is_last)
-            except MirrorLost:
-                self._messages.append(
-                    f"warning   {self.store.address}: another run writes there, and this one no more"
-                )
-                return
+                if not self.copy(is_last):
+                    self._messages.append(
+                        f"warning   {self.store.address}: another run writes there, and this one no more"
+                    )
+                    return
             except Exception as error:  # each store has its own, and none may end the training
                 self._report(reason(error))
                 pause_s = RETRY_S
@@ -183,9 +178,10 @@ class Mirror:
             )
         self._is_reported = True
 
-    def copy(self, is_last: bool) -> None:
-        """Copy all that is not in the store, and remove there what is no longer in the folder. Raises MirrorLost, and
-        whatever the store raises."""
+    def copy(self, is_last: bool) -> bool:
+        """Copy all that is not in the store, and remove there what is no longer in the folder. Returns False where a
+        checkpoint is there that neither this run nor an earlier launch of it has written. Raises what the store
+        raises."""
         there = self.store.checkpoints()
         if self._known is None:
             for name in there:
@@ -195,7 +191,7 @@ class Mirror:
             there = self.store.checkpoints()
             self._known = set(filter(None, there.values()))
         if not self._known.issuperset(filter(None, there.values())):
-            raise MirrorLost
+            return False
         for name in RESULTS:
             with contextlib.suppress(FileNotFoundError):
                 self.store.put((self._folder / name).read_bytes(), name)
@@ -209,6 +205,7 @@ class Mirror:
                 self.store.remove(f"{CHECKPOINTS}/{name}")
         for name in files_below(self._folder / MODEL, self._folder) if is_last else ():
             self.store.put(self._folder / name, name)
+        return True
 
     def _copy_checkpoint(self, folder: Path, there: bytes | None) -> None:
         """Copy a checkpoint, the manifest last, unless it is in the store: then its manifest is `there`."""
@@ -243,13 +240,10 @@ def _manifest(folder: Path) -> bytes | None:
 
 
 def open_mirror(recipe: TrainingRecipe, folder: RunFolder) -> tuple[Mirror, list[str]]:
-    """The mirror of a run, and notes for the log; what the folder lacks is in it.
-
-    Raises:
-        UserError: the store refuses, or a package is missing; it has another run, or one that would be deleted; its
-            checkpoints are all damaged; the folder has files of somebody else.
-        ConnectionError: it cannot be reached, and there is nothing to resume from without it.
-    """
+    """The mirror of a run, and notes for the log; what the folder lacks is in it. Raises UserError: the store refuses,
+    or a package is missing; it has another run, or one that would be deleted; its checkpoints are all damaged; the
+    folder has files of somebody else. Raises ConnectionError: it cannot be reached, and there is nothing to resume
+    from without it."""
     assert recipe.mirror is not None, "of a run with a mirror"
     mirror, until, is_reported = Mirror(MirrorStore(recipe.mirror)), time.monotonic() + OUTAGE_S, False
     while True:
