@@ -15,19 +15,16 @@ Source of the score: Iglewicz and Hoaglin 1993, How to Detect and Handle Outlier
 
 import math
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from zerofit.data.collate import Batch
-from zerofit.strategy.engine import Bounds, Engine
+from zerofit.strategy.engine import Bounds
 
 WINDOW = 256
 ENOUGH = 64  # accepted updates before anything can be called a spike
 FLOOR = {"loss": 0.05, "grad_norm": 0.25}  # of s, in nats: noise of 5 % and 25 % is nothing
 MAX_IN_A_ROW = 10  # anomalies one after another, after which skipping them is not a remedy
 MAX_OVERFLOWS = 50
-SHOWN_CHARACTERS = 160  # of a sample
 ACTIONS = {  # what on_anomaly does, as the log has it
     "stop": "The weights are as they were before it",
     "skip": "It is skipped",
@@ -110,17 +107,3 @@ class Anomaly:
     figures: dict[str, float]  # of the whole update
     batches: list[Batch]  # this rank's micro-batches
     losses: list[float]  # and the loss sum of each
-
-    def report(self, engine: Engine, action: str, preview_sample: Callable[[int], str]) -> dict[str, Any] | None:
-        """The line of anomalies.jsonl, on the main process; None elsewhere. All ranks call it together."""
-        rank = engine.layout.rank
-        own = [
-            {"rank": rank, "loss": loss, "samples": batch.samples} for batch, loss in zip(self.batches, self.losses)
-        ]
-        ranks = engine.gather_objects(own)
-        if ranks is None:
-            return None
-        parts = [part for reporter in engine.layout.loss_ranks for part in ranks[reporter]]
-        heads = {index: preview_sample(index)[:SHOWN_CHARACTERS] for part in parts for index in part["samples"]}
-        line = {"update": self.update, "reason": self.reason, "action": action, **self.figures}
-        return {**line, "micro_batches": parts, "heads": heads}

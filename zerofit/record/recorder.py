@@ -103,6 +103,7 @@ RESUMED: dict[str, tuple[Callable[[Any], str], Callable[[str], dict[str, Any]]]]
     "mlflow": (lambda run: run.info.run_id, lambda id: {"run_id": id}),
 }
 WANDB = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+SHOWN_CHARACTERS = 160  # of a sample of an anomaly
 IN_THE_FOLDER = {"wandb": "wandb/", "swanlab": "swanlog/", "aim": ".aim/", "dvclive": "dvclive/"}
 
 
@@ -187,11 +188,17 @@ class RunRecorder:
             self.folder.samples.add({"update": update, "samples": sorted(index for own in replicas for index in own)})
 
     def write_anomaly(self, anomaly: "Anomaly", action: str) -> None:
-        """A line of anomalies.jsonl: an update that was refused, and what is done about it."""
-        samples, tokenizer = self._data.train, self._data.tokenizer
-        line = anomaly.report(self._engine, action, lambda index: tokenizer.decode(samples[index]["input_ids"]))
-        if line is not None:
-            self.folder.anomalies.add(line)
+        """A line of anomalies.jsonl: an update that was refused, what is done about it, and how its samples begin."""
+        layout, samples, tokenizer = self._engine.layout, self._data.train, self._data.tokenizer
+        losses = zip(anomaly.batches, anomaly.losses)
+        own = [{"rank": layout.rank, "loss": loss, "samples": batch.samples} for batch, loss in losses]
+        ranks = self._engine.gather_objects(own)
+        if ranks is not None:
+            parts = [part for reporter in layout.loss_ranks for part in ranks[reporter]]
+            indices = dict.fromkeys(index for part in parts for index in part["samples"])
+            heads = {index: tokenizer.decode(samples[index]["input_ids"])[:SHOWN_CHARACTERS] for index in indices}
+            line = {"update": anomaly.update, "reason": anomaly.reason, "action": action, **anomaly.figures}
+            self.folder.anomalies.add({**line, "micro_batches": parts, "heads": heads})
 
     def show(self, metrics: UpdateMetrics) -> None:
         """One update more at the terminal; after the first one also how long the start took, in environment.json."""
