@@ -158,10 +158,8 @@ class CheckpointManager:
             self.save(START, False, {})
 
     def rewind(self, anomaly: Anomaly) -> bool:
-        """Go back to the newest usable checkpoint, and skip the refused update when it comes again.
-
-        Returns: False where `on_anomaly` is not rewind, no checkpoint is usable, or MAX_REWINDS updates are skipped.
-        """
+        """Go back to the newest usable checkpoint, and skip the refused update when it comes again. Returns False
+        where `on_anomaly` is not rewind, no checkpoint is usable, or MAX_REWINDS updates are skipped."""
         if self.recipe.on_anomaly != "rewind" or len(self.state.skipped_updates) >= MAX_REWINDS:
             return False
         self.writer.wait()

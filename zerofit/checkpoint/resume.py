@@ -64,14 +64,9 @@ class EarlierRuns:
 
     def keep_global_batch(self, recipe: TrainingRecipe, replicas: int) -> tuple[int, bool, str | None]:
         """Let the accumulation follow where a run resumes with another number of data-parallel processes than its
-        options were given for: the recipe adopts the global batch of the run before.
-
-        Args:
-            replicas: copies of the model, each of one process or more.
-
-        Returns: (the number of them that the options are given for, whether the global batch is that of a run that
-            resumes, what was done). The number stays as it was, so that the same command resumes the run again.
-        """
+        options were given for: the recipe adopts the global batch of the run before. Returns (the number of replicas
+        that the options are given for, whether the global batch is that of a run that resumes, what was done). The
+        number stays as it was, so that the same command resumes the run again."""
         recorded: dict[str, Any] = {}  # the options of the run that this one seems to resume
         if recipe.resume != "never":
             is_this_run = self.own is not None and not evident_differences(recipe, self.own)
@@ -97,12 +92,8 @@ class EarlierRuns:
         return value if value != "auto" else False
 
     def plan(self, recipe: TrainingRecipe, global_batch: int, folder: RunFolder) -> ResumePlan:
-        """Decide, once recipe and strategy are resolved.
-
-        Raises:
-            UserError: the folder holds another run, or the checkpoint's place in the data would be another.
-            NothingToDo: the folder holds this very run, and it is finished.
-        """
+        """Decide, once recipe and strategy are resolved. Raises UserError: the folder holds another run, or the
+        checkpoint's place in the data would be another. Raises NothingToDo: it holds this very run, finished."""
         now = identity_options(recipe, global_batch)
         differing = differing_options(now, self.own or {})
         if differing and not recipe.overwrite_output_dir:

@@ -157,18 +157,6 @@ def write_shard(folder: Path, rank: int, shards: list[Shard], tensors: dict[str,
         file.write(json.dumps({"data": manifest_entry(data), "pieces": parts}) + "\n")
 
 
-def entries_of_shards(folder: Path) -> dict[str, dict[str, Any]]:
-    """Read what the ranks wrote about their .safetensors: {file in `folder`: its entry for the manifest}."""
-    shards = {index.with_suffix(".safetensors").name: index for index in folder.glob("rank_*.json")}
-    return {name: json.loads(index.read_text())["data"] for name, index in shards.items()}
-
-
-def missing_shards(folder: Path, world_size: int) -> list[int]:
-    """The ranks that have not finished writing."""
-    written = set(os.listdir(folder))  # a listing, since NFS remembers for a while that a single name was absent
-    return [rank for rank in range(world_size) if _file(folder, rank).with_suffix(".json").name not in written]
-
-
 class ShardReader:
     """The shards in a folder, read where they lie: only what is asked for is held in memory."""
 
@@ -315,16 +303,9 @@ class AsyncCheckpointWriter:
             self.wait()
 
     def check(self, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, list[float]]:
-        """Check that the optimizer's shards equal the weights that the model computes with, by a few elements of each.
-
-        Args:
-            tensors: the state as it is written; None: as it is.
-
-        Returns: values of each weight in the model, on the main process.
-
-        Raises:
-            UserError: they differ: shards are not mapped to weights as assumed, and a checkpoint would be wrong.
-        """
+        """Check that the optimizer's shards equal the weights that the model computes with, by a few elements of each
+        in the state as it is written (`tensors`), or as it is. Returns these of the model, on the main process. Raises
+        UserError: they differ: shards are not mapped to weights as assumed, and a checkpoint would be wrong."""
         engine = self.engine
         of_model, of_shards = engine.weight_samples(), engine.state.samples(tensors)
         is_first = engine.layout.data_rank == 0  # of the replicas, which have the same
@@ -506,7 +487,9 @@ class _Save:
             checked = {}
             if progress is not None:
                 (partial / STATE / PROGRESS).write_text(json.dumps(progress) + "\n")
-                checked = {f"{STATE}/{name}": entry for name, entry in entries_of_shards(partial / STATE).items()}
+                for index in (partial / STATE).glob("rank_*.json"):  # what each rank says of its own file
+                    name = index.with_suffix(".safetensors").name
+                    checked[f"{STATE}/{name}"] = json.loads(index.read_text())["data"]
             self.bytes = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
             self.checkpoints.finish(self.update, self.why, self.is_best, checked)
         except Exception as error:  # whatever it is, it must not end the training
@@ -520,7 +503,12 @@ class _Save:
     def _all_are_there(self) -> bool:
         """Wait for the files of the other ranks. Returns False if one of them has failed."""
         folder = self.checkpoints.partial(self.update) / STATE
-        while missing := missing_shards(folder, self.world_size):
+        while True:
+            written = set(os.listdir(folder))  # a listing, since NFS remembers for a while that a name was absent
+            files = (_file(folder, rank).with_suffix(".json") for rank in range(self.world_size))
+            missing = [rank for rank, file in enumerate(files) if file.name not in written]
+            if not missing:
+                return True
             if time.perf_counter() > self.until:
                 if self.until:
                     ranks = ", ".join(map(str, missing))
@@ -530,4 +518,3 @@ class _Save:
                     )
                 return False
             time.sleep(0.05)
-        return True
