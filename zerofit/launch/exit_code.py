@@ -72,9 +72,8 @@ class ExitCode:
             if "exit_code" in environment or not is_ours or (self.is_main and self._is_at_work()):
                 return
             self.folder.path.mkdir(parents=True, exist_ok=True)
-            self.folder.write_environment(
-                {**environment, "exit_code": code, **({"exit_reason": reason} if reason else {})}
-            )
+            environment |= {"exit_code": code} | ({"exit_reason": reason} if reason else {})
+            self.folder.write_environment(environment)
 
     def _is_at_work(self) -> bool:
         """Return whether another process holds the folder's lock."""

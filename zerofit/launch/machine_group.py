@@ -21,8 +21,8 @@ from typing import Any
 from torch.distributed import PrefixStore
 
 from zerofit.launch.exit_code import code_of_run
-from zerofit.launch.rendezvous import BEAT_S, Ended, Heartbeats, Rendezvous, open_store, serve_store
-from zerofit.recipe.errors import EXIT_FAILED, UserError, first_line
+from zerofit.launch.rendezvous import BEAT_S, Ended, Heartbeats, Rendezvous, asking_machine_0, open_store, serve_store
+from zerofit.recipe.errors import UserError
 
 SILENT_S = 10.0  # a launcher that gives no sign of life for so long is gone
 GRACE_S = 15.0  # processes of this machine end by themselves within it, and say why, when others have
@@ -41,12 +41,8 @@ class MachineGroup:
         self._servers = [serve_store(port, everywhere=True)] if number == 0 else []
         store = open_store(address, port, limit_s)
         self._store = PrefixStore("zerofit", store)
-        try:
+        with asking_machine_0():
             self._take_part()
-        except RuntimeError as error:
-            raise Ended(
-                f"machine 0 has ended: its rendezvous store does not answer ({first_line(error)})", EXIT_FAILED
-            ) from error
         self._looked_at = self._waiting_since = 0.0
         self._beat_ends = threading.Event()
         self._beats = threading.Thread(
@@ -101,13 +97,9 @@ class MachineGroup:
             return 0
         self._looked_at = now
         store = self._next_rendezvous().store
-        try:
+        with asking_machine_0():
             end = json.loads(store.get("end")) if store.check(["end"]) else None
             waiting = store.add("ready", 0)
-        except RuntimeError as error:
-            raise Ended(
-                f"machine 0 is gone: its rendezvous store does not answer ({first_line(error)})", EXIT_FAILED
-            ) from error
         if end is None and not waiting:
             return 0
         self._waiting_since = self._waiting_since or now

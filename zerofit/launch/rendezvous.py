@@ -17,7 +17,7 @@ import platform
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -48,6 +48,16 @@ class Ended(UserError):
         super().__init__(message)
         self.code = code  # of all others
         self.machine = machine  # of the member; None: a machine cannot be reached
+
+
+@contextlib.contextmanager
+def asking_machine_0() -> Iterator[None]:
+    """Raises Ended where the store of machine 0 does not answer in this block."""
+    try:
+        yield
+    except RuntimeError as error:  # of torch: DistNetworkError, DistStoreError
+        said = f"machine 0, which has the rendezvous store, is gone ({first_line(error)}). Look at its output"
+        raise Ended(said, EXIT_FAILED) from error
 
 
 class Heartbeats:
@@ -113,7 +123,7 @@ class Rendezvous:
         """Give a sign of life and look around. Returns whether all are ready. Raises Ended: a member has stopped, is
         missing, or the store is gone."""
         store = self.store
-        try:
+        with asking_machine_0():
             self._beats.beat(self.number)
             if store.check(["end"]):
                 end = json.loads(store.get("end"))
@@ -126,12 +136,6 @@ class Rendezvous:
                 self.machines = json.loads(store.get("all"))
                 return True
             self._look_for_missing()
-        except RuntimeError as error:  # of torch: DistNetworkError, DistStoreError
-            raise Ended(
-                f"machine 0, which has the rendezvous store, is gone before all {self.kind}s had met "
-                f"({first_line(error)}). Look at its output",
-                EXIT_FAILED,
-            ) from error
         return False
 
     def stop(self, message: str, code: int) -> None:

@@ -241,12 +241,8 @@ def open_record(run: "Run") -> None:
     peak = peak_flops(engine.device, run.strategy.precision)
     run.throughput = ThroughputMeter(flops, peak and peak * engine.layout.world_size)
     run.recorder = RunRecorder(run, Bar(run.num_updates, recipe.logging_steps, engine.is_main))
-    run.slow_ranks = SlowRanks(
-        engine.layout,
-        recipe.logging_steps,
-        lambda rank: run.ranks.place_of(rank, engine.device.type),
-        run.clock.measures,
-    )
+    place_of = functools.partial(run.ranks.place_of, device=engine.device.type)
+    run.slow_ranks = SlowRanks(engine.layout, recipe.logging_steps, place_of, run.clock.measures)
     run.profiler = Profiler(run) if recipe.profile and engine.is_main else None
     engine.phase = run.enter_part
 
