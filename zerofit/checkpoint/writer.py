@@ -244,7 +244,7 @@ class AsyncCheckpointWriter:
         self.bytes_of_weights = sum(true_numel(each) * each.element_size() for each in exported)
         self._state_has_all = len(exported) == len(trained)
         self._save: _Save | None = None
-        self._copies = {part: HostCopies() for part in ("state", "model")}
+        self._state_copies, self._model_copies = HostCopies(), HostCopies()  # which training cannot change
         self.messages: list[str] = []  # what has become of saves, on the main process
         self.records: list[dict[str, Any]] = []  # update, bytes, seconds that training paused, seconds in all
         self.last_failed = False
@@ -280,7 +280,10 @@ class AsyncCheckpointWriter:
         if progress is not None:
             engine.state.initialize_moments()
             shards, tensors = engine.state.own(), {**engine.state.tensors(), **engine.state.whole_tensors()}
-            tensors = self._on_the_host("state", tensors, copied)
+            if copied:
+                tensors = self._state_copies.of(tensors)
+            else:
+                tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
             kept = {"steps": engine.state.steps, "loss_scale": engine.loss_scale(), "weights": self.check(tensors)}
             progress = {**progress, **kept}
         from_state = progress is not None and self._state_has_all
@@ -289,7 +292,7 @@ class AsyncCheckpointWriter:
         if copied:
             live = {tensor.untyped_storage().data_ptr() for tensor in engine.live_tensors()}
             moving = {name: tensor for name, tensor in exported.items() if tensor.untyped_storage().data_ptr() in live}
-            exported = {**exported, **self._on_the_host("model", moving, copied)}
+            exported = {**exported, **self._model_copies.of(moving)}
         dtypes = {name: parameter.dtype for name, parameter in engine.state.whole.items()} if from_state else {}
         rank, world_size = engine.layout.rank, engine.layout.world_size
         self._save = save = _Save(self.checkpoints, update, why, is_best, rank, world_size=world_size, began=began)
@@ -322,12 +325,6 @@ class AsyncCheckpointWriter:
                 "wrong. Remove from zero_optimization what the pairs in accelerate_configs/ do not have"
             )
         return weights
-
-    def _on_the_host(self, part: str, tensors: dict[str, torch.Tensor], copied: bool) -> dict[str, torch.Tensor]:
-        """Return the tensors on the CPU. `copied`: as copies that training cannot change, in buffers used again."""
-        if copied:
-            return self._copies[part].of(tensors)
-        return {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
 
     def copies_before_writing(self) -> bool:
         """Return True if saves are copied first; all ranks decide alike, at the first one."""
