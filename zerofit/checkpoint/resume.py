@@ -48,7 +48,9 @@ class EarlierRuns:
     @classmethod
     def read(cls, recipe: TrainingRecipe, folder: RunFolder) -> "EarlierRuns":
         """Raises UserError: `resume` names a folder that is not a checkpoint."""
-        own = folder.recorded() or _run_in_checkpoints(folder)
+        own, checkpoints = folder.recorded(), CheckpointDirectory(folder.path / CHECKPOINTS)
+        if own is None and checkpoints.newest_after(folder.written.begun_at) is not None:  # the run's record is lost
+            own = next(filter(None, map(_recorded_in, checkpoints.resumable())), None)
         if recipe.resume in ("auto", "never"):
             return cls(own)
         checkpoint = Path(recipe.resume).expanduser()
@@ -133,14 +135,6 @@ def refuse_to_clear(folder: RunFolder, overwrite: bool, is_known: bool = True) -
             f"output_dir = {str(folder.path)!r} holds {holds.relative_to(folder.path)}, and this run would start "
             f"over. Choose another --output_dir, or delete what is there with {START_OVER}"
         )
-
-
-def _run_in_checkpoints(folder: RunFolder) -> dict[str, Any] | None:
-    """The options that the newest checkpoint was written with, where the record of the run is lost."""
-    checkpoints = CheckpointDirectory(folder.path / CHECKPOINTS)
-    if checkpoints.newest_after(folder.written.begun_at) is None:
-        return None
-    return next(filter(None, (_recorded_in(checkpoint) for checkpoint in checkpoints.resumable())), None)
 
 
 def _recorded_in(checkpoint: Path) -> dict[str, Any]:

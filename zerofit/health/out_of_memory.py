@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zerofit.estimate.remedies import WORKING, Shortage, StateBytes, StateSetup, remedies, state_setup
+from zerofit.estimate.remedies import WORKING, Shortage, StateBytes, remedies, state_setup
 from zerofit.health.out_of_memory_errors import asked_for, causes_of, is_out_of_memory
 from zerofit.health.watchdog_process import ADVICE, RESUME
 from zerofit.recipe.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, first_line, print_last, printable
@@ -51,15 +51,21 @@ def measure(error: BaseException, phase: str, run: "Run") -> Shortage:
     on_cpu = engine.device.type == "cpu" if engine is not None else not torch.accelerator.is_available()
     on_host = None if on_cpu else is_out_of_memory(error) != "device"
     setup = state_setup(run.strategy, run.recipe, run.parameters, engine)
-    sizes: dict[str, int] = {}
+    of_passes: dict[str, int] = {}
     tokens = run.row_tokens or sum(getattr(run.recipe, name, None) or 0 for name in LENGTHS)
     if engine is None:  # resident memory before the model was loaded is not an activation
         taken = torch.accelerator.memory_allocated() if on_host is False else resident_bytes() - run.program_bytes
         held = StateBytes(max(0, min(taken, setup.held(on_host).weights)))
         rest = max(0, taken - held.weights)
     else:
-        held, rest = _held(engine, setup, on_host, run.program_bytes)
-        sizes = _pass_sizes(engine, run, tokens)
+        of_passes, sizes = _pass_sizes(engine, run, tokens), engine.held_bytes()
+        held = StateBytes(
+            sizes["parameters"] if on_host in (None, setup.offloads >= 2) else 0,
+            0 if on_host else sum(each.nbytes for each in engine.gradients()),
+            sizes["optimizer"] if on_host in (None, setup.offloads >= 1) else 0,
+        )
+        peak = resident_bytes() if on_host else MemoryMeter(engine.device).peak_bytes()
+        rest = max(0, peak - (run.program_bytes if on_host is None else 0) - sum(held))
     free = total = None
     with contextlib.suppress(Exception):  # after some errors the device answers no more
         free, total = torch.accelerator.get_memory_info() if on_host is False else host_memory()
@@ -72,7 +78,7 @@ def measure(error: BaseException, phase: str, run: "Run") -> Shortage:
         on_host=on_host,
         held=held,
         rest=rest + asked_for(error),
-        **sizes,
+        **of_passes,
         local_processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         free=free,
         total=total,
@@ -112,19 +118,6 @@ def _plan_command(run: "Run", found: Shortage) -> str:
         words += ["--host_memory", f"{memory >> 20}MiB"] if memory else []
         memory = torch.accelerator.get_memory_info()[1]
     return shlex.join([*words, "--gpu_memory", f"{memory >> 20}MiB" if memory else "80GiB"])
-
-
-def _held(engine: Engine, setup: StateSetup, on_host: bool | None, program_bytes: int) -> tuple[StateBytes, int]:
-    """Return (model states on the memory that ran out, the peak without them)."""
-    sizes = engine.held_bytes()
-    gradients = sum(each.nbytes for each in engine.gradients())
-    held = StateBytes(
-        sizes["parameters"] if on_host in (None, setup.offloads >= 2) else 0,
-        0 if on_host else gradients,
-        sizes["optimizer"] if on_host in (None, setup.offloads >= 1) else 0,
-    )
-    peak = resident_bytes() if on_host else MemoryMeter(engine.device).peak_bytes()
-    return held, max(0, peak - (program_bytes if on_host is None else 0) - sum(held))
 
 
 def _pass_sizes(engine: Engine, run: "Run", tokens: int) -> dict[str, int]:

@@ -102,12 +102,9 @@ class Restarts:
         self.failed_after = failed_after
 
     def record_failure(self, codes: set[int]) -> str:
-        """Take a failure into account. Returns why the processes are not started again; empty where they are.
-
-        Args:
-            codes: of the processes that have failed; negative: the signal that killed one. Those that the agent has
-                ended since have EXIT_TERMINATED.
-        """
+        """Take a failure into account. Returns why the processes are not started again; empty where they are. `codes`:
+        of the processes that have failed; negative: the signal that killed one. Those that the agent has ended since
+        have EXIT_TERMINATED."""
         if self.is_stopped:
             return "it was asked to end"
         if final := codes & FINAL.keys():

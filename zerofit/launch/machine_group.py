@@ -30,11 +30,7 @@ GRACE_S = 15.0  # processes of this machine end by themselves within it, and say
 
 class MachineGroup:
     """The launcher of one machine, among those of all. Raises UserError: machine 0 cannot be reached; this machine
-    takes part already.
-
-    Args:
-        limit_s: a machine without a sign of life for so long ends a rendezvous.
-    """
+    takes part already. A machine without a sign of life for `limit_s` ends a rendezvous."""
 
     def __init__(self, address: str, port: int, number: int, count: int, limit_s: float):
         self.address, self.number, self.count, self.limit_s = address, number, count, limit_s

@@ -19,10 +19,8 @@ Parse = Callable[[bytes], dict[str, Any] | None]
 class JsonlFile:
     """A .jsonl file; each line is of one update, and is handed to the system before the next is written.
 
-    Lines that the disk has no room for wait in memory, and are written as soon as there is some.
-
-    Args:
-        parse: the bytes of a line -> its object; None: it is damaged, and passed over.
+    Lines that the disk has no room for wait in memory, and are written as soon as there is some. `parse`: the bytes of
+    a line -> its object; None: it is damaged, and passed over.
     """
 
     def __init__(self, path: Path, parse: Parse | None = None):
