@@ -157,7 +157,7 @@ def leave_at_start(number: int) -> None:
     else:
         name, until = SIGNALS[signal.Signals(number)].text, time.monotonic() + (LOOK_AROUND_S if rank else 0.0)
         message = f"stopped by {name} while the run was starting: the same command starts it again"
-        while (all_live := ranks_are_alive()) and time.monotonic() < until:  # the launcher may be slow to see it
+        while (all_live := ranks_are_alive()) and time.monotonic() < until:  # for the launcher to look around
             time.sleep(0.05)
         code = EXIT_TO_BE_RESUMED if all_live else EXIT_TERMINATED
     if rank == 0 and code != EXIT_TERMINATED:
