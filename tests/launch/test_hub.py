@@ -73,16 +73,16 @@ def test_no_right_to_write_and_no_connection_are_found_before_training(hub, refu
     if refused == "all":
         monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError, match="push_to_hub"):
-        HubRepository.open("somebody/model")
+        HubRepository("somebody/model")
 
 
 def test_after_an_outage_the_command_is_said_and_the_next_push_has_everything(hub, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "weights").write_bytes(b"2")
     hub.refuses = {"commit"}
-    assert "hf upload somebody/model" in HubRepository.open("somebody/model").finish(tmp_path / "model")[-1]
+    assert "hf upload somebody/model" in HubRepository("somebody/model").finish(tmp_path / "model")[-1]
     hub.refuses = set()
-    assert HubRepository.open("somebody/model").finish(tmp_path / "model") == [f"hub         {hub.url}/somebody/model"]
+    assert HubRepository("somebody/model").finish(tmp_path / "model") == [f"hub         {hub.url}/somebody/model"]
     assert hub.files == {"weights": b"2"}
 
 

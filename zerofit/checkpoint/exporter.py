@@ -83,27 +83,21 @@ FINISH_S = 4 * 3600.0  # at the end of a run: 100 GB at 60 Mbit/s
 
 
 class HubRepository:
-    """A repository that can be written, on the main process of a run."""
+    """A repository that can be written, on the main process of a run; a private one is made where there is none.
+    Raises UserError: there is no connection, or no right to write."""
 
-    def __init__(self, name: str, api: HfApi):
-        self.name, self._api = name, api
-
-    @classmethod
-    def open(cls, name: str) -> "HubRepository":
-        """See that there is such a repository, or make a private one, and that it can be written. Raises UserError:
-        there is no connection, or no right to write."""
+    def __init__(self, name: str):
         work_offline_without_network()
         disable_progress_bars()
-        api = HfApi()
+        self._api = HfApi()
         try:
-            name = api.create_repo(name, private=True, exist_ok=True).repo_id
-            api.auth_check(name, write=True)
+            self.name = self._api.create_repo(name, private=True, exist_ok=True).repo_id
+            self._api.auth_check(self.name, write=True)
         except Exception as error:  # of the connection, the hub, or the name
             raise UserError(
                 f"push_to_hub = {name!r}: nothing can be pushed there ({reason(error)}). Log in with `hf auth login`, "
                 "or train without it, and push the run's model/ later with `hf upload`"
             ) from None
-        return cls(name, api)
 
     def finish(self, folder: Path) -> list[str]:
         """Push the run's model/. Returns lines for the log. Never fails."""

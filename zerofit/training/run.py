@@ -146,7 +146,7 @@ class Run:
         repository = run.recipe.push_to_hub
         if repository and run.recipe.trains and run.measurement is None:
             run.watchdog.phase("hub", patience=math.inf)
-            run.hub = run.ranks.first_on_rank_0("hub", partial(HubRepository.open, repository))
+            run.hub = run.ranks.first_on_rank_0("hub", partial(HubRepository, repository))
         EXIT.explain = run.explain
         run.watchdog.phase("data", patience=math.inf)
         run.timeline.mark("checks")
