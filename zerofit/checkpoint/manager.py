@@ -37,6 +37,7 @@ class CheckpointManager:
         self.mirror, self._best = run.mirror, run.best
         self.resumed_at = 0  # updates that were made before this launch
         self.resumed_from: Path | None = None  # the folder of the run that it resumes
+        self._resumes_its_own_folder = False  # and not a run of another folder
         self.directory = CheckpointDirectory(run.folder.path / "checkpoints", run.recipe.save_total_limit)
         self.writer = AsyncCheckpointWriter(self.directory, run.engine, run.exporter.writes_all, run.recipe.save_async)
         self._engine, self._exporter, self._about, self._data = run.engine, run.exporter, about, data
@@ -76,6 +77,7 @@ class CheckpointManager:
         if source == "auto" and (differing := differing_options(plan.identity, run)):
             self.folder.refuse_a_different_run(differing)
         self.resumed_at, self.resumed_from = self.state.updates, checkpoint.parents[1]
+        self._resumes_its_own_folder = self.resumed_from.resolve() == self.folder.path.resolve()
         size = sum(file.stat().st_size for file in (checkpoint / STATE).iterdir())
         self._log(
             f"resumed   {checkpoint}, after update {self.state.updates:,}, written under {run['strategy']}, number of "
@@ -94,10 +96,6 @@ class CheckpointManager:
         else:
             refuse_to_clear(self.folder, self.recipe.overwrite_output_dir)
             self.directory.drop(lambda update: True)
-
-    @property
-    def _resumes_its_own_folder(self) -> bool:
-        return self.resumed_from is not None and self.resumed_from.resolve() == self.folder.path.resolve()
 
     def restore_best_checkpoint(self) -> None:
         """Check that the best checkpoint so far is in the folder; if it is missing, or was the best by another figure,

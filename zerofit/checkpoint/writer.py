@@ -89,17 +89,13 @@ class RunState:
 ALIGNMENT = 64  # bytes
 SMALLEST_COPY = 2**16
 
-Places = dict[str, tuple[int, int]]  # {tensor: (block, first byte in it)}
 
-
-def lay_out(sizes: dict[str, int]) -> tuple[list[int], Places]:
-    """Lay tensors of these bytes into blocks of powers of two. Returns the bytes of each block, and the places.
-
-    Each block is the largest that what is left could fill, and takes the largest tensors first.
-    """
+def lay_out(sizes: dict[str, int]) -> tuple[list[int], dict[str, tuple[int, int]]]:
+    """Lay tensors of these bytes into blocks of powers of two. Each block is the largest that what is left could fill,
+    and takes the largest tensors first. Returns the bytes of each block, and {tensor: (block, first byte in it)}."""
     rounded = {name: -(-size // ALIGNMENT) * ALIGNMENT for name, size in sizes.items()}
     left = sorted(rounded, key=rounded.__getitem__, reverse=True)
-    blocks, places = list[int](), Places()
+    blocks, places = list[int](), dict[str, tuple[int, int]]()
     while left:
         total = sum(rounded[name] for name in left)
         block = max(1 << total.bit_length() >> 1, 1 << (rounded[left[0]] - 1).bit_length(), SMALLEST_COPY)

@@ -321,9 +321,7 @@ def _is_alive(process: psutil.Process) -> bool:
 @contextmanager
 def ending_in_order() -> Iterator[None]:
     """SIGTERM and SIGHUP raise SystemExit in this block, so that no launch outlives it and no file stays unfinished.
-
-    What is ignored, as under nohup, stays so.
-    """
+    What is ignored, as under nohup, stays so."""
 
     def leave(number: int, frame: Any) -> None:
         raise SystemExit(128 + number)

@@ -94,11 +94,8 @@ def _smooth(train: list[dict[str, Any]]) -> list[float]:
 
 
 def plot_confusion(matrix: np.ndarray, names: Sequence[str], file: IO[bytes]) -> None:
-    """Plot a confusion matrix: the number of examples in each cell, its colour the share of the row.
-
-    Args:
-        matrix: (classes, classes), a row for each class, a column for each prediction.
-    """
+    """Plot a confusion matrix, (classes, classes), a row for each class, a column for each prediction: the number of
+    examples in each cell, its colour the share of the row."""
     count, font = len(names), font_for(names)
     shown = [shortened(name, NAME) for name in names] if font else [str(number) for number in range(count)]
     figure = _figure(2.5 + 0.45 * count, 2.5 + 0.45 * count)

@@ -29,10 +29,8 @@ if TYPE_CHECKING:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """The device's peak FLOP/s at this precision, of the table of GPUs.
-
-    None where it is not known (any CPU, fp32, a device not listed).
-    """
+    """The device's peak FLOP/s at this precision, of the table of GPUs; None where it is not known (any CPU, fp32, a
+    device not listed)."""
     name = device_name(device)
     if not name or precision == "fp32":
         return None

@@ -57,24 +57,21 @@ class WrittenFiles:
     @property
     def begun_at(self) -> int:
         """The update after which the run in the folder began: above 0 where it resumed a run of another folder."""
-        begun_at = self._read().get("begun_at")
+        begun_at = read_record(self.path / RECORD).get("begun_at")
         return begun_at if type(begun_at) is int else 0
 
     @property
     def names(self) -> set[str]:
         """The names in the record. A folder with checkpoints and without a record is a run's that was copied in part:
         its files are those that every run writes."""
-        if record := self._read():
+        if record := read_record(self.path / RECORD):
             written = record.get("written")
             return {name for name in written if is_inside(name)} if isinstance(written, list) else set()
         return NAMES if any((self.path / CHECKPOINTS).glob(f"update_????????/{MANIFEST}")) else set()
 
-    def _read(self) -> dict[str, Any]:
-        return read_record(self.path / RECORD)
-
     def add(self, names: Iterable[str], begun_at: int | None = None) -> None:
         """Write down, and flush to the disk, that files of these names are ours."""
-        before = self._read()
+        before = read_record(self.path / RECORD)
         record = {
             "begun_at": self.begun_at if begun_at is None else begun_at,
             "written": sorted(self.names.union(names)),
