@@ -70,11 +70,11 @@ def describe(records: dict[int, dict[str, Any]], world_size: int = 1, machines: 
     """Return lines that name the collective each group waits in, and the ranks that have not come to it. `machines`:
     in words; each has as many of the world's ranks as any other."""
 
-    def listed(ranks: list[int]) -> str:
+    def placed(ranks: list[int]) -> str:
         if len(machines) < 2:
-            return _listed(ranks)
+            return listed(ranks)
         places = groupby(ranks, lambda rank: machines[rank * len(machines) // world_size])
-        return ", ".join(f"{_listed(list(those))} on {machine}" for machine, those in places)
+        return ", ".join(f"{listed(list(those))} on {machine}" for machine, those in places)
 
     groups: dict[str, list[int]] = {}
     entries: dict[str, dict[int, list[dict[str, Any]]]] = {}
@@ -95,9 +95,9 @@ def describe(records: dict[int, dict[str, Any]], world_size: int = 1, machines: 
         late = [rank for rank in members if rank in records and rank not in came]
         unknown = [rank for rank in members if rank not in records]
         lines.append(
-            f"{_named(first)}: rank {listed(sorted(came))} waits"
-            + (f", rank {listed(late)} has not come to it" if late else "")
-            + (f", rank {listed(unknown)} has left no record" if unknown else "")
+            f"{_named(first)}: rank {placed(sorted(came))} waits"
+            + (f", rank {placed(late)} has not come to it" if late else "")
+            + (f", rank {placed(unknown)} has left no record" if unknown else "")
         )
     return lines[:SHOWN]
 
@@ -119,6 +119,6 @@ def _waits(entry: dict[str, Any]) -> bool:
     return not entry["is_p2p"] and (not entry["retired"] if of_gloo else entry["state"] != "completed")
 
 
-def _listed(ranks: list[int]) -> str:
-    """Join ranks to a text, at most eight of them."""
+def listed(ranks: Sequence[object]) -> str:
+    """Join ranks or machines to a text, at most eight of them."""
     return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

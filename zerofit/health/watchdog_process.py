@@ -75,12 +75,6 @@ class RankStatus(NamedTuple):
         return f"rank {self.rank} (pid {self.pid})" + (f" on {self.machine}" if self.machine else "")
 
     @property
-    def others(self) -> str:
-        """The other machines in words, at most eight of them."""
-        others = [machine for machine in self.machines if machine != self.machine]
-        return ", ".join(others[:8]) + (f" and {len(others) - 8} more" if len(others) > 8 else "")
-
-    @property
     def where(self) -> str:
         return f"phase {self.phase}" + (f" of update {self.update}" if self.update else "")
 
@@ -125,7 +119,8 @@ def cause(
     if ended_by and ended_by != signal.SIGKILL:
         name = signal.Signals(ended_by).name if ended_by in list(signal.Signals) else f"signal {ended_by}"
         if ended_by == signal.SIGABRT and messages.backend == "nccl" and messages.world_size > 1:
-            where = f"on {messages.others}" if messages.others else "of this machine"
+            others = [machine for machine in messages.machines if machine != messages.machine]
+            where = f"on {flight.listed(others)}" if others else "of this machine"
             return (
                 f"{name}: so torch ends a rank whose NCCL collective has failed or does not end. Most likely another "
                 f"rank is gone or waits elsewhere: read the last words of the other ranks {where} first"
