@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, chain, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from zerofit.data.lengths import report_data_loss
 from zerofit.data.mixture import MixedSamples
 from zerofit.data.options import PARTS, PREDICT, DataOptions
 from zerofit.data.pack import LabelledSamples, TaskData, TokenizedDataset, stats_rows
-from zerofit.data.records import BadRecord, RecordSet
+from zerofit.data.records import BadRecord, Encode, RecordSet
 from zerofit.data.tables import IDS, kept_columns, tokenizer_hash
 from zerofit.model.tokenizer import get_tokenizer, padding_values, read_by_words
 from zerofit.recipe.errors import UserError
@@ -117,14 +117,18 @@ def encode_parts(
         tokenizer.model_input_names = [name for name in tokenizer.model_input_names if name != "token_type_ids"]
     columns, notes = tuple(padding_values(tokenizer)), list[str]()
     sets: dict[str, TokenizedDataset] = {}
+    encode: Encode = partial(_encode_words if labels.of_words else _encode_rows, tokenizer, length)
     if labels.of_words:
         read_by_words(tokenizer)
+        kinds: dict[str, Any] = {"tags": IDS, "starts": IDS}
+    else:
+        kind = List(Value("float32")) if labels.of_sets else Value("int64" if labels.names else "float32")
+        kinds = {"sizes": IDS, "label": kind}
+    numbers = dict.fromkeys(("truncated", "longest"), Value("int32"))
+    features = Features({**dict.fromkeys(columns, IDS), **kinds, **numbers})
     more = ("sizes",) if labels.choices else ("tags", "starts") if labels.of_words else ()
     for name, part in parts.items():
-        if labels.of_words:
-            table = _encode_words(part, tokenizer, length, options.cache)
-        else:
-            table = _encode(part, tokenizer, length, options.cache, labels)
+        table = part.encode(encode, features, (tokenizer_hash(tokenizer), length, columns), options.cache)
         sets[name] = TokenizedDataset(table, (*columns, *more))
         what = f"{PARTS.get(name, PARTS['validation'])} texts are cut at {length} tokens (max_length)"
         longest = np.asarray(table.with_format("numpy")["longest"][:])
@@ -135,85 +139,66 @@ def encode_parts(
     suffixes = {
         name: name.removeprefix("validation").removeprefix(PREDICT) for name in sorted(parts.keys() - {"train"})
     }
-    held = [HeldOut(sets[name], [_kept(parts[name])], suffix) for name, suffix in suffixes.items()]
+    held = []
+    for name, suffix in suffixes.items():  # all columns for predictions.jsonl, where the label is a name
+        label, records = getattr(parts[name].reader, "label", None), parts[name].records
+        records = records.remove_columns("label") if label == "label" else records
+        own = ("prediction", "probability", "probabilities", *(("label",) if label else ()))
+        held.append(HeldOut(sets[name], [kept_columns(records, *own)], suffix))
     return ExampleData(
         train=sets.get("train"), held_out=held, labels=labels, tokenizer=tokenizer, max_length=length, notes=notes
     )
 
 
-def _kept(part: RecordSet) -> Dataset:
-    """All columns of the records for predictions.jsonl, where the label is a name, also where the data has numbers."""
-    label: str | None = getattr(part.reader, "label", None)
-    own = ("prediction", "probability", "probabilities", *(("label",) if label else ()))
-    table = part.records.remove_columns("label") if label == "label" else part.records
-    return kept_columns(table, *own)
-
-
-def _encode(part: RecordSet, tokenizer: PreTrainedTokenizerBase, length: int, cache: Path, labels: Labels) -> Dataset:
+def _encode_rows(
+    tokenizer: PreTrainedTokenizerBase, length: int, examples: list[Example], names: list[str]
+) -> dict[str, list[Any]]:
     """Token ids of the rows of each record, one after another; `sizes` are their lengths, `longest` is that of the
     longest before it was cut. Of a pair that does not fit the longer text is truncated first."""
-    columns = tuple(padding_values(tokenizer))
-
-    def encode(examples: list[Example], names: list[str]) -> dict[str, list[Any]]:
-        texts = list(zip(*chain.from_iterable(rows for rows, _ in examples)))
-        encoded = tokenizer(
-            *map(list, texts),
-            return_attention_mask=False,
-            return_token_type_ids="token_type_ids" in columns,
-            verbose=False,
-        )
-        ids = {name: list(encoded[name]) for name in columns}
-        whole = [len(row) for row in ids["input_ids"]]
-        for index, size in enumerate(whole):
-            if size > length:
-                cut = tokenizer(*(column[index] for column in texts), truncation=True, max_length=length)
-                for name in columns:
-                    ids[name][index] = cut[name]
-        sizes = [len(row) for row in ids["input_ids"]]
-        spans = list(pairwise(accumulate((len(rows) for rows, _ in examples), initial=0)))
-        return {
-            **{name: [list(chain.from_iterable(ids[name][a:b])) for a, b in spans] for name in columns},
-            "sizes": [sizes[a:b] for a, b in spans],
-            "truncated": [sum(whole[a:b]) - sum(sizes[a:b]) for a, b in spans],
-            "longest": [max(whole[a:b]) for a, b in spans],
-            "label": [label for _, label in examples],
-        }
-
-    features = Features(
-        {
-            **dict.fromkeys((*columns, "sizes"), IDS),
-            **dict.fromkeys(("truncated", "longest"), Value("int32")),
-            "label": List(Value("float32")) if labels.of_sets else Value("int64" if labels.names else "float32"),
-        }
+    columns, texts = tuple(padding_values(tokenizer)), list(zip(*chain.from_iterable(rows for rows, _ in examples)))
+    encoded = tokenizer(
+        *map(list, texts),
+        return_attention_mask=False,
+        return_token_type_ids="token_type_ids" in columns,
+        verbose=False,
     )
-    return part.encode(encode, features, (tokenizer_hash(tokenizer), length, columns), cache)
+    ids = {name: list(encoded[name]) for name in columns}
+    whole = [len(row) for row in ids["input_ids"]]
+    for index, size in enumerate(whole):
+        if size > length:
+            cut = tokenizer(*(column[index] for column in texts), truncation=True, max_length=length)
+            for name in columns:
+                ids[name][index] = cut[name]
+    sizes = [len(row) for row in ids["input_ids"]]
+    spans = list(pairwise(accumulate((len(rows) for rows, _ in examples), initial=0)))
+    return {
+        **{name: [list(chain.from_iterable(ids[name][a:b])) for a, b in spans] for name in columns},
+        "sizes": [sizes[a:b] for a, b in spans],
+        "truncated": [sum(whole[a:b]) - sum(sizes[a:b]) for a, b in spans],
+        "longest": [max(whole[a:b]) for a, b in spans],
+        "label": [label for _, label in examples],
+    }
 
 
-def _encode_words(part: RecordSet, tokenizer: PreTrainedTokenizerBase, length: int, cache: Path) -> Dataset:
+def _encode_words(
+    tokenizer: PreTrainedTokenizerBase, length: int, examples: list[Example], names: list[str]
+) -> dict[str, list[Any]]:
     """Token ids of the words of each record; `tags` are the words' tags, `starts` the place of each one's first token:
     -1 of a word that is cut off, or has no token."""
-    columns = tuple(padding_values(tokenizer))
-
-    def encode(examples: list[Example], names: list[str]) -> dict[str, list[Any]]:
-        rows = [words for words, _ in examples]
-        whole, kept = (
-            tokenizer(rows, is_split_into_words=True, return_attention_mask=False, verbose=False, **cut)
-            for cut in ({}, {"truncation": True, "max_length": length})
-        )
-        first = [dict(map(reversed, reversed([*enumerate(kept.word_ids(row))]))) for row in range(len(rows))]
-        longest = [len(row) for row in whole["input_ids"]]
-        return {
-            **{name: kept[name] for name in columns},
-            "tags": [tags for _, tags in examples],
-            "starts": [[of_word.get(word, -1) for word in range(len(row))] for of_word, row in zip(first, rows)],
-            "truncated": [size - len(row) for size, row in zip(longest, kept["input_ids"])],
-            "longest": longest,
-        }
-
-    features = Features(
-        {**dict.fromkeys((*columns, "tags", "starts"), IDS), **dict.fromkeys(("truncated", "longest"), Value("int32"))}
+    rows = [words for words, _ in examples]
+    whole, kept = (
+        tokenizer(rows, is_split_into_words=True, return_attention_mask=False, verbose=False, **cut)
+        for cut in ({}, {"truncation": True, "max_length": length})
     )
-    return part.encode(encode, features, (tokenizer_hash(tokenizer), length, columns), cache)
+    first = [dict(map(reversed, reversed([*enumerate(kept.word_ids(row))]))) for row in range(len(rows))]
+    longest = [len(row) for row in whole["input_ids"]]
+    return {
+        **{name: kept[name] for name in padding_values(tokenizer)},
+        "tags": [tags for _, tags in examples],
+        "starts": [[of_word.get(word, -1) for word in range(len(row))] for of_word, row in zip(first, rows)],
+        "truncated": [size - len(row) for size, row in zip(longest, kept["input_ids"])],
+        "longest": longest,
+    }
 
 
 def class_weights(recipe: ClsRecipe, data: ExampleData) -> list[float] | None:
