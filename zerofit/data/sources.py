@@ -258,10 +258,7 @@ TABLE = Features({name: Value("string") for name in ("package", "top", "name", "
 
 
 def read_stdlib(name: str, cache: Path) -> dict[str, Dataset]:
-    """The training and the held-out part of one of EMBEDDED.
-
-    Reading the library takes seconds; the result is cached.
-    """
+    """The training and the held-out part of one of EMBEDDED. Reading the library takes seconds; it is cached."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [path for path in sorted(root.rglob("*.py")) if not NOT_THE_LIBRARY & set(path.relative_to(root).parts)]
     stamps = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
@@ -271,10 +268,17 @@ def read_stdlib(name: str, cache: Path) -> dict[str, Dataset]:
         entries = [entry for file in batch["file"] for entry in definitions(root / file, Path(file))]
         return {column: [entry[column] for entry in entries] for column in TABLE}
 
-    entries = encode_table(table, parse_files, TABLE, (platform.python_version(), stamps), cache)
-    records_of = dict(zip(EMBEDDED, (_docstrings, _functions)))[name]
-    parts = _split(records_of(entries.to_list()))
-    return {part: Dataset.from_list(rows) for part, rows in parts.items()}
+    entries = encode_table(table, parse_files, TABLE, (platform.python_version(), stamps), cache).to_list()
+    train, held_out = list[dict[str, Any]](), list[dict[str, Any]]()
+    for record in _docstrings(entries) if name == "stdlib-docstrings" else _functions(entries):
+        if len(record["says"]) >= MIN_WORDS:
+            (held_out if _drawn(record["top"]) % 100 < HELD_OUT_PERCENT else train).append(record)
+    trained = {record["says"] for record in train}
+    held_out = [record for record in held_out if record["says"] not in trained]
+    # Shuffled, so that the first ones (max_eval_samples) are like the others.
+    held_out.sort(key=lambda record: _drawn(" ".join(record["says"])))
+    parts = {"train": train, "validation": held_out}
+    return {part: Dataset.from_list(rows).remove_columns(["top", "says"]) for part, rows in parts.items()}
 
 
 def definitions(path: Path, file: Path) -> Iterator[dict[str, str]]:
@@ -326,7 +330,6 @@ def _docstrings(entries: list[dict[str, str]]) -> list[dict[str, Any]]:
 
 
 def _functions(entries: list[dict[str, str]]) -> list[dict[str, Any]]:
-    """Records of stdlib-functions."""
     records = []
     for entry in entries:
         source = in_words(entry["code"]) if entry["code"] else ""
@@ -340,22 +343,6 @@ def in_words(code: str) -> str:
     """The words of code, with names split: `def getSize(self, depth=3)` is "def get size self depth 3"."""
     apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", code.replace("_", " "))
     return " ".join(re.findall(r"[A-Za-z]+|[0-9]+", apart)).lower() or code
-
-
-def _split(records: list[dict[str, Any]]) -> dict[str, list[dict[str, str]]]:
-    parts: dict[str, list[dict[str, Any]]] = {"train": [], "validation": []}
-    for record in records:
-        if len(record["says"]) >= MIN_WORDS:
-            is_held_out = _drawn(record["top"]) % 100 < HELD_OUT_PERCENT
-            parts["validation" if is_held_out else "train"].append(record)
-    trained = {record["says"] for record in parts["train"]}
-    held_out = [record for record in parts["validation"] if record["says"] not in trained]
-    # Shuffled, so that the first ones (max_eval_samples) are like the others.
-    parts["validation"] = sorted(held_out, key=lambda record: _drawn(" ".join(record["says"])))
-    for rows in parts.values():
-        for record in rows:
-            del record["top"], record["says"]
-    return parts
 
 
 def _drawn(text: str) -> int:
@@ -410,14 +397,14 @@ def read_source(
     format; the hub cannot be reached. `unit_of`: for text files: returns which part of them is a record, see
     `read_table`. Without it text files are refused."""
     held_out = {PREDICT: ()} if PREDICT in data.patterns else held_out or {"validation": HELD_OUT}
-    if data.recipe.dataset_name in EMBEDDED:
-        return Source(_used_parts(read_stdlib(data.recipe.dataset_name, data.cache), data.trains), {})
     files = {
         part: find_files(f"{part}_file", data.patterns[part]) for part in ("train", *held_out) if part in data.patterns
     }
     if not files:
         parts, notes = _from_hub(data, held_out)
-        return in_lower_case(Source(_used_parts(parts, data.trains), {}, notes=notes), data)
+        if not data.trains and len(parts) > 1:
+            parts.pop("train", None)
+        return in_lower_case(Source(parts, {}, notes=notes), data)
     named = next(iter(files))
     kind, unit = format_of(files[named]), ""
     for part, paths in files.items():
@@ -458,15 +445,12 @@ def in_lower_case(source: Source, data: DataOptions) -> Source:
     return source
 
 
-def _used_parts(parts: dict[str, Dataset], trains: bool) -> dict[str, Dataset]:
-    """The parts, without training data if the launch does not train and held-out data exist."""
-    return parts if trains or len(parts) == 1 else {name: parts[name] for name in parts if name != "train"}
-
-
 def _from_hub(data: DataOptions, held_out: dict[str, tuple[str, ...]]) -> tuple[dict[str, Dataset], list[str]]:
     """Return (the splits that are used, a note about the others)."""
     name, config = data.recipe.dataset_name or "", data.recipe.dataset_config_name
     folder = Path(name).expanduser()
+    if name in EMBEDDED:
+        return read_stdlib(name, data.cache), []
     try:
         if any((folder / file).is_file() for file in SAVED):
             saved = load_from_disk(str(folder))
