@@ -28,14 +28,8 @@ FEW = 5  # records and columns: with fewer it is not clear which are which
 HALF_PAIR = r"a text has half of a surrogate pair (as \ud83d alone), which is not a character"
 EXACT = 2**53  # integers up to it are exact as floats
 # The type of a column: one of these names, {key: type}, [type of the items], or None while all values are null.
-TEXT, NUMBER, INTEGER, FLAG, LARGE, MIXED = (
-    "string",
-    "float64",
-    "int64",
-    "bool",
-    "integers above 2**53",
-    "values of JSON",
-)
+TEXT, NUMBER, INTEGER, FLAG = "string", "float64", "int64", "bool"
+LARGE, MIXED = "integers above 2**53", "values of JSON"
 Kind = str | dict[str, Any] | list[Any] | None
 
 

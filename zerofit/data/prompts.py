@@ -3,16 +3,16 @@
 import sys
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from zerofit.data.chat.instructions import KINDS, Form, find_form
 from zerofit.data.chat.samples import unread_note
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.pack import DatasetStats, Sample, TextData
-from zerofit.data.pairs import PairData, chosen_widths, open_pairs
+from zerofit.data.pairs import PairData, PairEncoder, chosen_widths, open_pairs, turn_separator
 from zerofit.data.records import read_parts
 from zerofit.data.sources import Source, read_source
 from zerofit.data.tables import columns_present, kept_columns
@@ -23,11 +23,6 @@ from zerofit.model.tokenizer import check_marked, get_tokenizer, language_codes,
 from zerofit.recipe.data_options import OF_MODEL
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.tasks import ClmRecipe, Seq2SeqRecipe
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from zerofit.data.pairs import PairEncoder
 
 Languages = tuple[str | None, str | None]
 Messages = list[dict[str, Any]]  # [{"role": "user", "content": "..."}, ...]
@@ -40,8 +35,8 @@ class Renderer:
 
     def __init__(
         self,
-        tokenizer: "PreTrainedTokenizerBase",
-        config: "PretrainedConfig",  # the model's
+        tokenizer: PreTrainedTokenizerBase,
+        config: PretrainedConfig,  # the model's
         template: str | None = None,  # the name or .jinja file of a chat template that replaces the tokenizer's own
         raw: bool = False,  # use prompts unchanged, without a template
         system: str | None = None,  # the system prompt of every conversation; None: that of training, if there was one
@@ -66,10 +61,8 @@ class Renderer:
         if any(languages) and not (self.encoder and language_codes(tokenizer)):
             raise UserError(f"source_lang, target_lang: the tokenizer {tokenizer.name_or_path!r} marks no languages")
 
-    def _encoder(self, raw: bool, languages: Languages) -> "PairEncoder":
+    def _encoder(self, raw: bool, languages: Languages) -> PairEncoder:
         """The encoder of sources, in the format of training; the system prompt is never cut."""
-        from zerofit.data.pairs import PairEncoder, turn_separator
-
         trained = self.tokenizer.init_kwargs.get(TRAINED_WITH, {})
         positions = usable_positions(self.config) or sys.maxsize
         longest = min(trained.get("max_source_length", positions), positions)
