@@ -303,7 +303,13 @@ def _prepare_source(
 
     tables = {name: part.encode(encode, TABLE, encoder.key, options.cache) for name, part in parts.items()}
     tables = options.limited(tables)
-    notes += pair_truncation_notes(options, config, columns, tables, widths)
+    for (part, table), (side, width) in product(tables.items(), zip(("source", "target"), widths)):
+        if side == "source" and columns.dialogue:  # its latest turns are kept, which is intended
+            continue
+        option, lengths = f"max_{side}_length", np.asarray(table.with_format("numpy")[f"{side}_tokens"][:])
+        what = f"{PARTS[part]} {side}s are cut at {width} tokens ({option})"
+        lost, stops, allowed = int((lengths > width).sum()), side == "target", recipe.allow_data_loss
+        notes += report_data_loss(allowed, lost, len(table), what, lengths, option=option, config=config, stops=stops)
     samples = {name: TokenizedDataset(table, COLUMNS) for name, table in tables.items()}
     data = PairData(train=samples.get("train"), tokenizer=encoder.tokenizer, widths=widths, notes=notes)
     data.validation = samples.get("validation")
@@ -376,26 +382,6 @@ def split_translation_columns(table: Dataset) -> Dataset:
     new = list(names.values())
     renamed = {name: other for name, other in names.items() if name != other and new.count(other) == 1}
     return flat.rename_columns(renamed)
-
-
-def pair_truncation_notes(
-    options: DataOptions,
-    config: PretrainedConfig,
-    columns: PairReader,
-    tables: dict[str, Dataset],
-    widths: tuple[int, int],
-) -> list[str]:
-    """Notes about truncated texts; of a conversation the latest turns are kept, which is intended. Raises UserError if
-    most targets are truncated."""
-    notes, allowed = list[str](), options.recipe.allow_data_loss
-    for (part, table), (side, width) in product(tables.items(), zip(("source", "target"), widths)):
-        if side == "source" and columns.dialogue:
-            continue
-        option, lengths = f"max_{side}_length", np.asarray(table.with_format("numpy")[f"{side}_tokens"][:])
-        what = f"{PARTS[part]} {side}s are cut at {width} tokens ({option})"
-        lost, stops = int((lengths > width).sum()), side == "target"
-        notes += report_data_loss(allowed, lost, len(table), what, lengths, option=option, config=config, stops=stops)
-    return notes
 
 
 def turn_separator(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, said: str | None = None) -> str:
