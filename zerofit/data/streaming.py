@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset, IterableDataset, load_dataset
+from datasets import Dataset, load_dataset
 from filelock import FileLock
 
 from zerofit.data.json_files import column_of
@@ -158,9 +158,13 @@ def _values(tables: list[pa.Table], name: str) -> Iterator[Any]:
 def _batches(shards: Shards, number: int, record: int) -> Iterator[pa.Table]:
     """The records of a shard from one on. A lost connection is opened again at the record that would come next."""
     name, pauses = shards.names[number], iter(PAUSES_S)
+    file = name if is_address(name) else glob.escape(name)  # the library searches for names of files
     while True:
         try:
-            for batch in _open(shards.reader, name).skip(record).iter(batch_size=RECORDS):
+            stream = load_dataset(shards.reader, data_files={"train": [file]}, split="train", streaming=True)
+            if shards.reader != "webdataset":  # whose tables differ in their columns
+                stream = stream.with_format("arrow")
+            for batch in stream.skip(record).iter(batch_size=RECORDS):
                 table = pa.table(batch)
                 table.validate(full=True)  # the library lets bytes through that are not UTF-8
                 yield table
@@ -176,12 +180,6 @@ def _batches(shards: Shards, number: int, record: int) -> Iterator[pa.Table]:
             if pause is None:
                 raise UserError(f"train_file: {name} cannot be read, tried for minutes: {first_line(error)}") from None
             time.sleep(pause)
-
-
-def _open(reader: str, name: str) -> IterableDataset:
-    name = name if is_address(name) else glob.escape(name)  # the library searches for names of files
-    stream = load_dataset(reader, data_files={"train": [name]}, split="train", streaming=True)
-    return stream if reader == "webdataset" else stream.with_format("arrow")  # whose tables differ in their columns
 
 
 OPENED = 4  # windows of which a process keeps the files mapped
@@ -324,27 +322,19 @@ class StreamedSamples:
         with FileLock(folder.with_suffix(".lock")):
             folder.mkdir(exist_ok=True)
             records = folder / "records.arrow"
+            count = len(self.shards.names)
+            order = np.random.default_rng([self.seed, window.turn, count, 1]).permutation(count).tolist()
             if not records.exists():
-                self._read(window, records)
-            shard = self.shards.names[self._order(window.turn)[window.shard]]
+                table, following = read_window(self.shards, order, (window.shard, window.record), self.size)
+                if not len(table):
+                    raise UserError(f"streaming: {self.shards.names[0]} and the other shards hold no record")
+                with atomic_file(folder / "next.json") as file:
+                    json.dump(following and {"shard": following[0], "record": following[1]}, file)
+                with atomic_file(records, "wb") as file, pa.ipc.new_stream(file, table.schema) as written:
+                    written.write_table(table)
+            shard = self.shards.names[order[window.shard]]
             name = f"the window of the stream from record {window.record + 1} of {shard} on"
-            table = Dataset.from_file(str(records))
-            return self.prepare(table, name, folder)
-
-    def _read(self, window: Window, file: Path) -> None:
-        place = window.shard, window.record
-        table, following = read_window(self.shards, self._order(window.turn), place, self.size)
-        if not len(table):
-            raise UserError(f"streaming: {self.shards.names[0]} and the other shards hold no record")
-        with atomic_file(file.with_name("next.json")) as written:
-            json.dump(following and {"shard": following[0], "record": following[1]}, written)
-        with atomic_file(file, "wb") as written, pa.ipc.new_stream(written, table.schema) as stream:
-            stream.write_table(table)
-
-    def _order(self, turn: int) -> list[int]:
-        """The numbers of the shards as a pass reads them."""
-        draw = np.random.default_rng([self.seed, turn, len(self.shards.names), 1])
-        return draw.permutation(len(self.shards.names)).tolist()
+            return self.prepare(Dataset.from_file(str(records)), name, folder)
 
     def _read_table(self, resumes: bool, earlier: Path | None) -> list[Window]:
         """The windows that were written down, up to the first line that is damaged: those after it are read again."""
