@@ -381,7 +381,12 @@ class TokenUpdates:
             kept += [rows[::-1] for rows in self._cut(rest[::-1])]
             waiting = rest[: len(longest_first) - sum(map(len, kept))]
             updates += [kept[place] for place in rng.permutation(len(kept))]
-        updates += self._last(waiting)
+        times = -(-len(waiting) // self.full_rows)
+        if times > 1 and int(self._padded[waiting].max(axis=0).sum()) * times > self.row_tokens:
+            whole = (times - 1) * self.full_rows  # the rows that are left at the end do not fit one update
+            updates += [waiting[-whole:], waiting[:-whole]]
+        elif times:
+            updates.append(waiting)
         return _Epoch(np.concatenate(updates), np.cumsum([len(rows) for rows in updates]))
 
     def _cut(self, samples: np.ndarray) -> list[np.ndarray]:
@@ -398,14 +403,6 @@ class TokenUpdates:
             updates.append(samples[start : start + times * self.full_rows])
             start += times * self.full_rows
         return updates
-
-    def _last(self, samples: np.ndarray) -> list[np.ndarray]:
-        """The updates of those that are left at the end of an epoch, the longest first."""
-        times = -(-len(samples) // self.full_rows)
-        if times <= 1 or int(self._padded[samples].max(axis=0).sum()) * times <= self.row_tokens:
-            return [samples] if times else []
-        whole = (times - 1) * self.full_rows
-        return [samples[-whole:], samples[:-whole]]
 
 
 def updates_by_tokens(

@@ -282,7 +282,11 @@ class Form:
         if self.answered:
             refuse_rejected(record, self.verdict)
         if self.kind == "instruction":
-            turns = [self._instruction(record)]
+            instruction = checked_text(record[self.question], f"the {self.question}")
+            message: Message = {"role": "user", "content": instruction, "instruction": instruction}
+            if self.input and (given := optional_text(record[self.input], f"its {self.input}")):
+                message |= {"input": given, "content": f"{instruction}\n\n{given}"}
+            turns = [message]
         else:
             value = record[self.question] or ([] if self.kind == "messages" else None)
             value = unpacked(value) if self.kind == "messages" else spoken(value) if self.spoken else value
@@ -309,14 +313,6 @@ class Form:
             first = {"role": "system"}
         begin = [{**first, "content": system or ""}] if system or len(first) > 2 else []
         return Conversation([*begin, *turns], given_in(record, self.given))
-
-    def _instruction(self, record: dict[str, Any]) -> Message:
-        instruction = checked_text(record[self.question], f"the {self.question}")
-        message = {"role": "user", "content": instruction, "instruction": instruction}
-        if self.input and (given := optional_text(record[self.input], f"its {self.input}")):
-            message["input"] = given
-            message["content"] += f"\n\n{given}"
-        return message
 
     def _history(self, record: dict[str, Any]) -> list[Message]:
         turns, entries = [], listed(unpacked(record[self.history]) or []) if self.history else []

@@ -35,7 +35,7 @@ from zerofit.data.labelled.samples import ExampleData, HeldOut, LabelledColumns,
 from zerofit.data.lengths import choose_length
 from zerofit.data.mixture import MixedSamples, mixed, options_of_sources
 from zerofit.data.options import PREDICT, DataOptions
-from zerofit.data.records import BadRecord, RecordSet, read_parts
+from zerofit.data.records import BadRecord, read_parts
 from zerofit.data.sources import HELD_OUT, Source, read_source
 from zerofit.data.tables import STRINGS, columns_present, holds_lists, match_columns, text_columns, text_of
 from zerofit.model.configuration import has_head
@@ -165,12 +165,6 @@ def known_choices(table: Dataset) -> tuple[str, ...]:
 
 def _is_list(table: Dataset, name: str) -> bool:
     return holds_lists(table.features[name]) or isinstance(table.features[name], dict)
-
-
-def labels_of_choices(choices: Choices, parts: Iterable[RecordSet]) -> Labels:
-    """The numbers of the choices, as many as an example has at most."""
-    max_choices = max(len(rows) for part in parts for rows, _ in part.contents())
-    return Labels(tuple(str(number + choices.start) for number in range(max_choices)), True, choices.label)
 
 
 WORDS = ("tokens", "words")  # the columns, by default
@@ -305,8 +299,10 @@ def prepare_examples(recipe: ClsRecipe, config: PretrainedConfig) -> ExampleData
             for each, reader in zip(sources, readers)
         ]
         if isinstance(readers[0], Choices):
-            limited = [options.limited(parts) for parts, _ in read]
-            labels = labels_of_choices(readers[0], chain.from_iterable(parts.values() for parts in limited))
+            used = chain.from_iterable(options.limited(parts).values() for parts, _ in read)
+            num_choices = max(len(rows) for part in used for rows, _ in part.contents())
+            numbers = range(readers[0].start, readers[0].start + num_choices)
+            labels = Labels(tuple(map(str, numbers)), True, readers[0].label)
         else:
             labels = readers[0].labels
         prepared = []
