@@ -76,7 +76,6 @@ class PreferenceForm:
 
     @property
     def describe(self) -> str:
-        """Describe the columns of the pairs, for the log."""
         return (
             f"data      each record is a pair of answers, of which the first is preferred ({', '.join(self.columns)})"
         )
@@ -96,15 +95,11 @@ class PreferenceForm:
             raise BadRecord(f"turn {common + 1}, the {role}'s, differs: both answers must be to one prompt")
         given, pair = given_in(record, self.given), []
         for conversation in (chosen, rejected):
-            turns = [
-                {**turn, "trained": False} if place < common and turn["role"] == "assistant" else turn
-                for place, turn in enumerate(conversation)
-            ]
-            answers = [turn for turn in turns if turn["role"] == "assistant"]
-            kept = [turn for turn in answers if turn.get("trained", True)]
-            if kept and all(turn.get("masked") for turn in kept):
+            before, after = conversation[:common], conversation[common:]
+            if all(turn.get("masked") for turn in after if turn["role"] == "assistant"):
                 raise BadRecord(f"nothing is compared: all answers are masked ({', '.join(MASKS)})")
-            pair.append(Conversation(turns, given))
+            before = [{**turn, "trained": False} if turn["role"] == "assistant" else turn for turn in before]
+            pair.append(Conversation([*before, *after], given))
         return pair[0], pair[1]
 
     def _conversation(self, record: dict[str, Any], column: str) -> list[Message]:
@@ -260,7 +255,6 @@ class ChatEncoder:
 
 
 def encode_conversations(encoder: ChatEncoder, conversations: list[Conversation], names: list[str]) -> Columns:
-    """The columns of TABLE."""
     rendered = [encoder.render(*pair) for pair in zip(conversations, names)]
     unread = [unread_keys(encoder.tokenizer, each, text) for each, (text, *_) in zip(conversations, rendered)]
     return {**encoder.encode(rendered), "unread": [" ".join(keys) for keys in unread]}
