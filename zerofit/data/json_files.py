@@ -143,7 +143,6 @@ def _one_after_another(text: str, line: int, path: Path) -> Iterator[Any]:
 
 
 def _under(field: str, held: Any, path: Path) -> list[Any]:
-    """The records under a key of a JSON object."""
     for key in field.split("."):
         if not isinstance(held, dict) or key not in held:
             keys = f"its keys are {', '.join(held)}" if isinstance(held, dict) else f"it is a {type(held).__name__}"
@@ -235,7 +234,6 @@ def as_kind(value: Any, kind: Kind) -> Any:
 
 
 def column_of(values: Iterable[Any]) -> pa.ChunkedArray:
-    """A column of values of JSON, of one type."""
     held, kind = list(values), None
     for value in held:
         kind = widened(kind, value)

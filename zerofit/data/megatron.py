@@ -342,7 +342,6 @@ class CorpusSamples:
 
 
 def beyond_the_vocabulary(number: int, rows: int, where: str) -> str:
-    """The message for an id that the tokenizer does not have."""
     return f"data_path: {where} holds token {number:,}, the tokenizer has {rows:,}. Set tokenizer_name to its own"
 
 

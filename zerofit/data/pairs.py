@@ -93,7 +93,6 @@ class PairReader:
 
     @property
     def describe(self) -> str:
-        """Describe the columns of the pairs, for the log."""
         if self.dialogue is None:
             target = f", target {self.target}" if self.answered else ""
             return f"source {self.source}{f' with {self.context}' if self.context else ''}{target}"
@@ -364,7 +363,6 @@ def _missing_prefix(config: PretrainedConfig, prefix: str) -> list[str]:
 
 
 def chosen_widths(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> tuple[int, int]:
-    """The longest source and target, in tokens."""
     source, target = (
         choose_length(option, getattr(recipe, option), recipe.source(option), config)
         for option in ("max_source_length", "max_target_length")

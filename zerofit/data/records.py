@@ -58,7 +58,6 @@ class RecordSet:
         return replace(self, table=table, numbers=self.numbers[places], records=records)
 
     def contents(self) -> Iterator[Any]:
-        """Return the contents of each record."""
         for batch in self.table.iter(200):
             yield from map(self.reader.read, records_of(batch))
 
@@ -78,7 +77,6 @@ class RecordSet:
 
 
 def records_of(batch: Columns) -> list[dict[str, Any]]:
-    """The records of a batch of columns."""
     return [dict(zip(batch, values)) for values in zip(*batch.values())]
 
 

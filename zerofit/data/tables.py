@@ -56,7 +56,6 @@ def random_split(records: Records, fraction: float) -> tuple[Records, Records]:
 
 
 def empty_split(fraction: float, count: int) -> UserError:
-    """The error for a split with an empty part."""
     return UserError(
         f"validation_split_percentage = {100 * fraction:g} leaves no sample on one side ({count:,} records). "
         "Choose another, a validation_file, or 0"
@@ -64,7 +63,6 @@ def empty_split(fraction: float, count: int) -> UserError:
 
 
 def text_columns(dataset: Dataset) -> list[str]:
-    """The columns that hold text."""
     return [name for name, feature in dataset.features.items() if getattr(feature, "dtype", "") in STRINGS]
 
 
@@ -93,7 +91,6 @@ def text_of(value: Any) -> str:
 
 
 def holds_lists(feature: Any) -> bool:
-    """Return whether a column of this feature holds lists."""
     return isinstance(feature, list) or hasattr(feature, "feature")
 
 
@@ -153,7 +150,6 @@ def is_value(name: str) -> bool:
 
 
 def columns_present(dataset: Dataset) -> str:
-    """Name the columns, for messages."""
     names = dataset.column_names
     inside = [
         name for name, kind in dataset.features.items() if isinstance(kind, List) and isinstance(kind.feature, dict)
@@ -236,7 +232,6 @@ def stored_table(
 
 
 def texts_of(columns: Iterable[str]) -> Features:
-    """The features of columns of texts."""
     return Features(dict.fromkeys(columns, Value("string")))
 
 

@@ -270,7 +270,6 @@ class Form:
 
     @property
     def describe(self) -> str:
-        """Describe the form of the records, for the log."""
         return f"data      each record is {KINDS[self.kind]} ({', '.join(self.columns)})"
 
     def texts(self, content: list[Message]) -> Iterator[str]:

@@ -69,7 +69,6 @@ class Choices:
 
     @property
     def describe(self) -> str:
-        """Describe the columns of the questions, for the log."""
         return f"question {' and '.join(self.context)}, choices {', '.join(self.choices)}, label {self.label}"
 
     def texts(self, content: LabelledRows) -> Iterator[str]:
@@ -202,7 +201,6 @@ def find_tags(texts: list[str] | None, label: str | None, table: Dataset) -> tup
 
 
 def find_words(texts: list[str] | None, table: Dataset) -> str | None:
-    """The column of words."""
     return next((name for name in texts or WORDS if _items(table, name) in STRINGS), None)
 
 
@@ -496,7 +494,6 @@ def _holds_values(feature: Any, or_lists: bool) -> bool:
 
 
 def _as_text(table: Dataset, texts: tuple[str, ...]) -> Dataset:
-    """The table with the text columns as text."""
     for name in texts:
         if name in table.column_names and name not in tables.text_columns(table):
             table = table.cast_column(name, Value("string"))

@@ -41,7 +41,6 @@ class Labels:
 
     @property
     def num_outputs(self) -> int:
-        """Number of outputs of the model for an example."""
         return len(self.names) if self.names else 1
 
     @property
@@ -65,7 +64,6 @@ class Labels:
 
     @property
     def describe(self) -> str:
-        """Describe the labels, for the log."""
         if self.names is None:
             return "each label is a number (regression)"
         if self.choices:

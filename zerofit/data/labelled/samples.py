@@ -45,7 +45,6 @@ class LabelledColumns:
 
     @property
     def describe(self) -> str:
-        """Describe the columns of the examples, for the log."""
         return f"texts {' and '.join(self.text)}{f', labels {self.label}' if self.label else ''}"
 
     def texts(self, content: Any) -> Iterator[str]:
@@ -95,7 +94,6 @@ class ExampleData(TaskData):
         return sum(len(part.samples) for part in self.held_out)
 
     def describe(self) -> list[str | list[tuple[str, ...]]]:
-        """Lines and tables for the log."""
         held_out = self.held_out[0].samples.stats if self.held_out else None
         parts = (None, held_out) if self.to_answer else (held_out,)
         return [f"data      {self.labels.describe}", stats_rows(self.train.stats if self.train else None, *parts)]
