@@ -127,12 +127,13 @@ def with_class_names(table: Dataset, others: Iterable[Features]) -> Dataset:
     def name_of(value: Any, names: dict[int, str]) -> Any:
         return [name_of(item, names) for item in value] if isinstance(value, list) else names.get(value)
 
-    key = sha256(f"{fingerprint(table)} {named}".encode()).hexdigest()[:32]  # the library would draw one at random
+    # The library would draw a fingerprint at random, since it cannot hash this function.
+    key = f"{fingerprint(table)} {named} {digest_of_code(Path(__file__).parent)}"
     return table.map(
         lambda *values: dict(zip(named, map(name_of, values, named.values()))),
         input_columns=[*named],
         features=features,
-        new_fingerprint=key,
+        new_fingerprint=sha256(key.encode()).hexdigest()[:32],
         desc="Naming classes",
     )
 

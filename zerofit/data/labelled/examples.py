@@ -290,7 +290,8 @@ def prepare_examples(recipe: ClsRecipe, config: PretrainedConfig) -> ExampleData
             raise UserError("predict_file: the model has no head for labels. Name a classifier that was trained")
         return _prepare_unlabelled(recipe, options, config, task, length)
     with tables.one_process_at_a_time(options.cache):
-        sources = [_find(recipe, own, task) for own in options_of_sources(options, recipe).values()]
+        own = options_of_sources(options, recipe)
+        sources = [_find(recipe, each, task) for each in own.values()]
         readers = _readers(recipe, sources, task, config)
         read = [
             read_parts(each.source, dict.fromkeys(each.source.parts, reader), each.options)
@@ -307,8 +308,7 @@ def prepare_examples(recipe: ClsRecipe, config: PretrainedConfig) -> ExampleData
         for each, (parts, notes) in zip(sources, read):
             prepared.append(encode_parts(each.options, config, parts, labels, length))
             prepared[-1].notes[:0] = [f"data      {each.reader.describe}", *labels.notes, *notes]
-    names = options_of_sources(options, recipe)
-    data = _mixed(recipe, dict(zip(names, prepared))) if recipe.mixture else prepared[0]
+    data = _mixed(recipe, dict(zip(own, prepared))) if recipe.mixture else prepared[0]
     trained = [each.train.labels for each in prepared if each.train is not None]
     held_out = [part.samples.labels for part in data.held_out]
     data.notes += label_report(labels, trained, held_out)
