@@ -51,16 +51,15 @@ def test_counts_and_notes():
     labels = Labels(("negative", "positive", "postive", "rare"))
     trained, held_out = np.array([0] * 9 + [1] * 8 + [2]), np.array([0, 0, 3])
     report = label_report(labels, [trained[:5], trained[5:]], [held_out])
-    text = " ".join(" ".join(report).split())
+    text = " ".join(report)
     assert "negative 9 + 2, positive 8 + 0, postive 1 + 0, rare 0 + 1" in text
     assert "fewer than 5 training records: postive (1)" in text
     assert "no training records: rare" in text
     assert "no held-out records: positive, postive" in text
     assert "'postive' (1) and 'positive' (8)?" in text
-    assert all(len(line) <= 80 for note in report for line in note.splitlines())
     assert label_report(Labels(None), [trained], []) == []
     many = label_report(Labels(tuple(f"class {n}" for n in range(1000))), [np.arange(1000)], [])
-    assert all(len(note.splitlines()) < 10 for note in many)
+    assert all(len(note) < 400 for note in many)
 
 
 def test_records_with_several_labels(tmp_path, byte_tokenizer):

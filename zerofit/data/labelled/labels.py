@@ -4,9 +4,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
-from textwrap import wrap
 from typing import Any, Final
 
 import numpy as np
@@ -333,7 +331,6 @@ def _number(value: Any, decimal_comma: bool = False) -> float | None:
 FEW = 5  # records of a class that are too few to learn it from
 SHOWN = 20  # classes with their numbers of records
 NAMED = 5  # classes, or pairs of them, of a note
-wrapped = partial(wrap, width=80, subsequent_indent=" " * 10, break_long_words=False, break_on_hyphens=False)
 
 
 def class_counts(labels: Labels, parts: Iterable[np.ndarray]) -> np.ndarray:
@@ -357,8 +354,7 @@ def label_report(labels: Labels, trained: list[np.ndarray], held_out: list[np.nd
     columns = [*([counts] if trained else []), *([held] if held_out else [])]
     shown = [f"{names[place]} {' + '.join(f'{column[place]:,}' for column in columns)}" for place in most]
     more = f", and {len(names) - SHOWN:,} labels with fewer" if len(names) > SHOWN else ""
-    text = f"{what} of each label ({both}): {', '.join(shown)}{more}"
-    lines = ["\n".join(wrapped(text, initial_indent="labels    "))]
+    lines = [f"labels    {what} of each label ({both}): {', '.join(shown)}{more}"]
     if trained:
         few = [f"{names[place]} ({counts[place]})" for place in np.flatnonzero((counts > 0) & (counts < FEW))]
         lines += _note(f"fewer than {FEW} training {what}", few)
@@ -376,8 +372,7 @@ def _note(what: str, found: Sequence[str], end: str = "") -> list[str]:
     if not found:
         return []
     more = f", and {len(found) - NAMED:,} more" if len(found) > NAMED else ""
-    text = f"{what}: {', '.join(found[:NAMED])}{more}{end}"
-    return ["\n".join(wrapped(text, initial_indent="note      "))]
+    return [f"note      {what}: {', '.join(found[:NAMED])}{more}{end}"]
 
 
 def nearly_alike(counts: dict[str, int]) -> list[tuple[str, str]]:
