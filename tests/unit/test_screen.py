@@ -112,8 +112,9 @@ def test_columns_have_the_names_of_the_file(task, head, described, tmp_path):
     (tmp_path / "a.csv").write_text("\n".join([head, *rows]) + "\n")
     recipe = {"cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}[task](train_file=[str(tmp_path / "a.csv")])
     if task == "cls":
-        assert _find(recipe, DataOptions.of(recipe), None).describe == described
+        found = _find(recipe, DataOptions.of(recipe), None)
+        assert found.source.describe(found.reader) == described
         return
     source = read_source(DataOptions.of(recipe))
     columns = find_columns(recipe, source.first)
-    assert source.as_written(columns).describe == described
+    assert source.describe(columns) == described
