@@ -122,12 +122,11 @@ def options_of_sources(options: DataOptions, recipe: TaskRecipe) -> dict[str, Da
         name = name_of_source(files[0])
         while name in sources:
             name += "_"
+        own = replace(options, patterns={"train": files})
         if not sources:
             own = replace(options, patterns={**options.patterns, "train": files})
-        else:
-            own = replace(options, patterns={"train": files})
-            if "validation" in options.patterns:
-                own = replace(own, held_out_fraction=0.0)
+        elif "validation" in options.patterns:
+            own = replace(own, held_out_fraction=0.0)
         sources[name] = own
     return sources
 

@@ -32,7 +32,7 @@ def read_records(recipe: ClmRecipe, options: DataOptions) -> Source:
     def unit_of(files: list[Path]) -> str:
         if recipe.document_separator:
             return recipe.document_separator
-        if any(_contains(path, recipe.encoding, END_OF_TEXT) for path in files):
+        if any(_is_marked(path, recipe.encoding) for path in files):
             return END_OF_TEXT
         return "line" if recipe.packing == "none" else "file"
 
@@ -64,14 +64,9 @@ def take_texts(source: Source, recipe: ClmRecipe, options: DataOptions) -> dict[
     return {"train": tables.first_records(train, recipe.max_train_samples), **parts}
 
 
-def _contains(path: Path, encoding: str | None, mark: str) -> bool:
-    tail = ""
+def _is_marked(path: Path, encoding: str | None) -> bool:
     with open_text(path, encoding) as file:
-        while chunk := file.read(2**24):
-            if mark in tail + chunk:
-                return True
-            tail = chunk[-len(mark) :]
-    return False
+        return any(END_OF_TEXT in line for line in file)
 
 
 def text_column(dataset: Dataset, name: str | None) -> str:
