@@ -15,7 +15,7 @@ from tests.helpers import ROOT, check_refusal, refusal, tiny_model
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.collate import CausalCollator
 from zerofit.data.megatron import INDICES, Blend, Card, build_samples, megatron, open_corpus, tokenizer_fingerprint
-from zerofit.data.order import FixedOrder, MicroBatches, loader
+from zerofit.data.order import FixedOrder, loader, rank_batches
 from zerofit.model.configuration import load_configuration
 from zerofit.model.loss import IGNORE, install_loss
 from zerofit.model.tokenizer import check_vocabulary, pad_vocabulary, train_tokenizer
@@ -325,7 +325,7 @@ def test_what_a_data_worker_says_reaches_the_user(tmp_path):
     prefix = write_corpus(tmp_path / "big", [[1, 2, 3] * 50, [4, 96, 5] * 50])
     train, batches = (
         samples_of(prefix, 12, tmp_path, vocabulary=90),
-        MicroBatches(FixedOrder(12), 12, 0, 4, 1, num_replicas=1, rank=0),
+        rank_batches(FixedOrder(12), 12, 0, 4, 1, num_replicas=1, rank=0),
     )
     message = refusal(list, loader(train, batches, CausalCollator(pad_id=0), 1, pin=False))
     assert message.startswith("error: data_path: sample ")

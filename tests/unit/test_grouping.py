@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from test_order import LAYOUTS
 
-from zerofit.data.order import MicroBatches, SampleOrder
+from zerofit.data.order import SampleOrder, rank_batches
 
 G = 8  # of all layouts
 SAMPLES = 333  # divided by nothing
@@ -21,7 +21,7 @@ def global_batches(order: SampleOrder, total: int, layout: tuple = (G, 1, 1), co
     micro, accumulation, world = layout
     ranks = [
         list(
-            MicroBatches(order, total, consumed, micro, accumulation, num_replicas=world, rank=rank, sort_key=lengths)
+            rank_batches(order, total, consumed, micro, accumulation, num_replicas=world, rank=rank, sort_key=lengths)
         )
         for rank in range(world)
     ]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from zerofit.data.collate import CausalCollator
-from zerofit.data.order import MicroBatches, SampleOrder, first_tokens
+from zerofit.data.order import SampleOrder, first_tokens, rank_batches
 from zerofit.recipe.data_options import Warmup
 from zerofit.strategy.batches import BatchSizes
 
@@ -21,9 +21,7 @@ def warmup_batches(layout: tuple, updates: int, consumed_updates: int = 0) -> li
     warmup = [sizes.accumulation_of(update) for update in range(consumed_updates + 1, 5)]
     order, total, consumed = SampleOrder(37, 3), sizes.consumed(updates), sizes.consumed(consumed_updates)
     rows = [
-        iter(
-            MicroBatches(order, total, consumed, micro, 3 * accumulation, num_replicas=world, rank=rank, warmup=warmup)
-        )
+        rank_batches(order, total, consumed, micro, 3 * accumulation, num_replicas=world, rank=rank, warmup=warmup)
         for rank in range(world)
     ]
     batches = []
@@ -52,7 +50,7 @@ def test_samples_are_cut_with_all_that_belongs_to_their_tokens():
 
 def test_each_micro_batch_has_the_length_of_its_update():
     lengths = [2, 4, 6, 6, 8]
-    cut = MicroBatches(SampleOrder(37, 3), 16, 0, 4, 2, num_replicas=1, rank=0, warmup=[1, 1], lengths=lengths)
+    cut = rank_batches(SampleOrder(37, 3), 16, 0, 4, 2, num_replicas=1, rank=0, warmup=[1, 1], lengths=lengths)
     assert [(len(batch), {length for _, length in batch}) for batch in cut] == [(4, {2}), (4, {4}), (4, {6}), (4, {6})]
     assert [Warmup(2, 8, 6)(update) for update in range(1, 9)] == [2, 2, 4, 4, 6, 6, 8, 8]
 

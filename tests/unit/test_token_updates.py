@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from zerofit.data.collate import TokenUpdates, round_up
-from zerofit.data.order import FILLER, MicroBatches
+from zerofit.data.order import FILLER, rank_batches
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.tasks import ClmRecipe, ClsRecipe, DpoRecipe, Seq2SeqRecipe
@@ -27,7 +27,7 @@ def micro_batches(by_tokens: TokenUpdates, layout: tuple[int, int], done: int, t
     micro, replicas = layout
     ends = map(by_tokens.consumed, itertools.count(done + 1))
     start, accumulation = by_tokens.consumed(done), ROWS // micro // replicas
-    return MicroBatches(by_tokens, total, start, micro, accumulation, num_replicas=replicas, rank=rank, ends=ends)
+    return rank_batches(by_tokens, total, start, micro, accumulation, num_replicas=replicas, rank=rank, ends=ends)
 
 
 def of_epoch(by_tokens: TokenUpdates, epoch: int) -> list[np.ndarray]:

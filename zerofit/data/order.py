@@ -103,7 +103,20 @@ class FixedOrder:
         return self._sorted[start:stop]
 
 
-class MicroBatches(torch.utils.data.Sampler[list[Any]]):
+def rank_batches(
+    order: Order,
+    total_samples: int,
+    consumed: int,
+    micro_batch: int,
+    accumulation: int,
+    *,
+    num_replicas: int,
+    rank: int,
+    sort_key: np.ndarray | None = None,
+    warmup: Sequence[int] = (),
+    lengths: Iterable[int] | None = None,
+    ends: Iterable[int] | None = None,
+) -> Iterator[list[Any]]:
     """This rank's micro-batches: `accumulation` for each update, each a list of sample indices (or FILLER).
 
     A global batch is laid out as (accumulation, replicas, micro-batch): data-parallel rank r's m-th micro-batch is
@@ -113,46 +126,20 @@ class MicroBatches(torch.utils.data.Sampler[list[Any]]):
     (index, length) in place of each index. `ends`: the place where each update ends, if its micro-batches may have
     several times `micro_batch` samples.
     """
-
-    def __init__(
-        self,
-        order: Order,
-        total_samples: int,
-        consumed: int,
-        micro_batch: int,
-        accumulation: int,
-        *,
-        num_replicas: int,
-        rank: int,
-        sort_key: np.ndarray | None = None,
-        warmup: Sequence[int] = (),
-        lengths: Iterable[int] | None = None,
-        ends: Iterable[int] | None = None,
-    ):
-        super().__init__()
-        self.order, self.total_samples, self.consumed, self.sort_key = order, total_samples, consumed, sort_key
-        self.accumulation, self.warmup, self.lengths, self.ends = accumulation, warmup, lengths, ends
-        self.micro_batch, self.num_replicas, self.rank = micro_batch, num_replicas, rank
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        lengths, ends = iter(self.lengths or ()), iter(self.ends or ())
-        start = self.consumed
-        for accumulation in itertools.chain(self.warmup, itertools.repeat(self.accumulation)):
-            if start >= self.total_samples:
-                return
-            size = accumulation * self.num_replicas * self.micro_batch
-            stop = start + size if self.ends is None else next(ends)
-            drawn = self.order.indices(start, min(stop, self.total_samples))
-            if self.sort_key is not None:
-                drawn = drawn[np.argsort(-self.sort_key[drawn], kind="stable")]
-            indices = np.full(-(-len(drawn) // size) * size, FILLER)
-            indices[: len(drawn)] = drawn
-            for micro_batch in indices.reshape(accumulation, self.num_replicas, -1)[:, self.rank].tolist():
-                if self.lengths is None:
-                    yield micro_batch
-                else:
-                    yield list(zip(micro_batch, itertools.repeat(next(lengths))))
-            start = stop
+    length, end, start = iter(lengths or ()), iter(ends or ()), consumed
+    for passes in itertools.chain(warmup, itertools.repeat(accumulation)):
+        if start >= total_samples:
+            return
+        size = passes * num_replicas * micro_batch
+        stop = start + size if ends is None else next(end)
+        drawn = order.indices(start, min(stop, total_samples))
+        if sort_key is not None:
+            drawn = drawn[np.argsort(-sort_key[drawn], kind="stable")]
+        indices = np.full(-(-len(drawn) // size) * size, FILLER)
+        indices[: len(drawn)] = drawn
+        for row in indices.reshape(passes, num_replicas, -1)[:, rank].tolist():
+            yield row if lengths is None else list(zip(row, itertools.repeat(next(length))))
+        start = stop
 
 
 def first_tokens(sample: Sample, length: int) -> Sample:
@@ -185,13 +172,13 @@ def _without_torchs_traceback(batches: "Iterator[Batch]") -> "Iterator[Batch]":
 
 def loader(
     samples: SampleSet,
-    sampler: torch.utils.data.Sampler[Any],
+    batches: Iterable[list[Any]],
     collate: "Callable[[Samples], Batch]",
     workers: int,
     pin: bool,
 ) -> "Iterator[Batch]":
     """This rank's micro-batches. The DataLoader's iterator is made now: it draws a seed from torch's generator."""
-    batches = torch.utils.data.DataLoader(
-        _Indexed(samples), batch_sampler=sampler, collate_fn=collate, num_workers=workers, pin_memory=pin
+    loaded = torch.utils.data.DataLoader(
+        _Indexed(samples), batch_sampler=batches, collate_fn=collate, num_workers=workers, pin_memory=pin
     )
-    return _without_torchs_traceback(iter(batches))
+    return _without_torchs_traceback(iter(loaded))

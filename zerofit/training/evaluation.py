@@ -13,7 +13,7 @@ import torch
 
 from zerofit.checkpoint.writer import BestEvaluation
 from zerofit.data.collate import Batch
-from zerofit.data.order import FILLER, FixedOrder, MicroBatches, loader
+from zerofit.data.order import FILLER, FixedOrder, loader, rank_batches
 from zerofit.data.pack import SampleSet
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import EvaluationOptions
@@ -99,7 +99,7 @@ def eval_batches(
     count, key, layout = len(samples), samples.sort_key, engine.layout
     order = FixedOrder(count, key)
     stop = count if stop is None else stop
-    micro_batches = MicroBatches(
+    micro_batches = rank_batches(
         order, stop, start, batch_size, 1, num_replicas=layout.data_size, rank=layout.data_rank, sort_key=key
     )
     engine.model.eval()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from zerofit.data.collate import Batch, TokenUpdates
-from zerofit.data.order import MicroBatches, SampleOrder, loader, samples_of_run
+from zerofit.data.order import SampleOrder, loader, rank_batches, samples_of_run
 from zerofit.health.shutdown import StopReason
 from zerofit.health.slow_ranks import RankSeconds
 from zerofit.recipe.errors import UserError
@@ -167,7 +167,7 @@ def update_batches(run: "Run") -> Iterator[list[Batch]]:
     if run.warmup is not None:
         numbers = itertools.count(done + 1)
         lengths = (run.warmup(number) for number in numbers for _ in range(sizes.accumulation_of(number)))
-    micro = MicroBatches(
+    micro = rank_batches(
         length.by_tokens
         or run.data.order
         or SampleOrder(length.num_samples, recipe.seed, lengths_to_group, sizes.global_batch),
