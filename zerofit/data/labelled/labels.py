@@ -93,14 +93,6 @@ class Labels:
             raise BadRecord(f"the label {value!r} is outside the label set ({', '.join(self.names)})")
         return place
 
-    def encode_set(self, values: Any, class_names: tuple[str, ...] | None = None) -> list[float]:
-        """1 for each class that a record has, 0 for each other one. Raises BadRecord: there is none; one is none of
-        the classes. `values`: a list of labels, which may be empty; or one label."""
-        if not isinstance(values, list):
-            values = [values]
-        present = {self.encode(value, class_names) for value in values}
-        return [float(place in present) for place in range(self.num_outputs)]
-
     def place_of(self, name: str) -> int | None:
         """The number of the class of that name; 1 and 1.0 are one class, where the set does not have both."""
         names = self.names or ()

@@ -59,8 +59,12 @@ class LabelledColumns:
             return [texts], [0.0] * self.labels.num_outputs if self.labels.of_sets else 0
         if all(map(blank, texts)):
             raise BadRecord(f"the text ({', '.join(self.text)}) is empty")
-        encode = self.labels.encode_set if self.labels.of_sets else self.labels.encode
-        return [texts], encode(record[self.label], self.class_names)
+        label = record[self.label]
+        if not self.labels.of_sets:
+            return [texts], self.labels.encode(label, self.class_names)
+        labels = label if isinstance(label, list) else [label]
+        present = {self.labels.encode(each, self.class_names) for each in labels}
+        return [texts], [float(place in present) for place in range(self.labels.num_outputs)]
 
 
 @dataclass
