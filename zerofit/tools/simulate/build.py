@@ -34,11 +34,8 @@ def missing() -> str | None:
 
 
 def build_device() -> Path:
-    """The extension's file, built now if it is not there yet; two processes may ask at the same time.
-
-    Raises:
-        RuntimeError: it does not compile; the message is the compiler's.
-    """
+    """The extension's file, built now if it is not there yet; two processes may ask at the same time. Raises
+    RuntimeError: it does not compile; the message is the compiler's."""
     check_compiled_code()
     library = target()
     library.parent.mkdir(parents=True, exist_ok=True)
@@ -54,8 +51,13 @@ def build_device() -> Path:
 
 
 def target() -> Path:
-    """Return where the extension lies once it is built."""
-    return _folder() / f"{NAME}-{_key()}.so"
+    """Return where the extension lies once it is built. Its name has a hash of all that it is made from, wherever the
+    sources lie."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
+    sources = b"".join(file.read_bytes() for file in sorted(SOURCES.iterdir()))
+    command = shlex.join(_command(Path(NAME))).replace(str(SOURCES), "")
+    about = f"{torch.__version__} {sysconfig.get_config_var('EXT_SUFFIX')} {command}"
+    return Path(root) / NAME / f"{NAME}-{hashlib.sha256(about.encode() + sources).hexdigest()[:16]}.so"
 
 
 def environment(library: Path) -> dict[str, str]:
@@ -67,19 +69,6 @@ def environment(library: Path) -> dict[str, str]:
 def _compiler() -> str | None:
     names = filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++"))
     return next(filter(None, map(shutil.which, names)), None)
-
-
-def _folder() -> Path:
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
-    return Path(root) / NAME
-
-
-def _key() -> str:
-    """Hash all that the extension is made from, wherever the sources lie."""
-    sources = b"".join(file.read_bytes() for file in sorted(SOURCES.iterdir()))
-    command = shlex.join(_command(Path(NAME))).replace(str(SOURCES), "")
-    about = f"{torch.__version__} {sysconfig.get_config_var('EXT_SUFFIX')} {command}"
-    return hashlib.sha256(about.encode() + sources).hexdigest()[:16]
 
 
 def _command(library: Path) -> list[str]:

@@ -51,16 +51,11 @@ class BorrowedRandomState {
   Tensor before_;
 };
 
-// Whether tensors of the host may stand beside the device's: as on CUDA, indices may lie on the CPU.
-bool takes_host_tensors(const std::string& name) {
-  static const std::set<std::string> names = {"aten::index", "aten::index_put", "aten::index_put_",
-                                              "aten::_index_put_impl_", "aten::_unsafe_index", "aten::set_"};
-  return names.count(name) > 0;
-}
-
 void check_devices(const std::string& name, const Aliases& call, const IValue& first) {
+  static const std::set<std::string> indexing = {"aten::index", "aten::index_put", "aten::index_put_",
+                                                 "aten::_index_put_impl_", "aten::_unsafe_index", "aten::set_"};
   if (!call.has_device_tensors()) return;
-  if (takes_host_tensors(name)) {
+  if (indexing.count(name)) {  // as on CUDA, indices may lie on the CPU
     TORCH_CHECK(
         !first.isTensor() || call.is_alias(first.toTensor()),
         "indices should be either on cpu or on the same device as the indexed tensor (cpu)");
@@ -151,11 +146,6 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   return to;
 }
 
-Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
-  to.resize_(from.sizes());
-  return copy_from(from, to, false);
-}
-
 at::Scalar local_scalar_dense(const Tensor& self) {
   observe("item", self.nbytes());
   Aliases call;
@@ -166,28 +156,6 @@ const Tensor& resize(const Tensor& self, c10::IntArrayRef size, std::optional<at
   const c10::DeviceGuard guard(self.device());
   return at::native::resize_(self, size, format);
 }
-
-Tensor as_strided(const Tensor& self, c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<int64_t> offset) {
-  return at::cpu::as_strided(self, size, stride, offset);
-}
-
-Tensor view(const Tensor& self, c10::IntArrayRef size) { return at::native::view(self, size); }
-
-Tensor reshape_alias(const Tensor& self, c10::IntArrayRef size, c10::IntArrayRef stride) {
-  return at::native::_reshape_alias(self, size, stride);
-}
-
-Tensor& set_storage(Tensor& self, Storage source) { return at::native::set_(self, std::move(source)); }
-
-Tensor& set_storage_offset(
-    Tensor& self, Storage source, int64_t offset, c10::IntArrayRef size, c10::IntArrayRef stride) {
-  return at::cpu::set_(self, std::move(source), offset, size, stride);
-}
-
-Tensor& set_tensor(Tensor& self, const Tensor& source) { return at::native::set_tensor_(self, source); }
-
-// As between CPU and CUDA: Module.to() keeps the parameters' objects, and so optimizers and ties keep theirs.
-bool has_compatible_shallow_copy_type(const Tensor&, const Tensor&) { return true; }
 
 // Which attention kernel: the one that the CPU would take, so that the digits are the CPU's.
 int64_t fused_sdp_choice(
@@ -285,16 +253,23 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
   m.impl("_copy_from", copy_from);
-  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("_copy_from_and_resize", [](const Tensor& from, const Tensor& to) {
+    return copy_from(from, to.resize_(from.sizes()), false);
+  });
   m.impl("_local_scalar_dense", local_scalar_dense);
   m.impl("resize_", resize);
-  m.impl("as_strided", as_strided);
-  m.impl("view", view);
-  m.impl("_reshape_alias", reshape_alias);
-  m.impl("set_.source_Storage", set_storage);
-  m.impl("set_.source_Storage_storage_offset", set_storage_offset);
-  m.impl("set_.source_Tensor", set_tensor);
-  m.impl("_has_compatible_shallow_copy_type", has_compatible_shallow_copy_type);
+  m.impl("as_strided", TORCH_FN(at::cpu::as_strided));
+  m.impl("view", TORCH_FN(at::native::view));
+  m.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
+  m.impl("set_.source_Storage", [](Tensor& self, Storage source) -> Tensor& { return at::native::set_(self, source); });
+  m.impl(
+      "set_.source_Storage_storage_offset",
+      [](Tensor& self, Storage source, int64_t offset, c10::IntArrayRef size, c10::IntArrayRef stride) -> Tensor& {
+        return at::cpu::set_(self, source, offset, size, stride);
+      });
+  m.impl("set_.source_Tensor", TORCH_FN(at::native::set_tensor_));
+  // As between CPU and CUDA: Module.to() keeps the parameters' objects, and so optimizers and ties keep theirs.
+  m.impl("_has_compatible_shallow_copy_type", [](const Tensor&, const Tensor&) { return true; });
   m.impl("record_stream", [](Tensor&, c10::Stream) {});
   m.impl("histc", histc);
   m.impl("convolution_overrideable", convolution);
