@@ -17,7 +17,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from zerofit.launch.command import exit_code_of
 from zerofit.launch.command import read_options as read_launch
-from zerofit.launch.exit_code import FINAL, ExitCode, Restarts
+from zerofit.launch.exit_code import FINAL, Restarts
 from zerofit.recipe.addresses import PACKAGES
 from zerofit.recipe.base import Recipe, option
 from zerofit.recipe.errors import EXIT_INTERRUPTED, EXIT_TO_BE_RESUMED, EXIT_USER_ERROR, UserError
@@ -40,31 +39,26 @@ from zerofit.strategy.launch import find_strategies
 KILLED = 128  # above it a shell's code names a signal
 
 
-def requeue_main(argv: list[str]) -> int:
+def requeue(argv: list[str]) -> int:
     """Print the run's exit code. Returns 0 if the job is to be queued again, else 1.
+
+    srun ends with the highest code of all tasks. Where it has killed some, because another ended, that is theirs: then
+    the run's own record holds, if it is of this start of the job.
 
     Args:
         argv: srun's exit code, and the words of `zerofit launch`.
     """
-    launched, *words = argv
-    record = exit_code_of(words)
-    code = code_of_job(int(launched), record, os.environ)
+    code, record = int(argv[0]), exit_code_of(argv[1:])
+    recorded = record.folder.environment().get("exit_code")
+    if code > KILLED and recorded is not None:
+        written = (record.folder.path / "environment.json").stat().st_mtime
+        code = recorded if written >= float(os.environ.get("SLURM_JOB_START_TIME", 0)) else code
     is_first = os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
     refused = reason_not_requeued(code, record.folder.path, is_first)
     print(code)
     said = f"not queued again ({refused})" if refused else "queued again"
     print(f"the job ended with exit code {code}: {said}", file=sys.stderr, flush=True)
     return 1 if refused else 0
-
-
-def code_of_job(launched: int, record: ExitCode, environment: Mapping[str, str]) -> int:
-    """srun ends with the highest code of all tasks. Where it has killed some, because another ended, that is theirs:
-    then the run's own record holds, if it is of this start of the job."""
-    recorded = record.folder.environment().get("exit_code")
-    if launched <= KILLED or recorded is None:
-        return launched
-    written = (record.folder.path / "environment.json").stat().st_mtime
-    return recorded if written >= float(environment.get("SLURM_JOB_START_TIME", 0)) else launched
 
 
 def reason_not_requeued(code: int, folder: Path, is_first: bool) -> str:
@@ -212,7 +206,7 @@ def main(argv: list[str]) -> int:
         raise SystemExit(0)
     kind, *words = argv
     if kind == "requeue":
-        return requeue_main(words)
+        return requeue(words)
     if kind not in SCHEDULERS:
         raise UserError(f"{kind!r}: there is no such scheduler. Use zerofit submit {', '.join(SCHEDULERS)}")
     options, words = read_options(kind, words)
@@ -249,14 +243,9 @@ def read_options(kind: str, words: list[str]) -> tuple[SubmitOptions, list[str]]
 
 
 def make_job(options: SubmitOptions, words: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return ({name, title, words} of a job, notes on what its launch will refuse).
-
-    Args:
-        words: the recipe with the options of `zerofit launch` and its own.
-
-    Raises:
-        UserError: there is no recipe; a number does not fit the machines; an option is the scheduler's.
-    """
+    """Return ({name, title, words} of a job, notes on what its launch will refuse). `words`: the recipe with the
+    options of `zerofit launch` and its own. Raises UserError: there is no recipe; a number does not fit the machines;
+    an option is the scheduler's."""
     for name in map(option_named, words):
         if name in OF_A_LAUNCH:
             raise UserError(f"--{name} has no place in a job's file. Remove it; the number of machines is --nodes")
@@ -309,11 +298,8 @@ def _fill(kind: str, options: SubmitOptions, words: list[str], **values: Any) ->
 
 
 def _read_site(file: Path) -> tuple[list[str], list[str]]:
-    """Return (a site's #SBATCH lines, its others without empty ones at both ends), as they are.
-
-    Raises:
-        UserError: the file cannot be read, or expands a variable of a task in the script.
-    """
+    """Return (a site's #SBATCH lines, its others without empty ones at both ends), as they are. Raises UserError: the
+    file cannot be read, or expands a variable of a task in the script."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
