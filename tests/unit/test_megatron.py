@@ -266,7 +266,10 @@ def test_single_flags(flags, recipe, status):
         ("torchrun pretrain_x.py", "pretrain_x.py is not read"),
         ("--nnodes --node_rank 0 --nproc_per_node 8 pretrain_gpt.py", "the number of machines"),
         ("torchrun --nproc_per_node --nnodes 2 pretrain_gpt.py", "the number of processes"),
-        ("torchrun --nproc_per_node gpu pretrain_gpt.py", "as many GPUs as a machine has"),
+        (
+            "torchrun --nproc_per_node gpu pretrain_gpt.py",
+            "the number of processes: a number was expected, and the launcher has 'gpu'",
+        ),
         ("torchrun --nproc_per_node 8 --nnodes 2 --master_port $PORT pretrain_gpt.py", "the port of machine 0"),
     ],
 )

@@ -1,18 +1,11 @@
-"""A checkpoint of Meta's as a transformers folder: its files, its weights' names, and the proof.
+"""A checkpoint of Meta's as a transformers folder, proven before the folder gets its name.
 
-The names of each weight of a Llama in Meta's files and in transformers', and how it is cut for tensor parallelism.
+Meta's folder has params.json and the shards of tensor-parallel processes, consolidated.00.pth and so on. They are
+mapped, not read: a weight is read from the disk when it is needed. Nothing in them is executed.
 
-Sources: names and splits of Meta's model.py (github.com/meta-llama/llama and llama3); the permutation of
-transformers' convert_llama_weights_to_hf.py, up to 4.x. Meta rotates the neighbours (2i, 2i + 1) of a head,
-transformers i and i + head_dim / 2: the rows of wq and wk have another order.
-
-A folder of Meta's: params.json and the shards of tensor-parallel processes, consolidated.00.pth and so on.
-
-The files are mapped, not read: a weight is read from the disk when it is needed. Nothing in them is executed.
-
-A checkpoint of Meta's as a transformers folder, proven before the folder gets its name.
-
-Source of the scaled RoPE: model.py of github.com/meta-llama/llama3 and llama-models.
+Sources: names and splits of Meta's model.py, and the scaled RoPE (github.com/meta-llama: llama, llama3, llama-models);
+the permutation of transformers' convert_llama_weights_to_hf.py, up to 4.x. Meta rotates the neighbours (2i, 2i + 1) of
+a head, transformers i and i + head_dim / 2: the rows of wq and wk have another order.
 """
 
 import json
@@ -261,10 +254,17 @@ def from_meta(folder: str, output: Path, tokenizer_file: str | None) -> list[str
     """
     source = Path(folder).expanduser()
     meta = MetaFolder(source)
-    version, factor = version_of(meta.params), scaling_factor(meta)
+    version, factor = version_of(meta.params), None
+    if meta.params.get("use_scaled_rope"):  # params.json of Llama 3.1 and 3.2 do not differ
+        factor = float(meta.params.get("rope_scaling_factor") or (32.0 if meta.tied else 8.0))
     tokenizer = convert_tokenizer(find_tokenizer(source, tokenizer_file), meta.sizes.vocab, version)
     config = config_of(meta, tokenizer.ends, factor)
-    notes = [*_describe(meta, config, factor), *tokenizer.notes]
+    about = ", ".join(f"{name} {size}" for name, size in vars(meta.sizes).items())
+    positions = f"{config.max_position_embeddings} positions{', head tied' if meta.tied else ''}"
+    notes = [f"read         {counted(len(meta.files), 'file')}: {about}, {positions}"]
+    if factor and not meta.params.get("rope_scaling_factor"):
+        notes.append(f"note: use_scaled_rope by a factor of {factor:g}; its factor in config.json may be another")
+    notes += tokenizer.notes
     with atomic_folder(output) as partial:
         files = _write_hf(meta, config, tokenizer, partial)
         notes.append(f"written      {len(meta.weights)} weights in {counted(len({*files.values()}), 'file')}")
@@ -291,12 +291,6 @@ def version_of(params: dict[str, Any]) -> str:
     return "1" if params.get("norm_eps", 1e-5) == 1e-6 else "2"
 
 
-def scaling_factor(meta: MetaFolder) -> float | None:
-    """The factor that stretches RoPE; None: it is not stretched. params.json of Llama 3.1 and 3.2 do not differ."""
-    factor = float(meta.params.get("rope_scaling_factor") or (32.0 if meta.tied else 8.0))
-    return factor if meta.params.get("use_scaled_rope") else None
-
-
 def config_of(meta: MetaFolder, ends: tuple[int, int | list[int]], factor: float | None) -> LlamaConfig:
     """transformers' configuration for a checkpoint of Meta's; `ends`: ids of the beginning and the end of a text."""
     sizes, params = meta.sizes, meta.params
@@ -319,16 +313,6 @@ def config_of(meta: MetaFolder, ends: tuple[int, int | list[int]], factor: float
         bos_token_id=ends[0],
         eos_token_id=ends[1],
     )
-
-
-def _describe(meta: MetaFolder, config: LlamaConfig, factor: float | None) -> list[str]:
-    about = ", ".join(f"{name} {size}" for name, size in vars(meta.sizes).items())
-    tied = ", head tied" if meta.tied else ""
-    positions = f"{config.max_position_embeddings} positions{tied}"
-    lines = [f"read         {counted(len(meta.files), 'file')}: {about}, {positions}"]
-    if factor and not meta.params.get("rope_scaling_factor"):
-        lines.append(f"note: use_scaled_rope by a factor of {factor:g}; its factor in config.json may be another")
-    return lines
 
 
 def _write_hf(meta: MetaFolder, config: LlamaConfig, tokenizer: ConvertedTokenizer, folder: Path) -> dict[str, str]:

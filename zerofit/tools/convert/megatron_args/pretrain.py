@@ -27,6 +27,7 @@ from zerofit.tools.convert.megatron_args.shape import (
     MegatronArgsOptions,
     Shape,
     of_weights,
+    positive_number,
     read_shape,
 )
 
@@ -90,10 +91,15 @@ class Layout:
 
 def layout_of_call(flags: FlagLedger, call: Call, processes: int | None) -> Layout:
     """Processes and machines; one kind of parallelism, that of data."""
-    machines = call.machines
+    machines, remedy = call.machines, "Set --num_processes N, of all machines"
     world = processes or (call.processes or FALLBACK) * machines
-    if not processes:
-        _say_processes(flags, call, world)
+    for what, names in (("processes", PROCESSES), ("machines", MACHINES)):
+        said = call.of_launcher(names)
+        if said is not None and not processes and positive_number(said) is None:
+            flags.wrong("", f"the number of {what}: a number was expected, and the launcher has {said!r}. {remedy}")
+    if not processes and call.processes is None:
+        words = f"num_processes: {world}, a guess: the launcher does not say. {remedy}"
+        flags.rows["=processes"] = FlagRow("(processes)", "carried over", words)
     named = {"rank": "node_rank", "address": "master_addr", "port": "master_port"}
     given: dict[str, Any] = {name: value for name, option in named.items() if (value := call.of_launcher((option,)))}
     layout = Layout(world, machines if world % machines == 0 else 1, **given)
@@ -108,11 +114,19 @@ def read_layout(flags: FlagLedger, call: Call, processes: int | None) -> Layout:
     refused: dict[str, str] = {}
     for name in filter(flags.has, DEGREES):
         degree = flags.number(name, default=1)
-        layout.split *= degree if name in SPLITTING else 1
+        kind, _ = SPLITTING.get(name, ("", ""))
+        size = layout.replica_size * degree
+        layout.split *= degree if kind else 1
         if degree == 1:
             flags.satisfied(name, "1: it splits nothing")
-        elif why := _take_degree(layout, name, degree):
-            refused[name] = why
+        elif not kind:
+            refused[name] = "not supported: "
+        elif kind == "sequence" and layout.replica_size > 1:
+            refused[name] = "rows are not split together with another kind of parallelism: "
+        elif layout.world % size:
+            refused[name] = f"num_processes = {layout.world} is not a multiple of {size}: "
+        else:
+            setattr(layout, kind, degree)
     _read_zero(flags, layout)
     _stage(flags, layout, bool(refused.keys() & SPLITTING.keys()))
     for name in filter(flags.has, DEGREES):
@@ -123,32 +137,6 @@ def read_layout(flags: FlagLedger, call: Call, processes: int | None) -> Layout:
     if layout.tensor == 1:
         flags.none("sequence_parallel", "it splits activations among tensor-parallel processes, and there are none")
     return layout
-
-
-def _say_processes(flags: FlagLedger, call: Call, world: int) -> None:
-    remedy = "Set --num_processes N, of all machines"
-    for what, names in (("processes", PROCESSES), ("machines", MACHINES)):
-        if call.of_launcher(names) == "":
-            flags.wrong("", f"the number of {what}: the launcher's option has no value. Set its variable, or {remedy}")
-    if (said := call.of_launcher(PROCESSES)) in ("gpu", "auto"):
-        flags.wrong("", f"the number of processes: {said} is as many GPUs as a machine has. {remedy}")
-    elif call.processes is None:
-        words = f"num_processes: {world}, a guess: the launcher does not say. {remedy}"
-        flags.rows["=processes"] = FlagRow("(processes)", "carried over", words)
-
-
-def _take_degree(layout: Layout, name: str, degree: int) -> str:
-    """Take a degree over into the layout. Returns why it cannot be; empty: it is taken."""
-    kind, _ = SPLITTING.get(name, ("", ""))
-    size = layout.replica_size * degree
-    if not kind:
-        return "not supported: "
-    if kind == "sequence" and layout.replica_size > 1:
-        return "rows are not split together with another kind of parallelism: "
-    if layout.world % size:
-        return f"num_processes = {layout.world} is not a multiple of {size}: "
-    setattr(layout, kind, degree)
-    return ""
 
 
 def _stage(flags: FlagLedger, layout: Layout, in_place_of_others: bool) -> None:

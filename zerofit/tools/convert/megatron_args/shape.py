@@ -1,8 +1,5 @@
-"""A Megatron command line with the result for each of its flags, and the model that they name.
-
-A Megatron command line, and the result for each of its flags: carried over, satisfied, no counterpart or unknown,
-or a problem. No flag is dropped silently.
-"""
+"""A Megatron command line with the result for each of its flags, and the model that they name. A flag is carried over,
+satisfied, no counterpart or unknown, or a problem; none is dropped silently."""
 
 import re
 from dataclasses import dataclass, field
@@ -64,14 +61,14 @@ class Call:
         said = self.of_launcher(PROCESSES)
         if said is None and self.launcher and re.match(r"(.*/)?(python|torchrun)", self.launcher[0]):
             return 1
-        return _number(said)
+        return positive_number(said)
 
     @property
     def machines(self) -> int:
-        return _number(self.of_launcher(MACHINES)) or 1
+        return positive_number(self.of_launcher(MACHINES)) or 1
 
 
-def _number(text: str | None) -> int | None:
+def positive_number(text: str | None) -> int | None:
     return int(text) if text and text.isdigit() and int(text) > 0 else None
 
 
@@ -251,11 +248,8 @@ def _written(options: dict[str, Any]) -> str:
 
 
 def read_shape(flags: FlagLedger, program: str) -> Shape | None:
-    """The model of the flags; None, with a problem, where it is not one of the families.
-
-    Args:
-        program: pretrain_llama.py has defaults of its own (extra args provider of Habana's Megatron-DeepSpeed).
-    """
+    """The model of the flags; None, with a problem, where it is not one of the families. pretrain_llama.py has
+    defaults of its own (extra args provider of Habana's Megatron-DeepSpeed)."""
     for name, why in FIXED.items():
         words = flags.flags.get(name, ["0"])
         if words == ["1"]:
