@@ -294,7 +294,7 @@ def measure(configuration: Configuration, output: Path) -> dict[str, int]:
     recipe, processes = folder / "recipe.yaml", configuration.processes
     flags = [*configuration.recipe, "--cache_dir", str(output / "cache"), "--strategies", configuration.strategy]
     options, cls = read_with_recipe(CompareOptions, [*flags, "--num_processes", str(processes)], "measure")
-    recipe.write_text(yaml.safe_dump(make_recipe(options, cls).values))
+    recipe.write_text(yaml.safe_dump(make_recipe(options, cls)[0]))
     sizes = ",".join([str(16 * GIB)] * processes)
     environment = {
         **simgpu_build.environment(simgpu_build.build_device()),

@@ -12,7 +12,7 @@ from zerofit.launch.runs import RunningLaunch, failure
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.record.run_folder import check_folder_of
 from zerofit.strategy.builds import drop_abandoned_locks, lock_files
-from zerofit.tools.tool_recipe import read_with_recipe
+from zerofit.tools.tool_recipe import read_with_recipe, recipe_text
 from zerofit.tools.verify import ComparedRun, VerifyOptions, compare_records, shorten
 
 LINES = [{"update": k, "loss": 5.0 / k, "grad_norm": 1.0 + k, "learning_rate": 0.1 * (k - 1)} for k in range(1, 6)]
@@ -98,13 +98,13 @@ def test_a_recipe_is_shortened():
     options, cls = options_of("--updates", "9", "--num_processes", "2", "--precision", "bf16", "--kills", "2")
     assert cls is ClmRecipe
     options.gradient_accumulation_steps = None
-    short = shorten(options, cls)
-    assert short.values["max_train_steps"] == 9
-    assert short.values["global_batch_size"] == 16
-    assert short.values["num_warmup_steps"] == 3
-    assert short.values["precision"] == "bf16"
-    assert "num_warmup_steps 3 instead of 20" in short.notes
-    assert not {"output_dir", "sample_prompt", "updates", "kills"} & short.values.keys()
+    values, notes = shorten(options, cls)
+    assert values["max_train_steps"] == 9
+    assert values["global_batch_size"] == 16
+    assert values["num_warmup_steps"] == 3
+    assert values["precision"] == "bf16"
+    assert "num_warmup_steps 3 instead of 20" in notes
+    assert not {"output_dir", "sample_prompt", "updates", "kills"} & values.keys()
 
 
 def test_the_shortened_recipe_is_one(tmp_path):
@@ -115,7 +115,7 @@ def test_the_shortened_recipe_is_one(tmp_path):
         if options.model_name_or_path:
             continue  # of the hub
         file = tmp_path / path.name
-        file.write_text(shorten(options, cls).to_yaml())
+        file.write_text(recipe_text(shorten(options, cls)[0]))
         again = parse_recipe(cls, ["--config", str(file)])
         assert (again.max_train_steps, again.record_samples) == (12, True)
         assert again.learning_rate == options.learning_rate
@@ -125,15 +125,15 @@ def test_the_shortened_recipe_is_one(tmp_path):
 
 def test_the_noise_is_turned_off(tmp_path):
     options, cls = options_of("--config_overrides", "n_layer=2,attn_pdrop=0.3", "--lora", "--lora_dropout", "0.2")
-    short = shorten(options, cls)
+    values, notes = shorten(options, cls)
     from zerofit.model.configuration import load_configuration
 
-    (tmp_path / "short.yaml").write_text(short.to_yaml())
+    (tmp_path / "short.yaml").write_text(recipe_text(values))
     again = parse_recipe(cls, ["--config", str(tmp_path / "short.yaml")])
     config = load_configuration(again)
     assert (config.attn_pdrop, config.resid_pdrop, config.embd_pdrop, config.n_layer) == (0, 0, 0, 2)
     assert again.lora_dropout == 0
-    assert any("attn_pdrop" in change and "lora_dropout" in change for change in short.notes)
+    assert any("attn_pdrop" in change and "lora_dropout" in change for change in notes)
 
 
 def test_a_global_batch_is_that_of_the_processes():
@@ -142,9 +142,9 @@ def test_a_global_batch_is_that_of_the_processes():
         "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "3", "--num_processes", "4",
         "--kills", "0",
     ], "zerofit verify")  # fmt: skip
-    short = shorten(options, cls)
-    assert short.values["global_batch_size"] == 24
-    assert "gradient_accumulation_steps" not in short.values
+    values, _ = shorten(options, cls)
+    assert values["global_batch_size"] == 24
+    assert "gradient_accumulation_steps" not in values
     assert "These numbers of processes can: 1, 2, 4, 8, 16" in refusal(
         shorten, *options_of("--resumed_processes", "3")
     )

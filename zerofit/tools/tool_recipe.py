@@ -100,17 +100,6 @@ class BatchSizesOptions(Recipe):
         return sorted({int(text) for given in self.batch_sizes for text in given.split(",") if text})
 
 
-@dataclass(frozen=True)
-class ToolRecipe:
-    """The recipe of a tool's launches: its options, and notes on what differs from the user's recipe."""
-
-    values: dict[str, Any]
-    notes: list[str]
-
-    def to_yaml(self) -> str:
-        return yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True)
-
-
 def read_with_recipe(tool: type[T], argv: list[str], prog: str) -> tuple[T, type[TaskRecipe]]:
     """Return (options of the tool, which has a `task`, and of the task's recipe in one; the recipe's type)."""
     task, joined = join_with_recipe(tool, argv, prog)
@@ -125,12 +114,8 @@ def read_with_recipe(tool: type[T], argv: list[str], prog: str) -> tuple[T, type
 
 
 def join_with_recipe(tool: type[T], argv: list[str], prog: str) -> tuple[str, type[T]]:
-    """Return (the task, the options of the tool and of the task's recipe in one type).
-
-    Raises:
-        UserError: the task is unknown; the recipe's file cannot be read.
-        SystemExit: code 0 after `--help`, which shows the options of a task where one is named.
-    """
+    """Return (the task, the options of the tool and of the task's recipe in one type). Raises UserError: the task is
+    unknown; the recipe's file cannot be read. `--help` ends it: it shows the options of a task where one is named."""
     config = flag_value(argv, "config")
     task = flag_value(argv, "task") or (task_of_recipe(recipe_file(config)) if config else None)
     if task not in TASKS:
@@ -157,3 +142,7 @@ def recipe_values(
     names = [field.name for field in dataclasses.fields(cls)]
     values = {name: getattr(options, name) for name in names if options.source(name) and name not in omit}
     return values | {name: value for name, value in replace.items() if name in names}
+
+
+def recipe_text(values: dict[str, Any]) -> str:
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

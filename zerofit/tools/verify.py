@@ -39,8 +39,8 @@ from zerofit.tools.tool_recipe import (
     NOT_KEPT,
     QUIET,
     LaunchedStrategiesOptions,
-    ToolRecipe,
     read_with_recipe,
+    recipe_text,
     recipe_values,
 )
 
@@ -68,11 +68,8 @@ class Difference:
 def compare_records(
     metrics: Lines, samples: Lines, metrics_of_reference: Lines, samples_of_reference: Lines, num_updates: int
 ) -> Difference:
-    """Compare metrics.jsonl and samples.jsonl of updates 1 to `num_updates` with those of a reference.
-
-    Raises:
-        ValueError: the reference has no samples, so that everything would agree.
-    """
+    """Compare metrics.jsonl and samples.jsonl of updates 1 to `num_updates` with those of a reference. Raises
+    ValueError: that has no samples, so that everything would agree."""
     problems, expected = list[str](), range(1, num_updates + 1)
     for lines, whose in ((metrics, ""), (metrics_of_reference, " of the reference")):
         counts = Counter(line["update"] for line in lines)
@@ -159,9 +156,9 @@ class VerifyOptions(LaunchedStrategiesOptions):
         return problems
 
 
-def shorten(recipe: VerifyOptions, cls: type[TaskRecipe]) -> ToolRecipe:
-    """Shorten a recipe, whose type is both `cls` and VerifyOptions; noted is what changes the numbers. Raises
-    UserError: the global batch does not divide by the processes; the model's configuration cannot be loaded."""
+def shorten(recipe: VerifyOptions, cls: type[TaskRecipe]) -> tuple[dict[str, Any], list[str]]:
+    """Return (a shortened recipe, notes on what changes the numbers) of one that is both `cls` and VerifyOptions.
+    Raises UserError: the global batch does not divide by the processes; the model's configuration cannot be loaded."""
     values = recipe_values(recipe, cls, OMITTED, REPLACED)
     batches = resolve_batches(recipe, recipe.num_processes)
     values["global_batch_size"] = batches.global_batch
@@ -178,7 +175,7 @@ def shorten(recipe: VerifyOptions, cls: type[TaskRecipe]) -> ToolRecipe:
     if recipe.num_warmup_steps > longest:
         values["num_warmup_steps"] = longest
         changes.append(f"num_warmup_steps {longest} instead of {recipe.num_warmup_steps}")
-    return ToolRecipe(values, [*changes, *_silence(recipe, values)])
+    return values, [*changes, *_silence(recipe, values)]
 
 
 def precision_of(recipe: VerifyOptions) -> str:
@@ -271,6 +268,7 @@ class Proof:
 
     def __init__(self, options: VerifyOptions, configs: dict[str, Path], output: Path, recipe: Path):
         self.options, self.configs, self.output, self.recipe = options, configs, output, recipe
+        self.logs = output / "logs"
         self.save_flags = ("--save_steps", str(options.saved_every), "--save_total_limit", "2")
         self.reference = ComparedRun(ONE_PROCESS, [1], "it was not launched")
         self.agreement: list[ComparedRun] = []
@@ -278,11 +276,7 @@ class Proof:
         self.began = time.monotonic()
 
     def run(self) -> None:
-        """Launch all runs. If the reference fails, the others are not launched.
-
-        Raises:
-            UserError: the reference refuses the recipe.
-        """
+        """Launch all runs; if the reference fails, no other. Raises UserError: the reference refuses the recipe."""
         shutil.rmtree(self.logs, ignore_errors=True)
         self.reference = self._run_to_end(REFERENCE, ONE_PROCESS, 1)
         if self.reference.failure:
@@ -292,10 +286,6 @@ class Proof:
             self.agreement.append(outcome)
             if self.options.kills and not outcome.failure:
                 self.resumed.append(self._run_and_kill(name))
-
-    @property
-    def logs(self) -> Path:
-        return self.output / "logs"
 
     def _trial(self, folder: str, strategy: str, flags: tuple[str, ...] = ()) -> LaunchedRun:
         trial = LaunchedRun(self.options.task, self.configs[strategy], self.recipe, self.output / folder, flags)
@@ -360,9 +350,8 @@ class Proof:
         return outcome if outcome.failure else self._compared(outcome, trial.output, undisturbed)
 
     def _compared(self, outcome: ComparedRun, ours: Path, other: Path) -> ComparedRun:
-        outcome.difference = compare_records(
-            _metrics(ours), _samples(ours), _metrics(other), _samples(other), self.options.updates
-        )
+        samples, reference = (JsonlFile(folder / "samples.jsonl").read() for folder in (ours, other))
+        outcome.difference = compare_records(_metrics(ours), samples, _metrics(other), reference, self.options.updates)
         return outcome
 
     @property
@@ -388,15 +377,13 @@ class Proof:
             disturbed = "" if outcome.kills is None else ", killed and resumed"
             problems = [f"{outcome.strategy}{disturbed}: {problem}" for problem in outcome.problems(tolerance)]
             blocks += ["\n".join(problems)] if problems else []
-        return "\n\n".join([*blocks, self._verdict()])
-
-    def _verdict(self) -> str:
         after = f"{counted(self.options.updates, 'update')}, {duration(time.monotonic() - self.began)}"
-        if not self.passed:
-            return f"NOT verified ({after}). The runs and their logs are in {self.output}"
-        kills = sum(each.kills_resumed for each in self.resumed)
-        also = f"{counted(kills, 'kill')} left no trace" if kills else "no run was killed"
-        return f"verified against one process: {', '.join(self.options.names)}; {also} ({after})"
+        verdict = f"NOT verified ({after}). The runs and their logs are in {self.output}"
+        if self.passed:
+            kills = sum(each.kills_resumed for each in self.resumed)
+            also = f"{counted(kills, 'kill')} left no trace" if kills else "no run was killed"
+            verdict = f"verified against one process: {', '.join(self.options.names)}; {also} ({after})"
+        return "\n\n".join([*blocks, verdict])
 
     def clear(self) -> None:
         """Remove the runs; the recipe, the report and the logs stay."""
@@ -430,10 +417,6 @@ def _metrics(folder: Path) -> list[dict[str, Any]]:
     return [line for line in JsonlFile(folder / "metrics.jsonl").read() if line["update"] > 0]
 
 
-def _samples(folder: Path) -> list[dict[str, Any]]:
-    return JsonlFile(folder / "samples.jsonl").read()
-
-
 RECIPE, REPORT = "recipe.yaml", "report.txt"
 
 
@@ -444,15 +427,15 @@ def main(argv: list[str]) -> int:
     output = Path(options.output or Path("outputs") / f"verify-{name}")
     check_folder_of(output, RECIPE, "proof")
     check_paths(options, output, "output")
-    short = shorten(options, cls)
+    values, changes = shorten(options, cls)
     log_lines(
         f"recipe    {options.source('config') or 'of flags'}",
-        *(f"changed   {change}" for change in short.notes),
+        *(f"changed   {change}" for change in changes),
         f"compared  to {options.largest_difference:g}, in {precision_of(options)}",
         f"folder    {output}",
     )
     output.mkdir(parents=True, exist_ok=True)
-    (output / RECIPE).write_text(short.to_yaml(), encoding="utf-8")
+    (output / RECIPE).write_text(recipe_text(values), encoding="utf-8")
     proof = Proof(options, configs, output, output / RECIPE)
     with ending_in_order():
         proof.run()

@@ -18,7 +18,7 @@ from zerofit.tools.tool_recipe import (
     QUIET,
     BatchSizesOptions,
     LaunchedStrategiesOptions,
-    ToolRecipe,
+    recipe_text,
     recipe_values,
 )
 
@@ -103,11 +103,8 @@ class Candidate:
 
 
 def read_candidates(names: list[str]) -> list[Candidate]:
-    """Parse `STRATEGY` or `STRATEGY:option=value:option=value`.
-
-    Raises:
-        UserError: an unknown strategy (the message lists the known ones), or an override that sets nothing.
-    """
+    """Parse `STRATEGY` or `STRATEGY:option=value:option=value`. Raises UserError: an unknown strategy, or an override
+    that sets nothing."""
     parts = {name: re.split(r":(?=[^:=]+(?:=|$|:))", name) for name in names}
     wrong = [(name, text) for name, (_, *pairs) in parts.items() for text in pairs if not re.match(r"[\w-]+=.", text)]
     if wrong:
@@ -121,12 +118,9 @@ def read_candidates(names: list[str]) -> list[Candidate]:
     return candidates
 
 
-def make_recipe(options: CompareOptions, cls: type[TaskRecipe]) -> ToolRecipe:
-    """The user's recipe without the options that a trial does not use.
-
-    Raises:
-        UserError: a flag sets an option that has no effect here.
-    """
+def make_recipe(options: CompareOptions, cls: type[TaskRecipe]) -> tuple[dict[str, Any], list[str]]:
+    """Return (the user's recipe without the options that a trial does not use, notes on what differs). Raises
+    UserError: a flag sets one of those."""
     without_use = SET_BY_EACH_RUN if options.finish else OMITTED - {"global_batch_size"}
     useless = [name for name in sorted(without_use) if options.source(name) == f"--{name}"]
     if useless:
@@ -138,7 +132,7 @@ def make_recipe(options: CompareOptions, cls: type[TaskRecipe]) -> ToolRecipe:
     if options.global_batch_size and not options.gradient_accumulation_steps:
         values["gradient_accumulation_steps"] = 2
         notes.append(f"global_batch_size = {options.global_batch_size} is ignored: batch sizes are compared")
-    return ToolRecipe(values, notes)
+    return values, notes
 
 
 def one_batch(options: CompareOptions, batch_size: int) -> int:
@@ -147,13 +141,13 @@ def one_batch(options: CompareOptions, batch_size: int) -> int:
     return min(options.max_eval_samples or samples, samples)
 
 
-def check_overrides(candidates: list[Candidate], recipe: ToolRecipe, cls: type[TaskRecipe]) -> None:
+def check_overrides(candidates: list[Candidate], values: dict[str, Any], cls: type[TaskRecipe]) -> None:
     """Raises UserError, with all problems, if the overrides of a candidate do not make a valid recipe."""
     problems = []
     for candidate in candidates:
         try:
             with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
-                file.write(recipe.to_yaml())
+                file.write(recipe_text(values))
                 file.flush()
                 parse_recipe(cls, ["--config", file.name, *candidate.flags], tool=True)
         except UserError as error:

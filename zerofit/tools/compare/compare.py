@@ -23,7 +23,7 @@ from zerofit.record.terminal import log_lines
 from zerofit.tools.compare.candidates import CompareOptions, check_overrides, make_recipe, read_candidates
 from zerofit.tools.compare.comparison import Comparison
 from zerofit.tools.compare.finish import RECIPE as RECIPE_TO_FINISH
-from zerofit.tools.compare.finish import finish_comparison, values_to_finish
+from zerofit.tools.compare.finish import finish, values_to_finish
 from zerofit.tools.compare.report import ComparisonReport
 from zerofit.tools.compare.trial import (
     NOT_COUNTED,
@@ -32,7 +32,7 @@ from zerofit.tools.compare.trial import (
     recipe_without_weights,
     simulated_machine,
 )
-from zerofit.tools.tool_recipe import ToolRecipe, read_with_recipe
+from zerofit.tools.tool_recipe import read_with_recipe, recipe_text
 
 RECIPE, JOURNAL = "recipe.yaml", "journal.jsonl"
 
@@ -44,9 +44,9 @@ def main(argv: list[str]) -> int:
     output = Path(options.output or Path("outputs") / f"compare-{name}")
     check_folder_of(output, JOURNAL, "comparison")
     check_paths(options, output, "output")
-    recipe = make_recipe(options, cls)
-    check_overrides(candidates, recipe, cls)
-    to_finish = ToolRecipe(values_to_finish(options, cls), []) if options.finish else None
+    values, notes = make_recipe(options, cls)
+    check_overrides(candidates, values, cls)
+    to_finish = values_to_finish(options, cls) if options.finish else None
     if to_finish:
         check_overrides(candidates, to_finish, cls)
     real, device = None, options.simulate or options.memory_limit
@@ -56,16 +56,16 @@ def main(argv: list[str]) -> int:
         machine, timer = real, None
     elif device:
         machine, timer = simulated_machine(device, options.num_processes), real
-        recipe = ToolRecipe(recipe_without_weights(recipe.values), [*recipe.notes, NOT_COUNTED])
+        values, notes = recipe_without_weights(values), [*notes, NOT_COUNTED]
     else:
         raise UserError("there is no GPU here: set --memory_limit, e.g. 1GiB, for simulated devices of this size")
     stated = parse_bytes(options.memory_limit) if options.memory_limit else None
-    limit, notes = choose_limit(machine, options.num_processes, stated)
-    notes = [*recipe.notes, *notes]
+    limit, about_limit = choose_limit(machine, options.num_processes, stated)
+    notes += about_limit
     output.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(output, "output")
     folder.lock()
-    (output / RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")
+    (output / RECIPE).write_text(recipe_text(values), encoding="utf-8")
     (output / JOURNAL).touch()
     log_lines(
         f"recipe    {options.source('config') or 'from flags'}",
@@ -84,8 +84,10 @@ def main(argv: list[str]) -> int:
             report.write(output)
             log_lines("", report.for_terminal())
             if to_finish:
-                (output / RECIPE_TO_FINISH).write_text(to_finish.to_yaml(), encoding="utf-8")
-                report.finished = finish_comparison(comparison, output / RECIPE_TO_FINISH)
+                (output / RECIPE_TO_FINISH).write_text(recipe_text(to_finish), encoding="utf-8")
+                rows = zip(candidates, comparison.rows())
+                best = [(candidate, row.best["size"]) for candidate, row in rows if row.best]
+                report.finished = [finish(comparison, output / RECIPE_TO_FINISH, *each) for each in best]
                 report.write(output)
                 log_lines("", report.for_terminal())
         except KeyboardInterrupt:

@@ -251,11 +251,8 @@ class Comparison:
         }
 
     def run(self) -> None:
-        """Launch until every result is known.
-
-        Raises:
-            UserError: no candidate gives a result: a mistake in the recipe.
-        """
+        """Launch until every result is known. Raises UserError: no candidate gives one, for a mistake in the
+        recipe."""
         if self.journal.end_interrupted_launches():
             log_lines("resumes where it was interrupted")
         for candidate in self.candidates:

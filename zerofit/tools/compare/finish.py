@@ -25,10 +25,7 @@ RECIPE, RUNS = "recipe-finish.yaml", "runs"
 
 def values_to_finish(options: CompareOptions, cls: type[TaskRecipe]) -> dict[str, Any]:
     """The user's recipe without the options that each run sets for itself. A global batch sets the accumulation.
-
-    Raises:
-        UserError: the global batch does not divide by the processes.
-    """
+    Raises UserError: it does not divide by the processes."""
     size, processes = options.global_batch_size, options.num_processes
     if size and size % processes:
         raise UserError(
@@ -154,17 +151,9 @@ def agreement(runs: list[Finished]) -> str:
     )
 
 
-def finish_comparison(comparison: Comparison, recipe: Path) -> list[Finished]:
-    """Train under every strategy that holds a batch, one run after another.
-
-    Args:
-        recipe: the file of the runs' recipe.
-    """
-    rows = zip(comparison.candidates, comparison.rows())
-    return [_finish(comparison, recipe, candidate, row.best["size"]) for candidate, row in rows if row.best]
-
-
-def _finish(comparison: Comparison, recipe: Path, candidate: Candidate, best: int) -> Finished:
+def finish(comparison: Comparison, recipe: Path, candidate: Candidate, best: int) -> Finished:
+    """Train under a strategy that holds a batch of `best` samples on each process. `recipe`: the file of the runs'
+    recipe."""
     options, machine = comparison.options, comparison.timer or comparison.machine
     size = batch_to_train(best, options.global_batch_size, options.num_processes)
     key = key_of(

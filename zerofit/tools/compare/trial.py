@@ -1,18 +1,11 @@
-"""One trial of a comparison, and the machine that it runs on.
-
-The machine that a comparison runs on, real or simulated, and the memory limits that it allows.
-
-Simulated devices (`--simulate`) hold no data: floating-point tensors are address space that is never touched, their
-kernels are skipped (shapes come from torch's meta kernels), their collectives move nothing. Integers and masks are
-real, and the allocator counts and refuses as a GPU's does (zerofit/tools/simulate/csrc/without_data.h).
-
-`python -m zerofit.tools.compare.trial` prints its description, as another process: one that uses a GPU through
-torch takes half a GiB of it until it ends.
-
-One trial of a comparison: an ordinary launch of the task at one batch size, told by its environment to measure.
+"""The trials of a comparison, each an ordinary launch of the task at one batch size, told by its environment to
+measure; and the machine that they run on, real or simulated (zerofit/tools/simulate/csrc/without_data.h).
 
 journal.jsonl has a line for each launch and each result; from it an interrupted comparison resumes. A trial's folder
 has the request, the answers of the ranks (zerofit/training/measurement.py) and the output of the launch.
+
+`python -m zerofit.tools.compare.trial` prints the machine's description, as another process: one that uses a GPU
+through torch takes half a GiB of it until it ends.
 """
 
 import hashlib
@@ -25,6 +18,7 @@ import signal
 import subprocess
 import sys
 import uuid
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,8 +71,8 @@ class TrialMachine(Machine):
     def describe(self) -> str:
         """One line."""
         hardware = self.environment["hardware"]
-        names = {device.name for device in self.devices}
-        devices = [f"{sum(device.name == name for device in self.devices)} x {name}" for name in sorted(names)]
+        names = Counter(device.name for device in self.devices)
+        devices = [f"{number} x {name}" for name, number in sorted(names.items())]
         cpu = f"{hardware.get('cores')} cores of {hardware.get('cpu') or 'a CPU'}, {size(self.memory)}"
         return ", ".join([*devices, cpu])
 
@@ -90,14 +84,8 @@ class TrialMachine(Machine):
 
 
 def inspect_trial_machine(simulated: dict[str, str] | None = None) -> TrialMachine:
-    """The machine that this runs on.
-
-    Args:
-        simulated: variables that put a process on simulated devices.
-
-    Raises:
-        RuntimeError: torch cannot be used.
-    """
+    """The machine that this runs on, with `simulated` devices where there are some. Raises RuntimeError: torch cannot
+    be used."""
     root = Path(__file__).resolve().parents[3]
     finished = subprocess.run(
         [sys.executable, "-m", "zerofit.tools.compare.trial"],
@@ -114,14 +102,8 @@ def inspect_trial_machine(simulated: dict[str, str] | None = None) -> TrialMachi
 
 
 def choose_limit(machine: TrialMachine, num_processes: int, limit: int | None) -> tuple[int | None, list[str]]:
-    """Return (bytes that each rank may use of its device; None: all of it, notes that say what was chosen).
-
-    Args:
-        limit: what the options say.
-
-    Raises:
-        UserError: a device has less than its ranks together may use.
-    """
+    """Return (bytes that each rank may use of its device; None: all of it, notes that say what was chosen). Raises
+    UserError: a device has less than its ranks together may use."""
     ranks, total = -(-num_processes // len(machine.devices)), min(device.total for device in machine.devices)
     if limit is None and machine.simulated:
         limit = total
@@ -159,14 +141,8 @@ def timed_precision(machine: TrialMachine, wanted: str) -> tuple[str, str]:
 
 
 def simulated_machine(device: str, num_processes: int) -> TrialMachine:
-    """This machine with one simulated device a process.
-
-    Args:
-        device: its size, such as 24GiB, or the name of a GPU in the table of `zerofit plan`.
-
-    Raises:
-        UserError: the size or the name is unknown, or there is no C++ compiler.
-    """
+    """This machine with one simulated device a process: of a size such as 24GiB, or a GPU in the table of `zerofit
+    plan`. Raises UserError: the size or the name is unknown, or there is no C++ compiler."""
     gpu = GPUS.get(device.lower())
     try:
         total = gpu.usable_bytes if gpu else parse_bytes(device)
