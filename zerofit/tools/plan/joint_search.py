@@ -151,37 +151,27 @@ class Remedies:
 
     def add(self, outcome: LayoutOutcome) -> None:
         """Add the first remedies of a layout: options that are enough alone, else two together."""
-        alone = False
+        alone, misfit = False, outcome.smallest_misfit
         for options in _saving(self.planner.recipe, self.planner.model.on_gpu):
             is_single = len(options) == 1 or options.keys() == {"lora", "load_in_4bit"}
             if len(outcome.remedies) == MAX_REMEDIES or (alone and not is_single):
                 return
-            prediction = self._with(options, outcome)
-            if prediction is not None:
-                outcome.remedies.append((options, prediction))
-                alone = alone or is_single
-
-    def _with(self, options: Options, outcome: LayoutOutcome) -> Prediction | None:
-        key = tuple(options.items())
-        if key not in self._planners:
-            self._planners[key] = _changed(self.planner, options)
-        changed, misfit = self._planners[key], outcome.smallest_misfit
-        if changed is None:
-            return None
-        for again in changed.layouts(outcome.strategy):
-            if again.degrees == outcome.degrees and not again.refused and _may_fit(changed, again):
-                changed.find(again, [misfit.micro_batch] if misfit and changed.recipe.micro_batches else None)
-                return again.best
-        return None
+            key = tuple(options.items())
+            if key not in self._planners:
+                self._planners[key] = _changed(self.planner, options)
+            changed = self._planners[key]
+            if changed is None:
+                continue
+            for again in changed.layouts(outcome.strategy):
+                if again.degrees == outcome.degrees and not again.refused and _may_fit(changed, again):
+                    changed.find(again, [misfit.micro_batch] if misfit and changed.recipe.micro_batches else None)
+                    if again.best is not None:
+                        outcome.remedies.append((options, again.best))
+                        alone = alone or is_single
 
 
 def find_best(planner: Planner, names: list[str], top: int = 1) -> list[tuple[Combination, Prediction]]:
-    """The fastest combinations that fit, the fastest first.
-
-    Args:
-        planner: with a timing.
-        top: how many.
-    """
+    """The `top` combinations that are the fastest of those that fit, in this order."""
     groups = combinations(planner, names)
     for group, bounds in zip(groups, in_processes(_bounds, groups), strict=True):
         for one, bound in zip(group, bounds, strict=True):

@@ -124,11 +124,8 @@ def _search(
 
 
 def make_budget(options: PlanOptions) -> Budget:
-    """Return the memory and the devices that the options name.
-
-    Raises:
-        UserError: a process takes more before there is a model; a CPU's memory is not known.
-    """
+    """Return the memory and the devices that the options name. Raises UserError: a process takes more before there is
+    a model; a CPU's memory is not known."""
     host = parse_bytes(options.host_memory) if options.host_memory else None
     gpu, on_gpu, stated = options.known_gpu, options.gpu != CPU, options.device_memory
     if stated:
@@ -158,11 +155,7 @@ def usual_pairs(num_gpus: int) -> list[str]:
 
 
 def make_timing(options: PlanOptions, model: PlannedModel, budget: Budget, halves: set[bool]) -> tuple[Timing, str]:
-    """Return (the time of updates, what it rests on).
-
-    Args:
-        halves: whether strategies compute in half precision.
-    """
+    """Return (the time of updates, what it rests on). `halves`: as `_halves`."""
     speeds, links, known = device_speeds(options, options.known_gpu, model.on_gpu)
     if speeds is not None and not all(map(speeds.computes, halves)):
         speeds, known = None, f"not known of {options.gpu} in fp32"

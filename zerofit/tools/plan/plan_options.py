@@ -1,6 +1,5 @@
-"""The options of `zerofit plan`, and the layouts that they allow.
-
-The layouts that a pair may have: its degrees of tensor, pipeline and sequence parallelism, and others instead.
+"""The options of `zerofit plan`, and the layouts that a pair may have: its degrees of tensor, pipeline and sequence
+parallelism, and others instead.
 
 The degrees stand in the pair's DeepSpeed JSON. A pair that has some is planned for each number of ranks that divides
 the GPUs of a machine, so that ranks which share layers or rows are on one machine. What a model, its heads above all,
@@ -247,11 +246,7 @@ class StrategyPair:
         return replace(self, config=with_degrees(self.config, **vars(degrees)))
 
     def write(self, yaml_file: Path, head: str = "", changes: dict[str, Any] | None = None) -> None:
-        """Write NAME.yaml, and NAME.json beside it where there is one.
-
-        Args:
-            changes: of the YAML's keys.
-        """
+        """Write NAME.yaml, with `changes` of its keys, and NAME.json beside it where there is one."""
         content = {**self.content, **(changes or {})}
         if self.config is not None:
             json_file = yaml_file.with_suffix(".json")
@@ -261,17 +256,17 @@ class StrategyPair:
 
 
 def read_pair(name: str) -> StrategyPair:
-    """A pair by its name in accelerate_configs/, or by its .yaml file.
-
-    Raises:
-        UserError: there is no such file.
-    """
+    """A pair by its name in accelerate_configs/, or by its .yaml file. Raises UserError: there is no such file."""
     source = find_strategies([name])[name]
     content = read_yaml(source) or {}
     named = (content.get("deepspeed_config") or {}).get(FILE)
     if not named:
         return StrategyPair(source, content, None, None)
-    json_file = _find_json(named, source)
+    # as a run finds it: from here, or beside the pair's folder
+    files = (Path(named), source.resolve().parents[1] / named, place(named))
+    json_file = next((file for file in files if file.is_file()), None)
+    if json_file is None:
+        raise UserError(f"{source}: {FILE} = {named!r}: there is no such file")
     try:
         config = parse_json(read_text(json_file))
     except ValueError:
@@ -279,15 +274,6 @@ def read_pair(name: str) -> StrategyPair:
     if not isinstance(config, dict):
         raise UserError(f"{json_file}: expected an object with DeepSpeed's settings, as JSON")
     return StrategyPair(source, content, config, json_file)
-
-
-def _find_json(name: str, source: Path) -> Path:
-    """The DeepSpeed JSON that a pair names: from here, or beside the pair's folder as a run finds it."""
-    files = (Path(name), source.resolve().parents[1] / name, place(name))
-    found = next((file for file in files if file.is_file()), None)
-    if found is None:
-        raise UserError(f"{source}: {FILE} = {name!r}: there is no such file")
-    return found
 
 
 def possible_degrees(
@@ -320,12 +306,8 @@ def _divisors(number: int, most: int) -> list[int]:
 def resolve_layout(
     name: str, recipe: PlanOptions, model: PlannedModel, world_size: int, gpus_per_node: int
 ) -> PlannedStrategy:
-    """The strategy as read_strategy has it in a process of such a launch.
-
-    Raises:
-        UserError: no such strategy, a contradiction between recipe, YAML and JSON, no such batch; degrees of
-            parallelism that the model or the task does not have.
-    """
+    """The strategy as read_strategy has it in a process of such a launch. Raises UserError: as `strategy_of_a_launch`;
+    degrees of parallelism that the model or the task does not have."""
     recipe = recipe.draft()
     recipe.reset_option("gradient_accumulation_steps" if recipe.global_batch_size else "global_batch_size")
     recipe.reset_option("global_batch_warmup")

@@ -131,7 +131,11 @@ class PlanReport:
 
     @cached_property
     def _groups(self) -> list[list[Prediction]]:
-        return _alike(self.best)
+        """Those that need the same in the same time are together; the first one of each stands for them."""
+        groups: dict[tuple[object, ...], list[Prediction]] = {}
+        for one in self.best:
+            groups.setdefault(_needs(one), []).append(one)
+        return list(groups.values())
 
     @property
     def rows(self) -> list[Prediction]:
@@ -381,14 +385,6 @@ def refusals(outcomes: list[LayoutOutcome]) -> list[str]:
             reason = _FILE.sub("", one.refused)
             reasons.setdefault(re.sub(r"\d+", "", reason), (reason, []))[1].append(one.label)
     return [f"{', '.join(labels)}: {reason}" for reason, labels in reasons.values()]
-
-
-def _alike(predictions: list[Prediction]) -> list[list[Prediction]]:
-    """Those that need the same in the same time are together; the first one of each stands for them."""
-    groups: dict[tuple[object, ...], list[Prediction]] = {}
-    for one in predictions:
-        groups.setdefault(_needs(one), []).append(one)
-    return list(groups.values())
 
 
 def _needs(one: Prediction) -> tuple[object, ...]:

@@ -208,11 +208,8 @@ def find_all(
     what: str,
 ) -> None:
     """Find what each layout holds, or why it holds nothing. Layouts that share traces stay together in their order:
-    nothing is traced twice, and the predictions are the same on any number of cores.
-
-    Args:
-        say_now: called with how far `what` is.
-    """
+    nothing is traced twice, and the predictions are the same on any number of cores. `say_now` is called with how far
+    `what` is."""
     shares: dict[Any, list[LayoutOutcome]] = {}
     for outcome in outcomes:
         if not outcome.refused:
@@ -306,11 +303,7 @@ class Planner:
 
     def find(self, outcome: LayoutOutcome, sizes: list[int] | None = None) -> None:
         """Add the predictions of the micro-batches that the options name, or of the largest that fits and the fastest;
-        with --lengths of the longest rows that fit; or why there are none.
-
-        Args:
-            sizes: micro-batches, in place of those of the options.
-        """
+        with --lengths of the longest rows that fit; or why there are none. `sizes` go before those of the options."""
         if self.lengths:
             self._find_longest(outcome, self.lengths)
             return
@@ -328,11 +321,8 @@ class Planner:
     @cached_property
     def lengths(self) -> list[int] | None:
         """The lengths of rows to look at, ascending: those that were named; auto: multiples of 1024 up to the model's
-        positions. None: micro-batches are searched.
-
-        Raises:
-            UserError: the model has fewer positions, or none that limit the length.
-        """
+        positions. None: micro-batches are searched. Raises UserError: the model has fewer positions, or none that
+        limit the length."""
         if not self.recipe.lengths:
             return None
         positions = usable_positions(self.model.config)
