@@ -62,11 +62,8 @@ def find_tokenizer(folder: Path, chosen: str | None) -> Path | None:
 
 
 def convert_tokenizer(file: Path | None, vocab: int, version: str) -> ConvertedTokenizer:
-    """Convert a tokenizer file of Meta's; Llama 3's special tokens depend on the model's version (`version_of`).
-
-    Args:
-        vocab: rows of the embeddings.
-    """
+    """Convert a tokenizer file of Meta's for embeddings of `vocab` rows; Llama 3's special tokens depend on the
+    model's version (`version_of`)."""
     if file is None:
         ends = (vocab - 256, vocab - 255) if version.startswith("3") else (1, 2)
         return ConvertedTokenizer(None, ends, ["warning: the folder has no tokenizer (--tokenizer none)"])

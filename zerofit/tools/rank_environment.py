@@ -29,16 +29,9 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 def strategy_of_a_launch(
     recipe: TrainingRecipe, name: str, source: str, world_size: int, local_world_size: int
 ) -> Strategy:
-    """The strategy as a run of `world_size` processes has it. The recipe adopts what it leaves open and the
-    pair states.
-
-    Args:
-        name: of a pair in accelerate_configs/, or a .yaml file.
-        source: the flag that names it.
-
-    Raises:
-        UserError: no such strategy, a contradiction between recipe, YAML and JSON, no such batch.
-    """
+    """The strategy (a name in accelerate_configs/, or a .yaml file; `source`: the flag that names it) as a run of
+    `world_size` processes has it. The recipe adopts what it leaves open and the pair states. Raises UserError: no such
+    strategy, a contradiction between recipe, YAML and JSON, no such batch."""
     # A GPU that is here and that torch does not see is no matter.
     base = without_launcher(os.environ) | {"ACCELERATE_USE_CPU": "true"}
     with environment_of_a_rank(world_size, local_world_size, base):

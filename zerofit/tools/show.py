@@ -82,11 +82,8 @@ class WatchedRun:
         return self.last(f"eval_{self.metric}")
 
     def state(self, now: float) -> str:
-        """The state of the run in words: how long it is silent, or its exit code, with it.
-
-        Args:
-            now: seconds since 1970.
-        """
+        """The state of the run in words: how long it is silent, or its exit code, with it. `now`: seconds since
+        1970."""
         code, silent_s = self.environment.get("exit_code"), now - self.written_at
         patience_s = SILENT_UPDATES * (self.median("seconds") or 0)
         if code is not None:
@@ -110,14 +107,8 @@ class WatchedRun:
 
 
 def runs_in(places: Iterable[str]) -> dict[str, WatchedRun]:
-    """{name: run} in the order of the folders.
-
-    Args:
-        places: folders of runs, or folders of such folders.
-
-    Raises:
-        UserError: there is no such folder, or no run in any.
-    """
+    """{name: run} of folders of runs, or folders of such folders, in their order. Raises UserError: there is no such
+    folder, or no run in any."""
     folders = [Path(place).expanduser() for place in places]
     if missing := [str(place) for place in folders if not place.is_dir()]:
         raise UserError(f"{missing[0]!r} is not a folder. Name the folder of a run, or one with runs in it")

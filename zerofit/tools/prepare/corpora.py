@@ -114,11 +114,8 @@ def named_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTok
 
 
 def encoder_of(tokenizer: PreTrainedTokenizerBase, options: Any) -> Encoder:
-    """The encoder of the workers: the native tokenizer where it gives the same ids on edge-case texts.
-
-    Raises:
-        UserError: --append_eod, and the tokenizer has no end-of-text token.
-    """
+    """The encoder of the workers: the native tokenizer where it gives the same ids on edge-case texts. Raises
+    UserError: --append_eod, and the tokenizer has no end-of-text token."""
     end = tokenizer.eos_token_id if options.append_eod else None
     if options.append_eod and end is None:
         raise UserError(f"append_eod: {options.tokenizer!r} has no eos_token. Remove --append_eod, or set it there")

@@ -1,6 +1,4 @@
-"""Corpora are written, or joined, completely or not at all.
-
-megatron-core's IndexedDatasetBuilder writes them.
+"""Corpora are written, or joined, completely or not at all, by megatron-core's IndexedDatasetBuilder.
 
 Names of unfinished files end in .partial. PREFIX.idx, without which no program opens a corpus, gets its name last. The
 next job replaces what a killed one has left.
@@ -125,11 +123,8 @@ class CorpusWriter:
 
 
 def join(options: Any) -> None:
-    """Write one corpus of several.
-
-    Raises:
-        UserError: one is broken, or they differ in tokenizer, type or end of documents. Then no file is left.
-    """
+    """Write one corpus of several. Raises UserError: one is broken, or they differ in tokenizer, type or end of
+    documents; then no file is left."""
     prefix = str(Path(options.output_prefix).expanduser())
     check_free([prefix], options.overwrite)
     corpora = [open_corpus("input", name) for name in corpora_of(options.input, prefix)]

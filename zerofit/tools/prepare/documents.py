@@ -35,11 +35,8 @@ UNITS = {"line": b"\n", "paragraph": b"\n\n", "file": None}  # of plain text, an
 
 def find_input(inputs: list[str]) -> dict[Path, str]:
     """{file: its kind, a value of FORMATS} of these paths, folders and globs, in the order of `inputs` and sorted
-    within a folder or a glob, where hidden files, empty files and corpora are skipped.
-
-    Raises:
-        UserError: a name without a file, an empty file, a file of an unknown kind.
-    """
+    within a folder or a glob, where hidden files, empty files and corpora are skipped. Raises UserError: a name
+    without a file, an empty file, a file of an unknown kind."""
     files: dict[Path, str] = {}
     for name in map(os.path.expanduser, inputs):
         for path in find_files("input", [f"{glob.escape(name)}/**/*" if os.path.isdir(name) else name]):
