@@ -53,7 +53,7 @@ def option(default: Any, help: str, **metadata: Any) -> Any:
             expected, in words).
         required: what is missing without a value, and what to type: a sentence.
         aliases: other names of the option, which other programs use.
-        common: --help shows it. --help_all shows all options.
+        common: --help shows it, --help_all shows all options; also of a group, as `phase`.
         zero: for an option whose value must be above zero: what to type instead of 0.
         why: why options that need its absence have no effect beside it.
         excludes: conditions (see `needs`) that must not hold beside it; a flag among the two takes out the other's

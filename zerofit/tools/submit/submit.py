@@ -85,39 +85,36 @@ GRACE_S = 600  # between SIGTERM and the end: a checkpoint is written
 
 
 @dataclass
-class SubmitOptions(Recipe):
+class SubmitOptions(Recipe, common=True):
     """A job's file"""
 
-    nodes: int = option(1, "Machines.", positive=True, common=True)
-    gpus_per_node: int = option(8, "GPUs of one machine; 0: none.", minimum=0, common=True)
+    nodes: int = option(1, "Machines.", positive=True)
+    gpus_per_node: int = option(8, "GPUs of one machine; 0: none.", minimum=0)
     name: str | None = option(
         None,
         "The job's name; by default the recipe's.",
-        common=True,
         form=("[a-z]([a-z0-9-]{0,38}[a-z0-9])?", "up to 40 letters a-z, digits and -, a letter first"),
     )
-    program: str | None = option(None, "How zerofit is started there, for example `.venv/bin/zerofit`.", common=True)
-    output: str | None = option(None, "Write to this file, not to standard output.", common=True)
-    run: bool = option(False, "Hand the file, which is written, to the scheduler.", common=True)
+    program: str | None = option(None, "How zerofit is started there, for example `.venv/bin/zerofit`.")
+    output: str | None = option(None, "Write to this file, not to standard output.")
+    run: bool = option(False, "Hand the file, which is written, to the scheduler.")
 
 
 @dataclass
-class SlurmOptions(SubmitOptions):
+class SlurmOptions(SubmitOptions, common=True):
     """A batch script for Slurm: sbatch FILE"""
 
     site: str | None = option(
         None,
         "A file with your cluster's lines: #SBATCH lines (account, partition, ...) go to the head, all others "
         "(modules, variables) before the run, as they are.",
-        common=True,
     )
     cpus_per_node: int | None = option(
-        None, "CPUs of one machine; by default the whole machine (--exclusive).", positive=True, common=True
+        None, "CPUs of one machine; by default the whole machine (--exclusive).", positive=True
     )
     time: str | None = option(
         None,
         "Limit of one run of the job, for example 24:00:00.",
-        common=True,
         form=(
             r"(?!0+:)(\d+-)?\d+:\d\d:\d\d",
             f"HH:MM:SS or D-HH:MM:SS, an hour at least: ranks save {GRACE_S} s before the limit",
@@ -126,53 +123,46 @@ class SlurmOptions(SubmitOptions):
 
 
 @dataclass
-class RestartedOptions(SubmitOptions):
+class RestartedOptions(SubmitOptions, common=True):
     """A job that a controller starts again"""
 
-    restarts: int = option(
-        3, "Restarts after failures; those after a saved stop do not count.", minimum=0, common=True
-    )
+    restarts: int = option(3, "Restarts after failures; those after a saved stop do not count.", minimum=0)
 
 
 @dataclass
-class KubernetesOptions(RestartedOptions):
+class KubernetesOptions(RestartedOptions, common=True):
     """A file for Kubernetes: kubectl apply -f FILE"""
 
     image: str = option(
         "zerofit:latest",
         "The container's image, with zerofit and its libraries.",
-        common=True,
         form=(r"\S+", "a container's image, e.g. --image registry/zerofit:1"),
     )
     claim: str = option(
         "zerofit",
         "The PersistentVolumeClaim of the folder that all machines share (ReadWriteMany).",
-        common=True,
         form=("[a-z0-9]([a-z0-9.-]*[a-z0-9])?", "the name of a PersistentVolumeClaim: a-z, digits, - and ."),
     )
     folder: str = option(
         "/mnt/zerofit",
         "Where it is mounted: the current folder of the run, with its recipe.",
-        common=True,
         form=("/.*", "a path that begins with /"),
     )
 
 
 @dataclass
-class SkyPilotOptions(RestartedOptions):
+class SkyPilotOptions(RestartedOptions, common=True):
     """A task for SkyPilot: sky jobs launch FILE"""
 
     accelerator: str = option(
         "H100",
         "The GPU by SkyPilot's name, without its number.",
-        common=True,
         form=(r"[\w.-]+", "a name, e.g. H100; --gpus_per_node counts it"),
     )
-    spot: bool = option(False, "Use spot machines.", common=True)
+    spot: bool = option(False, "Use spot machines.")
     mounts: str | None = option(
         None,
         "Buckets and folders: /data=s3://bucket/data,/runs=s3://bucket/runs.",
-        common=True,
         form=(r"([/~][^=,]*=[^,]+,?)*", "PATH=SOURCE, e.g. /data=s3://bucket/data"),
     )
 
