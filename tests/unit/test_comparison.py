@@ -40,7 +40,7 @@ def options(*flags, config=SMALL):
 def searched(limit, base, each, sizes=range(1, 4097), guess=0, per_sample=None):
     """{size: peak} of all that are tried where a process takes base + each * size."""
     peaks = {}
-    while (size := next_size(sizes, peaks, limit, (), guess, per_sample=per_sample)) is not None:
+    while (size := next_size(sizes, peaks, limit, guess, per_sample=per_sample)) is not None:
         peak = base + each * size
         peaks[size] = int(peak) if peak <= limit else None
         assert len(peaks) < 60

@@ -94,11 +94,6 @@ class StrategyRow:
         return max(self.timed, key=lambda line: line["samples_per_s"], default=None)
 
     @property
-    def epoch_s(self) -> float | None:
-        """Seconds of an epoch at the best throughput, with all rows at the greatest length."""
-        return self.about["num_samples"] / self.best["samples_per_s"] if self.best and self.about else None
-
-    @property
     def limit_text(self) -> str:
         """The largest batch in words, and whether a larger one may fit."""
         if self.problem:
@@ -305,8 +300,7 @@ class Comparison:
         guess = max((size for size, peak in row.predicted.items() if peak <= self.room), default=0)
         per_sample = row.predicted_peak(guess + 1) - row.predicted_peak(guess) if len(row.predicted) > 1 else None
         while candidate.name not in self.problems:
-            must_try = self.options.micro_batches or [row.largest for row in self.rows() if row.largest]
-            size = next_size(self.sizes, self._row(candidate).peaks, self.room, must_try, guess, per_sample=per_sample)
+            size = next_size(self.sizes, self._row(candidate).peaks, self.room, guess, per_sample=per_sample)
             if size is None:
                 break
             self._try(candidate, size)

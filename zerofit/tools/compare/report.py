@@ -196,7 +196,7 @@ class ComparisonReport:
             "load": load_text(best) if best else "-",
             "tokens/s there": rounded(best["tokens_per_s"]) if best else "-",
             "speed-up": f"{faster:.2f}" if faster else "-",
-            "an epoch": duration(row.epoch_s) if row.epoch_s else "-",
+            "an epoch": duration(row.about["num_samples"] / best["samples_per_s"]) if best and row.about else "-",
             "evaluation samples/s": rounded(evaluated["evaluation_samples_per_s"]) if evaluated else "-",
         }
 

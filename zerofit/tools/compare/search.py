@@ -24,7 +24,6 @@ def next_size(
     sizes: Sequence[int],
     peaks: Peaks,
     limit: int | None,
-    must_try: Sequence[int] = (),
     guess: int = 0,
     *,
     per_sample: float | None = None,
@@ -34,7 +33,6 @@ def next_size(
     Args:
         sizes: all that come into question, ascending.
         limit: bytes that a peak may have; None where it is not known.
-        must_try: sizes that must not be skipped on the way up.
         guess: the largest size that is predicted to fit; 0: there is no prediction.
         per_sample: bytes by which a peak is predicted to grow with each sample.
     """
@@ -50,8 +48,7 @@ def next_size(
             return _at_most(left, fails - max(1, fails // (16, 4)[len(peaks) - 1]))
         return left[0]
     points = sorted((size, peak) for size, peak in peaks.items() if peak is not None and size <= fits)
-    chosen = _at_most(left, _target(points, fails, limit, per_sample))
-    return next((size for size in sorted(must_try) if size in left and size < chosen), chosen)
+    return _at_most(left, _target(points, fails, limit, per_sample))
 
 
 def _target(points: list[tuple[int, int]], fails: int | None, limit: int | None, per_sample: float | None) -> int:

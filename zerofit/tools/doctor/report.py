@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zerofit.recipe.base import as_text, option
-from zerofit.recipe.errors import UserError
+from zerofit.recipe.errors import EXIT_FAILED, EXIT_USER_ERROR, UserError
 from zerofit.recipe.options import StrategyOptions
 from zerofit.recipe.parsing import counted
 from zerofit.record.terminal import shortened
 from zerofit.tools.tool_recipe import TaskOption
 
 ERROR, WARNING, NOTE = LEVELS = ("error", "warning", "note")  # the run would stop; it may; good to know
-EXIT_CANNOT_RUN, EXIT_BAD_INPUT = 1, 2
 VALUE = 18  # columns of a value, at most
 
 
@@ -67,8 +66,8 @@ class DoctorReport:
     @property
     def exit_code(self) -> int:
         if self.bad_input:
-            return EXIT_BAD_INPUT
-        return EXIT_CANNOT_RUN if self.messages(ERROR) else 0
+            return EXIT_USER_ERROR
+        return EXIT_FAILED if self.messages(ERROR) else 0
 
     def text(self) -> str:
         """The report for a terminal: what is wrong, then the launch line, the values and the machine."""
