@@ -175,20 +175,11 @@ def shorten(recipe: VerifyOptions, cls: type[TaskRecipe]) -> tuple[dict[str, Any
     if recipe.num_warmup_steps > longest:
         values["num_warmup_steps"] = longest
         changes.append(f"num_warmup_steps {longest} instead of {recipe.num_warmup_steps}")
-    return values, [*changes, *_silence(recipe, values)]
-
-
-def precision_of(recipe: VerifyOptions) -> str:
-    """The value of the --precision flag, else fp32: a recipe's half precision would hide differences."""
-    return recipe.precision if recipe.source("precision") == "--precision" and recipe.precision else "fp32"
-
-
-def _silence(recipe: VerifyOptions, values: dict[str, Any]) -> list[str]:
-    """Turn dropout off: its noise depends on the number of processes."""
     _, config = with_base_configuration(recipe)
-    kinds = (int, float)
-    noisy = sorted(
-        name for name, value in config.to_dict().items() if NOISE.search(name) and type(value) in kinds and value > 0
+    noisy = sorted(  # dropout: its noise depends on the number of processes
+        name
+        for name, value in config.to_dict().items()
+        if NOISE.search(name) and type(value) in (int, float) and value > 0
     )
     if noisy:
         overrides = [recipe.config_overrides, *(f"{name}=0" for name in noisy)]
@@ -196,7 +187,12 @@ def _silence(recipe: VerifyOptions, values: dict[str, Any]) -> list[str]:
     if recipe.lora_dropout:
         values["lora_dropout"] = 0.0
         noisy.append("lora_dropout")
-    return [f"no dropout ({', '.join(noisy)} = 0)"] if noisy else []
+    return values, [*changes, f"no dropout ({', '.join(noisy)} = 0)"] if noisy else changes
+
+
+def precision_of(recipe: VerifyOptions) -> str:
+    """The value of the --precision flag, else fp32: a recipe's half precision would hide differences."""
+    return recipe.precision if recipe.source("precision") == "--precision" and recipe.precision else "fp32"
 
 
 REFERENCE, ONE_PROCESS = "reference", "single"  # the folder, the strategy

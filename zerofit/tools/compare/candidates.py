@@ -28,8 +28,7 @@ OMITTED = NOT_KEPT | set(
         "block_size_warmup tokens_per_batch"
     ).split()
 )
-SET_BY_EACH_RUN = set("output_dir overwrite_output_dir resume per_device_train_batch_size".split())
-INSTEAD = {  # what a comparison has for the option of a run
+SET_BY_EACH_RUN = {  # {option of a run: what a comparison has in its place}
     "output_dir": "Name its folder with --output",
     "overwrite_output_dir": "Name another folder with --output",
     "resume": "Remove it: the same command resumes",
@@ -125,7 +124,7 @@ def make_recipe(options: CompareOptions, cls: type[TaskRecipe]) -> tuple[dict[st
     useless = [name for name in sorted(without_use) if options.source(name) == f"--{name}"]
     if useless:
         raise UserError(
-            [f"--{name} has no effect in a comparison. {INSTEAD.get(name, 'Remove it')}" for name in useless]
+            [f"--{name} has no effect in a comparison. {SET_BY_EACH_RUN.get(name, 'Remove it')}" for name in useless]
         )
     values, notes = recipe_values(options, cls, OMITTED, REPLACED), []
     values["max_eval_samples"] = one_batch(options, options.per_device_eval_batch_size)

@@ -31,7 +31,8 @@ def values_to_finish(options: CompareOptions, cls: type[TaskRecipe]) -> dict[str
         raise UserError(
             f"global_batch_size = {size} ({options.source('global_batch_size')}): no multiple of {processes} processes"
         )
-    return recipe_values(options, cls, SET_BY_EACH_RUN | ({"gradient_accumulation_steps"} if size else set()), {})
+    without = {*SET_BY_EACH_RUN, "gradient_accumulation_steps"} if size else {*SET_BY_EACH_RUN}
+    return recipe_values(options, cls, without, {})
 
 
 def batch_to_train(best: int, global_batch: int | None, num_processes: int) -> int:

@@ -88,7 +88,19 @@ def _convert(call: Call, folder: Path, options: MegatronArgsOptions) -> None:
     else:
         check(done)
         lines = [write(done, folder)]
-    print(printable("\n".join(["", *closing(done, searched), f"written      {folder}", "", *lines])), flush=True)
+    values, layout, said = done.recipe, done.layout, ["", *(f"note: {note}" for note in done.notes)]
+    if done.vocabulary and "config_name" in values:
+        multiple = values["make_vocab_size_divisible_by"]
+        rows = -(-done.vocabulary // multiple) * multiple
+        count = parameters_of(values, rows)
+        said.append(f"model        {count:,} parameters, with {done.vocabulary:,} tokens in {rows:,} rows")
+    strategy = "a strategy that zerofit plan chooses" if searched else layout.strategy
+    run = f"run          {values['max_train_steps']:,} updates of {done.batch:,} samples, {strategy}"
+    said.append(f"{run} on {counted(layout.world, 'process')}")
+    if layout.machines > 1:
+        rank = "MACHINE_RANK" if searched else "--machine_rank"
+        said.append(f"machines     start the last line on each of the {layout.machines}, with its own {rank}")
+    print(printable("\n".join([*said, f"written      {folder}", "", *lines])), flush=True)
 
 
 def write(done: ConvertedScript, folder: Path) -> str:
@@ -126,23 +138,6 @@ def written(done: ConvertedScript, commands: list[str]) -> str:
     lines += [*(f"#   {command}" for command in commands), ""]
     lines += [f"{option}: {json.dumps(value)}" for option, value in done.recipe.items()]
     return "\n".join([*lines, ""])
-
-
-def closing(done: ConvertedScript, searched: bool) -> list[str]:
-    """The model and the run in numbers; `searched`: the strategy is not chosen yet."""
-    values, layout, lines = done.recipe, done.layout, [f"note: {note}" for note in done.notes]
-    if done.vocabulary and "config_name" in values:
-        multiple = values["make_vocab_size_divisible_by"]
-        rows = -(-done.vocabulary // multiple) * multiple
-        count = parameters_of(values, rows)
-        lines.append(f"model        {count:,} parameters, with {done.vocabulary:,} tokens in {rows:,} rows")
-    strategy = "a strategy that zerofit plan chooses" if searched else layout.strategy
-    run = f"run          {values['max_train_steps']:,} updates of {done.batch:,} samples, {strategy}"
-    lines.append(f"{run} on {counted(layout.world, 'process')}")
-    if layout.machines > 1:
-        rank = "MACHINE_RANK" if searched else "--machine_rank"
-        lines.append(f"machines     start the last line on each of the {layout.machines}, with its own {rank}")
-    return lines
 
 
 def parameters_of(values: dict[str, Any], vocabulary: int) -> int:

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -28,15 +28,9 @@ WITHOUT_DATA = os.environ.get("SIMGPU_WITHOUT_DATA") == "1"
 Which = torch.device | str | int | None  # a device; None: the current one
 
 
-def _load() -> ModuleType:
-    path = os.environ["SIMGPU_LIBRARY"]
-    loader = ExtensionFileLoader("simgpu_c", path)
-    module = importlib.util.module_from_spec(ModuleSpec("simgpu_c", loader, origin=path))
-    loader.exec_module(module)
-    return module
-
-
-_C = _load()
+_loader = ExtensionFileLoader("simgpu_c", os.environ["SIMGPU_LIBRARY"])
+_C = importlib.util.module_from_spec(ModuleSpec("simgpu_c", _loader, origin=_loader.path))
+_loader.exec_module(_C)
 _C.init([int(size) for size in os.environ.get("SIMGPU_MEMORY", str(16 << 30)).split(",")], WITHOUT_DATA)
 
 
