@@ -43,9 +43,7 @@ def test_an_unknown_command():
     [
         (["train"], "zerofit launch RECIPE"),
         (["trian", "--config", "x.yaml"], "zerofit launch RECIPE"),
-        (["finetune"], "train/TASK.py"),
         (["lanch"], "Did you mean launch?"),
-        (["show-runs"], "show"),
         (["merge", "--model", "outputs/x"], "say --adapter FOLDER"),
         (["merge", "--adaptor", "outputs/x"], "Did you mean adapter?"),
         (["merge", "--output_dir", "x"], "say --output FOLDER"),

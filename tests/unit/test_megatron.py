@@ -255,7 +255,6 @@ def test_single_flags(flags, recipe, status):
     ("words", "said"),
     [
         ("--swiglu", "no family has swiglu, layernorm"),
-        ("--layernorm-type rmsnorm", "no family has gelu, rmsnorm"),
         ("--disable-bias-linear", "no biases"),
         ("--position-embedding-type alibi", "neither family has it"),
         ("--rotary-interleaved-magic", "it changes the model"),
