@@ -161,8 +161,11 @@ def problems_of_yaml(content: Any, source: str) -> list[str]:
         close = nearest(str(key), known)
         remedy = f"Did you mean {close}? Else remove it" if close else "Remove it"
         problems.append(f"{source}: accelerate has no setting {key}. {remedy}")
-    if not isinstance(kind, bool):
-        problems += [f"{source}: distributed_type = {kind} {why}" for why in _why_not(str(kind))]
+    if not isinstance(kind, bool) and not _is_supported(str(kind)):
+        problems.append(
+            f"{source}: distributed_type = {kind} is not supported here. Use --strategy ddp, zero1, zero2, zero3, "
+            f"fsdp2, tp, pp or 3d, or write {nearest(str(kind).upper(), SUPPORTED) or 'MULTI_GPU'}"
+        )
     if not isinstance(precision, bool) and str(precision or "no").lower() not in PRECISION_NAMES:
         close = nearest(str(precision), PRECISION_NAMES)
         remedy = f"Did you mean {close}?" if close else f"Use {', '.join(PRECISION_NAMES[:3])}"
@@ -236,23 +239,13 @@ def _fp8_problems(content: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _why_not(kind: str) -> list[str]:
-    """Say why a distributed_type is not a strategy here, as the rest of a sentence; empty if it is one."""
+def _is_supported(kind: str) -> bool:
     if kind in SUPPORTED:
-        return []
-    if kind == "MEGATRON_LM":
-        return [
-            "is accelerate's plugin for Megatron-LM, which is not used here. Use --strategy tp, pp or 3d: tensor, "
-            "pipeline and both kinds of parallelism"
-        ]
+        return True
     import torch
 
     device = torch.accelerator.current_accelerator()
-    if device is not None and kind == f"MULTI_{device.type.upper()}":
-        return []
-    close = nearest(kind.upper(), SUPPORTED)
-    meant = f"Did you mean {close}? " if close else ""
-    return [f"is not supported here. {meant}Use --strategy ddp, zero1, zero2, zero3, fsdp2 or tp"]
+    return device is not None and kind == f"MULTI_{device.type.upper()}"
 
 
 def find_strategies(names: list[str]) -> dict[str, Path]:
