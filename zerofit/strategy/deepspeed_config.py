@@ -141,35 +141,25 @@ def resolve_config(
     resolver.fill("gradient_accumulation_steps", batches.accumulation, "gradient_accumulation_steps", BATCHES)
     resolver.fill("train_batch_size", batches.global_batch, "micro-batch * accumulation * processes", BATCHES)
     zero = config["zero_optimization"]
-    _resolve_hierarchy(resolver, zero, layout.world_size)
+    if zero.get(HIERARCHY) == "auto":  # ZeRO++'s partitions within a machine
+        zero[HIERARCHY] = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world_size))
+    size = zero.get(HIERARCHY) or 1
+    if isinstance(size, int) and layout.world_size % size:
+        resolver.found.append(
+            f"{source}: zero_optimization.{HIERARCHY} = {size} does not divide {layout.world_size} processes. "
+            'Write "auto", which is the processes of a machine'
+        )
     resolver.raise_found()
-    _spare_what_does_nothing(config, layout)
-    config.setdefault("timers", {"throughput": {"enabled": False}})  # it waits for the device in each forward pass
-    return config, batches
-
-
-def _spare_what_does_nothing(config: dict[str, Any], layout: ParallelLayout) -> None:
-    """Turn off what costs time and changes no result. The engine refuses gradients that are not finite by their norm,
-    before DeepSpeed steps, so that in bf16 DeepSpeed need not look at each of them again; a key of the file wins. One
-    data-parallel rank has no communication that could overlap, and overlap_comm makes ZeRO-1 and ZeRO-2 wait for the
-    device after each backward pass; offload overlaps its copies."""
+    # What costs time and changes no result is turned off. The engine refuses gradients that are not finite by their
+    # norm, before DeepSpeed steps, so that in bf16 DeepSpeed need not look at each again; a key of the file wins. One
+    # data-parallel rank has no communication that could overlap, and overlap_comm makes ZeRO-1 and ZeRO-2 wait for the
+    # device after each backward pass; offload overlaps its copies.
     config.setdefault("bf16", {}).setdefault("check_grad_overflow", False)
-    zero = config["zero_optimization"]
     alone = layout.shard_size == 1 and zero["stage"] < 3
     if alone and not any(part in zero for part in ("offload_optimizer", "offload_param")):
         zero["overlap_comm"] = False
-
-
-def _resolve_hierarchy(resolver: OptionResolver, zero: dict[str, Any], world_size: int) -> None:
-    """ZeRO++'s partitions within a machine: "auto" is as many processes as a machine has."""
-    if zero.get(HIERARCHY) == "auto":
-        zero[HIERARCHY] = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    size = zero.get(HIERARCHY) or 1
-    if isinstance(size, int) and world_size % size:
-        resolver.found.append(
-            f"{resolver.source}: zero_optimization.{HIERARCHY} = {size} does not divide {world_size} processes. "
-            'Write "auto", which is the processes of a machine'
-        )
+    config.setdefault("timers", {"throughput": {"enabled": False}})  # it waits for the device in each forward pass
+    return config, batches
 
 
 def _resolve_optimizer(resolver: OptionResolver) -> None:
