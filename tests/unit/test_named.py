@@ -52,9 +52,8 @@ def test_the_variables_are_those_of_accelerate(path, monkeypatch):
         assert theirs == ours
     elif kind == "FSDP":
         content = yaml.safe_load(path.read_text())
-        settings = read_fsdp(theirs, content)
-        assert read_fsdp(ours, content) == {key: settings[key] for key in read_fsdp(ours, content)}
-        assert fsdp_problems(settings, content, "") == [], "nor of accelerate's defaults"
+        assert read_fsdp(ours, content) == read_fsdp(theirs, content)
+        assert fsdp_problems(read_fsdp(ours, content), content, "") == []
         assert ours["ACCELERATE_MIXED_PRECISION"] == theirs["ACCELERATE_MIXED_PRECISION"] == "no"
     else:
         assert theirs["ACCELERATE_MIXED_PRECISION"] == ours["ACCELERATE_MIXED_PRECISION"] == "no"
@@ -162,8 +161,7 @@ def test_a_yaml_that_is_no_strategy_here_is_one_sentence(tmp_path, monkeypatch, 
         ("MULTI_GPU", "--dynamo_backend inductor", "with --dynamo_backend: dynamo_config is not supported"),
         ("MULTI_GPU", "--use_megatron_lm", "MEGATRON_LM is not supported here"),
         ("DEEPSPEED", "--deepspeed_config_file a.json --zero_stage 3", "zero_stage = '3' stands beside"),
-        ("FSDP", "--fsdp_sharding_strategy SHARD_GRAD_OP", "fsdp_sharding_strategy = 'SHARD_GRAD_OP' is of FSDP1"),
-        ("FSDP", "--parallelism_config_dp_replicate_size 2", "Write it there, and not as a flag"),
+        ("FSDP", "--fsdp_version 2 --fsdp_sharding_strategy SHARD_GRAD_OP", "= 'SHARD_GRAD_OP' is of FSDP1"),
         ("MULTI_GPU", "--cpu --num_processes 3", "num_processes = 3, and accelerate launch has started one process"),
         ("MULTI_CPU", "", "num_processes = 2, and accelerate launch has started one process"),
         ("DEEPSPEED", "--cpu --num_processes 1", "with --cpu accelerate launch leaves DEEPSPEED out"),
@@ -173,7 +171,7 @@ def test_what_accelerate_launch_would_leave_out_is_refused(tmp_path, torchrun, m
     file = tmp_path / "mine.yaml"
     file.write_text(f"distributed_type: {kind}\nnum_processes: 2\n")
     started = "2" if kind != "MULTI_CPU" and "--cpu" not in flags else "1"
-    torchrun.update(WORLD_SIZE=started, ACCELERATE_USE_FSDP=str(kind == "FSDP"), FSDP_VERSION="2")
+    torchrun.update(WORLD_SIZE=started, ACCELERATE_USE_FSDP=str(kind == "FSDP"))
     accelerate_launch(monkeypatch, "--config_file", str(file), *flags.split())
     assert words in refusal(lambda: check_launch(find_launch()))
 

@@ -1,8 +1,7 @@
 """FSDP2's settings in an accelerate YAML, or among the flags of its launcher: those that a run honours.
 
-accelerate passes each key of `fsdp_config` and `parallelism_config` on as an environment variable of that name
-(utils/launch.py, 1.15). It ignores keys of `fsdp_config` that it does not know, such as SYNCS and REDUCE: those are
-read from the YAML.
+accelerate would pass most of them on as environment variables (utils/launch.py, 1.15), but not SYNCS and REDUCE, which
+it does not know. So all are read from the YAML.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,22 +47,15 @@ HONOURED: dict[str, Sequence[str]] = {  # the values of each key that a run hono
 
 
 def read_fsdp(environment: Mapping[str, str], content: Mapping[str, Any]) -> dict[str, str] | None:
-    """The settings, in lower case, that the launcher has put into the environment; None: it does not use FSDP."""
+    """The settings, in lower case, of an accelerate YAML and of its launcher's flags; None: FSDP is not used."""
     if environment.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return None
-    settings = {key: environment[key.upper()].lower() for key in HONOURED if key.upper() in environment}
-    section = content.get("fsdp_config") or {}
-    own = {key: str(section[key]).lower() for key in (SYNCS, REDUCE) if key in section}
-    return {VERSION: "1", **own, **settings}  # 1 is accelerate's default
-
-
-def variables_of(content: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables that accelerate launch makes of a YAML's `fsdp_config` and `parallelism_config`."""
-    settings = {VERSION: 1, **(content.get("fsdp_config") or {}), **(content.get("parallelism_config") or {})}
-    return {
-        "ACCELERATE_USE_FSDP": "true",
-        **{key.upper(): str(value) for key, value in settings.items() if key in HONOURED},
-    }
+    settings = {VERSION: "1"}  # accelerate's default
+    for section in (content.get("fsdp_config"), content.get("parallelism_config")):
+        for key, value in section.items() if isinstance(section, dict) else ():
+            if key in HONOURED and value is not None:
+                settings[key] = str(value).lower()
+    return settings
 
 
 def check_replicas(settings: Mapping[str, str], world_size: int, source: str) -> None:
@@ -116,9 +108,9 @@ def fsdp_problems(settings: dict[str, str], content: Mapping[str, Any], source: 
         for key, value in (content.get("fsdp_config") or {}).items()
         if key not in (*HONOURED, UNITS)
     ]
-    unread = (content.get("parallelism_config") or {}).keys() - settings.keys()
-    for key in unread - {key for key in unread if key.startswith(SIZED_1)}:
-        close = nearest(key, [REPLICAS, SHARDS])
-        remedy = "Write it there, and not as a flag" if close in (key, None) else f"Did you mean {close}?"
-        problems.append(f"{source}: {key} is not what accelerate reads of a YAML's parallelism_config. {remedy}")
+    for key in content.get("parallelism_config") or {}:
+        if key not in HONOURED and not key.startswith(SIZED_1):
+            close = nearest(key, [REPLICAS, SHARDS])
+            remedy = f"Did you mean {close}?" if close else "Remove it"
+            problems.append(f"{source}: accelerate has no setting {key} in parallelism_config. {remedy}")
     return problems

@@ -20,7 +20,7 @@ from zerofit.recipe.errors import OUR_LAUNCHER, UserError, nearest
 from zerofit.recipe.files import CONFIGS, configs
 from zerofit.recipe.parse import flag_value, option_named
 from zerofit.recipe.parsing import read_yaml
-from zerofit.strategy.fsdp import fsdp_problems, read_fsdp, variables_of
+from zerofit.strategy.fsdp import fsdp_problems, read_fsdp
 from zerofit.strategy.gpus import use_expandable_segments
 
 # {key of deepspeed_config: what accelerate launch calls it in the environment}
@@ -138,7 +138,7 @@ def environment_of(content: Mapping[str, Any], source: str) -> dict[str, str]:
                 is_name = key in ("deepspeed_config_file", "deepspeed_moe_layer_cls_names")
                 made[f"ACCELERATE_{VARIABLES[key]}"] = str(value) if is_name else str(value).lower()
     if kind == "FSDP":
-        made |= variables_of(content)
+        made["ACCELERATE_USE_FSDP"] = "true"
     return made
 
 
