@@ -165,11 +165,7 @@ def fully_sharded_exchanges(
 
 
 def first_stages_exchanges(weights: Weights, zero: Any, world_size: int, width: int, accumulates: bool) -> Exchanges:
-    """The communication of an update under ZeRO-1 or ZeRO-2.
-
-    Args:
-        width: bytes of an element of weights and gradients.
-    """
+    """The communication of an update under ZeRO-1 or ZeRO-2. `width`: bytes of an element of weights and gradients."""
     trained, shard, half = weights.trained, weights.trained / world_size, width < 4
     size = width * trained
     buckets = max(1, math.ceil(trained / int(zero.reduce_bucket_size)))
@@ -229,11 +225,8 @@ def third_stage_exchanges(weights: Weights, zero: Any, world_size: int, width: i
 
 
 def with_muon(exchanges: Exchanges, weights: Weights, half: bool, ranks: int, is_split: bool) -> Exchanges:
-    """The exchanges of an update with what Muon's orthogonal updates add (zerofit/strategy/muon.py).
-
-    Args:
-        ranks: that share the work.
-    """
+    """The exchanges of an update with what Muon's orthogonal updates add (zerofit/strategy/muon.py). `ranks`: that
+    share the work."""
     size, products = sum(weight.size for weight in weights.matrices), []
     for weight in weights.matrices:
         count, short, long = weight.sides

@@ -55,11 +55,8 @@ class ShardedGroup:
 def fully_sharded_states(
     weights: Weights, world_size: int, dtype: torch.dtype, on_gpu: bool, fsdp: FullyShards
 ) -> States:
-    """The states of a rank under FSDP2.
-
-    Args:
-        dtype: that weights are gathered in, and frozen ones are stored in; those that are trained are stored in fp32.
-    """
+    """The states of a rank under FSDP2. `dtype`: that weights are gathered in, and frozen ones are stored in; those
+    that are trained are stored in fp32."""
 
     def shard_of(trained: bool) -> int:
         return sum(one.padded(world_size) // world_size for one in weights.all if one.trained is trained)

@@ -119,11 +119,8 @@ class PlannedModel:
         evaluated: bool = False,
         rows: Rows | None = None,
     ) -> list[TracedStep]:
-        """The passes of a batch through the model, or through a stage of it.
-
-        Args:
-            sharding: DeepSpeed's own DeepSpeedZeroConfig, or FullyShards; None without either.
-        """
+        """The passes of a batch through the model, or through a stage of it. `sharding`: DeepSpeed's own
+        DeepSpeedZeroConfig, or FullyShards; None without either."""
         tracer = self.tracer(precision, sharding, layout, evaluated, rows)
         if layout.pipeline == 1:
             return tracer.steps(batch_size)

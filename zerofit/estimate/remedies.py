@@ -63,11 +63,8 @@ class StateSetup:
 
 
 def state_setup(strategy: Strategy, recipe: TaskRecipe, parameters: int, engine: Engine | None = None) -> StateSetup:
-    """The setup of a run. Before there is an engine an adapter, which is small, is not counted.
-
-    Args:
-        parameters: of the whole model.
-    """
+    """The setup of a run. Before there is an engine an adapter, which is small, is not counted. `parameters`: of the
+    whole model."""
     with_deepspeed, layout = strategy.deepspeed is not None, strategy.layout
     width = trained_width = 2 if strategy.precision != "fp32" and (with_deepspeed or recipe.lora) else 4
     trained, frozen = (0, parameters) if recipe.lora else (parameters, 0)

@@ -34,10 +34,7 @@ FUSED = 0.15
 
 def product_efficiency(shape: tuple[int, ...], multiprocessors: int) -> float:
     """Return the part of a GPU's best that a matrix product reaches, by its tiles, waves, depth and alignment.
-
-    Args:
-        shape: (products, M, N, K).
-    """
+    `shape`: (products, M, N, K)."""
     count, rows, columns, depth = shape
 
     def filled(height: int, width: int) -> float:
@@ -53,11 +50,7 @@ def product_efficiency(shape: tuple[int, ...], multiprocessors: int) -> float:
 
 
 def attention_efficiency(shape: tuple[int, ...]) -> float:
-    """Return the part of its best that attention reaches.
-
-    Args:
-        shape: (rows x heads, queries, keys, width of a head).
-    """
+    """Return the part of its best that attention reaches. `shape`: (rows x heads, queries, keys, width of a head)."""
     _, queries, _, width = shape
     return queries / (queries + ATTENTION_ROWS) * (NARROW_HEADS if width <= 64 else 1.0)
 

@@ -169,11 +169,8 @@ def divide_experts(model: torch.nn.Module, ranks: int, dtype: torch.dtype) -> No
 
 @contextlib.contextmanager
 def tokens_exchanged(ranks: int, note: Callable[[Operation], None]) -> Iterator[None]:
-    """The context in which a model whose experts are divided computes one rank's part.
-
-    Args:
-        note: takes each collective, as an operation.
-    """
+    """The context in which a model whose experts are divided computes one rank's part. `note`: takes each collective,
+    as an operation."""
     if not ranks:
         yield
         return
@@ -264,11 +261,8 @@ def _widened(value: Any) -> Any:
 
 
 class FakeHostStore:
-    """The host's memory: what is saved there leaves the device at once.
-
-    Attributes:
-        offloaded: is given the bytes of each tensor.
-    """
+    """The host's memory: what is saved there leaves the device at once. `offloaded`: is given the bytes of each
+    tensor."""
 
     def __init__(self) -> None:
         self.offloaded: Callable[[int], None] = lambda size: None

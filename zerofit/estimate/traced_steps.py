@@ -36,11 +36,8 @@ class TracedStep(NamedTuple):
 
 
 def compose(segments: list[Segment], stacks: dict[str, int]) -> list[TracedStep]:
-    """The passes of the full model: the last layer that was traced of each stack is repeated.
-
-    Args:
-        stacks: {name of a stack: its layers in the full model}.
-    """
+    """The passes of the full model: the last layer that was traced of each stack is repeated. `stacks`: {name of a
+    stack: its layers in the full model}."""
     steps, live, head, backward = [], 0, 0, False
     traced: dict[str, int] = {}  # the last layer
     for _, *where in (segment.name for segment in segments):
@@ -161,11 +158,8 @@ WHOLE = Stage(0, 1, 0)  # no pipeline
 
 
 def weights_of_stage(weights: Weights, stage: Stage, plan: StagePlan, body: str) -> Weights:
-    """Return the weights of a stage, whose layers are called as if they were the first ones.
-
-    Args:
-        body: the name of the model's body.
-    """
+    """Return the weights of a stage, whose layers are called as if they were the first ones. `body`: the name of the
+    model's body."""
     stack, before = f"{body}.{plan.layers}", tuple(f"{body}.{name}." for name in plan.before)
     is_tied = not weights.head
 

@@ -100,10 +100,7 @@ class Weights:
     def muon_workspace(self, half: bool, is_split: bool) -> int:
         """Bytes that Muon's step takes beside gradients, of the largest matrix: what an iteration begins and ends
         with, two products of its shorter side, and the matrix itself where it is not a view of the gradient.
-
-        Args:
-            is_split: parts of it come from all ranks, and each sends as much.
-        """
+        `is_split`: parts of it come from all ranks, and each sends as much."""
         copies = 2 + (2 if is_split else int(half))
         sides = (weight.sides for weight in self.matrices)
         largest = max((count * short * (copies * long + 2 * short) for count, short, long in sides), default=0)
@@ -111,11 +108,7 @@ class Weights:
 
     def late_states(self, held_of: Callable[[Weight], int]) -> tuple[int, ...]:
         """Bytes of the moments that torch's AdamW makes in its first step, tensor by tensor; Muon makes one. With
-        averages all are made before the first pass.
-
-        Args:
-            held_of: (weight) -> elements of it that a rank has.
-        """
+        averages all are made before the first pass. `held_of`: (weight) -> elements of it that a rank has."""
         late = [weight for weight in self.all if weight.trained and not weight.is_averaged]
         held = [(held_of(weight), 1 if weight.takes_muon else 2) for weight in late]
         return tuple(MOMENTS_BYTES // 2 * size for size, number in held for _ in range(number))
@@ -133,11 +126,8 @@ class Weights:
         return [[weight for weight in trained if weight.group == number] for number in numbers]
 
     def shared(self, shares: dict[str, int]) -> "Weights":
-        """Return the weights of one rank of several that share each layer.
-
-        Args:
-            shares: {name: elements}, also of a model with fewer layers: the last one stands for those that follow.
-        """
+        """Return the weights of one rank of several that share each layer. `shares`: {name: elements}, also of a model
+        with fewer layers: the last one stands for those that follow."""
         most = {
             stack: max(number_of(name, stack) for name in shares if name.startswith(f"{stack}."))
             for stack in self.stacks
