@@ -68,7 +68,7 @@ class RankClock:
         for (name, began, start), (_, ended, end) in zip(self._marks, self._marks[1:]):
             wall[name] = wall.get(name, 0.0) + ended - began
             if self.device.type == "cpu":
-                busy[name] = busy.get(name, 0.0) + end - start
+                busy[name] = busy.get(name, 0.0) + (end - start)
             elif name != "update":
                 busy[name] = busy.get(name, 0.0) + start.elapsed_time(end) / 1000
         total, self._marks = sum(wall.values()), []

@@ -39,7 +39,6 @@ class RestartingAgent(AskingAgent):
     _failures = 0
 
     def __init__(self, spec: WorkerSpec, *args: Any, **kwargs: Any) -> None:
-
         spec.master_addr = spec.master_port = None  # those of the rendezvous hold: a restart has a new store
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are the supervisor's
         super().__init__(spec, *args, **kwargs)
