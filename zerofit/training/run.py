@@ -404,8 +404,14 @@ class Run:
         if self.profiler:
             self.profiler.end(number, bool(now.stop_reason))
         state.anomalies_in_a_row = state.anomalies_in_a_row + 1 if anomaly else 0
-        if anomaly is not None and self._gives_up(anomaly):
-            now.is_abandoned = True
+        if anomaly is not None:
+            action = self.recipe.on_anomaly
+            self.recorder.write_anomaly(anomaly, action)
+            self.recorder.bar.log_lines(f"anomaly   update {number}: {anomaly.reason}. {ACTIONS[action]}")
+            now.is_abandoned = self.checkpoints.rewind(anomaly)
+            if not now.is_abandoned and (action != "skip" or state.anomalies_in_a_row >= MAX_IN_A_ROW):
+                self.stop_reason, self.anomaly, now.is_abandoned = StopReason.ANOMALY, anomaly, True
+        if now.is_abandoned:
             return
         state.updates = number
         state.tokens, state.positions = state.tokens + totals.tokens, state.positions + totals.positions
@@ -513,17 +519,6 @@ class Run:
         own = time.perf_counter() - self._evaluation_began
         seconds = max(of_rank for (of_rank,) in self.engine.per_rank([own]))
         return EvaluationTime(seconds, num_samples / seconds)
-
-    def _gives_up(self, anomaly: Anomaly) -> bool:
-        """Record an update that was refused. Returns whether the run goes back to a checkpoint, or stops."""
-        action = self.recipe.on_anomaly
-        self.recorder.write_anomaly(anomaly, action)
-        self.recorder.bar.log_lines(f"anomaly   update {anomaly.update}: {anomaly.reason}. {ACTIONS[action]}")
-        if self.checkpoints.rewind(anomaly):
-            return True
-        if action != "skip" or self.state.anomalies_in_a_row >= MAX_IN_A_ROW:
-            self.stop_reason, self.anomaly = StopReason.ANOMALY, anomaly
-        return self.stopped
 
     def _write(self) -> None:
         """Write the line of the latest update, once what followed the update is known."""
