@@ -195,12 +195,8 @@ class CheckpointManager:
         return bool(self._interval_s) and time.time() >= self._saved_at + self._interval_s
 
     def save(self, why: str | None, is_best: bool, held_out: dict[str, float]) -> None:
-        """Begin a checkpoint.
-
-        Args:
-            why: ASKED, CLOCK, ... of zerofit/checkpoint/directory.py; None: as the best only, without a state.
-            held_out: figures of this update's evaluation; empty: there was none.
-        """
+        """Begin a checkpoint. `why`: ASKED, CLOCK, ... of zerofit/checkpoint/directory.py; None: as the best only,
+        without a state. `held_out`: figures of this update's evaluation; empty: there was none."""
         with_state = why is not None
         if why == LEAVING and self.state.updates == self._saved_update:
             return

@@ -224,12 +224,9 @@ Fill = Callable[[Path, Weights], None]
 
 
 class AsyncCheckpointWriter:
-    """Writes checkpoints of an engine, and reads them into it. All ranks call its methods together.
-
-    Args:
-        whole: model/ holds the whole model, and not only what is trained.
-        asynchronous: write while training continues; None: where the host's memory has room for the copies.
-    """
+    """Writes checkpoints of an engine, and reads them into it. All ranks call its methods together. `whole`: model/
+    holds the whole model, and not only what is trained. `asynchronous`: write while training continues; None: where
+    the host's memory has room for the copies."""
 
     def __init__(
         self, checkpoints: CheckpointDirectory, engine: Engine, whole: bool = True, asynchronous: bool | None = None

@@ -218,12 +218,7 @@ def open_store(address: str, port: int, limit_s: float) -> Any:
 
 def serve_store(port: int, everywhere: bool) -> Any:
     """Serve a store in this process, which the next TCPStore of this process and port uses as well. Raises UserError:
-    the port is in use.
-
-    Args:
-        port: 0: any free one.
-        everywhere: on all interfaces; else on the loopback interface only.
-    """
+    the port is in use. Port 0 is any free one. `everywhere`: on all interfaces, else on the loopback only."""
     from torch.distributed import TCPStore
 
     both = everywhere and socket.has_dualstack_ipv6()

@@ -190,13 +190,9 @@ class RunFolder:
         return {**options, GIVEN_FOR: given_for} if is_count(given_for) else options
 
     def refuse_foreign_files(self, overwrite: bool, in_checkpoints: bool = True) -> None:
-        """Check that nothing in the folder is in the way of a run, and, where no run has been there yet, that it is
-        empty. Raises UserError: it names the first files.
-
-        Args:
-            overwrite: start beside files that are not in the way.
-            in_checkpoints: look into checkpoints/ as well: the run starts over.
-        """
+        """Check that nothing in the folder is in the way of a run, and, where no run has been there yet and it is not
+        to `overwrite`, that it is empty. `in_checkpoints`: look into checkpoints/ as well: the run starts over. Raises
+        UserError: it names the first files."""
         foreign, stays = self.written.foreign(in_checkpoints), overwrite or bool(self.written.names)
         names = list(islice(filter(_is_in_the_way, foreign) if stays else foreign, SHOWN + 1))
         if names:
@@ -265,11 +261,8 @@ class RunFolder:
         resumed_from: Path | None = None,
     ) -> None:
         """Write what the run is, and start its record, or continue it after `updates` updates. Raises UserError: the
-        folder cannot be written.
-
-        Args:
-            environment: gets `resumed_after`: the updates after which launches of this run have resumed it.
-            resumed_from: the folder of the run that is resumed: this one, or another whose record is copied.
+        folder cannot be written. `environment` gets `resumed_after`: the updates after which launches of this run have
+        resumed it. `resumed_from`: the folder of the run that is resumed: this one, or another whose record is copied.
         """
         with self.writing():
             if updates:

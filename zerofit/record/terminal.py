@@ -123,12 +123,9 @@ def columns_of(text: str) -> int:
 
 
 def table(rows: list[tuple[str, ...]], width: int | None = None) -> str:
-    """Rows as aligned columns: the first to the left, the others to the right.
-
-    Args:
-        width: of the screen. In a table that is wider the words of the first row stand below each other, and the first
-            column gets narrower, as far as it can be read; columns that are still too many follow in further tables.
-    """
+    """Rows as aligned columns: the first to the left, the others to the right. In a table wider than the screen is
+    (`width`), the words of the first row stand below each other, and the first column gets narrower, as far as it can
+    be read; columns that are still too many follow in further tables."""
     rows = [tuple(printable(cell.replace("\n", " ")) for cell in row) for row in rows]
     first, *others = _widths(rows)
     if width is not None and 2 + first + sum(others) + 2 * len(others) > width:
