@@ -53,28 +53,24 @@ class MixtureOrder:
 
     def block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (the sources of the places of a block, how many samples each source has had before it)."""
+        weights, least, sources = self.weights.tolist(), self._least, range(len(self.weights))
         while len(self._blocks) <= number:
-            chosen = self._choose(len(self._blocks) * PLACES, self._counts[-1])
+            owed = (self.weights * (len(self._blocks) * PLACES) - self._counts[-1]).tolist()
+            chosen = np.empty(PLACES, dtype=np.int16)
+            for place in range(PLACES):
+                # Of those that may come (they lack 1 / (2 k - 2) of a sample or more) the one that must come first.
+                first, soonest = 0, np.inf
+                for source in sources:
+                    lacks = owed[source] = owed[source] + weights[source]
+                    if lacks >= least - 1e-9:
+                        until = (1 - least - lacks) / weights[source]  # places until it would lack too much
+                        if until < soonest:
+                            first, soonest = source, until
+                owed[first] -= 1
+                chosen[place] = first
             self._blocks.append(chosen)
-            self._counts.append(self._counts[-1] + np.bincount(chosen, minlength=len(self.weights)))
+            self._counts.append(self._counts[-1] + np.bincount(chosen, minlength=len(weights)))
         return self._blocks[number], self._counts[number]
-
-    def _choose(self, start: int, counts: np.ndarray) -> np.ndarray:
-        """Choose the next source among those that may come (they lack 1 / (2 k - 2) of a sample or more), the one that
-        must come first."""
-        weights, owed = self.weights.tolist(), (self.weights * start - counts).tolist()
-        chosen, least, sources = np.empty(PLACES, dtype=np.int16), self._least, range(len(self.weights))
-        for place in range(PLACES):
-            first, soonest = 0, np.inf
-            for source in sources:
-                lacks = owed[source] = owed[source] + weights[source]
-                if lacks >= least - 1e-9:
-                    until = (1 - least - lacks) / weights[source]  # places until it would lack too much
-                    if until < soonest:
-                        first, soonest = source, until
-            owed[first] -= 1
-            chosen[place] = first
-        return chosen
 
 
 class MixedSamples(Generic[Samples]):
