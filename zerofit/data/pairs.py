@@ -336,7 +336,11 @@ def open_pairs(
     check_marked(tokenizer, prefix, sources)
     described = [f"data      {source.describe(columns)}", *describe_languages(tokenizer)]
     unread = source.names(name for name in source.first.column_names if name not in columns.columns)
-    notes = described + _missing_prefix(config, prefix) + unread_note(unread, ()) + notes
+    tasks = getattr(config, "task_specific_params", None) or {}
+    prefixes = [(settings or {}).get("prefix") or "" for settings in tasks.values()]
+    if (known := [repr(each) for each in prefixes if each.strip()]) and not prefix:  # of T5
+        described.append(f"note      source_prefix is empty; the model was trained with {', '.join(known)}")
+    notes = described + unread_note(unread, ()) + notes
     return parts, columns, PairEncoder(tokenizer, prefix, separator, widths), notes
 
 
@@ -350,16 +354,6 @@ def _check_languages(recipe: Seq2SeqRecipe, tokenizer: PreTrainedTokenizerBase, 
                 f"{option} = {code!r} has no effect: the tokenizer marks no languages, and there is no column of this "
                 "name. T5 reads --source_prefix 'translate English to German: '"
             )
-
-
-def _missing_prefix(config: PretrainedConfig, prefix: str) -> list[str]:
-    """A note where the model says with which prefixes it was trained (T5), and the sources have none."""
-    tasks = getattr(config, "task_specific_params", None) or {}
-    prefixes = [(settings or {}).get("prefix") or "" for settings in tasks.values()]
-    known = [each for each in prefixes if each.strip()]
-    if prefix or not known:
-        return []
-    return [f"note      source_prefix is empty; the model was trained with {', '.join(map(repr, known))}"]
 
 
 def chosen_widths(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> tuple[int, int]:

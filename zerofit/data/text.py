@@ -26,8 +26,8 @@ BYTES_PER_CHARACTER = 175  # while a text is tokenised: 7.05 GiB for one of 40 M
 
 
 def read_records(recipe: ClmRecipe, options: DataOptions) -> Source:
-    """The data; text files are cut into documents as document_separator says, else at <|endoftext|>. Raises
-    UserError: a file is missing, empty, not UTF-8 or not of its format; the hub cannot be reached."""
+    """The data; text files are cut into documents as document_separator says, else at <|endoftext|>. Raises UserError
+    as read_source does."""
 
     def unit_of(files: list[Path]) -> str:
         if recipe.document_separator:

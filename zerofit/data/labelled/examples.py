@@ -480,17 +480,15 @@ def _columns(
     if label in texts:
         problems.append(f"label_column = {label!r} is a text column too: name another one")
     for option, names in (("text_columns", texts), ("label_column", (label,) if label else ())):
-        bad = [name for name in names if not _holds_values(table.features[name], option == "label_column")]
-        problems += [f"{option}: {name!r} holds lists or records, not one value each" for name in bad]
+        for name in names:
+            feature = table.features[name]
+            if option == "label_column" and tables.holds_lists(feature):
+                feature = getattr(feature, "feature", None)
+            if not isinstance(feature, (Value, ClassLabel)):
+                problems.append(f"{option}: {name!r} holds lists or records, not one value each")
     if problems:
         raise UserError([f"{problem}; {tables.columns_present(table)}" for problem in problems])
     return texts, label or ""
-
-
-def _holds_values(feature: Any, or_lists: bool) -> bool:
-    """Return whether a column has one value each; or lists of values."""
-    item = getattr(feature, "feature", None) if or_lists and tables.holds_lists(feature) else feature
-    return isinstance(item, (Value, ClassLabel))
 
 
 def _as_text(table: Dataset, texts: tuple[str, ...]) -> Dataset:
