@@ -43,12 +43,6 @@ def test_a_separator_can_be_named(tmp_path, cache):
     assert read(path, cache, delimiter=":").column_names == ["x;y", "z"]
 
 
-def test_another_encoding_is_said_and_can_be_named(tmp_path, cache):
-    path = write(tmp_path / "a.csv", encoding="cp932")
-    assert "--encoding cp932" in refusal(read, path, cache)
-    assert read(path, cache, encoding="cp932")[0]["評価"] == "良い"
-
-
 @pytest.mark.parametrize(("name", "mark"), [("a.csv", ""), ("a.tsv", ""), ("a.csv", "\ufeff")])
 def test_files_that_were_joined_have_one_header(tmp_path, cache, name, mark):
     delimiter = {"a.csv": ",", "a.tsv": "\t"}[name]
