@@ -31,6 +31,7 @@ from zerofit.recipe.errors import UserError
 Samples = list[tuple[Sample, int]]
 Lengths = TypeVar("Lengths", int, np.ndarray)
 GPU_MULTIPLE = 64  # of the lengths of long rows on GPUs, a power of two
+WINDOW = 16  # updates whose samples are sorted together
 
 
 @dataclass
@@ -301,9 +302,6 @@ def _padded(values: np.ndarray, width: int, filler: int) -> np.ndarray:
     if len(values) == width:
         return values
     return np.pad(values, [(0, width - len(values)), *[(0, 0)] * (values.ndim - 1)], constant_values=filler)
-
-
-WINDOW = 16  # updates whose samples are sorted together
 
 
 class _Epoch(NamedTuple):

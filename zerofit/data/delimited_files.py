@@ -25,6 +25,12 @@ NEARLY = 0.1  # of charset-normalizer's measure of chaos: how much worse than th
 SHOWN = 40  # number of characters of a decoded line to show
 PORTION = 1 << 20  # number of characters to convert at a time
 CERTAINLY_UTF8 = 20  # number of characters beyond ASCII that cannot be valid UTF-8 by chance
+DELIMITERS = {".csv": ",", ".tsv": "\t"}  # by the ending of a file
+OTHERS = (",", ";", "\t", "|")  # that files of these endings have too
+SEPARATOR_LINE = re.compile('"?sep=.?"?\r?\n')  # Excel's first line of a .csv file, which is not a header
+HEAD = 1000  # lines of a file, read to find its delimiter
+QUOTED = r'(?<![^{0}])"(?:[^"]|"")*"(?![^{0}])'  # a field; {0} is what separates fields
+Options = dict[str, Any]  # of _rows
 
 
 @contextmanager
@@ -127,14 +133,6 @@ def _is_utf8(text: str, encoding: str) -> bool:
     except UnicodeError:
         return False
     return meant != text and sum(not letter.isascii() for letter in meant) >= CERTAINLY_UTF8
-
-
-DELIMITERS = {".csv": ",", ".tsv": "\t"}  # by the ending of a file
-OTHERS = (",", ";", "\t", "|")  # that files of these endings have too
-SEPARATOR_LINE = re.compile('"?sep=.?"?\r?\n')  # Excel's first line of a .csv file, which is not a header
-HEAD = 1000  # lines of a file, read to find its delimiter
-QUOTED = r'(?<![^{0}])"(?:[^"]|"")*"(?![^{0}])'  # a field; {0} is what separates fields
-Options = dict[str, Any]  # of _rows
 
 
 def read_delimited(paths: list[Path], data: DataOptions, header: tuple[str, ...], place: Path) -> list[str]:

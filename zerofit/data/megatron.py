@@ -59,6 +59,10 @@ PROBES = (
     "naïve café — “Ünïcödé” 🙂",
     " leading and trailing ",
 )
+TRAINING, HELD_OUT, TEST = range(3)
+PARTS = ("training", "evaluation")
+SURPLUS = 1.01  # megatron-core makes half a percent more samples of each corpus of a blend than it uses
+LOOKED_AT = 2**27  # number of ids to check before training in a corpus without a card
 
 
 @functools.cache
@@ -232,11 +236,6 @@ def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     for text in PROBES:
         digest.update(repr(list(tokenizer(text)["input_ids"])).encode())
     return digest.hexdigest()
-
-
-TRAINING, HELD_OUT, TEST = range(3)
-PARTS = ("training", "evaluation")
-SURPLUS = 1.01  # megatron-core makes half a percent more samples of each corpus of a blend than it uses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -427,9 +426,6 @@ def _datasets(
             builder = core.builder.BlendedMegatronDatasetBuilder(core.gpt.GPTDataset, counts, lambda: True, config)
             found.append(builder.build()[part])
     return found
-
-
-LOOKED_AT = 2**27  # number of ids to check before training in a corpus without a card
 
 
 def prepare_corpora(

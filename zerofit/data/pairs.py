@@ -65,6 +65,12 @@ SOURCES_AND_TARGETS = (
     ("context", "response"),
 )
 TARGETS = {*REPLIES, "label", *(target for _, target in SOURCES_AND_TARGETS)}  # also with an s behind them
+LANGUAGE = re.compile(r"[a-z]{2}([-_][A-Za-z]+)?|[a-z]{3}_[A-Z][a-z]{3}")  # en, en_XX, zh-CN, eng_Latn
+COLUMNS = ("input_ids", "labels")  # of a sample
+NUMBERS = ("truncated", "source_tokens", "target_tokens")
+TABLE = Features(
+    {"input_ids": IDS, "labels": IDS, "target": Value("string"), **dict.fromkeys(NUMBERS, Value("int32"))}
+)
 
 
 @dataclass(frozen=True)
@@ -208,9 +214,6 @@ def _are_lists(table: Dataset, name: str) -> bool:
     return bool(first) and all(re.match(r"""\s*\[\s*['"{\[]""", text) for text in first)
 
 
-LANGUAGE = re.compile(r"[a-z]{2}([-_][A-Za-z]+)?|[a-z]{3}_[A-Z][a-z]{3}")  # en, en_XX, zh-CN, eng_Latn
-
-
 def _of_languages(
     languages: tuple[str | None, str | None], answered: bool, table: Dataset
 ) -> tuple[str | None, str | None]:
@@ -247,13 +250,6 @@ def column_of(code: str | None, columns: list[str]) -> str | None:
         if found := [name for name in columns if same(name)]:
             return found[0] if len(found) == 1 else None
     return None
-
-
-COLUMNS = ("input_ids", "labels")
-NUMBERS = ("truncated", "source_tokens", "target_tokens")
-TABLE = Features(
-    {"input_ids": IDS, "labels": IDS, "target": Value("string"), **dict.fromkeys(NUMBERS, Value("int32"))}
-)
 
 
 @dataclass(kw_only=True)

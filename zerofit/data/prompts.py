@@ -27,6 +27,8 @@ from zerofit.recipe.tasks import ClmRecipe, Seq2SeqRecipe
 Languages = tuple[str | None, str | None]
 Messages = list[dict[str, Any]]  # [{"role": "user", "content": "..."}, ...]
 Prompt = str | Conversation  # a text, or a conversation that needs a reply
+OF_CHATS, OF_TEXT = ("chat_template", "system_prompt", "train_on_prompt"), ("document_separator", "append_eos")
+MADE_HERE = ("instruction", "input", "trained", "masked")  # keys of messages that are in no record
 
 
 class Renderer:
@@ -135,10 +137,6 @@ class Renderer:
         check_marked(self.tokenizer, self.encoder.prefix, turns[:1])
         (ids,), (self.left_out,) = self.encoder.sources([turns])
         return ids
-
-
-OF_CHATS, OF_TEXT = ("chat_template", "system_prompt", "train_on_prompt"), ("document_separator", "append_eos")
-MADE_HERE = ("instruction", "input", "trained", "masked")  # keys of messages that are in no record
 
 
 @dataclass

@@ -63,6 +63,18 @@ COMMENT = re.compile(r"#\s*(id\s|(newdoc|newpar)\b|[\w.:]+\s*=)")  # of CoNLL-U,
 ENTITY = re.compile("O|[BIESLU]-.+")
 DOCUMENT = "-DOCSTART-"  # the first word of a line between documents of a .conll file
 BLANKS = " \t\r"  # no others: a tweet has U+00A0 and U+2028 as words
+EMBEDDED = ("stdlib-docstrings", "stdlib-functions")  # the data sets made from Python's standard library
+NUM_PACKAGES = 12  # of the library, those with the most docstrings
+HELD_OUT_PERCENT = 12  # of the library
+MIN_WORDS = 3  # shorter docstrings are not informative: "Constructor.", "See above."
+MIN_WORDS_OF_CODE = 6  # as do shorter functions: "def this self pass"
+NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+MASK = "..."  # replaces the names of packages in docstrings
+THIS = "this"  # replaces the name of a function in its code
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+TABLE = Features({name: Value("string") for name in ("package", "top", "name", "text", "code")})
+SAVED = ("dataset_dict.json", "state.json")  # in a folder that save_to_disk has written
+HELD_OUT = ("validation", "valid", "val", "dev")  # names of the held-out part in data sets of the hub
 
 
 def format_of(files: list[Path]) -> str:
@@ -245,18 +257,6 @@ def sentences(lines: Iterable[str], path: Path) -> Iterator[dict[str, list[str]]
         raise UserError(f"{path} has no sentence")
 
 
-EMBEDDED = ("stdlib-docstrings", "stdlib-functions")  # the names of the data sets
-NUM_PACKAGES = 12
-HELD_OUT_PERCENT = 12
-MIN_WORDS = 3  # shorter docstrings are not informative: "Constructor.", "See above."
-MIN_WORDS_OF_CODE = 6  # as do shorter functions: "def this self pass"
-NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-MASK = "..."  # replaces the names of packages in docstrings
-THIS = "this"  # replaces the name of a function in its code
-DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-TABLE = Features({name: Value("string") for name in ("package", "top", "name", "text", "code")})
-
-
 def read_stdlib(name: str, cache: Path) -> dict[str, Dataset]:
     """The training and the held-out part of one of EMBEDDED. Reading the library takes seconds; it is cached."""
     root = Path(sysconfig.get_path("stdlib"))
@@ -353,10 +353,6 @@ def _drawn(text: str) -> int:
 def _words(text: str) -> tuple[str, ...]:
     """The words of a text, to compare two texts: letters only, in lower case."""
     return tuple(re.findall(r"[a-z]+", text.lower()))
-
-
-SAVED = ("dataset_dict.json", "state.json")  # in a folder that save_to_disk has written
-HELD_OUT = ("validation", "valid", "val", "dev")  # its names in data sets
 
 
 @dataclass

@@ -49,6 +49,11 @@ RECORDS = 64  # of a batch; a window ends after one
 PAUSES_S = (1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 60, 60)  # before a lost connection is tried again: about 7 minutes
 LOST = (OSError, asyncio.TimeoutError, EOFError)
 NOT_LOST = (FileNotFoundError, PermissionError, IsADirectoryError)
+# (a shard by its place in the order of a pass, the records of it that have been read): where the next record is
+Place = tuple[int, int]
+OPENED = 4  # windows of which a process keeps the files mapped
+LAG_UPDATES = 16  # that ranks and their loaders may be apart: files are removed so much later
+Prepare = Callable[[Dataset, str, Path], SampleSet]
 
 
 @dataclass(frozen=True)
@@ -64,10 +69,6 @@ class Shards:
         """Changes with what the shards are; folders may be others on another machine."""
         named = [(name.rpartition("/")[2], size) for name, size in zip(self.names, self.sizes)]
         return sha256(repr(named).encode()).hexdigest()[:16]
-
-
-# (a shard by its place in the order of a pass, the records of it that have been read): where the next record is
-Place = tuple[int, int]
 
 
 @functools.cache
@@ -180,11 +181,6 @@ def _batches(shards: Shards, number: int, record: int) -> Iterator[pa.Table]:
             if pause is None:
                 raise UserError(f"train_file: {name} cannot be read, tried for minutes: {first_line(error)}") from None
             time.sleep(pause)
-
-
-OPENED = 4  # windows of which a process keeps the files mapped
-LAG_UPDATES = 16  # that ranks and their loaders may be apart: files are removed so much later
-Prepare = Callable[[Dataset, str, Path], SampleSet]
 
 
 @dataclass(frozen=True)

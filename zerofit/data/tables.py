@@ -35,8 +35,6 @@ STRINGS = ("string", "large_string", "string_view")  # the types of texts in Arr
 IDS = List(Value("int32"))  # a column of token ids
 Columns = dict[str, list[Any]]  # {name: values of some rows}
 Form = TypeVar("Form", str, tuple[str, ...])
-
-
 Records = TypeVar("Records", bound=Any)  # a Dataset, or what has its length and its selection of rows
 
 

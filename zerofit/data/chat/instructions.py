@@ -56,6 +56,25 @@ MASKS = (*TRAINED, *MASKED)  # keys of a turn that say whether it is trained on
 YES_OR_NO = {"true": True, "1": True, "1.0": True, "yes": True, "false": False, "0": False, "0.0": False, "no": False}
 # If there are turns of these, only they are replies.
 ASSISTANT = ("assistant", "gpt", "bot", "model", "ai", "chatgpt", "bing", "bard")
+QUESTIONS = ("instruction", "prompt", "question", "query", "input", "inputs")
+ANSWERS = ("output", "completion", "response", "answer", "answers", "target", "targets")
+UNSURE = ("input", "inputs", "target", "targets")  # which beside a column `text` are about it
+SPEAKERS = (("user", "assistant"), ("human", "assistant"))  # a column for the text of each
+INPUTS = ("input", "context")
+SYSTEMS = ("system", "system_prompt", "system_message", "system_instruction", "systeminstruction")
+ROLES = {
+    "system": ("system", "developer"),
+    "user": ("user", "human", "prompter"),
+    "assistant": (*ASSISTANT, "function_call"),  # a call written as text is trained on
+    "tool": ("tool", "function", "observation", "ipython"),  # the answer of a tool
+}
+ROLE_OF_NAME = {name: role for role, names in ROLES.items() for name in names}
+ROLE_OF_KEY = {**ROLE_OF_NAME, **dict.fromkeys(QUESTIONS, "user"), **dict.fromkeys(ANSWERS, "assistant")}  # of a turn
+KINDS = {"messages": "a conversation", "instruction": "an instruction", "prompt": "a prompt and its answer"}
+TURNS = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")  # of a text, what only a list has
+LISTS = re.compile(r"\s*\[\s*[\[{]")  # the text of a list of pairs or turns
+SPOKEN = re.compile(r"(?:^|(?:\r?\n){2})(Human|Assistant):[ ]?")
+FIRST_RECORDS = 100  # that are looked at for turns with roles
 
 
 def refuse_preferences(table: Dataset, remedy: str) -> str | None:
@@ -223,27 +242,6 @@ def checked_text(value: Any, what: str) -> str:
         is_other = value is not None and not isinstance(value, str)
         raise BadRecord(f"{what} is a {type(value).__name__}, and no text" if is_other else f"{what} is empty")
     return str(text)
-
-
-QUESTIONS = ("instruction", "prompt", "question", "query", "input", "inputs")
-ANSWERS = ("output", "completion", "response", "answer", "answers", "target", "targets")
-UNSURE = ("input", "inputs", "target", "targets")  # which beside a column `text` are about it
-SPEAKERS = (("user", "assistant"), ("human", "assistant"))  # a column for the text of each
-INPUTS = ("input", "context")
-SYSTEMS = ("system", "system_prompt", "system_message", "system_instruction", "systeminstruction")
-ROLES = {
-    "system": ("system", "developer"),
-    "user": ("user", "human", "prompter"),
-    "assistant": (*ASSISTANT, "function_call"),  # a call written as text is trained on
-    "tool": ("tool", "function", "observation", "ipython"),  # the answer of a tool
-}
-ROLE_OF_NAME = {name: role for role, names in ROLES.items() for name in names}
-ROLE_OF_KEY = {**ROLE_OF_NAME, **dict.fromkeys(QUESTIONS, "user"), **dict.fromkeys(ANSWERS, "assistant")}  # of a turn
-KINDS = {"messages": "a conversation", "instruction": "an instruction", "prompt": "a prompt and its answer"}
-TURNS = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")  # of a text, what only a list has
-LISTS = re.compile(r"\s*\[\s*[\[{]")  # the text of a list of pairs or turns
-SPOKEN = re.compile(r"(?:^|(?:\r?\n){2})(Human|Assistant):[ ]?")
-FIRST_RECORDS = 100  # that are looked at for turns with roles
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,14 @@ from zerofit.recipe.tasks import ClmRecipe
 
 CHOSEN, REJECTED = "chosen", "rejected"
 Pair = tuple[Conversation, Conversation]
+TABLE = Features(
+    {"input_ids": IDS, "labels": IDS, "truncated": Value("int32"), "trained": Value("int32"),
+     "is_cut": Value("bool"), "unread": Value("string")}
+)  # fmt: skip
+TABLE_OF_PAIRS = Features({**TABLE, "rejected_ids": IDS, "rejected_labels": IDS})
+Rendered = tuple[str, list[chat.Span], list[chat.Span]]  # text, answers, and what is never trained on
+FIRST_TEXTS = 1000  # that are searched for what the template writes
+SHOWN_RUNS, SHOWN = 6, 200  # of a sample: runs of trained or other tokens, and characters at each end of a run
 
 
 @dataclass(frozen=True)
@@ -141,16 +149,6 @@ def find_preferences(recipe: ClmRecipe, table: Dataset) -> PreferenceForm:
     prompt = first_form(recipe, table, answered=False)
     plain = not any(holds_turns(table, name) for name in (CHOSEN, REJECTED)) and prompt is not None and prompt.plain
     return PreferenceForm(prompt, recipe.system_prompt, plain, given_columns(table))
-
-
-TABLE = Features(
-    {"input_ids": IDS, "labels": IDS, "truncated": Value("int32"), "trained": Value("int32"),
-     "is_cut": Value("bool"), "unread": Value("string")}
-)  # fmt: skip
-TABLE_OF_PAIRS = Features({**TABLE, "rejected_ids": IDS, "rejected_labels": IDS})
-Rendered = tuple[str, list[chat.Span], list[chat.Span]]  # text, answers, and what is never trained on
-FIRST_TEXTS = 1000  # that are searched for what the template writes
-SHOWN_RUNS, SHOWN = 6, 200  # of a sample: runs of trained or other tokens, and characters at each end of a run
 
 
 def prepare_chat(

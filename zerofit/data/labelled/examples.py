@@ -51,6 +51,15 @@ CONTEXTS = (  # the columns of a question, by default
     ("context",),
 )  # fmt: skip
 ANSWERS = ("label", "answerkey", "answer", "labels", "gold")
+WORDS = ("tokens", "words")  # columns that hold lists of words, by default, and those of their tags
+TAGS = ("ner_tags", "tags", "labels", "label", "pos_tags")
+TEXTS = (  # columns that hold the text, or the texts of a pair, by default
+    ("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("question", "sentence"),
+    ("text1", "text2"), ("text_a", "text_b"), ("text", "text_pair"), ("sentence_a", "sentence_b"),
+    ("sentence",), ("text",), ("review",), ("content",), ("title", "content"),
+)  # fmt: skip
+LABELS = ("label", "labels", "class", "category", "target", "score", "gold_label")
+PAIR = ("sentence1", "sentence2")
 
 
 @dataclass(frozen=True)
@@ -166,10 +175,6 @@ def _is_list(table: Dataset, name: str) -> bool:
     return holds_lists(table.features[name]) or isinstance(table.features[name], dict)
 
 
-WORDS = ("tokens", "words")  # the columns, by default
-TAGS = ("ner_tags", "tags", "labels", "label", "pos_tags")
-
-
 class TaggedWords(LabelledColumns):
     """The columns of a table of words with tags: `text` is the column of words, `class_names` are those of tags."""
 
@@ -230,14 +235,6 @@ def entities(tags: list[str]) -> list[tuple[str, int, int]]:
     return found
 
 
-TEXTS = (  # columns that hold the text, or the texts of a pair, by default
-    ("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("question", "sentence"),
-    ("text1", "text2"), ("text_a", "text_b"), ("text", "text_pair"), ("sentence_a", "sentence_b"),
-    ("sentence",), ("text",), ("review",), ("content",), ("title", "content"),
-)  # fmt: skip
-LABELS = ("label", "labels", "class", "category", "target", "score", "gold_label")
-
-
 @dataclass(frozen=True)
 class GlueTask:
     """A task of GLUE (Wang et al. 2019): its texts and labels under the hub's names. `labels`: names in the order of
@@ -251,7 +248,6 @@ class GlueTask:
     header: tuple[str, ...] = ()  # the columns of original training and development files without a header (CoLA)
 
 
-PAIR = ("sentence1", "sentence2")
 GLUE = {
     "cola": GlueTask(("sentence",), ("unacceptable", "acceptable"), "matthews_correlation",
                      header=("source", "label", "mark", "sentence")),

@@ -23,6 +23,9 @@ THRESHOLD = 0.5  # the probability above which a label is predicted, where a rec
 INTEGER = re.compile(r"(0|-?[1-9]\d*)(\.0)?", re.ASCII)  # as programs write it: no name such as 007 or 1e3
 WITH_COMMA = re.compile(r"[+-]?\d*,\d+(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 SEPARATED = re.compile(r"[+-]?[0-9][0-9.,'\u2019\s]*")  # 0,5 and 1,234.5 and 1.234,5 and 1 234,5, also with U+202F
+FEW = 5  # records of a class that are too few to learn it from
+SHOWN = 20  # classes with their numbers of records
+NAMED = 5  # classes, or pairs of them, of a note
 
 
 @dataclass(frozen=True)
@@ -318,11 +321,6 @@ def _number(value: Any, decimal_comma: bool = False) -> float | None:
     except (TypeError, ValueError):
         return None
     return number if math.isfinite(number) else None
-
-
-FEW = 5  # records of a class that are too few to learn it from
-SHOWN = 20  # classes with their numbers of records
-NAMED = 5  # classes, or pairs of them, of a note
 
 
 def class_counts(labels: Labels, parts: Iterable[np.ndarray]) -> np.ndarray:
