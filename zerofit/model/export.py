@@ -38,10 +38,22 @@ def review_export(folder: Path, model_class: Any) -> list[str]:
     if adapter:
         if read_json(folder / "adapter_config.json").get("target_parameters"):
             lines.append(f"vLLM drops the adapters on some models' experts in silence (vllm#41384, #41754): {MERGED}")
-        if others := [name for name in stored if not LORA.search(name)]:
+        if others := sorted(name for name in stored if not LORA.search(name)):
             lines.append(f"vLLM and llama.cpp take pairs of A and B only, not {name_some(others)}: {MERGED}")
     else:
-        lines += _review_model(folder, model_class, stored)
+        model, info = model_class.from_pretrained(
+            folder, device_map="meta", dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True
+        )
+        if wrong := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):
+            raise RuntimeError(
+                f"{folder} lacks weights of its model, or has them in another shape: {name_some(wrong)}"
+            )
+        if extra := sorted(info["unexpected_keys"]):
+            lines.append(f"weights that its model has not: {name_some(extra)}")
+        head = model.get_output_embeddings()
+        names = [name for name, module in model.named_modules() if module is head]
+        if names and f"{names[0]}.weight" in stored and model.config.get_text_config().tie_word_embeddings:
+            lines.append(f"{names[0]}.weight is stored, and config.json ties it to the embeddings: it may not be read")
     return lines if has_tokenizer(folder) else [*lines, "there is no tokenizer"]
 
 
@@ -57,20 +69,6 @@ def stored_weights(folder: Path, name: str = "model") -> dict[str, tuple[list[in
             slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
             found |= {key: (each.get_shape(), each.get_dtype()) for key, each in slices.items()}
     return found
-
-
-def _review_model(folder: Path, model_class: Any, stored: Iterable[str]) -> list[str]:
-    model, info = model_class.from_pretrained(
-        folder, device_map="meta", dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True
-    )
-    if wrong := {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}:
-        raise RuntimeError(f"{folder} lacks weights of its model, or has them in another shape: {name_some(wrong)}")
-    lines = [f"weights that its model has not: {name_some(extra)}"] if (extra := info["unexpected_keys"]) else []
-    head = model.get_output_embeddings()
-    names = [name for name, module in model.named_modules() if module is head]
-    if names and f"{names[0]}.weight" in stored and model.config.get_text_config().tie_word_embeddings:
-        lines.append(f"{names[0]}.weight is stored, and config.json ties it to the embeddings: it may not be read")
-    return lines
 
 
 LARGEST_FILE = 5 * 10**9  # bytes, about: what is in memory at once of a model that is written in parts
