@@ -174,7 +174,15 @@ def adapter_to_train_on(recipe: Any, task: str | None) -> AdapterFolder | None:
         if contradictions := recipe.contradictions:
             raise UserError(contradictions)
         folder = open_adapter(name, "model_name_or_path", task)
-        _check_trainable(folder)
+        settings = adapter_settings(folder)
+        others = {field.name for field in dataclasses.fields(settings)} - TRAINABLE - {"init_lora_weights"}
+        extra = [name for name in sorted(others) if getattr(settings, name) != getattr(type(settings)(), name)]
+        if settings.init_lora_weights not in PLAIN_STARTS:
+            extra.append(f"init_lora_weights = {settings.init_lora_weights!r}")
+        if below := [name for name in folder.tensors if ".base_layer." in name and name.endswith(".weight")]:
+            extra.append(f"a full weight below its adapter ({name_some(below)})")
+        if extra:
+            raise UserError(f"{folder.where} has {', '.join(extra)}: it is not trained on here")
         base = find_base(folder, trust_remote_code=recipe.trust_remote_code)
         check_quantiser(base.option, base.name, base.config, on_gpu=True)
     except UserError as error:
@@ -192,24 +200,6 @@ def with_base_configuration(recipe: Any, task: str | None = None, auto_class: An
     adapter = adapter_to_train_on(recipe, task)
     config = load_configuration(recipe, auto_class)
     return recipe, config if adapter is None else trained_config(adapter, config, recipe.config_overrides)[0]
-
-
-def _check_trainable(folder: AdapterFolder) -> None:
-    """Raises UserError if the adapter has what training here does not support."""
-    from peft import LoraConfig
-
-    settings = adapter_settings(folder)
-    others = {field.name for field in dataclasses.fields(settings)} - TRAINABLE - {"init_lora_weights"}
-    plain = LoraConfig()
-    extra = [name for name in sorted(others) if getattr(settings, name) != getattr(plain, name)]
-    if settings.init_lora_weights not in PLAIN_STARTS:
-        extra.append(f"init_lora_weights = {settings.init_lora_weights!r}")
-    if extra:
-        raise UserError(f"{folder.where} has {', '.join(extra)} in its adapter_config.json: it is not trained on here")
-    if below := [name for name in folder.tensors if ".base_layer." in name and name.endswith(".weight")]:
-        raise UserError(
-            f"{folder.where} has a full weight below its adapter ({name_some(below)}): not trained on here"
-        )
 
 
 def check_resized(folder: AdapterFolder, config: Any) -> None:

@@ -53,8 +53,14 @@ def set_languages(
     if not codes:
         return prefix
     for option, code in given.items():
-        if code is not None:
-            given[option] = _known(option, code, codes)
+        bare = code.strip("_").removeprefix(">>").removesuffix("<<") if code is not None else None
+        if bare is not None and bare not in codes:
+            near = [known for known in codes if known[:2].lower() == bare[:2].lower()]
+            near += [known for known in get_close_matches(bare, codes, n=3) if known not in near]
+            similar = f"Similar ones: {', '.join(near[:SHOWN])}. " if near else ""
+            problem = f"{option} = {code!r}: the tokenizer has no such language"
+            raise UserError(f"{problem}. {similar}Its codes are {_shown(codes)}")
+        given[option] = bare
     if not _marks_texts(tokenizer):
         return f">>{given['target_lang']}<< {MARIAN.sub('', prefix, count=1)}" if target else prefix
     stored = [tokenizer.init_kwargs.get(name) for name in NAMES]  # src_lang alone may be the class's default
@@ -117,16 +123,6 @@ def describe_languages(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
 def _marks_texts(tokenizer: "PreTrainedTokenizerBase") -> bool:
     """Return whether the tokenizer itself adds the token of a language to each text."""
     return hasattr(tokenizer, "set_tgt_lang_special_tokens")
-
-
-def _known(option: str, code: str, codes: list[str]) -> str:
-    bare = code.strip("_").removeprefix(">>").removesuffix("<<")
-    if bare in codes:
-        return bare
-    near = [known for known in codes if known[:2].lower() == bare[:2].lower()]
-    near += [known for known in get_close_matches(bare, codes, n=3) if known not in near]
-    similar = f"Similar ones: {', '.join(near[:SHOWN])}. " if near else ""
-    raise UserError(f"{option} = {code!r}: the tokenizer has no such language. {similar}Its codes are {_shown(codes)}")
 
 
 def _shown(codes: list[str]) -> str:
