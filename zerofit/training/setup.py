@@ -47,7 +47,6 @@ from zerofit.record.terminal import Bar
 from zerofit.strategy import processes
 from zerofit.strategy.builds import lock_files
 from zerofit.strategy.devices import pins_memory
-from zerofit.strategy.engine import Engine
 from zerofit.strategy.host_memory import resident_bytes, usable_cores
 from zerofit.strategy.strategy import SHARED_FOLDER_REMEDY, check_same
 from zerofit.training.auto_compile import decide
@@ -182,17 +181,6 @@ def check_machines(config: RunConfiguration) -> None:
     check_same(resumed, SHARED_FOLDER_REMEDY)
 
 
-def check_output_folder(config: RunConfiguration, engine: Engine) -> None:
-    """Check that all ranks see the folder into which each of them writes its part of a checkpoint."""
-    if config.recipe.save_strategy == "no":
-        return
-    file = config.folder.path / "recipe.yaml"
-    text = engine.from_main(file.read_text() if engine.is_main else None)
-    is_seen = appears(lambda: is_there(file) and file.read_text() == text)
-    view = f"view of output_dir = {str(config.folder.path)!r}"
-    check_same({view: "the run" if is_seen else "no such run"}, f"{SHARED_FOLDER_REMEDY}, or --save_strategy no")
-
-
 def prepare_activations(model: Any, recipe: Any, device: torch.device, falls_back: bool = False) -> list[str]:
     """Checkpoint, offload and compile as the recipe says, on this device. Returns notes for the log.
 
@@ -274,5 +262,10 @@ def _resume(run: "Run") -> None:
         )
         if distributed.is_initialized() and distributed.get_backend() == "nccl":
             (run.folder.path / FOLDER).mkdir(exist_ok=True)  # NCCL's watchdog writes there, and makes no folder
-    check_output_folder(config, engine)
+    if recipe.save_strategy != "no":  # each rank writes its part of a checkpoint into this folder
+        file = run.folder.path / "recipe.yaml"
+        text = engine.from_main(file.read_text() if engine.is_main else None)
+        is_seen = appears(lambda: is_there(file) and file.read_text() == text)
+        view = f"view of output_dir = {str(run.folder.path)!r}"
+        check_same({view: "the run" if is_seen else "no such run"}, f"{SHARED_FOLDER_REMEDY}, or --save_strategy no")
     run.checkpoints.restore_best_checkpoint()
