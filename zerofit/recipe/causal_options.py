@@ -246,12 +246,10 @@ class StreamOptions(Recipe, OfOtherGroups):
 
     def problems(self) -> list[str]:
         problems, stated = super().problems(), f"streaming = {self.streaming}"
-        if self.streaming is None:
-            return problems
-        if not (self.trains or self.validation_file or self.predict_file):
+        if self.streaming and not (self.trains or self.validation_file or self.predict_file):
             held_out = "nothing is held out of a stream. Name the data to evaluate with validation_file"
             problems.append(f"{stated}: {held_out}")
-        if self.trains and any(map(is_weight, self.train_file or [])):
+        if self.streaming and self.trains and any(map(is_weight, self.train_file or [])):
             problems.append(f"{stated}: shards have no weights. Remove them, or stream one source")
         return problems
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 FILE_OPTIONS = ("train_file", "validation_file", "validation_mismatched_file", "predict_file")
 FOLDER_OPTIONS = ("model_name_or_path", "config_name", "tokenizer_name", "dataset_name")  # or names on the hub
-ONE_FILE_OPTIONS = ("vocab_file", "merge_file")
 ENVIRONMENT = "environment.json"  # of a run
 ADMINISTRATOR = 0  # the user whose folders all trust
 SPACE_BYTES = 1 << 16  # what the record of a run takes at least
@@ -45,7 +44,7 @@ def check_paths(recipe: "TrainingRecipe", output: Path, output_option: str = "ou
                 f"{option} = {name!r} has weights in Meta's format. Convert them first: zerofit convert meta-to-hf "
                 f"--input {folder} --output {folder.name}-hf"
             )
-    for option in ONE_FILE_OPTIONS:
+    for option in ("vocab_file", "merge_file"):
         name = getattr(recipe, option, None)
         if name and not Path(name).expanduser().is_file():
             problems.append(f"{option} = {name!r}: there is no such file")
