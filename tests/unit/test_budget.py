@@ -13,7 +13,7 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 499,  # 800
     "zerofit": 108,  # cli.py
-    "zerofit/recipe": 3_529,  # 2,700
+    "zerofit/recipe": 3_526,  # 2,700
     "zerofit/model": 5_431,  # 4,700
     "zerofit/compat": 614,  # 600
     "zerofit/data": 6_762,  # 6,000
@@ -22,7 +22,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/record": 1_484,  # 4,300 with health and checkpoint
     "zerofit/health": 1_288,
     "zerofit/checkpoint": 1_628,
-    "zerofit/training": 3_204,  # 2,000
+    "zerofit/training": 3_197,  # 2,000
     "zerofit/launch": 1_487,  # 1,300
     "zerofit/tools": 10_026,  # 10,600
     "benchmarks": 1_898,  # 1,800
