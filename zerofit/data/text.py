@@ -32,8 +32,10 @@ def read_records(recipe: ClmRecipe, options: DataOptions) -> Source:
     def unit_of(files: list[Path]) -> str:
         if recipe.document_separator:
             return recipe.document_separator
-        if any(_is_marked(path, recipe.encoding) for path in files):
-            return END_OF_TEXT
+        for path in files:
+            with open_text(path, recipe.encoding) as file:
+                if any(END_OF_TEXT in line for line in file):
+                    return END_OF_TEXT
         return "line" if recipe.packing == "none" else "file"
 
     return read_source(options, unit_of=unit_of)
@@ -62,11 +64,6 @@ def take_texts(source: Source, recipe: ClmRecipe, options: DataOptions) -> dict[
     if not options.trains:
         return parts
     return {"train": tables.first_records(train, recipe.max_train_samples), **parts}
-
-
-def _is_marked(path: Path, encoding: str | None) -> bool:
-    with open_text(path, encoding) as file:
-        return any(END_OF_TEXT in line for line in file)
 
 
 def text_column(dataset: Dataset, name: str | None) -> str:

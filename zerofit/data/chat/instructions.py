@@ -370,7 +370,13 @@ def turns_in(value: Any, role: str, column: str) -> list[Message]:
             known = "; ".join(f"{role}: {', '.join(names)}" for role, names in ROLES.items())
             raise BadRecord(f"turn {number} of its {column} has the role {name!r}. Known are {known}")
         where, is_answer = f"turn {number} of its {column} ({name})", ROLE_OF_NAME[name] == "assistant"
-        calls = _calls(more, where) if is_answer else []
+        calls: list[dict[str, Any]] = []
+        if is_answer:
+            calls = unpacked(more.pop("tool_calls", None) or [], f"{where}: its tool_calls are")
+            if isinstance(more.get("function_call"), dict) and not calls:  # OpenAI's older form
+                calls = [{"type": "function", "function": more.pop("function_call")}]
+            if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+                raise BadRecord(f"{where}: its tool_calls are not a list of objects")
         flags = {key: more.pop(key) for key in MASKS if key in more}
         if is_answer and not is_trained(flags, where):
             more["masked"] = True
@@ -398,16 +404,6 @@ def _with_roles(turns: Any) -> list[Any]:
         of_roles = [{"role": role, "content": said[name]} for name, role in ROLE_OF_KEY.items() if name in said]
         found += of_roles if len(of_roles) == len(said) > 0 else [turn]
     return found
-
-
-def _calls(more: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """Take the calls of tools out of what an answer has beside its text."""
-    calls = unpacked(more.pop("tool_calls", None) or [], f"{where}: its tool_calls are")
-    if isinstance(more.get("function_call"), dict) and not calls:  # OpenAI's older form
-        calls = [{"type": "function", "function": more.pop("function_call")}]
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise BadRecord(f"{where}: its tool_calls are not a list of objects")
-    return calls
 
 
 def check_order(messages: list[Message], answered: bool = True) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,12 @@ class PreferenceForm:
         """The two conversations of a record; only what is not common to both is compared. Raises BadRecord: a text is
         empty, a role is out of order, there is no prompt, the prompts differ, or both answers are the same."""
         chosen, rejected = (self._conversation(record, column) for column in (CHOSEN, REJECTED))
-        common = sum(1 for _ in takewhile(lambda pair: _is_same(*pair), zip(chosen, rejected)))
+        common = 0
+        for one, other in zip(chosen, rejected):
+            same_text = all(one[key] == other[key] for key in ("role", "content"))
+            if one != other and (one["role"] == "assistant" or not same_text):  # in answers other keys count, too
+                break
+            common += 1
         if common == min(len(chosen), len(rejected)):
             same = "its two answers are the same"
             raise BadRecord(same if len(chosen) == len(rejected) else "one conversation is the beginning of the other")
@@ -132,11 +137,6 @@ class PreferenceForm:
             with contextlib.suppress(BadRecord):  # the rest of its prompt is not needed
                 return [turn for turn in self.prompt.read(record)[:1] if turn["role"] == "system"]
         return [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-
-
-def _is_same(one: Message, other: Message) -> bool:
-    """Return whether turns are the same; keys beside the text, such as an id, count in answers alone."""
-    return one == other or (one["role"] != "assistant" and all(one[key] == other[key] for key in ("role", "content")))
 
 
 def find_preferences(recipe: ClmRecipe, table: Dataset) -> PreferenceForm:
