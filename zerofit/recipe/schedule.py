@@ -14,7 +14,7 @@ from zerofit.recipe.options import OptimizerOptions
 class Schedule:
     """Peak rate, shape and lengths in updates. `schedule(k)` is the rate of update k, counted from 0.
 
-    The curve reaches its minimum at update `decay_end`, and stays there (Megatron's --lr-decay-iters).
+    The curve reaches its minimum at update `num_until_minimum`, and stays there (Megatron's --lr-decay-iters).
     """
 
     shape: str
@@ -24,10 +24,6 @@ class Schedule:
     min_ratio: float = 0.0
     num_decay: int = 0  # wsd only
     num_until_minimum: int | None = None  # None: the whole run
-
-    @property
-    def decay_end(self) -> int:
-        return self.num_until_minimum or self.num_updates
 
     @property
     def warning(self) -> str | None:
@@ -49,10 +45,11 @@ class Schedule:
             return update / self.num_warmup
         if self.shape == "constant_with_warmup":
             return 1.0
+        decay_end = self.num_until_minimum or self.num_updates
         if self.shape == "wsd":
-            left = (self.decay_end - update) / max(1, self.num_decay)
+            left = (decay_end - update) / max(1, self.num_decay)
             return self.min_ratio + (1 - self.min_ratio) * min(1.0, max(0.0, left))
-        done = min(1.0, (update - self.num_warmup) / max(1, self.decay_end - self.num_warmup))
+        done = min(1.0, (update - self.num_warmup) / max(1, decay_end - self.num_warmup))
         height = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[self.shape]
         return self.min_ratio + (1 - self.min_ratio) * max(0.0, height)
 
