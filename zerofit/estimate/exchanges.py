@@ -54,11 +54,6 @@ class Collectives(NamedTuple):
     rank_stride: int = 1  # distance between neighbouring ranks of the group
 
 
-def bus_factor(kind: str, world_size: int) -> float:
-    """Return the bytes that each process of a ring sends, relative to the buffer."""
-    return (2 if kind == ALL_REDUCE else 1) * (world_size - 1) / world_size
-
-
 @dataclass(frozen=True)
 class Links:
     """Links of a maker's figures."""
@@ -78,8 +73,8 @@ class Links:
         bandwidth = OF_LINK * self.link if local > 1 else math.inf
         if machines > 1:
             bandwidth = min(bandwidth, OF_NETWORK * self.network * local / (1 + machines / SHARED_BY))
-        each = exchange.bytes / exchange.count * bus_factor(exchange.kind, world_size)
         rounds = 2 if exchange.kind == ALL_REDUCE else 1
+        each = exchange.bytes / exchange.count * (rounds * (world_size - 1) / world_size)  # that a process sends
         far, hops = rounds * (machines - 1), rounds * (world_size - 1)
         near = "pcie" if self.over_pcie else "link"
         ways = [

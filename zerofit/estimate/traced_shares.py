@@ -155,7 +155,8 @@ def divide_experts(model: torch.nn.Module, ranks: int, dtype: torch.dtype) -> No
             self.shares_batch = False
 
         def __call__(self, hidden_states: Any, top_k_index: torch.Tensor, top_k_weights: Any) -> Any:
-            with KnownItems(_even(top_k_index.numel(), ranks)):
+            total = top_k_index.numel()  # in parts that differ by one at most
+            with KnownItems([len(range(part, total, ranks)) for part in range(ranks)]):
                 return super().__call__(hidden_states, top_k_index, top_k_weights)
 
     half = None if dtype == torch.float32 else dtype
@@ -210,11 +211,6 @@ class KnownItems(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return next(self.values) if function is torch.Tensor.item else function(*args, **(kwargs or {}))
-
-
-def _even(total: int, parts: int) -> list[int]:
-    """A total in parts that differ by one at most."""
-    return [len(range(part, total, parts)) for part in range(parts)]
 
 
 class CudaCasts(torch.overrides.TorchFunctionMode):
