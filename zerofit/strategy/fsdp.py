@@ -61,17 +61,16 @@ def read_fsdp(environment: Mapping[str, str], content: Mapping[str, Any]) -> dic
 def check_replicas(settings: Mapping[str, str], world_size: int, source: str) -> None:
     """Raises UserError where the processes cannot form the replicas that are asked for, or groups that share weights
     between the passes, or where replicas and divided experts are asked for."""
-    replicas = int(settings.get(REPLICAS, "1"))
-    shards = int(settings.get(SHARDS, "1"))
+    if world_size == 1:
+        return
+    replicas, shards = int(settings.get(REPLICAS, "1")), int(settings.get(SHARDS, "1"))
     among, sharers = settings.get(RESHARDS, "true"), world_size // replicas
-    if world_size > 1 and among.isdigit() and (sharers % int(among) or int(among) >= sharers):
+    if among.isdigit() and (sharers % int(among) or int(among) >= sharers):
         possible = [str(size) for size in range(2, sharers) if sharers % size == 0]
         raise UserError(
             f"{source}: {RESHARDS} = {among} is not a part of the {sharers} processes that share weights. "
             f"Write {', '.join((*possible, *EITHER))}"
         )
-    if world_size == 1:
-        return
     stated = f"{source}: {REPLICAS} = {replicas}"
     if replicas > 1 and settings.get(IGNORED) == EXPERTS:
         raise UserError(f"{stated} does not go together with {IGNORED}: {EXPERTS}. Remove one of them")

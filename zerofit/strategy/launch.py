@@ -357,26 +357,21 @@ def check_launch(launch: Launch) -> None:
         if value.lower() not in usable and not (launch.deepspeed and "_GRADIENT_" in name) and not problems:
             problems.append(f"{name} = {value} is set in this shell. unset {name}, and say --{option}")
     if launch.command and not problems:
-        problems += _not_started(launch, source)
+        kind, asked = launch.yaml.get("distributed_type"), flag_value(launch.command, "num_processes")
+        asked = asked or (kind != "NO" and str(launch.yaml.get("num_processes"))) or "1"
+        if kind in ("DEEPSPEED", "FSDP") and not (launch.deepspeed or launch.fsdp):
+            left_out = f"with --cpu accelerate launch leaves {kind} out"
+            problems.append(f"{source}: {left_out}. Remove --cpu: the CPU is found without it")
+        elif asked.isdigit() and int(asked) > 1 == launch.world_size:
+            problems.append(
+                f"{source}: num_processes = {asked}, and accelerate launch has started one process. Use --config_file "
+                "accelerate_configs/ddp.yaml, which starts all without a GPU, too, and no --cpu, use_cpu or MULTI_CPU"
+            )
     backend = os.environ.get("ACCELERATE_FP8_BACKEND", FP8_BACKEND).upper()
     if launch.precision == "fp8" and backend not in (FP8_BACKEND, "NO") and not problems:  # by a flag
         problems.append(f"--fp8_backend {backend} is not supported. Write {FP8_BACKEND}, which is torchao")
     if problems:
         raise UserError(problems)
-
-
-def _not_started(launch: Launch, source: str) -> list[str]:
-    """Say what accelerate launch was told to start, and has not."""
-    kind, asked = launch.yaml.get("distributed_type"), flag_value(launch.command, "num_processes")
-    asked = asked or (kind != "NO" and str(launch.yaml.get("num_processes"))) or "1"
-    if kind in ("DEEPSPEED", "FSDP") and not (launch.deepspeed or launch.fsdp):
-        return [f"{source}: with --cpu accelerate launch leaves {kind} out. Remove --cpu: the CPU is found without it"]
-    if asked.isdigit() and int(asked) > 1 == launch.world_size:
-        return [
-            f"{source}: num_processes = {asked}, and accelerate launch has started one process. Use --config_file "
-            "accelerate_configs/ddp.yaml, which starts all without a GPU, too, and no --cpu, use_cpu or MULTI_CPU"
-        ]
-    return []
 
 
 def tell_deepspeed_of_a_cpu() -> None:
