@@ -280,7 +280,8 @@ def third_stage_states(
     optimizer = sum((MASTER_BYTES + group[0].moments_bytes) * size for group, size in zip(weights.groups, groups))
     offloads_weights = offload_target(zero.offload_param) != "none"
     copies = world_size > 1 or offloads_weights  # alone, a rank reads its shards in place (_no_gather_coalesced)
-    persistent = weights.persistent(int(zero.param_persistence_threshold)) if copies else 0
+    threshold = int(zero.param_persistence_threshold) if copies else 0  # weights up to this size are never sharded
+    persistent = sum(weight.size for weight in weights.all if weight.size <= threshold)
     offloads = offload_target(zero.offload_optimizer) != "none"
     wide = 0 if width == MASTER_BYTES else MASTER_BYTES  # gradients of the step in fp32
     host: dict[str, int] = {}

@@ -152,10 +152,6 @@ class Weights:
         """Return the group in which FSDP2 gathers a weight: its layer, or an end; None: the rest."""
         return (ENDS, self.ends[name]) if name in self.ends else self.place_of(name)
 
-    def persistent(self, threshold: int) -> int:
-        """Elements of the parameters that ZeRO-3 never shards."""
-        return sum(weight.size for weight in self.all if weight.size <= threshold)
-
     def frozen_bytes(self, dtype: torch.dtype) -> int:
         return int((self.frozen - self.quantised) * dtype.itemsize + self.quantised * NF4_BYTES)
 
