@@ -124,7 +124,14 @@ def _read_whole(config: dict[str, Any]) -> tuple[list[str], list[str]]:
         notes.append("scheduler: the recipe takes its values over, and sets the learning rate")
     if "bfloat16" in config and config.setdefault("bf16", config["bfloat16"]) is not config.pop("bfloat16"):
         notes.append("bfloat16 has no effect beside bf16, which DeepSpeed reads")
-    problems = _unknown_keys(config)
+    problems = []
+    for key, value in config.items():
+        if key not in KNOWN_KEYS:
+            close = nearest(key, KNOWN_KEYS)
+            remedy = f"Did you mean {close}?" if close else "Remove it"
+            problems.append(f"{key} is not supported, and would be ignored. {remedy}")
+        elif isinstance(value, str) and value != "auto" and not key.endswith("data_type"):
+            problems.append(f'{key} = "{value}": expected a number, true or false, or an object')
     for name, example in EXAMPLES.items():
         if not isinstance(config.get(name, {}), dict):
             problems.append(f"{name} = {json.dumps(config[name])}: expected an object, e.g. {example}")
@@ -134,7 +141,12 @@ def _read_whole(config: dict[str, Any]) -> tuple[list[str], list[str]]:
             notes, problems = notes + translated, problems + found
             if name == "zero_optimization" and not found:
                 problems += _disk_problems(section)
-    problems += _unusable(config)
+    for key, (usable, why) in ONLY.items():
+        stated: Any = config
+        for name in key.split("."):
+            stated = stated.get(name, usable) if isinstance(stated, dict) else usable
+        if stated not in (usable, "auto"):
+            problems.append(f"{key} = {json.dumps(stated)}: {why}. Remove it")
     zero = config.get("zero_optimization")
     if isinstance(zero, dict) and zero.pop(ROUND_ROBIN, False):
         notes.append(
@@ -225,18 +237,6 @@ def models_of_sections() -> dict[str, Any]:
     }
 
 
-def _unusable(config: dict[str, Any]) -> list[str]:
-    """A problem for each key with another value than its ONLY one."""
-    problems = []
-    for key, (usable, why) in ONLY.items():
-        value: Any = config
-        for name in key.split("."):
-            value = value.get(name, usable) if isinstance(value, dict) else usable
-        if value not in (usable, "auto"):
-            problems.append(f"{key} = {json.dumps(value)}: {why}. Remove it")
-    return problems
-
-
 def read_section(section: dict[str, Any], model: Any, where: str) -> tuple[list[str], list[str]]:
     """Put a section into the form that DeepSpeed's model of it has: each setting under its present name, with a value
     of its type. Returns (notes, problems)."""
@@ -289,18 +289,6 @@ def _problem_of(detail: Any, model: Any, where: str) -> str:
     if close and fields[close].get("deprecated"):
         close = fields[close]["new_param"]
     return f"DeepSpeed has no setting {full}. " + (f"Did you mean {close}?" if close else "Remove it")
-
-
-def _unknown_keys(config: dict[str, Any]) -> list[str]:
-    problems = []
-    for key, value in config.items():
-        if key not in KNOWN_KEYS:
-            close = nearest(key, KNOWN_KEYS)
-            remedy = f"Did you mean {close}?" if close else "Remove it"
-            problems.append(f"{key} is not supported, and would be ignored. {remedy}")
-        elif isinstance(value, str) and value != "auto" and not key.endswith("data_type"):
-            problems.append(f'{key} = "{value}": expected a number, true or false, or an object')
-    return problems
 
 
 def stated_precision(config: dict[str, Any], source: str) -> str | None:
