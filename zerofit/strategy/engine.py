@@ -187,8 +187,8 @@ class Engine:
         accepted = bool(bounds.accept(rows[self.layout.loss_ranks, 0].sum(), rows[0, 1]))
         if accepted:
             self.clip_and_step()
-            if rows[0, 1].isfinite():  # else fp16 has left the weights where they were
-                self.update_ema()
+            if self.ema_decay and rows[0, 1].isfinite():  # else fp16 has left the weights where they were
+                self.state.update_ema(self.ema_decay)
         else:
             self.skip_step()
         return Outcome(losses, lambda: (not accepted, rows.tolist()), self.layout.loss_ranks)
@@ -225,11 +225,6 @@ class Engine:
     def skip_step(self) -> None:
         """Drop the gradients and do not step: weights and optimizer state stay, of DeepSpeed the loss scale too."""
         raise NotImplementedError
-
-    def update_ema(self) -> None:
-        """Update the EMA of the weights, after an optimizer step."""
-        if self.ema_decay:
-            self.state.update_ema(self.ema_decay)
 
     @property
     def learning_rate(self) -> float:
