@@ -81,7 +81,6 @@ STANDS_ON = {  # part: module:name.of.what.it.uses, or module|text in its source
     "exchanging_heads_with": "deepspeed.runtime.sequence_parallel.ulysses_sp:dist deepspeed.sequence.layer:dist",
     "exchanging_tokens_with": f"{EXPERTS}:all_to_all_single_autograd {EXPERTS}:_WaitTensor",
     "fake_tensors": "torch._subclasses.fake_tensor:FakeTensorMode",
-    "fingerprint": "datasets.arrow_dataset|self._fingerprint",
     "flight_record": f"torch._C._distributed_c10d:_dump_fr_trace {C10D}:_world.pg_group_ranks {C10D}:_world.pg_names",
     "forget_state": "accelerate.state:AcceleratorState._reset_state",
     "fragment_of": "deepspeed.utils.tensor_fragment|_hp_mapping deepspeed.utils.tensor_fragment|lp_fragment_address",

@@ -11,6 +11,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 from helpers import load_texts, read_data, refusal, write_records
 
+from zerofit.data import tables
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.delimited_files import likely, proposal
 from zerofit.data.options import DataOptions
@@ -106,6 +107,7 @@ def test_tokens_are_cached_until_a_file_an_option_or_the_tokenizer_changes(tmp_p
         return {"train_file": [str(path)]}
 
     def stored(**options) -> set[str]:
+        tables._KEYS.clear()
         common = {
             "config_name": "gpt2",
             "train_tokenizer_vocab_size": 280,

@@ -8,7 +8,6 @@ from pathlib import Path
 from datasets import Dataset
 from transformers import PretrainedConfig
 
-from zerofit.compat.datasets import fingerprint
 from zerofit.data.chat.instructions import KINDS, find_form
 from zerofit.data.chat.samples import find_preferences, prepare_chat
 from zerofit.data.lengths import DEFAULT_BLOCK_SIZE, choose_length
@@ -19,7 +18,7 @@ from zerofit.data.pack import SampleSet, TextData
 from zerofit.data.prompts import OF_CHATS, OF_TEXT, check_options, read_causal_prompts
 from zerofit.data.sources import Source, in_lower_case
 from zerofit.data.streaming import LAG_UPDATES, StreamedSamples, find_shards
-from zerofit.data.tables import columns_present, one_process_at_a_time
+from zerofit.data.tables import columns_present, one_process_at_a_time, table_key
 from zerofit.data.text import prepare_text, read_records, take_texts
 from zerofit.model.tokenizer import get_tokenizer
 from zerofit.recipe.errors import UserError
@@ -76,7 +75,7 @@ def _prepare_text_or_chat(
     parts = take_texts(source, recipe, options)
     texts = next(iter(parts.values()))
     every = (text for batch in texts.iter(100) for text in batch["text"])
-    tokenizer = get_tokenizer(recipe, config, lambda: every, fingerprint(texts))
+    tokenizer = get_tokenizer(recipe, config, lambda: every, table_key(texts))
     data = prepare_text(parts, tokenizer, recipe, options, block_size)
     data.notes[:0] = source.notes
     return data

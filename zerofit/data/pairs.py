@@ -14,7 +14,6 @@ import numpy as np
 from datasets import Dataset, Features, Value
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from zerofit.compat.datasets import fingerprint
 from zerofit.data import tables
 from zerofit.data.chat.instructions import (
     ASSISTANT,
@@ -37,7 +36,16 @@ from zerofit.data.options import PARTS, DataOptions
 from zerofit.data.pack import TaskData, TokenizedDataset
 from zerofit.data.records import BadRecord, RecordSet, read_parts
 from zerofit.data.sources import read_source
-from zerofit.data.tables import IDS, Columns, one_process_at_a_time, texts_of, tokenizer_hash, with_class_names
+from zerofit.data.tables import (
+    IDS,
+    Columns,
+    derived,
+    one_process_at_a_time,
+    table_key,
+    texts_of,
+    tokenizer_hash,
+    with_class_names,
+)
 from zerofit.model.families import family_of
 from zerofit.model.tokenizer import (
     check_marked,
@@ -324,7 +332,7 @@ def open_pairs(
     source.parts = {part: with_class_names(table, texts) for part, table in source.parts.items()}
     parts, notes = read_parts(source, dict.fromkeys(source.parts, columns), options)
     first = next(iter(parts.values()))
-    tokenizer = get_tokenizer(options.recipe, config, first.texts, fingerprint(first.table), pairs=True)
+    tokenizer = get_tokenizer(options.recipe, config, first.texts, table_key(first.table), pairs=True)
     prefix = set_languages(tokenizer, recipe.source_lang, recipe.target_lang, recipe.source_prefix)
     separator = turn_separator(config, tokenizer, recipe.turn_separator)
     _check_languages(recipe, tokenizer, columns)
@@ -369,7 +377,7 @@ def split_translation_columns(table: Dataset) -> Dataset:
     names = {name: name.removeprefix("translation.") for name in flat.column_names}
     new = list(names.values())
     renamed = {name: other for name, other in names.items() if name != other and new.count(other) == 1}
-    return flat.rename_columns(renamed)
+    return derived(flat.rename_columns(renamed), table)
 
 
 def turn_separator(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, said: str | None = None) -> str:

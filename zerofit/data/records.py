@@ -13,7 +13,7 @@ from datasets import Dataset, Features, Value
 from zerofit.data.lengths import report_data_loss
 from zerofit.data.options import DataOptions
 from zerofit.data.sources import Source
-from zerofit.data.tables import Columns, columns_present, encode_table, random_split
+from zerofit.data.tables import Columns, columns_present, derived, encode_table, random_split, select
 from zerofit.recipe.errors import UserError
 
 COLUMN_OPTIONS = ("dialogue_column", "source_column", "target_column", "text_column",
@@ -54,8 +54,8 @@ class RecordSet:
         return len(self.table)
 
     def select(self, places: Sequence[int] | np.ndarray) -> "RecordSet":
-        table, records = self.table.select(places), self.records.select(places)
-        return replace(self, table=table, numbers=self.numbers[places], records=records)
+        table = select(self.table, places)
+        return replace(self, table=table, numbers=self.numbers[places], records=self.records.select(places))
 
     def contents(self) -> Iterator[Any]:
         for batch in self.table.iter(200):
@@ -93,7 +93,7 @@ def read_parts(
         reader, where = readers[name], source.where(name)
         if missing := [column for column in reader.columns if column not in table.column_names]:
             raise UserError(f"{where} has no column {', '.join(missing)}; {columns_present(table)}")
-        read = table.select_columns([*dict.fromkeys(reader.columns)])
+        read = derived(table.select_columns([*dict.fromkeys(reader.columns)]), table)
         part = RecordSet(read, reader, where, np.arange(len(table)), table)
         bad = _bad_records(part, [column for column in MEDIA if column in table.column_names], options.cache)
         if len(bad):

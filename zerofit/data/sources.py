@@ -39,7 +39,7 @@ from zerofit.data.delimited_files import (
 from zerofit.data.json_files import read_json
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.streaming import find_shards
-from zerofit.data.tables import encode_table, stored_table, texts_of, with_class_names, write_table
+from zerofit.data.tables import derived, encode_table, stored_table, texts_of, with_class_names, write_table
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import PACKED, ending_of
 from zerofit.recipe.parsing import counted
@@ -448,7 +448,7 @@ def in_lower_case(source: Source, data: DataOptions) -> Source:
                 "records have one and some the other. Give them one name"
             )
         if changed:
-            parts[part] = table.rename_columns(changed)
+            parts[part] = derived(table.rename_columns(changed), table)
             source.written |= {other: name for name, other in changed.items()}
     return source
 

@@ -37,6 +37,7 @@ from filelock import FileLock
 
 from zerofit.data.json_files import column_of
 from zerofit.data.pack import Sample, SampleSet
+from zerofit.data.tables import keyed
 from zerofit.recipe.addresses import open_address
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import atomic_file
@@ -330,7 +331,8 @@ class StreamedSamples:
                     written.write_table(table)
             shard = self.shards.names[order[window.shard]]
             name = f"the window of the stream from record {window.record + 1} of {shard} on"
-            return self.prepare(Dataset.from_file(str(records)), name, folder)
+            table = keyed(Dataset.from_file(str(records)), *self.made_of.values(), window.number)
+            return self.prepare(table, name, folder)
 
     def _read_table(self, resumes: bool, earlier: Path | None) -> list[Window]:
         """The windows that were written down, up to the first line that is damaged: those after it are read again."""

@@ -10,6 +10,7 @@ from hashlib import sha256
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +19,6 @@ from datasets.utils import disable_progress_bars
 from datasets.utils.logging import CRITICAL, set_verbosity
 from filelock import FileLock
 
-from zerofit.compat.datasets import fingerprint
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import atomic_file, digest_of_code
 
@@ -40,7 +40,7 @@ Records = TypeVar("Records", bound=Any)  # a Dataset, or what has its length and
 
 def first_records(records: Records, limit: int | None) -> Records:
     """The first `limit` records; all of them without a limit."""
-    return records if limit is None or limit >= len(records) else records.select(range(limit))
+    return records if limit is None or limit >= len(records) else select(records, range(limit))
 
 
 def random_split(records: Records, fraction: float) -> tuple[Records, Records]:
@@ -50,7 +50,7 @@ def random_split(records: Records, fraction: float) -> tuple[Records, Records]:
     held = max(1, round(fraction * len(records)))
     if held >= len(records):
         raise empty_split(fraction, len(records))
-    return records.select(np.sort(shuffled[held:])), records.select(np.sort(shuffled[:held]))
+    return select(records, np.sort(shuffled[held:])), select(records, np.sort(shuffled[:held]))
 
 
 def empty_split(fraction: float, count: int) -> UserError:
@@ -125,15 +125,13 @@ def with_class_names(table: Dataset, others: Iterable[Features]) -> Dataset:
     def name_of(value: Any, names: dict[int, str]) -> Any:
         return [name_of(item, names) for item in value] if isinstance(value, list) else names.get(value)
 
-    # The library would draw a fingerprint at random, since it cannot hash this function.
-    key = f"{fingerprint(table)} {named} {digest_of_code(Path(__file__).parent)}"
-    return table.map(
+    new = table.map(
         lambda *values: dict(zip(named, map(name_of, values, named.values()))),
         input_columns=[*named],
         features=features,
-        new_fingerprint=sha256(key.encode()).hexdigest()[:32],
         desc="Naming classes",
     )
+    return derived(new, table, named)
 
 
 def is_value(name: str) -> bool:
@@ -199,6 +197,45 @@ def check_name(name: str, option: str) -> None:
         raise UserError(f"the first line is not a name of a column: {name[:60]!r}. Add one, or say --{option}")
 
 
+_KEYS: WeakKeyDictionary[Dataset, str] = WeakKeyDictionary()  # of the tables that are in use
+
+
+def keyed(dataset: Dataset, *words: object) -> Dataset:
+    """Note what the rows of a table follow from: files, options, other tables. Returns the table."""
+    _KEYS[dataset] = sha256(" ".join(map(str, (dataset.column_names, *words))).encode()).hexdigest()[:32]
+    return dataset
+
+
+def derived(dataset: Dataset, origin: Dataset, *words: object) -> Dataset:
+    """Note that a table follows from another one, and by what. Returns it."""
+    return keyed(dataset, table_key(origin), *words)
+
+
+def select(records: Records, places: Sequence[int] | np.ndarray) -> Records:
+    """Records by their places; of a table it is noted which."""
+    chosen = records.select(places)
+    if isinstance(records, Dataset):
+        rows = np.asarray(places, dtype=np.int64)
+        derived(chosen, records, "rows", sha256(rows.tobytes()).hexdigest())
+    return chosen
+
+
+def table_key(dataset: Dataset) -> str:
+    """A key of the rows of a table, the same in every process and in every run on the same data: of what was noted
+    (see `keyed`), of the library's files on the disk, or of all rows of a table in memory."""
+    if dataset not in _KEYS:
+        files = [Path(file["filename"]) for file in dataset.cache_files]
+        if files and len(dataset) == len(dataset.data):  # all rows of the files, in their order
+            stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+            keyed(dataset, dataset.split, len(dataset), stats)
+        else:
+            digest = sha256(repr(dataset.features).encode())
+            for batch in dataset.iter(LOOKED_AT):
+                digest.update(repr(batch).encode())
+            keyed(dataset, digest.hexdigest())
+    return _KEYS[dataset]
+
+
 @contextmanager
 def one_process_at_a_time(folder: Path) -> Iterator[None]:
     """Hold a file lock: the first process does the work; the others wait, and then find the result in the cache.
@@ -227,7 +264,7 @@ def stored_table(
         found = make(place)
         with atomic_file(notes) as file:
             json.dump(found, file)
-    return Dataset.from_file(str(place)), json.loads(notes.read_text(encoding="utf-8"))
+    return keyed(Dataset.from_file(str(place)), name), json.loads(notes.read_text(encoding="utf-8"))
 
 
 def texts_of(columns: Iterable[str]) -> Features:
@@ -260,9 +297,9 @@ def encode_table(
     cache, named after everything that it depends on, and memory-mapped. `key`: what it depends on beside the table,
     such as options and the tokenizer's fingerprint."""
     code = digest_of_code(Path(__file__).parent)  # tables of another version are not used
-    text = " ".join(map(str, (fingerprint(dataset), features, code, *key)))
+    text = " ".join(map(str, (table_key(dataset), features, code, *key)))
     name = sha256(text.encode()).hexdigest()[:32]
-    return dataset.map(
+    encoded = dataset.map(
         encode,
         with_indices=True,
         batched=True,
@@ -273,6 +310,7 @@ def encode_table(
         new_fingerprint=name,
         desc="Tokenising",
     )
+    return keyed(encoded, name)
 
 
 def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -57,7 +57,7 @@ def take_texts(source: Source, recipe: ClmRecipe, options: DataOptions) -> dict[
         source.notes += report_data_loss(recipe.allow_data_loss, lost, len(table), what)
         if lost:
             table = table.filter(lambda text: text is not None, input_columns="text", desc="Removing empty records")
-        parts[name] = table
+        parts[name] = tables.derived(table, source.parts[name], column, "with text")
     if "validation" not in parts and options.held_out_fraction > 0:
         parts["train"], parts["validation"] = split_documents(parts["train"], options.held_out_fraction)
     train = parts.pop("train", None)
@@ -100,7 +100,10 @@ def split_documents(dataset: Dataset, fraction: float) -> tuple[Dataset, Dataset
         raise UserError(NO_TEXT)
     if not all(parts):
         raise tables.empty_split(fraction, len(dataset))
-    train, held_out = (Dataset.from_dict({"text": part}) for part in parts)
+    train, held_out = (
+        tables.derived(Dataset.from_dict({"text": part}), dataset, fraction, name)
+        for part, name in zip(parts, ("train", "held out"))
+    )
     return train, held_out
 
 

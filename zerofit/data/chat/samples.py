@@ -22,7 +22,6 @@ import numpy as np
 from datasets import Dataset, Features, Value
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from zerofit.compat.datasets import fingerprint
 from zerofit.data.chat.instructions import (
     MASKS,
     Form,
@@ -39,7 +38,7 @@ from zerofit.data.options import PARTS, DataOptions
 from zerofit.data.pack import DatasetStats, Documents, Sample, SampleSet, TextData
 from zerofit.data.records import BadRecord, read_parts
 from zerofit.data.sources import Source
-from zerofit.data.tables import IDS, Columns, columns_present, texts_of, tokenizer_hash, with_class_names
+from zerofit.data.tables import IDS, Columns, columns_present, table_key, texts_of, tokenizer_hash, with_class_names
 from zerofit.model import chat
 from zerofit.model.chat import (
     BadTemplate,
@@ -169,7 +168,7 @@ def prepare_chat(
     parts, notes = read_parts(replace(source, parts=named), dict(forms), options)  # names of classes are texts, too
     parts = options.limited(parts)
     first_of, first = next(iter(parts.items()))
-    tokenizer = get_tokenizer(recipe, config, first.texts, f"{fingerprint(first.table)} {form}")
+    tokenizer = get_tokenizer(recipe, config, first.texts, f"{table_key(first.table)} {form}")
     template, note = install_template(tokenizer, recipe.chat_template, "none" if form.plain else None)
     notes = [note, form.describe, *notes, *missing_end_token(tokenizer, template)]
     notes += written_twice(tokenizer, template, islice(first.texts(), FIRST_TEXTS))
@@ -340,7 +339,7 @@ class PreferencePairs(Conversations):
 
     def __init__(self, table: Dataset):
         super().__init__(table, ("input_ids", "labels", "rejected_ids", "rejected_labels"))
-        self.key = fingerprint(table)
+        self.key = table_key(table)
         self.reference = np.zeros((len(self.rows), 2), dtype=np.float32)
         self.stats = replace(self.stats, padding=None)  # it depends on the batches
 

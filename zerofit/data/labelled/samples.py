@@ -10,7 +10,6 @@ import numpy as np
 from datasets import Dataset, Features, List, Value
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from zerofit.compat.datasets import fingerprint
 from zerofit.data.chat.instructions import blank
 from zerofit.data.labelled.labels import Labels
 from zerofit.data.lengths import report_data_loss
@@ -18,7 +17,7 @@ from zerofit.data.mixture import MixedSamples
 from zerofit.data.options import PARTS, PREDICT, DataOptions
 from zerofit.data.pack import LabelledSamples, TaskData, TokenizedDataset, stats_rows
 from zerofit.data.records import BadRecord, Encode, RecordSet
-from zerofit.data.tables import IDS, kept_columns, tokenizer_hash
+from zerofit.data.tables import IDS, kept_columns, table_key, tokenizer_hash
 from zerofit.model.tokenizer import get_tokenizer, padding_values, read_by_words
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import BALANCED, ClsRecipe
@@ -114,7 +113,7 @@ def encode_parts(
     """The samples of all parts, whose readers return an Example; notes say which texts are truncated."""
     parts = options.limited(parts)
     train = next(iter(parts.values()))
-    tokenizer = get_tokenizer(options.recipe, config, train.texts, fingerprint(train.table), pairs=True)
+    tokenizer = get_tokenizer(options.recipe, config, train.texts, table_key(train.table), pairs=True)
     if getattr(config, "type_vocab_size", None) == 1:  # as of a RoBERTa, which has no second type of tokens
         tokenizer.model_input_names = [name for name in tokenizer.model_input_names if name != "token_type_ids"]
     columns, notes = tuple(padding_values(tokenizer)), list[str]()
