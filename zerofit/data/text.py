@@ -100,10 +100,8 @@ def split_documents(dataset: Dataset, fraction: float) -> tuple[Dataset, Dataset
         raise UserError(NO_TEXT)
     if not all(parts):
         raise tables.empty_split(fraction, len(dataset))
-    train, held_out = (
-        tables.derived(Dataset.from_dict({"text": part}), dataset, fraction, name)
-        for part, name in zip(parts, ("train", "held out"))
-    )
+    train = tables.derived(Dataset.from_dict({"text": parts[0]}), dataset, fraction, "train")
+    held_out = tables.derived(Dataset.from_dict({"text": parts[1]}), dataset, fraction, "held out")
     return train, held_out
 
 

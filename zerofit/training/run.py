@@ -227,6 +227,8 @@ class Run:
         recipe, strategy = self.recipe, self.strategy
         if schedule is not None and not callable(schedule):
             raise UserError(f"the schedule is a {type(schedule).__name__}: give a function, (update) -> learning rate")
+        if isinstance(optimizer, (list, tuple)):
+            raise UserError("the optimizer is several: give one over all weights, whose groups differ by lr_scale")
         self.timeline.mark("model")
         self.watchdog.phase("prepare", patience=LONG)
         self.notes += self.stored.notes if self.stored else ()
@@ -433,7 +435,7 @@ class Run:
             learning_rate=self.engine.learning_rate,
             anomaly=anomaly.reason if anomaly else None,
             skipped=outcome.skipped or None,
-            own=own,
+            own=own and {name: float(figure) for name, figure in own.items()},
             **figures,
         )
 
@@ -501,6 +503,8 @@ class Run:
 
     def save(self, update: Update) -> None:
         """Begin a checkpoint, also where none is due; it is written while training goes on."""
+        if self.state.updates < update.number and not self._now.is_abandoned:
+            raise UserError("run.save stands before run.log, which counts the update: save after it")
         reason = self._why_save(update.number) or (None if self._now.is_best else ASKED)
         self._write()
         self.enter("save", update.number)
