@@ -26,7 +26,7 @@ def no_graphs():
 
 
 def test_zero3_is_refused(under_torchrun):
-    words = "torch_compile (--torch_compile): DeepSpeed gathers the weights of each module"
+    words = "torch_compile (--torch_compile). DeepSpeed gathers the weights of each module"
     assert words in refusal(under_torchrun, "zero3", "--torch_compile")
     assert under_torchrun("zero2", "--torch_compile")[1].name == "zero2"
 
