@@ -330,9 +330,7 @@ class CorpusSamples:
         sample = {"input_ids": tokens, "next_tokens": np.where(counts > 0, targets, IGNORE)}
         if "reset_position_ids" in self.resets:
             sample["position_ids"] = native["position_ids"].numpy()
-            if (
-                "reset_attention_mask" not in self.resets
-            ):  # without a mask transformers takes such positions for separate documents
+            if "reset_attention_mask" not in self.resets:  # else transformers takes such positions for documents
                 sample["attention_mask"] = np.ones_like(tokens)
         elif "reset_attention_mask" in self.resets:
             ends = tokens == self.eod

@@ -51,9 +51,8 @@ def _of_parallelism(strategy: Strategy, recipe: TrainingRecipe) -> Iterator[Conf
         # Without it ZeRO-3 divides the gradients of large and small parameters by different numbers (zero/stage3.py).
         if zero.get("reduce_scatter") is False:
             yield first, "zero_optimization.reduce_scatter = false", REMOVE
-        if (
-            sums and zero.get("stage") == 1 and precision == "bf16"
-        ):  # BF16_Optimizer asks for groups that are not there
+        # BF16_Optimizer asks for groups that are not there.
+        if sums and zero.get("stage") == 1 and precision == "bf16":
             yield first, sums, "Remove it"
         if len(stated) > 1:
             yield first, " and ".join(key for key in stated if key != SEQUENCE), REMOVE
