@@ -453,10 +453,8 @@ class Run:
         figures: dict[str, Any] = {"loss": outcome.loss_sum / (targets or 1.0), "grad_norm": outcome.grad_norm}
         reason = self.detector.record(figures, outcome.refused)
         figures["peak_memory_bytes"] = int(max(report.peak_memory_bytes for report in reports))
-        anomaly = None
-        if reason:  # only then is each micro-batch's loss read from the device
-            losses = [float(loss) for loss in outcome.losses]
-            anomaly = Anomaly(number, reason, {**figures}, update.micro_batches, losses)
+        losses = [float(loss) for loss in outcome.losses] if reason else []  # from the device, for an anomaly alone
+        anomaly = Anomaly(number, reason, {**figures}, update.micro_batches, losses) if reason else None
         for counter in self.counters:
             sums = self.engine.sum_over_replicas(counter.sums)
             figures |= counter.figures(sums, targets, update.totals.tokens)._asdict()
