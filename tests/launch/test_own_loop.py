@@ -73,6 +73,62 @@ def test_a_schedule_and_an_end_of_the_script(llama, material, cache, tmp_path):
     assert (output / "model" / "model.safetensors").is_file()
 
 
+STEP = "outcome = engine.step(losses, run.bounds())"
+TWICE = "losses += engine.forward_backward(update.micro_batches, model_loss, update.scale)"
+MADE, OTHER = "make_optimizer(model, recipe, run.device, run.strategy)", "torch.optim.Adafactor(model.parameters())"
+
+
+@pytest.mark.parametrize(
+    ("line", "instead", "strategy", "told"),
+    [
+        (STEP, f"{TWICE}\n        {STEP}", "zero2", "twice before step"),
+        ("engine.step(losses", "engine.step([]", "single", "step got no losses"),
+        ("run.log(update, outcome)", "run.log(update, outcome, {'kind': 'big'})", "single", "which is no number"),
+        ("(update, evaluate())", "(update, {'eval_x': 1})", "single", "needs eval_loss"),
+        (MADE, OTHER, "fsdp2", "needs each matrix in full"),
+    ],
+)
+def test_a_change_that_a_run_cannot_keep_is_told(line, instead, strategy, told, llama, material, cache, tmp_path):
+    text = (ROOT / "train" / "clm.py").read_text()
+    assert text.count(line) == 1
+    text = text.replace(line, instead).replace("from transformers", "import torch\nfrom transformers", 1)
+    script = tmp_path / "clm.py"
+    script.write_text(text)
+    stderr = forked(
+        script, "--output_dir", tmp_path / "run", "--model_name_or_path", llama, "--train_file",
+        material / "text" / "train.txt", "--block_size", "64", "--max_train_steps", "2",
+        "--per_device_train_batch_size", "1", "--cache_dir", cache, "--strategy", strategy, "--max_eval_samples", "2",
+        processes=1 if strategy == "single" else 2, refused=True,
+    )  # fmt: skip
+    assert told in stderr
+
+
+def test_a_model_called_before_the_step_and_a_changing_clip_are_the_same_under_every_strategy(
+    llama, material, cache, tmp_path
+):
+    """FSDP2 has old weights in full after a forward pass without a backward one; DeepSpeed clips by itself."""
+    text = (ROOT / "train" / "clm.py").read_text().replace("from transformers", "import torch\nfrom transformers", 1)
+    step = "outcome = engine.step("
+    called = "with torch.no_grad():\n            engine.model(**update.micro_batches[0].to(engine.device).inputs)"
+    script = tmp_path / "clm.py"
+    script.write_text(
+        text.replace(step, f"{called}\n        engine.max_grad_norm = 0.1 * update.number\n        {step}")
+    )
+
+    def lines(strategy: str, processes: int) -> list[dict]:
+        forked(
+            script, "--output_dir", tmp_path / strategy, "--model_name_or_path", llama, "--train_file",
+            material / "text" / "train.txt", "--block_size", "64", "--max_train_steps", "3", "--cache_dir", cache,
+            "--per_device_train_batch_size", "1", "--global_batch_size", "4", "--strategy", strategy,
+            "--validation_split_percentage", "0", "--learning_rate", "1e-2", processes=processes,
+        )  # fmt: skip
+        return metrics(tmp_path / strategy)
+
+    alone = lines("single", 1)
+    check_alike(lines("fsdp2", 2), alone)
+    check_alike(lines("zero2", 2), alone)
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_the_loop(change, lines_of):
     lines = lines_of(change, "single", 1)

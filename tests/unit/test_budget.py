@@ -17,16 +17,16 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/model": 5_431,  # 4,700
     "zerofit/compat": 605,  # 600
     "zerofit/data": 6_799,  # 6,000
-    "zerofit/strategy": 5_007,  # 4,800
+    "zerofit/strategy": 5_076,  # 4,800
     "zerofit/estimate": 4_410,  # 4,700
     "zerofit/record": 1_484,  # 4,300 with health and checkpoint
     "zerofit/health": 1_288,
     "zerofit/checkpoint": 1_628,
-    "zerofit/training": 3_201,  # 2,000
+    "zerofit/training": 3_222,  # 2,000
     "zerofit/launch": 1_487,  # 1,300
     "zerofit/tools": 10_026,  # 10,600
     "benchmarks": 1_898,  # 1,800
-    "tests": 26_464,  # 21,500
+    "tests": 26_576,  # 21,500
 }
 
 

@@ -7,11 +7,23 @@ import torch
 from helpers import refusal
 from test_resuming import leave_a_run, recipe
 from test_saving import Alone, save, saver_of
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
 
 from zerofit.checkpoint.resume import EarlierRuns, differences_from
+from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import OPTIMIZERS
+from zerofit.recipe.schedule import make_schedule
 from zerofit.record.run_folder import identity_options
-from zerofit.strategy.optimizers import KEPT, ReplicatedOptimizerState, check_kept, make_optimizer, state_bytes
+from zerofit.strategy.optimizers import (
+    KEPT,
+    ReplicatedOptimizerState,
+    check_kept,
+    keep_group_rates,
+    make_optimizer,
+    rates_of,
+    state_bytes,
+)
 
 CPU = torch.device("cpu")
 SHAPES = ((128, 64), (40, 103), (3, 50, 60), (70,), (5000,), (7, 3))
@@ -80,7 +92,15 @@ def test_a_run_does_not_resume_with_another_optimizer(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "refused"), [("AdamW", ""), ("RAdam", ""), ("NAdam", "mu_product"), ("SGD", "nothing")]
+    ("kind", "refused"),
+    [
+        ("AdamW", ""),
+        ("RAdam", ""),
+        ("NAdam", "mu_product"),
+        ("SGD", "nothing"),
+        ("Rprop", "prev"),
+        ("Adafactor", "variance"),
+    ],
 )
 def test_what_checkpoints_cannot_keep_is_refused(kind, refused):
     weight = torch.nn.Parameter(torch.ones(3))
@@ -91,3 +111,37 @@ def test_what_checkpoints_cannot_keep_is_refused(kind, refused):
         assert refused in refusal(check_kept, optimizer)
     else:
         check_kept(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("rates", "common", "scales"),
+    [
+        ((1e-3, 1e-3), 1e-3, (None, None)),
+        ((1e-3, 1e-4), 1e-3, (None, 0.1)),
+        ((0.0, 1e-3), 1e-3, (0.0, None)),
+        ((0.5, 0.5), 0.5, (None, None)),  # the schedule's rates hold
+        ((2e-3, 1e-4), 0.5, (2.0, 0.1)),  # no group has the optimizer's: in proportion to the recipe's
+    ],
+)
+def test_groups_keep_their_rates_in_proportion(rates, common, scales):
+    now = recipe("--learning_rate", "1e-3")
+    groups = [{"params": [torch.nn.Parameter(torch.ones(3))], "lr": rate} for rate in rates]
+    optimizer = torch.optim.AdamW(groups, lr=common)
+    warning = keep_group_rates(optimizer, now, make_schedule(now, 4))
+    assert tuple(group.get("lr_scale") for group in optimizer.param_groups) == pytest.approx(scales)
+    assert (warning is not None) == (rates == (0.5, 0.5))
+    assert keep_group_rates(optimizer, now, lambda update: 1.0) is None
+
+
+def test_a_scheduler_of_transformers_is_a_function_of_the_update():
+    groups = [
+        {"params": [torch.nn.Parameter(torch.ones(3))]},
+        {"params": [torch.nn.Parameter(torch.ones(3))], "lr": 1e-4},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=2, num_training_steps=4)
+    assert [rates_of(scheduler)(update) for update in range(5)] == pytest.approx([0, 5e-4, 1e-3, 5e-4, 0])
+    keep_group_rates(optimizer, recipe("--learning_rate", "1e-3"), rates_of(scheduler))
+    assert [group.get("lr_scale") for group in optimizer.param_groups] == [None, pytest.approx(0.1)]
+    with pytest.raises(UserError, match="a factor for each group"):
+        rates_of(LambdaLR(optimizer, [lambda update: 1.0, lambda update: 0.5]))

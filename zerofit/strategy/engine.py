@@ -16,6 +16,7 @@ import torch
 
 from zerofit.model.compilation import uncompiled
 from zerofit.model.stages import whole_model
+from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.muon import Muon
@@ -106,6 +107,7 @@ class Engine:
         module: the model of transformers; of a pipeline this rank's stage of it.
         whole: the unsharded model, for names and shapes; of pipelines and FSDP2 it has no weights.
         model: what is called: the module, wrapped as the strategy says.
+        max_grad_norm: the norm that gradients are clipped to; 0: they are not. A loop may change it.
         state: the optimizer's state in the form in which checkpoints have it (state.py); None where nothing is
             trained.
         torch_optimizer: the innermost optimizer: accelerate and DeepSpeed put theirs around it; None where nothing is
@@ -113,6 +115,9 @@ class Engine:
         alive: watchdog heartbeat, called in long operations.
         phase: is told what begins within an update: forward, backward.
     """
+
+    adds_calls = True  # the gradients of a second `forward_backward` before `step` are added to those of the first
+    _has_gradients = False  # `step` has not taken them yet
 
     def __init__(
         self, strategy: Strategy, accelerator: Any, model: Any, recipe: OptimizerOptions, optimizer: Any
@@ -158,7 +163,8 @@ class Engine:
         self, micro_batches: Sequence["Batch"], loss_sum: LossSum, scale: float
     ) -> list[torch.Tensor]:
         """Forward and backward over an update's micro-batches: gradients are averaged over replicas and summed over
-        micro-batches.
+        micro-batches. Raises UserError: a second call before `step`, where the strategy would lose the gradients of
+        the first.
 
         Args:
             loss_sum: (model, batch) -> the loss summed over the batch's targets, a scalar with a gradient.
@@ -166,6 +172,7 @@ class Engine:
 
         Returns: the loss sum of each, fp32 scalars on the device; of a pipeline zeros on all stages but the last.
         """
+        self._expect_gradients(micro_batches)
         losses = []
         for index, batch in enumerate(micro_batches):
             with self.accumulate(last=index == len(micro_batches) - 1):
@@ -176,12 +183,30 @@ class Engine:
                 self.backward(loss * scale)
         return losses
 
+    def _expect_gradients(self, micro_batches: Sequence["Batch"]) -> None:
+        """Note that gradients come, if there are micro-batches."""
+        if not micro_batches:
+            return
+        if self._has_gradients and not self.adds_calls:
+            raise UserError(
+                f"forward_backward was called twice before step, and {self.strategy.source} would lose the gradients "
+                "of the first call: give it all micro-batches of the update in one list"
+            )
+        self._has_gradients = True
+
     def step(self, losses: list[torch.Tensor], bounds: Bounds) -> Outcome:
         """Clip the gradients and let the optimizer move the weights, unless loss or norm are out of bounds; all ranks
         decide alike. Nothing is left of the gradients. `losses`: of `forward_backward`; without any nothing is done.
+        Raises UserError: there are none, but gradients are.
         """
-        if not losses:
-            return Outcome(losses, lambda: (False, []), ())
+        if losses:
+            self._has_gradients = False
+            return self._step(losses, bounds)
+        if self._has_gradients:
+            raise UserError("step got no losses, but there are gradients: give it what forward_backward returned")
+        return Outcome(losses, lambda: (False, []), ())
+
+    def _step(self, losses: list[torch.Tensor], bounds: Bounds) -> Outcome:
         own = [float(sum(losses)), self.gradient_norm(), *bounds.report]
         rows = torch.tensor(self.per_rank(own), dtype=torch.float64)
         accepted = bool(bounds.accept(rows[self.layout.loss_ranks, 0].sum(), rows[0, 1]))

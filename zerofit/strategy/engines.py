@@ -83,11 +83,11 @@ class TorchEngine(Engine):
         has_fp64 = self.device.type not in ("mps", "hpu")
         return bool(fused and has_fp64 and self.accelerator.scaler is None and not self.ema_decay)
 
-    def step(self, losses: list[torch.Tensor], bounds: Bounds) -> Outcome:
+    def _step(self, losses: list[torch.Tensor], bounds: Bounds) -> Outcome:
         """Decide about an update without a wait for the device, where the optimizer leaves out a refused one: loss,
         norm and verdict are read while it steps."""
-        if not losses or not self.decides_on_device:
-            return super().step(losses, bounds)
+        if not self.decides_on_device:
+            return super()._step(losses, bounds)
         norm = self._global_norm()
         report = torch.tensor(bounds.report, dtype=torch.float64).to(self.device, non_blocking=True)
         row = torch.cat([torch.stack([torch.as_tensor(sum(losses)).double(), norm.double()]), report])
@@ -258,6 +258,7 @@ class FullyShardedEngine(TorchEngine):
 
     @torch.no_grad()
     def _global_norm(self) -> torch.Tensor:
+        self.forget_gathered()  # a script may have called the model without a backward pass
         for parameter in self.experts:  # of all ranks' samples: a sum, where fully_shard has made means
             if parameter.grad is not None:
                 parameter.grad.to_local().div_(self.layout.world_size)
@@ -347,6 +348,7 @@ class DeepSpeedEngine(Engine):
         with initializing_deepspeed(self.layout):
             self.engine = self.accelerator.prepare(model, optimizer)[0]
         self.torch_optimizer = self.engine.optimizer.optimizer
+        self.adds_calls = self.strategy.shards_parameters  # other stages reduce gradients into memory that they clear
         self._split = SplitStep(self.engine.optimizer, self.strategy.shards_parameters, norm_at_once)
         return self.engine
 
@@ -366,6 +368,7 @@ class DeepSpeedEngine(Engine):
         return self._split.norm()
 
     def clip_and_step(self) -> None:
+        self.engine.optimizer.clip_grad = self.max_grad_norm
         self._split.run(self._take_step, discards=False)
 
     def skip_step(self) -> None:

@@ -5,16 +5,18 @@ relative to the size of each weight. 8 bits are bitsandbytes' (blocks of 256 ele
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DummyOptim
+from torch.optim.lr_scheduler import LambdaLR
 
 from zerofit.model.parameters import decay_groups, layer_groups
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import OptimizerOptions
+from zerofit.recipe.schedule import Schedule
 from zerofit.strategy.devices import has_fused_adamw
 from zerofit.strategy.muon import Muon
 from zerofit.strategy.state import ReadWhole, ReplicatedState
@@ -29,6 +31,8 @@ KEPT = {
     "muon": ("exp_avg",),  # of a matrix; of the rest what AdamW keeps
     "adafactor": ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"),
 }
+# Optimizers of torch and others, by name, that compute with whole matrices or with all weights at once.
+WHOLE = ("Adafactor", "LAMB", "Lamb", "LARS", "LBFGS", "Muon", "Shampoo", "SOAP")
 SHARDED = ("adamw", "muon")  # what they keep has the parameter's shape, so that ranks may keep parts of it
 BLOCK, SMALLEST_IN_8_BITS = 256, 4096  # elements (bitsandbytes/optim/optimizer.py: init_state, min_8bit_size)
 
@@ -69,17 +73,53 @@ def parameter_groups(model: torch.nn.Module, recipe: OptimizerOptions) -> list[d
     return layer_groups(model, recipe.weight_decay, layer_decay)
 
 
+def check_own(optimizer: Any, strategy: "Strategy") -> None:
+    """Raises UserError for what a script gives as its optimizer: it is none, or the strategy shards the matrices that
+    it needs in full."""
+    if isinstance(optimizer, (list, tuple)):
+        raise UserError("the optimizer is several: give one over all weights, whose groups differ by their lr")
+    shards = strategy.deepspeed is not None or strategy.fully_shards
+    if shards and type(optimizer).__name__ in WHOLE and not isinstance(optimizer, Muon):
+        raise UserError(
+            f"{type(optimizer).__name__} needs each matrix in full, and {strategy.source} shards them. Use --strategy "
+            "ddp, or one process; or an optimizer that works element by element, such as AdamW"
+        )
+
+
+def rates_of(scheduler: LambdaLR) -> Callable[[int], float]:
+    """Return the learning rate of each update, counted from 0, that a scheduler of transformers' `get_scheduler` sets:
+    its optimizer's `lr` times its factor."""
+    if any(factor is not scheduler.lr_lambdas[0] for factor in scheduler.lr_lambdas):
+        raise UserError("the schedule has a factor for each group: give one factor, and the groups an lr of their own")
+    peak = float(scheduler.optimizer.defaults["lr"])
+    return lambda update: peak * scheduler.lr_lambdas[0](update)
+
+
+def keep_group_rates(optimizer: torch.optim.Optimizer, recipe: OptimizerOptions, schedule: Any) -> str | None:
+    """Let groups with an `lr` of their own keep it in proportion (by `lr_scale`), since a schedule sets all rates.
+    Returns a warning where the optimizer's own `lr` is not the rate that the recipe's schedule follows."""
+    common, peak = float(optimizer.defaults.get("lr", 0.0)), recipe.learning_rate
+    rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]  # a scheduler changes lr
+    base = common if common in rates else peak
+    for group, rate in zip(optimizer.param_groups, rates):
+        if base and rate != base:
+            group.setdefault("lr_scale", rate / base)
+    if base == peak or not isinstance(schedule, Schedule):
+        return None
+    return f"warning: the optimizer's lr = {base:g} is not used: the schedule follows learning_rate = {peak:g}"
+
+
 def check_kept(optimizer: torch.optim.Optimizer | None) -> None:
-    """Raises UserError, after a step, where an optimizer of torch that a script has chosen keeps something else of a
-    weight than the two moments of AdamW, which checkpoints have."""
-    if optimizer is None or not type(optimizer).__module__.startswith("torch.optim"):
+    """Raises UserError, after a step, where an optimizer that a script has chosen keeps something else of a weight
+    than the two moments of AdamW, which checkpoints have."""
+    if optimizer is None:
         return
     kept = {name for state in optimizer.state.values() for name in state} - {"step", "ema"}  # ema: of state.py
-    moments = set(KEPT["adamw"])
-    if kept - moments or (kept != moments and not isinstance(optimizer, torch.optim.Adam)):
+    moments, name = set(KEPT["adamw"]), type(optimizer).__name__
+    if kept - moments or (kept != moments and "Adam" not in name):  # what a rank has of an Adam may be nothing
         raise UserError(
-            f"{type(optimizer).__name__} keeps {', '.join(sorted(kept)) or 'nothing'} of each weight, and checkpoints "
-            "have exp_avg and exp_avg_sq: it could not be resumed. Say --save_strategy no, or choose another optimizer"
+            f"{name} keeps {', '.join(sorted(kept)) or 'nothing'} of each weight, and checkpoints have exp_avg and "
+            "exp_avg_sq: it could not be resumed. Say --save_strategy no, or choose another optimizer"
         )
 
 

@@ -103,6 +103,7 @@ class PipelineEngine(DeepSpeedEngine):
         return PipelinedModel(self)
 
     def forward_backward(self, micro_batches: Sequence[Batch], loss_sum: LossSum, scale: float) -> list[torch.Tensor]:
+        self._expect_gradients(micro_batches)
         losses: list[torch.Tensor] = []
         if not micro_batches:
             return losses

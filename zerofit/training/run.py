@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import set_seed
+from torch.optim.lr_scheduler import LambdaLR
 
 from zerofit.checkpoint.directory import ASKED, CLOCK, LEAVING
 from zerofit.checkpoint.exporter import HubRepository
@@ -43,7 +44,7 @@ from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import log_lines
 from zerofit.strategy.devices import synchronise
 from zerofit.strategy.engine import Bounds, Engine, Outcome
-from zerofit.strategy.optimizers import check_kept
+from zerofit.strategy.optimizers import check_kept, check_own, keep_group_rates, rates_of
 from zerofit.strategy.prepare_engine import prepare_engine
 from zerofit.strategy.strategy import Strategy
 from zerofit.training.export import about_the_run, answer_held_out, export_run, finish_run
@@ -70,6 +71,14 @@ if TYPE_CHECKING:
     from zerofit.training.measurement import Profiler
 
 SAVING = 4.0  # watchdog timeout / watchdog_minutes while a checkpoint is begun
+
+
+def number_of(name: str, figure: Any) -> float:
+    """The number of a figure of the script's own: a number, or a tensor with one element."""
+    try:
+        return float(figure)
+    except (TypeError, ValueError):
+        raise UserError(f"run.log: the figure {name!r} is {figure!r}, which is no number") from None
 
 
 class Run:
@@ -216,19 +225,22 @@ class Run:
         """Keep lines for `log_start`; None is left out."""
         self.lines += [line for line in lines if line]
 
-    def prepare(self, model: Any, optimizer: Any, schedule: Callable[[int], float] | None) -> Engine:
+    def prepare(self, model: Any, optimizer: Any, schedule: Callable[[int], float] | LambdaLR | None) -> Engine:
         """Let the strategy wrap, shard and place the model and its optimizer.
 
         Args:
             optimizer: of make_optimizer, or any other torch optimizer over the model's parameters; None where nothing
                 is trained, and `schedule` with it.
-            schedule: (update, counted from 0) -> its learning rate: a Schedule, or any function.
+            schedule: (update, counted from 0) -> its learning rate: a Schedule, any function, or a LambdaLR.
         """
         recipe, strategy = self.recipe, self.strategy
+        if isinstance(schedule, LambdaLR):
+            schedule = rates_of(schedule)
         if schedule is not None and not callable(schedule):
             raise UserError(f"the schedule is a {type(schedule).__name__}: give a function, (update) -> learning rate")
-        if isinstance(optimizer, (list, tuple)):
-            raise UserError("the optimizer is several: give one over all weights, whose groups differ by lr_scale")
+        check_own(optimizer, strategy)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            self.notes += filter(None, [keep_group_rates(optimizer, recipe, schedule)])
         self.timeline.mark("model")
         self.watchdog.phase("prepare", patience=LONG)
         self.notes += self.stored.notes if self.stored else ()
@@ -435,9 +447,10 @@ class Run:
             learning_rate=self.engine.learning_rate,
             anomaly=anomaly.reason if anomaly else None,
             skipped=outcome.skipped or None,
-            own=own and {name: float(figure) for name, figure in own.items()},
+            own=own and {name: number_of(name, figure) for name, figure in own.items()},
             **figures,
         )
+        self._evaluation_began = time.perf_counter()  # for a script that evaluates where none is due
 
     def _read(self, update: Update, outcome: Outcome) -> tuple[dict[str, Any], Anomaly | None]:
         """Wait for the device, and take in what the ranks told each other with the loss of an update. Returns (its
@@ -463,7 +476,7 @@ class Run:
             self._has_stepped = True
             gc.collect()
             gc.freeze()  # these objects stay: a collection scans them for 0.3 to 0.5 s, while other ranks wait
-            if self.recipe.save_strategy != "no":
+            if self.recipe.save_strategy != "no" and self.recipe.optim == "adamw":
                 check_kept(self.engine.torch_optimizer)
         return figures, anomaly
 
@@ -479,7 +492,15 @@ class Run:
         return True
 
     def log_held_out(self, update: Update, figures: dict[str, float]) -> None:
-        """Take down the held-out figures of an evaluation after this update, `eval_loss` among them."""
+        """Take down the held-out figures of an evaluation after this update, `eval_loss` among them. Raises UserError:
+        the figure that tells the best weights is missing; the update has no line that they could go into."""
+        if self._now.is_abandoned or self.measurement:
+            return
+        if self._now.metrics is None:
+            raise UserError("run.log_held_out belongs between run.log, which begins the update's line, and run.save")
+        if f"eval_{self.best.metric}" not in figures:
+            named = ", ".join(figures) or "none"
+            raise UserError(f"run.log_held_out needs eval_{self.best.metric}, and the figures are: {named}")
         timing = self.end_evaluation(self.data.num_held_out)
         self.state.held_out = figures
         self.throughput.evaluations.append(timing)
