@@ -71,7 +71,7 @@ def read(folder: Path, *flags: str, task: str = "clm"):
     words = ["--train_file", "a.jsonl", "--model_name_or_path", str(folder), *flags]
     recipe = parse_recipe(TASKS[task], words).draft()
     adapter = adapter_to_train_on(recipe, task)
-    config, _ = trained_config(adapter, load_configuration(recipe), recipe.config_overrides)
+    config = trained_config(adapter, load_configuration(recipe), recipe.config_overrides)
     return (
         recipe,
         adapter,
@@ -309,7 +309,7 @@ def test_with_an_adapter_the_embeddings_are_trained_and_saved(tmp_path, tokenize
     again, _ = continued(tmp_path / "adapter")
     torch.testing.assert_close(answer(again), answer(model), rtol=0, atol=1e-5)
     recipe, folder, _ = read(tmp_path / "adapter", "--resize_embeddings")
-    config, _ = trained_config(folder, load_configuration(recipe), recipe.config_overrides)
+    config = trained_config(folder, load_configuration(recipe), recipe.config_overrides)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
     tokenizer.add_tokens([f"<new {number}>" for number in range(9)])
     check_vocabulary(config, tokenizer, recipe)

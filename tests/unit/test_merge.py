@@ -349,7 +349,7 @@ def test_a_head_that_nobody_has(tmp_path, tokenizer, capsys):
     assert "pooler.dense" in refusal(case, capsys)
 
 
-def test_an_adapter_that_was_trained_on_quantised_weights(build, capsys):
+def test_an_adapter_that_was_trained_on_quantised_weights(build):
     """The configuration as trained says so; the base in its folder is not quantised, and is what is merged into."""
     case = build()
     config = json.loads((case.base / "config.json").read_text())
@@ -357,7 +357,6 @@ def test_an_adapter_that_was_trained_on_quantised_weights(build, capsys):
     (case.adapter / "config.json").write_text(json.dumps(config))
     output = merge(case)
     agree(logits_of(output), case.logits)
-    assert "trained on quantised weights" in capsys.readouterr().out
     assert "quantization_config" not in json.loads((output / "config.json").read_text())
 
 

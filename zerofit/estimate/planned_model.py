@@ -312,7 +312,7 @@ def read_planned_model(recipe: Any, task: str, on_gpu: bool) -> PlannedModel:
         shape = f"add --architecture with a folder that has a config.json, or with a known name such as {similar}"
         raise UserError(f"{problem.partition('; ')[0]}; {shape}" for problem in error.problems) from None
     if adapter is not None:
-        config, _ = trained_config(adapter, config, recipe.config_overrides)
+        config = trained_config(adapter, config, recipe.config_overrides)
     if task == "cls":
         num_tags = getattr(recipe, "num_tags", None)  # an option of `zerofit plan`
         config.num_labels = num_tags or max(1, getattr(config, "num_labels", 2))

@@ -199,7 +199,7 @@ def with_base_configuration(recipe: Any, task: str | None = None, auto_class: An
     recipe = recipe.draft()
     adapter = adapter_to_train_on(recipe, task)
     config = load_configuration(recipe, auto_class)
-    return recipe, config if adapter is None else trained_config(adapter, config, recipe.config_overrides)[0]
+    return recipe, config if adapter is None else trained_config(adapter, config, recipe.config_overrides)
 
 
 def check_resized(folder: AdapterFolder, config: Any) -> None:
@@ -209,13 +209,6 @@ def check_resized(folder: AdapterFolder, config: Any) -> None:
             f"resize_embeddings: the adapter {str(folder.path)!r} has embeddings of its own, of {_num_rows(folder):,} "
             f"rows. Make a full model of it, and train that: {merge_command(str(folder.path))}"
         )
-
-
-NAMED_WITH = {  # {option that names an adapter: how a user names another base for it}
-    "adapter": "--base",
-    "model": "--model BASE --adapter FOLDER",
-    "model_name_or_path": "base_model_name_or_path in its adapter_config.json",
-}
 
 
 class Base(NamedTuple):
@@ -234,19 +227,18 @@ def find_base(
     names. Raises UserError where the adapter names no base, or the base cannot be read."""
     file = folder.path / "adapter_config.json"
     name, revision = base, None
-    named_with = f"--{option}" if base else NAMED_WITH[folder.option]
     if not base:
         option, name = f"base_model_name_or_path in {file}", recorded_base(folder)
         revision = folder.settings.get("revision") or None
     if not name:
-        raise UserError(f"{file} names no base (base_model_name_or_path): name it with {named_with}")
+        raise UserError(f"{file} names no base. Write its folder or hub name there, as base_model_name_or_path")
     name = model_folder(name)
     if is_adapter(name):
         raise UserError(f"{option} = {name!r} is an adapter itself: merge that first, and name the merged model here")
     try:
         return Base(option, name, read_config(option, name, trust_remote_code, revision), revision)
     except UserError as error:
-        raise UserError(f"{error}. It is the base of {str(folder.path)!r}: name it with {named_with}") from None
+        raise UserError(f"{error}. It is the base of {str(folder.path)!r}: name it there (merge: --base)") from None
 
 
 def recorded_base(folder: AdapterFolder) -> str | None:
@@ -268,12 +260,10 @@ def recorded_base(folder: AdapterFolder) -> str | None:
     return name
 
 
-def trained_config(
-    folder: AdapterFolder, base: "PretrainedConfig", overrides: str | None = None
-) -> tuple[Any, list[str]]:
-    """The configuration that the adapter was trained with, and notes on it: it is beside the adapter, else the base's
-    with the labels and tokens that the adapter has. Raises UserError where the two have other sizes."""
-    config, notes = base, list[str]()
+def trained_config(folder: AdapterFolder, base: "PretrainedConfig", overrides: str | None = None) -> Any:
+    """The configuration that the adapter was trained with: it is beside the adapter, else the base's with the labels
+    and tokens that the adapter has. Raises UserError where the two have other sizes."""
+    config: Any = base
     if (folder.path / "config.json").is_file():
         if not hasattr(base, "auto_map"):  # else the configuration's class comes with the base
             config = read_config("adapter", str(folder.path))
@@ -282,13 +272,10 @@ def trained_config(
             own, of_base = getattr(config, size, None), getattr(base, size, None)
             if own != of_base:
                 raise UserError(f"{refusal}: for one with {size} = {own}, and this one has {of_base}")
-        quantization = getattr(base, "quantization_config", None)
-        if getattr(config, "quantization_config", None) is not None:
-            if quantization is None:
-                notes.append("note: the adapter was trained on quantised weights; these differ by the rounding")
+        if hasattr(config, "quantization_config"):
             del config.quantization_config
-        if quantization is not None:
-            config.quantization_config = quantization
+        if getattr(base, "quantization_config", None) is not None:
+            config.quantization_config = base.quantization_config
         config.dtype, config.use_cache = base.dtype, getattr(base, "use_cache", True)
         override(config, overrides)
     elif folder.classifies:
@@ -300,7 +287,7 @@ def trained_config(
         config.get_text_config().vocab_size = rows
     if folder.classifies:
         config.architectures = [f"AutoModelFor{TASK_TYPES[folder.settings['task_type']][1]}"]
-    return config, notes
+    return config
 
 
 def _num_rows(folder: AdapterFolder) -> int | None:
@@ -340,16 +327,12 @@ def differs(recorded: Sequence[float], sample: Sequence[float]) -> bool:
     return differing > MAX_DIFFERING * len(recorded)
 
 
-def check_base_weights(
-    model: "torch.nn.Module", folder: AdapterFolder, name: str, strategy: "Strategy", quantised: bool
-) -> list[str]:
-    """Compare the frozen weights of a base that has the adapter's layers with those recorded in training. Returns a
-    note if that is not possible. `name`: the base's. Raises UserError where it is another base."""
+def check_base_weights(model: "torch.nn.Module", folder: AdapterFolder, name: str, strategy: "Strategy") -> None:
+    """Compare the frozen weights of a base that has the adapter's layers with those recorded in training, where there
+    are some. `name`: the base's. Raises UserError where it is another base."""
     file = folder.path / BASE_SAMPLE
     if not file.is_file():
-        return []
-    if quantised:
-        return [f"note: {name!r} is quantised, so its weights are not compared with those recorded in {file}"]
+        return
     refusal, modules = f"{folder.where} is for another base than {name!r}", dict(model.named_modules())
     for module, recorded in read_json(file).get("modules", {}).items():
         layer = modules.get(module)
@@ -360,4 +343,3 @@ def check_base_weights(
             sample = sample_weights(weight)
         if differs(recorded, sample):
             raise UserError(f"{refusal}, where {module} has other weights. Name its own base")
-    return []

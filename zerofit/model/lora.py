@@ -349,9 +349,9 @@ def load_with_adapter(
     precision: str | None = None,
     quantised: str = "refuse",
     trust_remote_code: bool = False,
-) -> tuple[Any, Any, list[str]]:
+) -> tuple[Any, Any]:
     """Load the base, and the adapter onto it. Returns (their PeftModel, in evaluation mode; the class of transformers
-    that loads the base; notes). Raises UserError: the base cannot be loaded, or the adapter is for another one.
+    that loads the base). Raises UserError: the base cannot be loaded, or the adapter is for another one.
     `precision`: fp32, bf16 or fp16; None: that of the base. `quantised`: what to do with a quantised base: "refuse",
     "dequantize" or "keep"."""
     import transformers
@@ -359,7 +359,7 @@ def load_with_adapter(
     is_quantised = getattr(base.config, "quantization_config", None) is not None
     if is_quantised and quantised == "refuse":
         raise UserError(f"{base.option} = {base.name!r} is quantised. Name its original, or say --dequantize")
-    config, notes = trained_config(folder, base.config)
+    config = trained_config(folder, base.config)
     task_type = folder.settings.get("task_type")
     if task_type is None:
         classifiers = [kind for kind in CLASSIFIERS if has_head(config, TASK_TYPES[kind][1])]
@@ -380,8 +380,8 @@ def load_with_adapter(
             own = torch.nn.Parameter(model.get_parameter(weight).detach().clone(), requires_grad=False)
             setattr(model.get_submodule(owner), attribute, own)
         model.config.tie_word_embeddings = False
-    adapted, more = inject_adapter(folder, model, base.name, ALONE, quantised=is_quantised, as_peft_model=True)
-    return adapted.eval(), auto_class, [*notes, *more]
+    adapted = inject_adapter(folder, model, base.name, ALONE, quantised=is_quantised, as_peft_model=True)
+    return adapted.eval(), auto_class
 
 
 def _dequantize(model: Any, name: str) -> Any:
@@ -412,12 +412,10 @@ def continue_adapter(
     saved = with_tied(model, [*_modules_in_full(folder, model, settings), *fresh])
     base, quantised = str(recipe.model_name_or_path), recipe.quantised is not None
     torch.manual_seed(recipe.seed)
-    _, notes = inject_adapter(folder, model, base, strategy, quantised=quantised, settings=settings, saved=saved)
+    inject_adapter(folder, model, base, strategy, quantised=quantised, settings=settings, saved=saved)
     written = replace(original, base_model_name_or_path=published_base(base), lora_dropout=recipe.lora_dropout)
     adapter = make_trainable(model, written, saved, strategy)
-    lines = [f"{folder.path}, trained on: {adapter.note}"]
-    lines += [f"note      {each.removeprefix('note: ')}" for each in notes]
-    return replace(adapter, note="\n".join(lines), base=base)
+    return replace(adapter, note=f"{folder.path}, trained on: {adapter.note}", base=base)
 
 
 def _modules_in_full(folder: AdapterFolder, model: torch.nn.Module, settings: "LoraConfig") -> list[str]:
@@ -440,10 +438,11 @@ def inject_adapter(
     settings: "LoraConfig | None" = None,
     saved: list[str] | None = None,
     as_peft_model: bool = False,
-) -> tuple[Any, list[str]]:
+) -> Any:
     """Inject the adapter's layers into its base, and load all weights of its file into them and the modules that it
-    has in full. Returns the model, or a PeftModel of it, and notes. `name`: the base's. `quantised`: its weights are,
-    or were. `settings`, `saved`: by default the adapter's own. Raises UserError: the adapter is for another base."""
+    has in full. Returns the model, or a PeftModel of it. `name`: the base's. `quantised`: its weights are, or were, so
+    they are not compared. `settings`, `saved`: by default the adapter's own. Raises UserError: the adapter is for
+    another base."""
     from peft import PeftModel, get_peft_model_state_dict, inject_adapter_in_model
 
     settings = settings or adapter_settings(folder)
@@ -480,7 +479,9 @@ def inject_adapter(
         with strategy.gathered(parameter), torch.no_grad():
             parameter.copy_(tensor)
     mark_magnitudes(model, strategy)
-    return adapted, check_base_weights(model, folder, name, strategy, quantised)
+    if not quantised:
+        check_base_weights(model, folder, name, strategy)
+    return adapted
 
 
 def trained_apart(folder: AdapterFolder, model: torch.nn.Module) -> list[list[str]]:

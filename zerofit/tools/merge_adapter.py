@@ -35,7 +35,7 @@ def merge(folder: AdapterFolder, output: Path, options: Any) -> list[str]:
     """
     trust = options.trust_remote_code
     base = find_base(folder, options.base, trust_remote_code=trust)
-    adapted, auto_class, notes = load_with_adapter(
+    adapted, auto_class = load_with_adapter(
         folder,
         base,
         precision=options.precision,
@@ -49,7 +49,7 @@ def merge(folder: AdapterFolder, output: Path, options: Any) -> list[str]:
     if not before.isfinite().all():
         raise UserError(f"{folder.where} gives logits that are not finite: its training has diverged")
     model = fold(adapted)
-    notes.append(probe.compare(before, model, "merged"))
+    notes = [probe.compare(before, model, "merged")]
     with atomic_folder(output) as partial:
         if (folder.path / "generation_config.json").is_file() and hasattr(model, "generation_config"):
             model.generation_config = GenerationConfig.from_pretrained(folder.path)

@@ -176,7 +176,7 @@ class Run:
         if self.stored is not None:
             return self.stored.configuration(config)
         if self.config.adapter is not None:
-            config, _ = trained_config(self.config.adapter, config, self.recipe.config_overrides)
+            config = trained_config(self.config.adapter, config, self.recipe.config_overrides)
         return config
 
     def start(self, data: TaskData) -> None:

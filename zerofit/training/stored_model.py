@@ -76,8 +76,7 @@ class StoredModel:
     def configuration(self, config: PretrainedConfig) -> PretrainedConfig:
         """The configuration that the model was trained with, where the adapter changes that of its base."""
         if self.adapter is not None:
-            config, notes = trained_config(self.adapter, config, self.recipe.config_overrides)
-            self.notes.extend(notes)
+            config = trained_config(self.adapter, config, self.recipe.config_overrides)
         return config
 
     @property
@@ -90,7 +89,7 @@ class StoredModel:
         model are nowhere."""
         if self.adapter is not None:
             quantised = self.recipe.quantised is not None
-            self.notes.extend(inject_adapter(self.adapter, model, self.base, strategy, quantised=quantised)[1])
+            inject_adapter(self.adapter, model, self.base, strategy, quantised=quantised)
         lacking = [name for name in getattr(model, "initialized_weights", ()) if name not in self.swapped_in]
         if lacking:
             raise UserError(

@@ -72,9 +72,7 @@ def load(base: Base, adapter: AdapterFolder | None, options: Any) -> PreTrainedM
     precision = options.precision or ("fp32" if device.type == "cpu" else None)
     reading = {"precision": precision, "trust_remote_code": options.trust_remote_code}
     if adapter:
-        adapted, _, notes = load_with_adapter(adapter, base, quantised="keep", **reading)
-        for note in notes:
-            log_to_stderr(note)
+        adapted, _ = load_with_adapter(adapter, base, quantised="keep", **reading)
         model = adapted.get_base_model()
         if (adapter.path / "generation_config.json").is_file():  # its settings for generation
             model.generation_config = GenerationConfig.from_pretrained(adapter.path)
