@@ -15,18 +15,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import (
-    ROOT,
     completed,
     cut_after,
     largest_differences,
     launch,
     launched,
     metrics,
-    small_model,
     updates,
 )
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 DISTURBED = Path(__file__).with_name("disturbed.py")
 
@@ -198,25 +194,3 @@ def test_a_poisoned_sample_never_reaches_the_weights(poisoned, tmp_path, stops, 
     assert [line["update"] for line in again] == list(range(1, 13)), "each update once"
     assert largest_differences([line for line in again if line["update"] != at], good, ["loss"])["loss"] < 1e-5
     assert samples(rewound) == [line for line in samples(stopped) if line["update"] != at]
-
-
-# ---------------------------------------------------------------------------------------------- what is not in a state
-
-
-def test_an_adapter_goes_on_upon_its_own_base_alone(byte_tokenizer, cache, tmp_path):
-    """The frozen weights are in no checkpoint; those of the folder may have been trained again since."""
-    base, run = tmp_path / "base", tmp_path / "run"
-    small_model(base, "gpt2", AutoModelForCausalLM, byte_tokenizer)
-    flags = ["--model_name_or_path", base, "--lora", "--train_file", ROOT / "docs" / "fine-tune.md", "--cache_dir",
-             cache, "--block_size", "64", "--max_train_samples", "16", "--per_device_train_batch_size", "1",
-             "--global_batch_size", "2", "--save_strategy", "steps", "--save_steps", "2", "--precision", "fp32",
-             "--sample_tokens", "0"]  # fmt: skip
-    launch(run, *flags, "--max_train_steps", "2")
-    longer = [*flags, "--max_train_steps", "3", "--resume", run / "checkpoints" / "latest"]
-    assert len(updates(launch(tmp_path / "same", *longer))) == 3
-    weights = load_file(base / "model.safetensors")
-    changed = {name: tensor * 1.5 for name, tensor in weights.items()}
-    save_file(changed, base / "model.safetensors", {"format": "pt"})
-    done = launched(tmp_path / "other", *longer, strategy="zero3", processes=2)
-    assert done.returncode == 2
-    assert f"model_name_or_path = '{base}' has other weights than those that the adapter in {run}" in done.stderr

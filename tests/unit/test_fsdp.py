@@ -89,12 +89,12 @@ def adapted(base: str, world_size: int, rank: int = 0) -> dict:
     settings = {"fsdp_version": "2"} if world_size > 1 else None
     strategy = Strategy(launch, BatchSizes(2, 1, world_size), "fp32", None, "a test", fsdp=settings)
     model = load_model(AutoModelForCausalLM, AutoConfig.from_pretrained(base), recipe, strategy, 0)
-    sample = add_adapter(model, recipe, "clm", strategy).base_sample
+    add_adapter(model, recipe, "clm", strategy)
     parameters = dict(model.named_parameters())
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
                 for p in parameters.values() if not p.requires_grad}  # fmt: skip
     trained = {name: p.tolist() for name, p in parameters.items() if p.requires_grad}
-    return {"frozen": sum(storages.values()), "trained": trained, "sample": sample}
+    return {"frozen": sum(storages.values()), "trained": trained}
 
 
 def test_under_an_adapter_a_rank_holds_its_rows_only(tmp_path):
@@ -107,7 +107,6 @@ def test_under_an_adapter_a_rank_holds_its_rows_only(tmp_path):
     for rank in ranks:
         assert rank["frozen"] < 0.52 * one["frozen"]
         assert rank["trained"] == one["trained"], "drawn as by one process"
-        assert rank["sample"] == one["sample"]
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def test_what_was_trained_is_read_by_plain_peft_and_put_on_its_base_again(bases,
     before, trained = answer(base), answer(model)
     assert (trained - before).abs().max() > 1e-3
     torch.testing.assert_close(answer(PeftModel.from_pretrained(base, tmp_path)), trained, rtol=1e-6, atol=1e-6)
-    inject_adapter(open_adapter(str(tmp_path)), again, bases[family], NOT_SHARDED, quantised=False)
+    inject_adapter(open_adapter(str(tmp_path)), again, bases[family], NOT_SHARDED)
     torch.testing.assert_close(answer(again), trained, rtol=0, atol=0)
 
 
@@ -127,7 +127,7 @@ def test_nothing_of_the_frozen_model_is_written(bases, tmp_path, family):
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     assert sum(tensor.numel() for tensor in tensors.values()) == count_parameters(model)[1]
     assert all("lora_" in name or ".classifier." in name for name in tensors)
-    files = {"adapter_model.safetensors", "adapter_config.json", "config.json", "base_weights.json", "README.md"}
+    files = {"adapter_model.safetensors", "adapter_config.json", "config.json", "README.md"}
     files |= {"generation_config.json"} if model.config.is_encoder_decoder else set()
     assert {file.name for file in tmp_path.iterdir()} == files
     assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1  # whoever reads the one reads the others
@@ -145,8 +145,7 @@ def test_a_file_that_cannot_be_written_does_not_cost_the_adapter(bases, tmp_path
     with patch.object(owners[name], "save_pretrained", fail):
         assert list(adapter.save(model, moved(model), tokenizer, tmp_path)) == [name]
     assert load_file(tmp_path / "adapter_model.safetensors")
-    files = {"adapter_model.safetensors", "adapter_config.json", "config.json", "generation_config.json",
-             "base_weights.json"}  # fmt: skip
+    files = {"adapter_model.safetensors", "adapter_config.json", "config.json", "generation_config.json"}
     assert {file.name for file in tmp_path.iterdir()} == files - {name}
 
 

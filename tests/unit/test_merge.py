@@ -19,7 +19,6 @@ from transformers import (
 )
 
 from zerofit.cli import main
-from zerofit.model.adapter_folder import sample_weights
 
 pytestmark = [pytest.mark.usefixtures("tools"), pytest.mark.filterwarnings("ignore::UserWarning")]  # of peft
 
@@ -237,32 +236,6 @@ def test_an_encoder_decoder(tmp_path, tokenizer, whole):
     assert merged.config.tie_word_embeddings
     assert "model.shared.weight" in written
     assert not [name for name in written if "embed_tokens" in name or "lm_head" in name]
-
-
-# -------------------------------------------------------------------------------------------------------- base_weights
-
-
-def record_base(case: Case, model) -> None:
-    names = [f"model.layers.{layer}.self_attn.q_proj" for layer in (0, 1)]
-    modules = {name: sample_weights(model.get_submodule(name).weight) for name in names}
-    (case.adapter / "base_weights.json").write_text(json.dumps({"modules": modules}))
-
-
-def test_the_base_is_known_again(build):
-    case = build()
-    record_base(case, AutoModelForCausalLM.from_pretrained(case.base, dtype=torch.bfloat16))
-    agree(logits_of(merge(case)), case.logits)
-
-
-def test_another_base_of_the_same_shapes_is_refused(build, capsys):
-    case = build()
-    model = AutoModelForCausalLM.from_pretrained(case.base)
-    record_base(case, model)
-    with torch.no_grad():
-        model.model.layers[1].self_attn.q_proj.weight += 0.01 * torch.randn(32, 32)
-    model.save_pretrained(case.base)
-    capsys.readouterr()  # its progress bar
-    assert "model.layers.1.self_attn.q_proj" in refusal(case, capsys)
 
 
 # ------------------------------------------------------------------------------------------------------------- refused

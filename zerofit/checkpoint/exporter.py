@@ -12,11 +12,9 @@ from huggingface_hub.utils import disable_progress_bars
 from transformers import PreTrainedTokenizerBase
 
 from zerofit.checkpoint.mirror import reason
-from zerofit.model.adapter_folder import BASE_SAMPLE, differs
 from zerofit.model.configuration import TRAINED_WITH, work_offline_without_network
 from zerofit.model.export import Weights, export_model, review_export, write_beside, write_card
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.parsing import read_record
 from zerofit.record.model_card import model_card
 from zerofit.strategy.strategy import without_sharding
 
@@ -41,16 +39,6 @@ class ModelExporter:
     def weights(self) -> Weights:
         """The full tensors that are written, on the main process; nothing elsewhere. All ranks read it to its end."""
         return self._engine.weights() if self.writes_all else self._engine.trained_weights()
-
-    def check_base(self, folder: Path) -> None:
-        """Raises UserError if the frozen weights are others than those that a checkpoint's adapter was trained on."""
-        own = self._adapter.base_sample if self._adapter is not None else {}
-        recorded = (read_record(folder / BASE_SAMPLE).get("modules") if own else None) or {}
-        if self._engine.from_main([name for name in own if name in recorded and differs(recorded[name], own[name])]):
-            raise UserError(
-                f"model_name_or_path = {self._recipe.model_name_or_path!r} has other weights than those that the "
-                f"adapter in {folder} was trained on. Bring these back, or train anew in another --output_dir"
-            )
 
     def write(self, weights: Weights, held_out: dict[str, float], folder: Path) -> list[str]:
         """Write the folder, on the main process: the weights first, since no other file may cost them. Returns what

@@ -179,7 +179,6 @@ class CheckpointManager:
     def _restore(self, checkpoint: Path) -> dict[str, Any]:
         saved = self.writer.load(checkpoint)
         check_data(self._data, saved["data"], checkpoint)
-        self._exporter.check_base(checkpoint / "model")
         self.state.restore(saved)
         self._saved_update = self.state.updates
         return saved

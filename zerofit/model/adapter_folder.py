@@ -1,15 +1,8 @@
-"""A LoRA adapter in its folder: its settings, the shapes of its tensors, and the base model that it belongs to.
-
-The base is recognised by a few of its frozen weights, which are beside the adapter in base_weights.json: {"modules":
-{"model.layers.0.self_attn.q_proj": [64 numbers], ...}}, of the first and the last module that has an adapter. The
-adapters of two models of one architecture fit both without an error; only the weights tell the models apart.
-"""
+"""A LoRA adapter in its folder: its settings, its tensors, and the base model that it belongs to."""
 
 import dataclasses
-import math
 import pickle
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,8 +29,6 @@ if TYPE_CHECKING:
     import torch
     from peft import LoraConfig
     from transformers import PretrainedConfig
-
-    from zerofit.strategy.strategy import Strategy
 
 WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"  # of an older peft
@@ -298,48 +289,3 @@ def _num_rows(folder: AdapterFolder) -> int | None:
         if tensor.dim() == 2 and name.removesuffix(".weight").removesuffix(".base_layer").endswith(EMBEDDINGS)
     }
     return found.pop() if len(found) == 1 else None
-
-
-BASE_SAMPLE = "base_weights.json"
-NUM_VALUES = 64
-RELATIVE, ABSOLUTE = 1e-2, 1e-6  # bf16 rounds by 2^-9 of a value, fp16 by 2^-25 where values are tiny
-MAX_DIFFERING = 0.05  # fraction of the values that may differ in the same base
-
-
-def sample_weights(weight: "torch.Tensor") -> list[float]:
-    """Return 64 values, evenly strided over a full weight of any shape, from the first on."""
-    import torch
-
-    indices = torch.arange(NUM_VALUES, device=weight.device) * weight.numel() // NUM_VALUES
-    return weight.detach().flatten()[indices].float().tolist()
-
-
-def adapted_weight(layer: Any) -> "torch.Tensor":
-    """The frozen weight that a layer of peft adapts; of experts a weight of all of them."""
-    return layer.get_param() if hasattr(layer, "parameter_name") else layer.get_base_layer().weight
-
-
-def differs(recorded: Sequence[float], sample: Sequence[float]) -> bool:
-    """Return whether two samples come from different weights; each may have been rounded to bf16 or fp16."""
-    if len(recorded) != len(sample):
-        return True
-    differing = sum(not math.isclose(a, b, rel_tol=RELATIVE, abs_tol=ABSOLUTE) for a, b in zip(recorded, sample))
-    return differing > MAX_DIFFERING * len(recorded)
-
-
-def check_base_weights(model: "torch.nn.Module", folder: AdapterFolder, name: str, strategy: "Strategy") -> None:
-    """Compare the frozen weights of a base that has the adapter's layers with those recorded in training, where there
-    are some. `name`: the base's. Raises UserError where it is another base."""
-    file = folder.path / BASE_SAMPLE
-    if not file.is_file():
-        return
-    refusal, modules = f"{folder.where} is for another base than {name!r}", dict(model.named_modules())
-    for module, recorded in read_json(file).get("modules", {}).items():
-        layer = modules.get(module)
-        if not hasattr(layer, "base_layer"):
-            raise UserError(f"{refusal}, where {module} has no adapter")
-        weight = adapted_weight(layer)
-        with strategy.gathered(weight, written=False):
-            sample = sample_weights(weight)
-        if differs(recorded, sample):
-            raise UserError(f"{refusal}, where {module} has other weights. Name its own base")

@@ -1,14 +1,12 @@
 """LoRA: low-rank adapters inside a frozen model, through peft: which layers get one, what is saved, and how a saved
-one is put onto the base that it was trained on, to be merged, evaluated or trained on; every other base is refused.
+one is put onto its base, to be merged, evaluated or trained on.
 
 peft injects its layers into the transformers model itself, so that the loss, generation and the engine work with the
 model as without LoRA. A run saves a folder that peft loads. peft itself silently skips adapter weights that have no
-place in the base, and only warns where it initializes missing ones at random. Here both are errors, and so is a base
-with the right shapes and other weights.
+place in the base, and only warns where it initializes missing ones at random. Here both are errors.
 """
 
 import copy
-import json
 import os
 from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
@@ -26,16 +24,12 @@ from transformers.pytorch_utils import Conv1D
 from zerofit.compat.transformers import keep_conversions
 from zerofit.model.adapter_folder import (
     ADAPTER_PREFIX,
-    BASE_SAMPLE,
     CLASSIFIERS,
     PEFT_CLASSIFIER_HEADS,
     TASK_TYPES,
     AdapterFolder,
     Base,
-    adapted_weight,
     adapter_settings,
-    check_base_weights,
-    sample_weights,
     trained_config,
 )
 from zerofit.model.configuration import has_head, has_model, name_some
@@ -70,7 +64,6 @@ class Adapter:
 
     config: "LoraConfig"  # as it is saved
     saved: list[str]  # full names of the modules that are fully trained
-    base_sample: dict[str, list[float]]  # frozen weights, by module, with which the base is recognised
     note: str  # for the log
     base: str | None = None  # of an adapter that is trained on, the folder or hub name of its base
 
@@ -106,15 +99,12 @@ class Adapter:
         if hasattr(description, "quantization_config"):
             del description.quantization_config  # of this run only
         description.use_cache = True
-        sample = json.dumps({"modules": self.base_sample}) + "\n"
         files: dict[str, Callable[[], object]] = {
             "adapter_config.json": lambda: self.config.save_pretrained(str(folder)),
             "config.json": lambda: description.save_pretrained(folder),
         }
         if model.config.is_encoder_decoder:  # the settings of train/seq2seq.py
             files["generation_config.json"] = lambda: save_generation_settings(model, folder)
-        if self.base_sample:
-            files[BASE_SAMPLE] = lambda: (folder / BASE_SAMPLE).write_text(sample)
         files["the tokenizer"] = lambda: tokenizer.save_pretrained(folder)
         return write_beside(files)
 
@@ -204,15 +194,15 @@ def make_trainable(
             for parameter in own:
                 if parameter.requires_grad or is_norm:
                     parameter.data = parameter.data.float()
-    layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    count = sum(hasattr(module, "lora_A") for module in model.modules())
     kind, scale = "DoRA" if config.use_dora else "LoRA", "rank-stabilised, " if config.use_rslora else ""
     fully = f"; fully trained: {', '.join(saved)}" if saved else ""
     note = (
         f"{kind} of rank {config.r}, alpha {config.lora_alpha:g}, {scale}dropout {config.lora_dropout:g}, bias "
-        f"{config.bias}, on {len(layers)} modules{targets}{fully}"
+        f"{config.bias}, on {count} modules{targets}{fully}"
     )
     written = replace(config, modules_to_save=sorted(saved) or None, inference_mode=True)
-    return Adapter(written, saved, base_sample(layers, strategy), note)
+    return Adapter(written, saved, note)
 
 
 def check_quantisation(recipe: LoraOptions, strategy: "Strategy") -> None:
@@ -329,19 +319,6 @@ def published_base(name: str | None) -> str | None:
     return local if local.startswith("..") else f"./{local}"
 
 
-def base_sample(layers: dict[str, torch.nn.Module], strategy: "Strategy") -> dict[str, list[float]]:
-    """Samples of the frozen weights of the first and the last adapted module."""
-    sample = {}
-    names = list(layers)
-    for name in (names[0], names[-1]):
-        weight = adapted_weight(layers[name])
-        if not weight.is_floating_point():
-            return {}
-        with strategy.gathered(weight, written=False):
-            sample[name] = sample_weights(weight.detach())
-    return sample
-
-
 def load_with_adapter(
     folder: AdapterFolder,
     base: Base,
@@ -380,7 +357,7 @@ def load_with_adapter(
             own = torch.nn.Parameter(model.get_parameter(weight).detach().clone(), requires_grad=False)
             setattr(model.get_submodule(owner), attribute, own)
         model.config.tie_word_embeddings = False
-    adapted = inject_adapter(folder, model, base.name, ALONE, quantised=is_quantised, as_peft_model=True)
+    adapted = inject_adapter(folder, model, base.name, ALONE, as_peft_model=True)
     return adapted.eval(), auto_class
 
 
@@ -410,9 +387,9 @@ def continue_adapter(
     drawn = [name for name in getattr(model, "initialized_weights", ()) if name not in folder.full_weights]
     fresh = [*(name.rpartition(".")[0] for name in drawn), *getattr(model, "resized_modules", ())]  # in no file yet
     saved = with_tied(model, [*_modules_in_full(folder, model, settings), *fresh])
-    base, quantised = str(recipe.model_name_or_path), recipe.quantised is not None
+    base = str(recipe.model_name_or_path)
     torch.manual_seed(recipe.seed)
-    inject_adapter(folder, model, base, strategy, quantised=quantised, settings=settings, saved=saved)
+    inject_adapter(folder, model, base, strategy, settings=settings, saved=saved)
     written = replace(original, base_model_name_or_path=published_base(base), lora_dropout=recipe.lora_dropout)
     adapter = make_trainable(model, written, saved, strategy)
     return replace(adapter, note=f"{folder.path}, trained on: {adapter.note}", base=base)
@@ -434,15 +411,13 @@ def inject_adapter(
     name: str,
     strategy: "Strategy",
     *,
-    quantised: bool,
     settings: "LoraConfig | None" = None,
     saved: list[str] | None = None,
     as_peft_model: bool = False,
 ) -> Any:
     """Inject the adapter's layers into its base, and load all weights of its file into them and the modules that it
-    has in full. Returns the model, or a PeftModel of it. `name`: the base's. `quantised`: its weights are, or were, so
-    they are not compared. `settings`, `saved`: by default the adapter's own. Raises UserError: the adapter is for
-    another base."""
+    has in full. Returns the model, or a PeftModel of it. `name`: the base's. `settings`, `saved`: by default the
+    adapter's own. Raises UserError: the adapter is for another base."""
     from peft import PeftModel, get_peft_model_state_dict, inject_adapter_in_model
 
     settings = settings or adapter_settings(folder)
@@ -479,8 +454,6 @@ def inject_adapter(
         with strategy.gathered(parameter), torch.no_grad():
             parameter.copy_(tensor)
     mark_magnitudes(model, strategy)
-    if not quantised:
-        check_base_weights(model, folder, name, strategy)
     return adapted
 
 

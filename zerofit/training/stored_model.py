@@ -88,8 +88,7 @@ class StoredModel:
         """Put the adapter onto its base. Raises UserError: it was trained on a different base model, or weights of the
         model are nowhere."""
         if self.adapter is not None:
-            quantised = self.recipe.quantised is not None
-            inject_adapter(self.adapter, model, self.base, strategy, quantised=quantised)
+            inject_adapter(self.adapter, model, self.base, strategy)
         lacking = [name for name in getattr(model, "initialized_weights", ()) if name not in self.swapped_in]
         if lacking:
             raise UserError(
