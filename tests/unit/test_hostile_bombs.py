@@ -1,7 +1,5 @@
 """Files of others that would take all time or memory end in one sentence; large files of honest people do not."""
 
-import resource
-import signal
 import time
 from types import SimpleNamespace
 
@@ -13,9 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.helpers import refusal
 from zerofit.data.text import tokenize_texts
-from zerofit.model import chat
 from zerofit.model.adapter_folder import open_adapter
-from zerofit.model.chat import apply_template
 from zerofit.model.configuration import read_config, read_json
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.tasks import ClmRecipe
@@ -60,26 +56,6 @@ def tokenizer():
     backend = Tokenizer(words)
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
-
-
-@pytest.mark.parametrize("template", [
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "{{ 'a' * 10**10 }}", "{{ 'a' | center(10**10) }}", "{{ 9 ** (9 ** 9) }}", "{{ 9 ** (messages | length * 9**9) }}",
-    "{% set x = namespace(a='aaaaaaaa') %}{% for b in range(99) %}{% set x.a = x.a + x.a %}{% endfor %}",
-])  # fmt: skip
-def test_a_template_that_takes_all_time_or_memory(tokenizer, monkeypatch, template):
-    monkeypatch.setattr(chat, "LONGEST_S", 0.3)
-    monkeypatch.setattr(chat, "LARGEST_BYTES", 300 * 2**20)
-    before, tokenizer.chat_template = resource.getrlimit(resource.RLIMIT_DATA), template
-    assert "--chat_template" in refusal(apply_template, tokenizer, [{"role": "user", "content": "a"}])
-    assert resource.getrlimit(resource.RLIMIT_DATA) == before
-    assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0
-
-
-def test_a_template_that_is_long_but_honest(tokenizer):
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    content = "text " * 10**6
-    assert len(apply_template(tokenizer, [{"role": "user", "content": content}] * 4)) == 4 * len(content)
 
 
 def test_a_text_that_takes_more_memory_than_there_is(tokenizer, tmp_path, monkeypatch):

@@ -7,12 +7,9 @@ itself: each answer, and the mark at its end.
 import inspect
 import json
 import re
-import resource
-import signal
-import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -230,16 +227,11 @@ def apply_template(
     """The text of a conversation; `add_generation_prompt`: up to the place of the next answer. `given`: what the
     template takes beside the messages, such as tools.
 
-    Raises:
-        BadTemplate: the template is not valid, or refuses the conversation.
-        UserError: it takes too much time or memory for one conversation.
+    Raises BadTemplate: the template is not valid, or refuses the conversation.
     """
+    apply: Callable[..., Any] = tokenizer.apply_chat_template  # which returns a text with tokenize=False
     try:
-        with limit_time_and_memory():
-            apply: Callable[..., Any] = tokenizer.apply_chat_template  # which returns a text with tokenize=False
-            return apply(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **(given or {}))
-    except BeyondLimits as error:
-        raise UserError(f"chat template of {tokenizer.name_or_path!r}: {error}. Set --chat_template") from None
+        return apply(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **(given or {}))
     except Exception as error:  # an expression in a template can raise anything
         line, syntax = getattr(error, "lineno", None), isinstance(error, TemplateSyntaxError)
         frames = [
@@ -379,40 +371,3 @@ def _end_mark(ending: str, after: str, tokenizer: "PreTrainedTokenizerBase") -> 
 def _in_common(first: str, second: str) -> int:
     """The number of characters that two texts have in common at their beginning."""
     return next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))
-
-
-# A template is code that others wrote: it gets so much time of this process' cores, and memory beside what it has.
-LONGEST_S = 10.0
-LARGEST_BYTES = 2 << 30
-
-
-class BeyondLimits(BaseException):
-    """The code took more time or memory than it may; the message says which. No Exception, which it might catch."""
-
-
-@contextmanager
-def limit_time_and_memory() -> Iterator[None]:
-    """Limit what the block takes: 10 s of CPU time (in the main thread, where Python handles signals) and 2 GiB more
-    memory (on Linux). Raises BeyondLimits."""
-    is_main, statm = threading.current_thread() is threading.main_thread(), Path("/proc/self/statm")
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    if statm.exists():
-        used = int(statm.read_text().split()[5]) * resource.getpagesize()
-        limits = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_DATA, (min([used + LARGEST_BYTES, *limits]), hard))
-    if is_main:
-        handler = signal.signal(signal.SIGVTALRM, _stop)
-        signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST_S, LONGEST_S)
-    try:
-        yield
-    except MemoryError:
-        raise BeyondLimits(f"takes more than {LARGEST_BYTES / 2**30:g} GiB of memory") from None
-    finally:
-        if is_main:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.signal(signal.SIGVTALRM, handler or signal.SIG_DFL)
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-def _stop(*_: Any) -> None:
-    raise BeyondLimits(f"takes longer than {LONGEST_S:g} s")
