@@ -96,7 +96,7 @@ def test_quantised_weights_name_the_package_before_anything_is_read(tmp_path, me
 
 
 BAD_FILES = {  # name: (the file, what is in it, words)
-    "family": ("config.json", '{"model_type": "foollama"}', ["model_type 'foollama'", "Did you mean", "pip install"]),
+    "family": ("config.json", '{"model_type": "foollama"}', ["`foollama`", "out of date"]),
     "sizes": ("config.json", '{"model_type": "llama", "num_hidden_layers": "two"}', ["num_hidden_layers", "int"]),
     "dtype": ("config.json", '{"model_type": "llama", "dtype": "float99"}', ["float99"]),
     "code": ("own.py", "import no_such_kernels\nfrom transformers import PretrainedConfig as C", ["no_such_kernels"]),
@@ -267,7 +267,7 @@ def test_weights_that_are_no_numbers_are_named_as_they_are_loaded(tmp_path, dtyp
     model.save_pretrained(tmp_path)
     recipe = ClmRecipe(model_name_or_path=str(tmp_path))
     said = refusal(load_model, AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 0)
-    assert "transformer.wte.weight (5 of 3,104 values), transformer.h.1.ln_1.bias (1 of 32 values)" in said
+    assert "2 of its 28 weights hold NaN or infinity: transformer.wte.weight, transformer.h.1.ln_1.bias" in said
     said = refusal(read_model, AutoModelForCausalLM, "model", str(tmp_path), model.config, precision=None)
     assert "2 of its 28 weights hold NaN" in said
 
@@ -377,7 +377,7 @@ def test_a_folder_of_vocabulary_files_does_not_hide_an_architecture(tmp_path, mo
 
 
 def test_without_a_network_the_hub_is_not_asked(tmp_path, monkeypatch):
-    """No waiting for what cannot come; a known architecture is named."""
+    """No waiting for what cannot come."""
     from huggingface_hub import constants
 
     from zerofit.model import configuration
@@ -396,7 +396,7 @@ def test_without_a_network_the_hub_is_not_asked(tmp_path, monkeypatch):
     configuration.work_offline_without_network.cache_clear()
     said = refusal(configuration.load_configuration, ClmRecipe(model_name_or_path="gpt2"))
     assert "model_name_or_path = 'gpt2'" in said
-    assert "--config_name gpt2" in said
+    assert "name a local folder" in said
     assert len(asked) == 3
     assert set(asked) == {"huggingface.co"}
     assert sum(waited) == 3, "and nothing has waited but this"

@@ -27,7 +27,6 @@ from zerofit.model.configuration import (
     known_architectures,
     load_configuration,
     read_config,
-    similar_architecture,
 )
 from zerofit.model.families import family_of
 from zerofit.model.lora import inject_lora
@@ -308,8 +307,7 @@ def read_planned_model(recipe: Any, task: str, on_gpu: bool) -> PlannedModel:
     except UserError as error:
         if not has_weights or architecture:
             raise
-        similar = similar_architecture(recipe.model_name_or_path)
-        shape = f"add --architecture with a folder that has a config.json, or with a known name such as {similar}"
+        shape = "add --architecture with a folder that has a config.json, or with a known name such as llama-3.1-8b"
         raise UserError(f"{problem.partition('; ')[0]}; {shape}" for problem in error.problems) from None
     if adapter is not None:
         config = trained_config(adapter, config, recipe.config_overrides)

@@ -32,7 +32,11 @@ TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 VARLEN = "torch_varlen"  # torch's own flash kernel, as transformers calls it here
 SDPA = "zerofit_sdpa"  # sdpa, whose mask is converted once
-PACKAGES = {"flash_attention_2": "2", "flash_attention_3": "3", "flash_attention_4": "4"}
+PACKAGES = {
+    "flash_attention_2": "flash_attn",
+    "flash_attention_3": "flash_attn_interface",
+    "flash_attention_4": "flash_attn",
+}
 HALF = ("bf16", "fp16")
 AMPERE = (8, 0)  # compute capability: flash kernels need it
 # {major compute capability: versions of flash-attn, the fastest first}. 3 is written for Hopper (9) and refuses newer
@@ -82,20 +86,14 @@ def kernel_of(model: Any) -> str | None:
 def check_attention_installed(requested: str | None) -> None:
     """Raises UserError where attn_implementation names a flash kernel whose package is not installed: flash-attn, or
     else the kernels package, with which transformers takes one of the hub."""
-    from transformers.integrations.hub_kernels import is_kernel
-    from transformers.utils import import_utils
+    from transformers.utils.import_utils import KERNELS_MAX_VERSION, KERNELS_MIN_VERSION, is_kernels_available
 
-    version = PACKAGES.get(requested or "")
-    if not (version or is_kernel(requested)) or import_utils.is_kernels_available():
-        return
-    if version and importlib.util.find_spec({"3": "flash_attn_interface"}.get(version, "flash_attn")):
-        return
-    package = f"flash-attn {version}, or " if version else ""
-    kernels = f"'kernels>={import_utils.KERNELS_MIN_VERSION},<{import_utils.KERNELS_MAX_VERSION}'"
-    raise UserError(
-        f"attn_implementation = {requested!r} needs {package}the kernels package: pip install {kernels}. Without it "
-        "packed documents use torch's own on a GPU"
-    )
+    package = PACKAGES.get(requested or "")
+    if package and not (is_kernels_available() or importlib.util.find_spec(package)):
+        raise UserError(
+            f"attn_implementation = {requested!r} needs flash-attn, or the kernels package: pip install "
+            f"'kernels>={KERNELS_MIN_VERSION},<{KERNELS_MAX_VERSION}'. Without it torch's own is used on a GPU"
+        )
 
 
 def takes_lengths(model: Any) -> bool:

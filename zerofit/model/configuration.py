@@ -117,14 +117,17 @@ def load_configuration(recipe: ModelOptions, auto_class: Any = None) -> "Pretrai
     """The transformers configuration that the recipe names, with its overrides: of a folder with a config.json, else
     of the architectures in this tree (`config_name` only), else of the hub. `auto_class`: the class that the task
     needs; None: any. Raises UserError where there is none, or an override names nothing in it."""
-    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
     from zerofit.model.attention import check_attention_installed  # imports torch, which tokenizers do not need
 
     check_attention_installed(recipe.attn_implementation)
     if recipe.model_type and not recipe.config_name:
         if recipe.model_type not in CONFIG_MAPPING:
-            raise UserError(f"model_type = {recipe.model_type!r}: {unknown_family(recipe.model_type)}")
+            close = nearest(recipe.model_type, CONFIG_MAPPING.keys())
+            remedy = f"Did you mean {close}? Else: " if close else ""
+            unknown = f"model_type = {recipe.model_type!r}: transformers {__version__} does not know it"
+            raise UserError(f"{unknown}. {remedy}pip install -U transformers")
         config = CONFIG_MAPPING[recipe.model_type]()
     else:
         option = "model_name_or_path" if recipe.model_name_or_path else "config_name"
@@ -187,8 +190,6 @@ def from_hub_or_folder(option: str, name: str, load: Callable[..., Any], **kwarg
             raise UserError(f"{option} = {name!r}: a file holds more than tensors. Name safetensors") from None
         if "trust_remote_code" in str(error):
             raise UserError(f"{option} = {name!r} has its own code: read it, add --trust_remote_code") from None
-        if family := re.search("has model type `(.+?)`", str(error)):
-            raise UserError(f"{option} = {name!r}: {unknown_family(family[1])}") from None
         if not isinstance(error, (OSError, ValueError, RecursionError)):
             first = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if Path(name).is_dir() or not isinstance(error, (OSError, ValueError)):
@@ -197,9 +198,7 @@ def from_hub_or_folder(option: str, name: str, load: Callable[..., Any], **kwarg
         reason = "no connection" if "connect to" in first else first.rstrip(".")
         remedy = "name a local folder, or run once where the hub can be reached"
         if option == "config_name":
-            remedy += f", or name an architecture that needs no network, such as {similar_architecture(name)}"
-        elif option == "model_name_or_path" and name.lower() in known_architectures():
-            remedy += f" (to train from scratch and not from its weights: --config_name {name})"
+            remedy += ", or name an architecture that needs no network, such as llama-3.1-8b"
         raise UserError(f"{option} = {name!r} is neither a folder nor on the hub ({reason}); {remedy}") from None
     for part in (loaded, *(getattr(loaded, name, None) for name in getattr(loaded, "sub_configs", ()))):
         if attention_of(part) not in ATTENTION:  # the code of a repository
@@ -227,16 +226,6 @@ def missing_package(error: ImportError) -> str:
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     remedy = f": pip install {package}" if package and "pip install" not in reason else ""
     return f"needs what is not installed here: {reason}{remedy}"
-
-
-def unknown_family(model_type: str) -> str:
-    """The problem of a model_type that transformers does not know, with what to do."""
-    from transformers import CONFIG_MAPPING, __version__
-
-    close = nearest(model_type, CONFIG_MAPPING.keys())
-    remedy = f"Did you mean {close}? Else install" if close else "Install"
-    stated = f"transformers {__version__} does not support model_type {model_type!r}"
-    return f"{stated}. {remedy} a version that does (pip install -U transformers)"
 
 
 def check_quantiser(option: str, name: str, config: Any, on_gpu: bool = False) -> None:
@@ -279,12 +268,6 @@ def work_offline_without_network() -> None:
             continue
     work_offline()
     UNTIL_THE_RUN_ENDS.callback(work_offline_without_network.cache_clear)
-
-
-def similar_architecture(name: str) -> str:
-    """The architecture in this tree whose name is nearest, or a usual one (docs/fine-tune.md lists all)."""
-    names = [known for known in known_architectures() if "/" not in known]
-    return nearest(name.rpartition("/")[2].lower(), names) or "llama-3.1-8b"
 
 
 def overrides_of(text: str | None) -> dict[str, Any]:

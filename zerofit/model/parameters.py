@@ -148,28 +148,10 @@ OVERFLOW = "A value above 65,504 is infinite in fp16: use --precision bf16, if t
 def check_finite(model: torch.nn.Module, origin: str, gather: Callable[[Any], list[Any]] = lambda own: [own]) -> None:
     """Check that no weight is NaN or infinite. All ranks call it together: under ZeRO-3 each checks its shard.
     `origin`: how the user named the weights, e.g. "model_name_or_path = 'x'". `gather`: (object of this rank) -> list
-    of all ranks' objects; where ranks hold shards. Raises UserError on all ranks, with the names of the weights and
-    the number of values that are not finite."""
-    counts: dict[str, int] = {}
-    for counts_of_rank in gather(count_not_finite(model)):
-        for name, (count, is_shard) in counts_of_rank.items():
-            counts[name] = counts.get(name, 0) + count if is_shard else count
-    if not counts:
-        return
+    of all ranks' objects; where ranks hold shards. Raises UserError on all ranks, with the names of the weights."""
+    own = []
     parameters = dict(model.named_parameters())
-    listed = [f"{name} ({count:,} of {true_numel(parameters[name]):,} values)" for name, count in counts.items()]
-    any_fp16 = any(parameters[name].dtype == torch.float16 for name in counts)
-    raise UserError(
-        f"{origin}: {len(counts)} of its {len(parameters)} weights hold NaN or infinity: "
-        f"{name_some(listed)}. {OVERFLOW if any_fp16 else DAMAGED}"
-    )
-
-
-@torch.no_grad()
-def count_not_finite(model: torch.nn.Module) -> dict[str, tuple[int, bool]]:
-    """{weight: (the number of NaN and infinite values that this rank holds of it, whether it holds a shard only)}."""
-    counts = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         values, shard = parameter.detach(), getattr(parameter, "ds_tensor", None)
         if shard is not None:  # of ZeRO-3, without the padding of the last one
             before = torch.distributed.get_rank() * shard.numel()
@@ -177,8 +159,14 @@ def count_not_finite(model: torch.nn.Module) -> dict[str, tuple[int, bool]]:
         if not values.numel() or not values.is_floating_point() or values.element_size() == 1 or values.is_meta:
             continue  # quantised weights are integers, or are scaled
         if not torch.isfinite(torch.stack(torch.aminmax(values))).all():  # without a mask as large as the weight
-            counts[name] = int((~torch.isfinite(values)).sum()), shard is not None
-    return counts
+            own.append(name)
+    found = list(dict.fromkeys(name for names in gather(own) for name in names))
+    if found:
+        any_fp16 = any(parameters[name].dtype == torch.float16 for name in found)
+        raise UserError(
+            f"{origin}: {len(found)} of its {len(parameters)} weights hold NaN or infinity: {name_some(found)}. "
+            f"{OVERFLOW if any_fp16 else DAMAGED}"
+        )
 
 
 def replace_parameters(model: torch.nn.Module, others: dict[int, torch.nn.Parameter]) -> None:
