@@ -13,9 +13,22 @@ from zerofit.launch.runs import ending_in_order
 from zerofit.recipe.base import Recipe, option
 from zerofit.recipe.data_options import ENCODING
 from zerofit.recipe.errors import EXIT_USER_ERROR, leave
-from zerofit.recipe.foreign_options import PREPARE_HINTS
 from zerofit.recipe.parse import parse_recipe
 from zerofit.record.terminal import log_lines
+
+KEPT_WHOLE = "remove it: documents are kept whole, as they are, in the order of the input"
+BY_WORKERS = "remove it: the --workers, by default one per core, read parts of files"
+NAME_TOKENIZER = "say --tokenizer: a folder, a hub name, or a tokenizer.model"
+HINTS = {  # of Megatron's tools/preprocess_data.py and tools/merge_datasets.py
+    **dict.fromkeys(("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path"), NAME_TOKENIZER),
+    **dict.fromkeys(("dataset_impl", "data_impl"), "remove it: the .bin and .idx of mmap are what is written"),
+    **dict.fromkeys(("partitions", "chunk_size", "find_optimal_num_workers"), BY_WORKERS),
+    **dict.fromkeys(("keep_sequential_samples", "keep_newlines", "split_sentences", "lang"), KEPT_WHOLE),
+    "log_interval": "remove it: progress is always shown",
+    "vocab_size": "remove it: the tokenizer knows",
+    "seq_length": "remove it: samples are cut in training, by --block_size",
+    "multimodal": "remove it: corpora hold text",
+}
 
 
 @dataclass
@@ -78,14 +91,14 @@ class JoinOptions(Recipe):
 
 def main(argv: list[str]) -> int:
     if argv and argv[0] == "merge":
-        merged = parse_recipe(JoinOptions, argv[1:], prog="zerofit prepare merge", tool=True, hints=PREPARE_HINTS)
+        merged = parse_recipe(JoinOptions, argv[1:], prog="zerofit prepare merge", tool=True, hints=HINTS)
         from zerofit.tools.prepare.corpus_writer import join
 
         with ending_in_order():
             join(merged)
         return 0
     try:
-        options = parse_recipe(PrepareOptions, argv, prog="zerofit prepare", tool=True, hints=PREPARE_HINTS)
+        options = parse_recipe(PrepareOptions, argv, prog="zerofit prepare", tool=True, hints=HINTS)
     except SystemExit:
         print("\nAlso: zerofit prepare merge   several corpora, one after another, as one")
         raise

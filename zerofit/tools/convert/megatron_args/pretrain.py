@@ -14,12 +14,14 @@ from typing import Any
 import yaml
 
 from zerofit.recipe.files import place, read_text
-from zerofit.recipe.foreign_options import CARRIED, DATA_PARALLEL, DEGREE, SELECTIVE, shapes_the_model
 from zerofit.recipe.parsing import parse_json, read_yaml
 from zerofit.strategy.layout import PIPELINE, SEQUENCE, TENSOR, with_degrees
+from zerofit.tools.convert.megatron_args.flags import DATA_PARALLEL, DEGREE, shapes_the_model
 from zerofit.tools.convert.megatron_args.shape import (
     MACHINES,
+    OPTIONS,
     PROCESSES,
+    SAME,
     SEARCH,
     Call,
     FlagLedger,
@@ -204,6 +206,11 @@ def pair_of(layout: Layout, folder: Path) -> dict[str, str]:
 GPT2_VOCABULARY, LLAMA_VOCABULARY = 50257, 32000
 SENTENCEPIECE = ("GPTSentencePieceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer")
 STYLES = ("linear", "cosine", "constant", "wsd")
+SELECTIVE = "linear layers' products and attention are kept, and all else is recomputed"
+RECOMPUTATION = (
+    "recompute_granularity recompute_activations checkpoint_activations deepspeed_activation_checkpointing "
+    "activations_checkpoint_method"
+).split()
 CHOSEN = (*DEGREES, "data_parallel_size", "sequence_parallel", "use_distributed_optimizer", "zero_stage")
 KNOWN = ("pretrain_gpt.py", "pretrain_llama.py", SEARCH)
 PLAIN: dict[str, tuple[str, type, Any]] = {  # {flag: (its option, type, Megatron's default where ours differs)}
@@ -289,7 +296,7 @@ def convert_pretraining(call: Call, options: MegatronArgsOptions) -> ConvertedSc
     _checkpoints(done, options)
     _trackers(done)
     for name in done.flags:
-        if name not in done.rows and name not in CARRIED and shapes_the_model(name):
+        if name not in {*done.rows, *OPTIONS, *SAME} and shapes_the_model(name):
             done.wrong(name, "not a known flag, and by its name it changes the model. Remove it if it does not")
     return done
 
@@ -447,11 +454,10 @@ def _precision(done: ConvertedScript) -> None:
 def _memory(done: ConvertedScript) -> None:
     """Recomputation. Megatron's --recompute-activations sets the granularity; its older flags mean full layers."""
     value: str | bool = True
-    names = ["checkpoint_activations", "deepspeed_activation_checkpointing", "activations_checkpoint_method"]
     note = ""
     if done.has("recompute_activations") or done.text("recompute_granularity") == "selective":
-        value, note, names = "selective", f" ({SELECTIVE})", ["recompute_activations"]
-    for name in filter(done.has, ("recompute_granularity", *names)):
+        value, note = "selective", f" ({SELECTIVE})"
+    for name in filter(done.has, RECOMPUTATION):
         done.carry(name, "gradient_checkpointing", value, note)
     if done.text("recompute_method") == "block":
         done.none("recompute_method", "all layers are recomputed")

@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM
 from zerofit.model.configuration import load_configuration
 from zerofit.model.pretrained_io import silence_libraries
 from zerofit.recipe.errors import UserError, printable
-from zerofit.recipe.foreign_options import PREPARE_HINTS
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.tasks import ClmRecipe
@@ -36,7 +35,7 @@ from zerofit.tools.convert.megatron_args.shape import (
     ledger_lines,
 )
 from zerofit.tools.plan.plan_options import MEMORY_VARIABLE
-from zerofit.tools.prepare.prepare import JoinOptions, PrepareOptions
+from zerofit.tools.prepare.prepare import HINTS, JoinOptions, PrepareOptions
 from zerofit.tools.rank_environment import strategy_of_a_launch
 from zerofit.training.run_configuration import check_layout, check_strategy_for_task
 
@@ -178,8 +177,8 @@ def convert_preparation(call: Call, tokenizer: str | None) -> tuple[str, FlagLed
         elif option in {field.name for field in dataclasses.fields(options)}:
             line += [f"--{option}", *words]
             flags.carried(flag, shlex.join([f"--{option}", *words]))
-        elif flag in PREPARE_HINTS:
-            flags.none(flag, PREPARE_HINTS[flag].removeprefix("remove it: "))
+        elif flag in HINTS:
+            flags.none(flag, HINTS[flag].removeprefix("remove it: "))
     line += chosen
     if flags.has("split_sentences") or (flags.text("tokenizer_type") or "").lower().startswith("bert"):
         flags.wrong("split_sentences", "corpora are for GPT only, and not for BERT")

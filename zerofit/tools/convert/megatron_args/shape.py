@@ -9,10 +9,10 @@ from typing import Any, Self
 
 from zerofit.model.configuration import load_configuration, read_config
 from zerofit.recipe.base import option
-from zerofit.recipe.foreign_options import flag_status
 from zerofit.recipe.options import Recipe
 from zerofit.recipe.parse import is_flag
 from zerofit.recipe.tasks import ClmRecipe
+from zerofit.tools.convert.megatron_args.flags import flag_status
 
 WIDTH = 46  # of the column of flags
 PREPARATION = ("preprocess_data.py", "merge_datasets.py")
