@@ -12,7 +12,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 from zerofit.cli import main as zerofit
-from zerofit.recipe.base import OptionType, kinds_of
 from zerofit.recipe.parse import default_text, heading, option_groups, value_text
 from zerofit.recipe.tasks import TASKS
 
@@ -47,25 +46,23 @@ def page() -> str:
     parts = [INTRO, "## Training: `train/clm.py`, `dpo.py`, `distill.py`, `cls.py`, `seq2seq.py`"]
     parts += ["An option that only some tasks have names them in its heading."]
     groups = {}  # {group: tasks that have it}, in the order of the first task that has it
-    fields, kinds = {}, {}
+    fields = {}
     for task, recipe in TASKS.items():
-        kinds |= kinds_of(recipe)
         for group, options in option_groups(recipe, tool=False).items():
             groups.setdefault(group, []).append(task)
             fields[group] = options
     in_order = sorted(groups, key=lambda group: len(groups[group]) < len(TASKS))  # what all tasks have comes first
     for group in in_order:
         tasks = "" if len(groups[group]) == len(TASKS) else f" ({', '.join(groups[group])})"
-        parts += [f"### {heading(group)}{tasks}", table(fields[group], kinds)]
+        parts += [f"### {heading(group)}{tasks}", table(fields[group])]
     parts += ["## Tools"]
     for tool in TOOLS:
         options = options_class(tool)
-        kinds = kinds_of(options)
         parts += [f"### `zerofit {tool}`"]
         if tool.split()[0] in WITH_RECIPE:
             launch = "`zerofit launch` and of " if tool.startswith("submit") else ""
             parts += [f"It takes the options of {launch}training as well."]
-        parts += [table([field for group in option_groups(options, tool=True).values() for field in group], kinds)]
+        parts += [table([field for group in option_groups(options, tool=True).values() for field in group])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -77,12 +74,12 @@ def options_class(tool: str) -> type:
     return help_text.call_args.args[0]
 
 
-def table(fields: list[dataclasses.Field], kinds: dict[str, OptionType]) -> str:
+def table(fields: list[dataclasses.Field]) -> str:
     rows = [HEAD]
     for field in sorted(fields, key=lambda field: not field.metadata["common"]):
         name = f"**`--{field.name}`**" if field.metadata["common"] else f"`--{field.name}`"
         name += "".join(f" (`--{alias}`)" for alias in field.metadata["aliases"])
-        takes, default = value_text(field, kinds[field.name]), default_text(field)
+        takes, default = value_text(field), default_text(field)
         cells = [name, *(f"`{cell}`" if cell else "" for cell in (takes, default)), field.metadata["help"]]
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)

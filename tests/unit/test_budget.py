@@ -13,7 +13,7 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 499,  # 800
     "zerofit": 108,  # cli.py
-    "zerofit/recipe": 3_523,  # 2,700
+    "zerofit/recipe": 3_326,  # 2,700
     "zerofit/model": 5_257,  # 4,700
     "zerofit/compat": 605,  # 600
     "zerofit/data": 6_799,  # 6,000
@@ -24,7 +24,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/checkpoint": 1_615,
     "zerofit/training": 3_220,  # 2,000
     "zerofit/launch": 1_487,  # 1,300
-    "zerofit/tools": 10_024,  # 10,600
+    "zerofit/tools": 10_135,  # 10,600
     "benchmarks": 1_898,  # 1,800
     "tests": 26_493,  # 21,500
 }

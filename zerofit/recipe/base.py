@@ -18,55 +18,38 @@ WRITTEN_OUT = (r"[^$]+", "a folder; variables such as $HOME are not replaced her
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
-# What is said of an option that does not say otherwise; for the meaning see `option`.
+# What may be said of an option, and what holds where nothing is said. `phase` and what follows it may also be said of
+# a group, as `class SomeOptions(Recipe, phase="train")`.
 DEFAULTS: dict[str, Any] = {
-    "choices": (),
-    "positive": False,
-    "minimum": None,
-    "below": None,
-    "at_most": None,
+    "choices": (),  # the values that are allowed
+    "positive": False,  # the value must be above zero
+    "minimum": None,  # the smallest value allowed
+    "at_most": None,  # the largest value allowed
+    "below": None,  # the value must be smaller
+    # (a regular expression, or what reads the text: a false result or a ValueError refuses it; what is expected)
     "form": None,
-    "required": "",
-    "aliases": (),
-    "common": False,
-    "zero": "",
-    "why": "",
+    "required": "",  # what is missing without a value, and what to type: a sentence
+    "aliases": (),  # other names of the option, which other programs use
+    "zero": "",  # for an option whose value must be above zero: what to type instead of 0
+    "why": "",  # why options that need its absence have no effect beside it
+    # conditions (see `needs`) that must not hold beside it; a flag among the two takes out the other's line in a file
     "excludes": "",
+    # options that it is said of: a recipe's value is left out with theirs, or where a flag changes theirs
     "follows": "",
+    "common": False,  # --help shows it, --help_all shows all options
+    # train (only training uses it: evaluating or predicting resets it), data (predict_file replaces it), or always
     "phase": "always",
-    "identity": True,
-    "shapes_input": False,
+    "identity": True,  # a run with another value is another run, which does not resume
+    "shapes_input": False,  # it shapes what the model reads, and is stored with the model
+    # conditions without which it has no effect: `lora` (it is set), `save_strategy|save_steps` (one of them is),
+    # `optim=muon|adamw` (it has one of these values), `!streaming` (it is not set)
     "needs": "",
-    "noted": "",
+    "noted": "",  # the same, which are noted and not refused
 }
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
-    """A dataclass field for an option: its default, its help text, the values it allows, and what it goes with.
-
-    Args:
-        choices: the values that are allowed.
-        positive: the value must be above zero.
-        minimum, at_most: the smallest and the largest value allowed, inclusive.
-        below: the value must be smaller.
-        form: (a regular expression, or what reads the text: a false result or a ValueError refuses it; what is
-            expected, in words).
-        required: what is missing without a value, and what to type: a sentence.
-        aliases: other names of the option, which other programs use.
-        common: --help shows it, --help_all shows all options; also of a group, as `phase`.
-        zero: for an option whose value must be above zero: what to type instead of 0.
-        why: why options that need its absence have no effect beside it.
-        excludes: conditions (see `needs`) that must not hold beside it; a flag among the two takes out the other's
-            line of the recipe's file.
-        follows: options that it is said of: a recipe's value is left out with theirs, or where a flag changes theirs.
-        phase: train (only training uses it: evaluating or predicting resets it), data (predict_file replaces it), or
-            always. This and what follows may also be said of a group, as `class SomeOptions(Recipe, phase="train")`.
-        identity: whether a run with another value is another run, which does not resume.
-        shapes_input: it shapes what the model reads, and is stored with the model.
-        needs: conditions without which it has no effect: `lora` (it is set), `save_strategy|save_steps` (one of them
-            is), `optim=muon|adamw` (it has one of these values), `!streaming` (it is not set).
-        noted: the same, which are noted and not refused.
-    """
+    """A dataclass field for an option: its default, its help text, and what DEFAULTS explains."""
     assert metadata.keys() <= DEFAULTS.keys(), metadata
     factory = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
     return dataclasses.field(**factory, metadata={"help": help, **metadata})
@@ -113,12 +96,6 @@ def option_type_of(annotation: Any, optional: bool) -> OptionType:
         (annotation,) = typing.get_args(annotation)
     assert issubclass(annotation, (int, float, str)), f"no such kind of option: {annotation}"
     return OptionType(annotation, many, optional)
-
-
-def kinds_of(options: type) -> dict[str, OptionType]:
-    """{option: its kind} of a dataclass of options."""
-    hints = typing.get_type_hints(options, include_extras=True)
-    return {each.name: option_type_of(hints[each.name], each.default is None) for each in dataclasses.fields(options)}
 
 
 def from_text(text: str, kind: OptionType) -> Any:
@@ -195,11 +172,13 @@ class Recipe(Findings):
     """Base of all recipes: the source of each value, and checks that concern several options."""
 
     def __init_subclass__(cls, **of_group: str | bool) -> None:
-        """Say `phase`, `needs`, ... (see `option`) once of a group: of all options that do not say otherwise."""
+        """Complete what is said of each option; `kind` is its OptionType. `of_group`: said once of all of a group."""
         super().__init_subclass__()
-        for field in vars(cls).values():
-            if isinstance(field, dataclasses.Field):
-                field.metadata = MappingProxyType({**DEFAULTS, **of_group, **field.metadata})
+        declared = {name: field for name, field in vars(cls).items() if isinstance(field, dataclasses.Field)}
+        hints = typing.get_type_hints(cls, include_extras=True) if declared else {}
+        for name, field in declared.items():
+            kind = option_type_of(hints[name], field.default is None)
+            field.metadata = MappingProxyType({**DEFAULTS, **of_group, **field.metadata, "kind": kind})
 
     @classmethod
     def names_with(cls, **metadata: str | bool) -> list[str]:

@@ -3,7 +3,6 @@ Megatron-LM): for each, a message names the option to type instead."""
 
 from dataclasses import fields
 
-from zerofit.recipe.base import OptionType
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.tasks import TASKS
 
@@ -110,12 +109,12 @@ REMOVED = {
 }
 
 
-def foreign_option_hints(cls: type, names: dict[str, OptionType], tool: bool) -> dict[str, str]:
-    """{name of an option in another program: what to type instead}. `names`: the options of the recipe, with the kind
-    of each. `tool`: the recipe is a tool's, which accelerate launch does not start."""
+def foreign_option_hints(cls: type, tool: bool) -> dict[str, str]:
+    """{name of an option in another program: what to type instead}. `tool`: the recipe is a tool's, which accelerate
+    launch does not start."""
     if not issubclass(cls, TrainingRecipe):
         return REMOVED
-    hints = {}
+    names, hints = {field.name for field in fields(cls)}, dict[str, str]()
     for task, kind in reversed(TASKS.items()):
         hints |= {field.name: f"it is one of train/{task}.py" for field in fields(kind) if field.name not in names}
     hints |= REMOVED

@@ -11,13 +11,13 @@ import re
 import shutil
 import sys
 import textwrap
-import typing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
-from zerofit.recipe.base import OptionType, Recipe, broken_rule, default_of, from_text, kinds_of, quoted
+from zerofit.recipe.base import Recipe, broken_rule, default_of, from_text, quoted
 from zerofit.recipe.errors import UserError, nearest
 from zerofit.recipe.files import nearest_recipe, read_text, recipe_file
 from zerofit.recipe.foreign_options import foreign_option_hints
@@ -34,7 +34,7 @@ def wants_help(argv: list[str]) -> bool:
     return bool((SHORT | LONG) & set(argv))
 
 
-def help_text(cls: type, kinds: dict[str, OptionType], argv: list[str], prog: str, tool: bool) -> str:
+def help_text(cls: type, argv: list[str], prog: str, tool: bool) -> str:
     """The common options of a recipe on one screen, or all of them in groups if `argv` has --help_all."""
     groups = option_groups(cls, tool)
     common = [field for fields in groups.values() for field in fields if field.metadata["common"]]
@@ -51,12 +51,12 @@ def help_text(cls: type, kinds: dict[str, OptionType], argv: list[str], prog: st
     intro = f"A recipe (YAML) and flags set the same options; flags win. The {what}:"
     lines = [usage, "", *textwrap.wrap(intro, width)]
     if short:
-        lines += ["", *(_line(field, kinds[field.name], width) for field in common)]
+        lines += ["", *(_line(field, width) for field in common)]
         return "\n".join([*lines, "", f"--help_all explains all {sum(map(len, groups.values()))} options."])
     for group, fields in groups.items():
         lines += ["", *textwrap.wrap(heading(group), width)] if fields else []
         for field in sorted(fields, key=lambda field: not field.metadata["common"]):
-            lines += _describe(field, kinds[field.name], width)
+            lines += _describe(field, width)
     return "\n".join(lines)
 
 
@@ -91,8 +91,9 @@ def default_text(field: dataclasses.Field[Any]) -> str:
     return " ".join(map(str, default)) if isinstance(default, list) else str(default)
 
 
-def value_text(field: dataclasses.Field[Any], kind: OptionType) -> str:
+def value_text(field: dataclasses.Field[Any]) -> str:
     """Return what an option takes: its choices, or a word as FILE, N (an integer), X (a number). Empty: a flag."""
+    kind = field.metadata["kind"]
     if field.metadata["choices"]:
         words = "|".join(map(str, field.metadata["choices"]))
     elif kind.base is str:
@@ -106,9 +107,9 @@ def value_text(field: dataclasses.Field[Any], kind: OptionType) -> str:
     return f"{words} ..." if kind.many else words
 
 
-def _line(field: dataclasses.Field[Any], kind: OptionType, width: int) -> str:
+def _line(field: dataclasses.Field[Any], width: int) -> str:
     """An option on one line, with the beginning of its text."""
-    takes = value_text(field, kind)
+    takes = value_text(field)
     head = f"  --{field.name} {takes if len(takes) < LONGEST_CHOICES else 'NAME'}".rstrip() + " "
     text = re.split(r"(?<!e\.g)\. ", field.metadata["help"])[0].removesuffix(".")
     default = default_text(field)
@@ -116,13 +117,13 @@ def _line(field: dataclasses.Field[Any], kind: OptionType, width: int) -> str:
     return f"{head:<{COLUMN}}{textwrap.shorten(text, width - max(COLUMN, len(head)), placeholder=' ...')}"
 
 
-def _describe(field: dataclasses.Field[Any], kind: OptionType, width: int) -> list[str]:
+def _describe(field: dataclasses.Field[Any], width: int) -> list[str]:
     """The lines of an option with all of its text."""
     text = field.metadata["help"] + "".join(f" (also --{alias})" for alias in field.metadata["aliases"])
     if default := default_text(field):
         text += f" [{default}]"
     lines = textwrap.wrap(text, width - COLUMN, break_long_words=False, break_on_hyphens=False)
-    head = " " * INDENT + f"--{field.name} {value_text(field, kind)}".rstrip()
+    head = " " * INDENT + f"--{field.name} {value_text(field)}".rstrip()
     if len(head) + 2 > COLUMN:
         heads = textwrap.wrap(head.replace("|", "| "), width, subsequent_indent=" " * 8)  # of many choices, several
         return [*(each.replace("| ", "|") for each in heads), *(" " * COLUMN + line for line in lines)]
@@ -131,7 +132,6 @@ def _describe(field: dataclasses.Field[Any], kind: OptionType, width: int) -> li
 
 R = TypeVar("R", bound=Recipe)
 NULL, FLAG = "tag:yaml.org,2002:null", "tag:yaml.org,2002:bool"
-WRITTEN: dict[type[yaml.Node], str] = {yaml.SequenceNode: "a list", yaml.MappingNode: "a map"}
 
 
 def parse_recipe(cls: type[R], argv: list[str] | None = None, **of_program: Any) -> R:
@@ -159,41 +159,15 @@ def read_recipe(
     training (foreign_options.py).
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    kinds = kinds_of(cls)
-    aliases = {alias: field.name for field in dataclasses.fields(cls) for alias in field.metadata["aliases"]}
     if wants_help(argv):
-        print(help_text(cls, kinds, argv, prog or Path(sys.argv[0]).name, tool))
+        print(help_text(cls, argv, prog or Path(sys.argv[0]).name, tool))
         raise SystemExit(0)
-
-    problems: list[str] = []
-    if hints is None:
-        hints = foreign_option_hints(cls, kinds, tool)
-    flags = _read_flags(argv, kinds, aliases, hints, problems)
-    of_file: dict[str, tuple[Any, str]] = {}  # {option: (its value, its line)}
-    from_flags: dict[str, Any] = {}
-    config = flags.pop("config", None)
+    reader = _Reader(cls, hints if hints is not None else foreign_option_hints(cls, tool))
+    config = reader.read_flags(argv)
     if config is not None:
         config = recipe_file(config)
-        fields = {field.name: field for field in dataclasses.fields(cls)}
-        for name, (node, line) in _read_yaml(config, aliases, problems).items():
-            source = f"{config}, line {line}"
-            if node.tag == NULL and (name in kinds or name in hints):
-                continue  # null: not stated, as in the recipe.yaml of a run, which has all options that there were
-            if name in kinds:
-                of_file |= _take_line(node, source, fields[name], kinds[name], problems)
-            else:
-                problems.append(_unknown(f"{source}: {name}", name, [*kinds, *aliases], hints))
-    for name, texts in flags.items():
-        _take_flag(name, texts, kinds[name], from_flags, problems)
-    for field in dataclasses.fields(cls):
-        name = field.name
-        value = from_flags[name] if name in from_flags else of_file[name][0] if name in of_file else None
-        if rule := broken_rule(value, field.metadata):
-            source = f"--{name}" if name in from_flags else of_file[name][1]
-            problems.append(f"{name} = {quoted(value)} ({source}): {rule}")
-            of_file.pop(name, None)
-            from_flags.pop(name, None)
-    recipe = _with_flags(cls, of_file, from_flags, config)
+        reader.read_file(config)
+    recipe, problems = _with_flags(cls, reader.of_file, reader.of_flags, reader.lines, config), reader.problems
     if tool and getattr(recipe, "trust_remote_code", False) and not recipe.is_flag("trust_remote_code"):
         problems.append(
             f"trust_remote_code = true ({recipe.source('trust_remote_code')}) would run Python code of others here. "
@@ -202,39 +176,133 @@ def read_recipe(
     return recipe, problems or recipe.problems()
 
 
-def _read_flags(
-    argv: list[str], kinds: dict[str, OptionType], aliases: dict[str, str], hints: dict[str, str], problems: list[str]
-) -> dict[str, Any]:
-    """`--name value`, `--name=value`, `--flag`, `--list a b c`: the texts that follow each known name."""
-    flags: dict[str, Any] = {}
-    spelled: dict[str, str] = {}
-    position = 0
-    while position < len(argv):
-        word = argv[position]
-        position += 1
-        if not word.startswith("--"):
-            is_recipe = word.endswith((".yaml", ".yml"))
-            remedy = f"Name a recipe with --config {word}" if is_recipe else "Options have the form --name value"
-            problems.append(f"{word!r} is not an option. {remedy}")
-            continue
-        name, equals, text = word[2:].partition("=")
-        written = name.replace("-", "_")
-        name = aliases.get(written, written)
-        if spelled.setdefault(name, written) != written:
-            problems.append(f"--{written} and --{spelled[name]} are the same option, keep one of the two")
-        texts = [text] if equals else []
-        while not equals and position < len(argv) and not is_flag(argv[position]):
-            texts.append(argv[position])
-            position += 1
-        if name == "config" and len(texts) == 1:
-            flags["config"] = texts[0]
-        elif name == "config":
-            problems.append(f"--config takes one recipe file, and was given {' '.join(texts) or 'nothing'}")
-        elif name in kinds:
-            flags[name] = texts
+class _Reader:
+    """The values of flags and of a recipe's file, and what is wrong with them.
+
+    Attributes:
+        of_flags, of_file: {option: its value}; of one that is wrong there is none.
+        lines: {option: the line of the file that sets it}.
+    """
+
+    def __init__(self, cls: type[Recipe], hints: dict[str, str]) -> None:
+        self.fields, self.hints = {field.name: field for field in dataclasses.fields(cls)}, hints
+        aliases = {alias: name for name, field in self.fields.items() for alias in field.metadata["aliases"]}
+        self.names = {name: name for name in self.fields} | aliases  # {what is written: the option}
+        self.of_flags, self.of_file = dict[str, Any](), dict[str, Any]()
+        self.lines = dict[str, str]()
+        self.problems = list[str]()
+
+    def read_flags(self, argv: list[str]) -> str | None:
+        """Read `--name value`, `--name=value`, `--flag`, `--list a b c`. Returns the value of --config."""
+        config, spelled, words = None, dict[str, str](), list(argv)
+        while words:
+            word = words.pop(0)
+            if not word.startswith("--"):
+                is_recipe = word.endswith((".yaml", ".yml"))
+                remedy = f"Name a recipe with --config {word}" if is_recipe else "Options have the form --name value"
+                self.problems.append(f"{word!r} is not an option. {remedy}")
+                continue
+            written, equals, text = word[2:].partition("=")
+            written = written.replace("-", "_")
+            name = self.names.get(written, written)
+            if spelled.setdefault(name, written) != written:
+                self.problems.append(f"--{written} and --{spelled[name]} are the same option, keep one of the two")
+            texts = [text] if equals else []
+            while not equals and words and not is_flag(words[0]):
+                texts.append(words.pop(0))
+            if name == "config" and len(texts) == 1:
+                config = texts[0]
+            elif name == "config":
+                self.problems.append(f"--config takes one recipe file, and was given {' '.join(texts) or 'nothing'}")
+            elif name in self.fields:
+                self._take_flag(name, texts)
+            else:
+                self._unknown(f"--{name}", name)
+        return config
+
+    def _take_flag(self, name: str, texts: list[str]) -> None:
+        kind = self.fields[name].metadata["kind"]
+        if not texts and kind.base is bool:
+            texts = ["true"]
+        if kind.optional and texts == ["null"]:  # whatever the file says, it is not stated
+            self.of_flags[name] = None
+        elif texts:
+            self._take(name, texts, f"--{name}", f"--{name} {' '.join(texts)}", self.of_flags)
         else:
-            problems.append(_unknown(f"--{name}", name, [*kinds, *aliases], hints))
-    return flags
+            self.problems.append(f"--{name} without a value: expected {kind.words}")
+
+    def read_file(self, path: str) -> None:
+        """Read the lines of a recipe's file as the texts of flags are read. Raises UserError: it is none."""
+        for key, node in _lines_of(path):
+            written, line = str(key.value), f"{path}, line {key.start_mark.line + 1}"
+            name = self.names.get(written, written)
+            if name in self.lines:
+                self.problems.append(f"{line}: {written} is set twice, keep one of the two")
+            self.lines[name] = line
+            if node.tag == NULL and (name in self.fields or name in self.hints):
+                continue  # null: not stated, as in the recipe.yaml of a run, which has all options that there were
+            if name in self.fields:
+                self._take_line(name, node, line)
+            else:
+                self._unknown(f"{line}: {name}", name)
+
+    def _take_line(self, name: str, node: yaml.Node, line: str) -> None:
+        metadata, said = self.fields[name].metadata, f"{line}: {name} is"
+        kind = metadata["kind"]
+        items = node.value if kind.many and isinstance(node, yaml.SequenceNode) else [node]
+        of_words = [item.value for item in items if item.tag == FLAG and item.value not in metadata["choices"]]
+        if kind.base is str and of_words:
+            hint = 'Leave the line out; or, for a text such as no or on, put it in quotes: "no"'
+            self.problems.append(f"{said} {of_words[0]}; expected {kind.words}. {hint}")
+        elif all(isinstance(item, yaml.ScalarNode) and item.tag != NULL for item in items):
+            texts = [item.value for item in items]
+            self._take(name, texts, line, f"{said} {' '.join(map(repr, texts))[:400]}", self.of_file)
+        else:
+            written = "a list" if isinstance(node, yaml.SequenceNode) else "a map"
+            self.problems.append(f"{said} {written}: expected {kind.words}")
+
+    def _take(self, name: str, texts: list[str], source: str, said: str, values: dict[str, Any]) -> None:
+        """Put the value of an option into `values`, if it has the right type and breaks no rule. `source`: what sets
+        it. `said`: the same with the texts."""
+        metadata = self.fields[name].metadata
+        kind = metadata["kind"]
+        try:
+            if len(texts) != 1 and not kind.many:
+                raise ValueError("several values")
+            parsed = [from_text(text, kind) for text in texts]
+        except ValueError:
+            self.problems.append(f"{said}: expected {kind.words}")
+            return
+        value = parsed if kind.many else parsed[0]
+        if rule := broken_rule(value, metadata):
+            self.problems.append(f"{name} = {quoted(value)} ({source}): {rule}")
+        else:
+            values[name] = value
+
+    def _unknown(self, where: str, name: str) -> None:
+        if name in self.hints:
+            self.problems.append(f"{where} is not an option: {self.hints[name]}")
+            return
+        close = nearest(name, self.names)
+        remedy = f"Did you mean {close}?" if close else "--help_all lists the options"
+        self.problems.append(f"{where} is not an option. {remedy}")
+
+
+def _lines_of(path: str) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
+    """(key, value) of the lines of a recipe's file. They are nodes, whose text is as it is written: PyYAML, which
+    follows YAML 1.1, would make 5e-4 a text, 010 the number 8 and 1:30 the number 90."""
+    try:
+        node = BoundedLoader(read_text(Path(path))).get_single_node()
+    except (OSError, UnicodeDecodeError) as error:
+        close = nearest_recipe(path) if isinstance(error, FileNotFoundError) else None
+        remedy = f"Did you mean {close}?" if close else "Name an existing recipe, e.g. under recipes/"
+        raise UserError(f"--config {path!r} cannot be read: {error}. {remedy}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"--config {path} is not valid YAML: {' '.join(str(error).split())[:400]}") from None
+    if not isinstance(node, yaml.MappingNode):
+        what = "is empty" if node is None else "holds something else"
+        raise UserError(f"--config {path}: a recipe holds `option: value` lines, this file {what}")
+    return node.value
 
 
 def is_flag(word: str) -> bool:
@@ -257,7 +325,7 @@ def flag_value(words: list[str], name: str) -> str | None:
 
 def take_words(options: type[Recipe], argv: list[str]) -> tuple[list[str], list[str]]:
     """Return (options of `options` with their values, the other words), each in the order of the command line."""
-    kinds = kinds_of(options)
+    kinds = {field.name: field.metadata["kind"] for field in dataclasses.fields(options)}
     taken, rest, words = list[str](), list[str](), list(argv)
     while words:
         word = words.pop(0)
@@ -265,91 +333,25 @@ def take_words(options: type[Recipe], argv: list[str]) -> tuple[list[str], list[
         if name is None or name not in kinds:
             rest.append(word)
             continue
-        is_switch = kinds[name] == OptionType(bool, many=False, optional=False) and words[:1] not in (
-            ["true"],
-            ["false"],
-        )
+        is_switch = kinds[name].base is bool and words[:1] not in (["true"], ["false"])
         stands_alone = "=" in word or is_switch or not words or is_flag(words[0])
         taken += [word] if stands_alone else [word, words.pop(0)]
     return taken, rest
 
 
-def _take_flag(name: str, texts: list[str], kind: OptionType, values: dict[str, Any], problems: list[str]) -> None:
-    if not texts and kind.base is bool:
-        texts = ["true"]
-    if not texts or (len(texts) > 1 and not kind.many):
-        given = " ".join(texts) or "nothing"
-        problems.append(f"--{name} takes {kind.words}, and was given {given}")
-        return
-    if kind.optional and texts == ["null"]:  # whatever the file says, it is not stated
-        values[name] = None
-        return
-    try:
-        parsed = [from_text(text, kind) for text in texts]
-    except ValueError:
-        problems.append(f"--{name} {' '.join(texts)}: expected {kind.words}")
-        return
-    values[name] = parsed if kind.many else parsed[0]
-
-
-def _read_yaml(path: str, aliases: dict[str, str], problems: list[str]) -> dict[str, tuple[yaml.Node, int]]:
-    """The file's top-level mapping as {name: (value, line number)}. Values are nodes, whose text is as it is written:
-    PyYAML, which follows YAML 1.1, would make 5e-4 a text, 010 the number 8 and 1:30 the number 90."""
-    entries: dict[str, tuple[yaml.Node, int]] = {}
-    try:
-        node = BoundedLoader(read_text(Path(path))).get_single_node()
-        if not isinstance(node, yaml.MappingNode):
-            what = "is empty" if node is None else "holds something else"
-            raise UserError(f"--config {path}: a recipe holds `option: value` lines, this file {what}")
-        for key, value in node.value:
-            written, line = str(key.value), key.start_mark.line + 1
-            name = aliases.get(written, written)
-            if name in entries:
-                problems.append(f"{path}, line {line}: {written} is set twice, keep one of the two")
-            entries[name] = value, line
-    except (OSError, UnicodeDecodeError) as error:
-        close = nearest_recipe(path) if isinstance(error, FileNotFoundError) else None
-        remedy = f"Did you mean {close}?" if close else "Name an existing recipe, e.g. under recipes/"
-        raise UserError(f"--config {path!r} cannot be read: {error}. {remedy}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"--config {path} is not valid YAML: {' '.join(str(error).split())[:400]}") from None
-    return entries
-
-
-def _take_line(
-    node: yaml.Node, source: str, field: dataclasses.Field[Any], kind: OptionType, problems: list[str]
-) -> dict[str, tuple[Any, str]]:
-    """Read the value in a line of the recipe's file as the text of a flag is read. Returns {option: (its value, its
-    line)}; empty, with a problem, where it is of another type."""
-    name, choices = field.name, field.metadata["choices"]
-    items = node.value if kind.many and isinstance(node, yaml.SequenceNode) else [node]
-    for item in items:
-        if kind.base is str and item.tag == FLAG and item.value not in choices:
-            hint = 'Leave the line out; or, for a text such as no or on, put it in quotes: "no"'
-            problems.append(f"{source}: {name} is {item.value}; expected {kind.words}. {hint}")
-            return {}
-    try:
-        if not all(isinstance(item, yaml.ScalarNode) and item.tag != NULL for item in items):
-            raise ValueError("a list, a map or null")
-        parsed = [from_text(str(item.value), kind) for item in items]
-    except ValueError:
-        written = WRITTEN.get(type(node)) or repr(node.value)[:400]
-        problems.append(f"{source}: {name} is {written}; expected {kind.words}")
-        return {}
-    return {name: (parsed if kind.many else parsed[0], source)}
-
-
-def _with_flags(cls: type[R], of_file: dict[str, tuple[Any, str]], flags: dict[str, Any], config: str | None) -> R:
+def _with_flags(
+    cls: type[R], of_file: dict[str, Any], flags: dict[str, Any], lines: dict[str, str], config: str | None
+) -> R:
     """Make the recipe of a file and flags. A line of the file is left out if it contradicts a flag, or depends on an
     option that is left out. Where two flags contradict each other, or two lines, both stay, and are reported later.
-    `of_file`: {option: (its value, its line)} of the file. `flags`: {option: its value}."""
-    lines = {name: line for name, (_, line) in of_file.items()} | {name: f"--{name}" for name in flags}
+    `of_file`, `flags`: {option: its value}. `lines`: {option: its line in the file}."""
+    sources = lines | {name: f"--{name}" for name in flags}
     left_out: dict[str, str] = {}  # {option: the flag because of which it is}
 
-    def made(without: typing.Iterable[str]) -> R:
-        values = {name: value for name, (value, _) in of_file.items() if name not in without} | flags
+    def made(without: Iterable[str]) -> R:
+        values = {name: value for name, value in of_file.items() if name not in without} | flags
         recipe = cls(**values)
-        stated = {name: lines[name] for name, value in values.items() if value is not None}
+        stated = {name: sources[name] for name, value in values.items() if value is not None}
         unset = [name for name in of_file if name in flags and flags[name] is None]
         recipe.remember_sources(stated | ({"config": config} if config else {}), unset)
         recipe.settle()
@@ -368,7 +370,7 @@ def _with_flags(cls: type[R], of_file: dict[str, tuple[Any, str]], flags: dict[s
     while found := next_left_out(recipe) if flags else None:
         left_out[found[0]] = found[1]
         recipe = made(left_out)
-    unflagged = cls(**{name: value for name, (value, _) in of_file.items()})
+    unflagged = cls(**of_file)
     changed = {name for name in flags if flags[name] != getattr(unflagged, name)}
     for field in dataclasses.fields(cls):
         said_of = [name for name in field.metadata["follows"].split() if name in left_out or name in changed]
@@ -378,16 +380,8 @@ def _with_flags(cls: type[R], of_file: dict[str, tuple[Any, str]], flags: dict[s
                 left_out[field.name] = reason
                 recipe = made(left_out)
     recipe.remember_left_out(
-        f"{name} = {quoted(of_file[name][0])} ({lines[name]}) is left out: it does not go together with {reason}"
+        f"{name} = {quoted(of_file[name])} ({lines[name]}) is left out: it does not go together with {reason}"
         for name, reason in left_out.items()
-        if getattr(recipe, name) != of_file[name][0]
+        if getattr(recipe, name) != of_file[name]
     )
     return recipe
-
-
-def _unknown(where: str, name: str, known: list[str], hints: dict[str, str]) -> str:
-    if name in hints:
-        return f"{where} is not an option: {hints[name]}"
-    close = nearest(name, known)
-    remedy = f"Did you mean {close}?" if close else "--help_all lists the options"
-    return f"{where} is not an option. {remedy}"

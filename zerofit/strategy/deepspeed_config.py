@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zerofit.recipe.base import broken_rule, kinds_of
+from zerofit.recipe.base import broken_rule
 from zerofit.recipe.errors import Problems, nearest
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.strategy.batches import BatchSizes, resolve_batches
@@ -57,7 +57,7 @@ class OptionResolver(Problems):
             self.found.append(f'{self.source}: {key} = {stated!r}: expected a number or "auto"')
             return
         field = next(field for field in dataclasses.fields(self.recipe) if field.name == option)
-        is_whole = kinds_of(type(self.recipe))[option].base is int
+        is_whole = field.metadata["kind"].base is int
         rule = "it must be an integer" if is_whole and stated % 1 else broken_rule(float(stated), field.metadata)
         if rule:
             self.found.append(f"{self.source}: {key} = {json.dumps(stated)}: {rule}")
