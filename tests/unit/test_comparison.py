@@ -19,14 +19,13 @@ from zerofit.tools.compare.comparison import StrategyRow, conclusion, spread
 from zerofit.tools.compare.finish import batch_to_train, values_to_finish
 from zerofit.tools.compare.report import ComparisonReport
 from zerofit.tools.compare.search import bounds, next_size
-from zerofit.tools.compare.trial import Journal, TrialMachine, choose_limit, outcome_of, recipe_without_weights
+from zerofit.tools.compare.trial import Journal, TrialMachine, choose_limit, outcome_of
 from zerofit.tools.machine import Device
-from zerofit.tools.tool_recipe import read_with_recipe, recipe_text
+from zerofit.tools.tool_recipe import read_with_recipe
 from zerofit.training.measurement import longest_rows
 
 SMALL = ROOT / "recipes" / "clm" / "compare-small.yaml"
 CLS = ROOT / "recipes" / "cls" / "stdlib-packages.yaml"
-RECIPES = sorted((ROOT / "recipes").glob("*/*.yaml"))
 GIB, MIB = 2**30, 2**20
 
 
@@ -47,8 +46,8 @@ def searched(limit, base, each, sizes=range(1, 4097), guess=0, per_sample=None):
     return peaks
 
 
-@pytest.mark.parametrize("limit", [1009, 1100, 3000, 30000])
-@pytest.mark.parametrize("error", [None, 0.0, 0.02, -0.02, 0.1, -0.1, 1.0, -0.5])
+@pytest.mark.parametrize("limit", [1009, 30000])
+@pytest.mark.parametrize("error", [None, 0.0, 0.02, -0.1, 1.0])
 def test_a_prediction_saves_launches_and_a_wrong_one_does_no_harm(limit, error):
     true, known = int((limit - 1000) / 8.3), {}
     if error is not None:
@@ -146,19 +145,6 @@ def test_strategies_and_what_they_override(monkeypatch):
     assert "Did you mean lora" in said
     said = refusal(check_overrides, read_candidates(["ddp:per_device_train_batch_size=4"]), recipe, options()[1])
     assert "set by the comparison" in said
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_in_the_tree_makes_trials_with_and_without_weights(path, tmp_path):
-    given, cls = options(config=path)
-    (values, notes), file = make_recipe(given, cls), tmp_path / "recipe.yaml"
-    file.write_text(recipe_text(values))
-    again = parse_recipe(cls, ["--config", str(file)])
-    assert again.global_batch_size is None
-    assert again.save_strategy == "no"
-    assert bool(given.global_batch_size and not given.gradient_accumulation_steps) == bool(notes)
-    file.write_text(yaml.safe_dump(recipe_without_weights(values)))
-    assert not parse_recipe(cls, ["--config", str(file)]).model_name_or_path
 
 
 # ------------------------------------------------------------------------------------------------------------- machine

@@ -172,18 +172,6 @@ def test_precision(build, stored, flags, written):
     assert (logits_of(output).float() - case.logits.float()).abs().max() < 5e-2 * spread
 
 
-def test_embeddings_that_were_trained_as_one_stay_one(build, tokenizer):
-    """zerofit saves a tied matrix under both of its names."""
-    case = build(modules_to_save=["model.embed_tokens", "lm_head"], config={"tie_word_embeddings": True})
-    names = [f"base_model.model.{name}.weight" for name in ("model.embed_tokens", "lm_head")]
-    case.edit_weights(lambda tensors: tensors.update({names[1]: tensors[names[0]].clone()}))
-    output = merge(case)
-    assert json.loads((output / "config.json").read_text())["tie_word_embeddings"] is True
-    written = load_file(output / "model.safetensors")
-    assert "lm_head.weight" not in written
-    torch.testing.assert_close(written["model.embed_tokens.weight"], load_adapter(case)[names[0]], rtol=0, atol=0)
-
-
 def test_a_base_given_by_hand(build):
     case = build(base=False)
     moved = case.base.rename(case.base.with_name("moved"))

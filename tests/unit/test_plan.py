@@ -43,27 +43,6 @@ def gpt2(layers: int = 4) -> GPT2Config:
     )
 
 
-def completions(steps) -> list[tuple]:
-    """What a trace says of each step that completes a gradient."""
-    found = [(step.completed, step.place, step.start, step.rise, step.gradient) for step in steps if step.completed]
-    assert len(found) > 50
-    return found
-
-
-def test_a_trace_of_two_layers_stands_for_any_number(monkeypatch):
-    rows = Rows("clm", 48)
-    composed = tracer(gpt2(5), rows, dtype=torch.bfloat16).steps(2)
-    monkeypatch.setattr("zerofit.estimate.tracer.TRACED_LAYERS", 5)
-    traced = tracer(gpt2(5), rows, dtype=torch.bfloat16)
-    assert len(traced.model.transformer.h) == 5
-    every = traced.steps(2)
-    assert max(one.start + one.rise for one in composed) == max(one.start + one.rise for one in every)
-    for what in ("flops", "bytes"):
-        of_both = [sum(getattr(each, what) for one in steps for each in one.operations) for steps in (composed, every)]
-        assert of_both[0] == of_both[1] > 0
-    assert completions(composed) == completions(every)
-
-
 @pytest.mark.parametrize(
     ("blocks", "held", "needed"),
     [

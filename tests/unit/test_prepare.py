@@ -170,18 +170,6 @@ def test_names_of_tokenizers(data, tokenizers, tmp_path):
     assert len({tokenizer_fingerprint(one) for one in tokenizers.values()}) == len(tokenizers)
 
 
-def test_a_tiktoken_file(tmp_path):
-    import base64
-
-    tokens = [bytes([value]) for value in range(256)] + [b"he", b"ll", b"hell"]
-    lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(tokens)]
-    (tmp_path / "tokenizer.model").write_text("\n".join(lines) + "\n")
-    for place in (tmp_path, tmp_path / "tokenizer.model"):
-        found = named_tokenizer(str(place))
-        assert found("hello")["input_ids"] == [259, 258, ord("o")]
-        assert found.eos_token == "<|end_of_text|>"
-
-
 # --------------------------------------------------------------------------------------------------------------- input
 
 

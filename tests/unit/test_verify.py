@@ -136,20 +136,6 @@ def test_the_noise_is_turned_off(tmp_path):
     assert any("attn_pdrop" in change and "lora_dropout" in change for change in notes)
 
 
-def test_a_global_batch_is_that_of_the_processes():
-    options, cls = read_with_recipe(VerifyOptions, [
-        "--task", "clm", "--config_name", "gpt2", "--train_tokenizer_vocab_size", "300", "--train_file", "x.txt",
-        "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "3", "--num_processes", "4",
-        "--kills", "0",
-    ], "zerofit verify")  # fmt: skip
-    values, _ = shorten(options, cls)
-    assert values["global_batch_size"] == 24
-    assert "gradient_accumulation_steps" not in values
-    assert "These numbers of processes can: 1, 2, 4, 8, 16" in refusal(
-        shorten, *options_of("--resumed_processes", "3")
-    )
-
-
 def test_what_is_not_a_proof_is_not_replaced(tmp_path):
     (tmp_path / "thesis.txt").write_text("of years")
     assert "holds something else than an earlier proof" in refusal(check_folder_of, tmp_path, "recipe.yaml", "proof")
@@ -191,16 +177,6 @@ def test_how_a_launch_failed(tmp_path):
         assert "has not ended in" in failure(launch, launch.wait(0.0))
 
 
-def test_a_save_is_seen_if_it_is_this_launchs(tmp_path):
-    partial = tmp_path / "checkpoints" / "update_00000004.partial"
-    partial.mkdir(parents=True)
-    os.utime(partial, (1.0, 1.0))
-    launch = RunningLaunch([], tmp_path, tmp_path / "log")
-    assert not launch.is_saving
-    (tmp_path / "checkpoints" / "update_00000006.partial").mkdir()
-    assert launch.is_saving
-
-
 def test_locks_that_nobody_holds(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     for name in ("held", "left"):
@@ -221,3 +197,8 @@ def test_a_checkpoint_that_comes_after_the_end_is_refused():
     assert "--save_steps 2" in said
     options_of("--save_steps", "12", "--kills", "0")
     options_of("--save_steps", "11")
+
+
+def test_a_number_of_processes_that_does_not_divide_the_batch_is_refused():
+    said = refusal(shorten, *options_of("--resumed_processes", "3"))
+    assert "These numbers of processes can: 1, 2, 4, 8, 16" in said
