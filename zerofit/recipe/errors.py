@@ -78,6 +78,12 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return matches[0] if matches else None
 
 
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "Remove it") -> str:
+    """The remedy for an unknown name: the known one that is most similar, or another remedy."""
+    close = nearest(name, known)
+    return f"Did you mean {close}?" if close else otherwise
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message; its type if it has no message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,35 +1,46 @@
 """The DeepSpeed configuration of a run: its "auto" filled in from the recipe, contradictions refused."""
 
 import dataclasses
-import inspect
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from zerofit.recipe.base import broken_rule
-from zerofit.recipe.errors import Problems, nearest
+from zerofit.recipe.errors import Problems, did_you_mean
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.strategy.batches import BatchSizes, resolve_batches
-from zerofit.strategy.launch import tell_deepspeed_of_a_cpu
 from zerofit.strategy.layout import ParallelLayout
 
 BATCHES = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "tokens_per_batch")
 ADAM_NAMES = ("adam", "adamw")
+OF_ADAM = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "adam_epsilon"}
 # Parameters of an Adam that are not values of its update; and those that are, with AdamW's value.
 HOW_IT_COMPUTES = ("torch_adam", "fp32_optimizer_states", "fused", "foreach", "capturable")
 AS_ADAMW = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False, "set_grad_none": True, "maximize": False}
 HIERARCHY = "zero_hpz_partition_size"
 SHARE_OF_MODEL = 16
 MOST = 200_000_000  # elements; beyond this a bucket only takes memory
-SCHEDULERS = {  # DeepSpeed's names -> the recipe's
+SCHEDULERS = {  # DeepSpeed's names: the recipe's shapes
     "WarmupDecayLR": ("linear",),
     "WarmupLR": ("constant", "constant_with_warmup"),
     "WarmupCosineLR": ("cosine",),
 }
+WARMUP = {"warmup_num_steps": "num_warmup_steps", "warmup_max_lr": "learning_rate"}
+OF_SCHEDULER = {  # the options of the recipe that their parameters are
+    "WarmupDecayLR": {**WARMUP, "total_num_steps": "lr_decay_steps"},
+    "WarmupLR": WARMUP,
+    "WarmupCosineLR": {
+        "warmup_num_steps": "num_warmup_steps",
+        "cos_min_ratio": "min_lr_ratio",
+        "total_num_steps": "lr_decay_steps",
+    },
+}
+# Parameters of schedulers that are no options, with the recipe's values.
+AS_IN_THE_RECIPE = {"warmup_type": "linear", "warmup_min_lr": 0, "warmup_min_ratio": 0, "last_batch_iteration": -1}
 
 
 class OptionResolver(Problems):
@@ -170,48 +181,38 @@ def _resolve_optimizer(resolver: OptionResolver) -> None:
         known = "remove the block: then the recipe's own is used (--optim), or name AdamW, if that is it"
         resolver.found.append(f"{resolver.source}: optimizer.type = {optimizer.get('type')!r}: {known}")
         return
-    params = optimizer.setdefault("params", {})
-    if problems := _problems_of_optimizer(optimizer):
-        resolver.found += [f"{resolver.source}: {problem}" for problem in problems]
-        return
-    for key in ("lr", "weight_decay", "betas", "eps"):
-        params.setdefault(key, "auto")
-    if params["betas"] != "auto" and not (isinstance(params["betas"], list) and len(params["betas"]) == 2):
-        resolver.found.append(f"{resolver.source}: optimizer.params.betas = {params['betas']!r}: expected two numbers")
-        return
-    if params["betas"] != "auto":
-        resolver.resolve_value("adam_beta1", "optimizer.params.betas[0]", params["betas"][0])
-        resolver.resolve_value("adam_beta2", "optimizer.params.betas[1]", params["betas"][1])
+    params = _params_of(resolver, "optimizer", ("betas", *OF_ADAM, *HOW_IT_COMPUTES, *AS_ADAMW, "max_grad_norm"))
+    for key, value in list(params.items()):
+        stated = f"{resolver.source}: optimizer.params.{key} = {json.dumps(value)}"
+        if key == "max_grad_norm":
+            resolver.found.append(f"{stated}: its place is gradient_clipping")
+        elif key in AS_ADAMW and value != AS_ADAMW[key]:
+            resolver.found.append(f"{stated}: the optimizer is AdamW. Remove it")
+        elif key in AS_ADAMW:
+            del params[key]
+        elif key == "betas" and value != "auto" and not (isinstance(value, list) and len(value) == 2):
+            resolver.found.append(f"{stated}: expected two numbers")
+        elif key == "betas" and value != "auto":
+            resolver.resolve_value("adam_beta1", "optimizer.params.betas[0]", value[0])
+            resolver.resolve_value("adam_beta2", "optimizer.params.betas[1]", value[1])
     params["betas"] = [resolver.recipe.adam_beta1, resolver.recipe.adam_beta2]
-    resolver.resolve("learning_rate", "optimizer.params.lr")
-    resolver.resolve("weight_decay", "optimizer.params.weight_decay")
-    resolver.resolve("adam_epsilon", "optimizer.params.eps")
+    for key, option in OF_ADAM.items():
+        resolver.resolve(option, f"optimizer.params.{key}")
     if resolver.recipe.optim == "muon":  # AdamW's part is within it
         del resolver.config["optimizer"]
 
 
-def _problems_of_optimizer(optimizer: dict[str, Any]) -> list[str]:
-    """Return a problem for each key that DeepSpeed would ignore, refuse or do otherwise than AdamW; keys that say what
-    AdamW does are taken out."""
-    params, of_params = optimizer["params"], ("lr", "weight_decay", "betas", "eps", *HOW_IT_COMPUTES)
+def _params_of(resolver: OptionResolver, name: str, known: Sequence[str]) -> dict[str, Any]:
+    """Return the `params` of a section that has a type. What DeepSpeed would ignore or refuse is a problem."""
+    section, keys = resolver.config[name], ("type", "params")
+    params = section.setdefault("params", {})
     if not isinstance(params, dict):
-        return [f'optimizer.params = {params!r}: expected an object, e.g. {{"lr": "auto"}}']
-    problems = [_unknown("optimizer", key, ("type", "params")) for key in optimizer if key not in ("type", "params")]
-    for key, value in list(params.items()):
-        if key == "max_grad_norm":
-            problems.append(f"optimizer.params.max_grad_norm = {value!r}: its place is gradient_clipping")
-        elif key in AS_ADAMW and value == AS_ADAMW[key]:
-            del params[key]
-        elif key in AS_ADAMW:
-            problems.append(f"optimizer.params.{key} = {json.dumps(value)}: the optimizer is AdamW. Remove it")
-        elif key not in of_params:
-            problems.append(_unknown("optimizer.params", key, of_params))
-    return problems
-
-
-def _unknown(where: str, key: str, known: Iterable[str]) -> str:
-    close = nearest(key, known)
-    return f"DeepSpeed has no setting {where}.{key}. {f'Did you mean {close}?' if close else 'Remove it'}"
+        resolver.found.append(f'{resolver.source}: {name}.params = {params!r}: expected an object, or no "params"')
+        params = section["params"] = {}
+    unknown = [f"{name}.{key}. {did_you_mean(key, keys)}" for key in section if key not in keys]
+    unknown += [f"{name}.params.{key}. {did_you_mean(key, known)}" for key in params if key not in known]
+    resolver.found += [f"{resolver.source}: DeepSpeed has no setting {setting}" for setting in unknown]
+    return params
 
 
 def _take_scheduler(resolver: OptionResolver) -> None:
@@ -226,41 +227,23 @@ def _take_scheduler(resolver: OptionResolver) -> None:
         del config["scheduler"]
         return
     if kind not in SCHEDULERS or (shape not in SCHEDULERS[kind] and recipe.source("lr_scheduler_type")):
-        close = nearest(str(kind), SCHEDULERS) if kind not in SCHEDULERS else None
         resolver.found.append(
-            f"{source} says scheduler.type = {kind!r}{f' (did you mean {close}?)' if close else ''}, and "
-            f"lr_scheduler_type = {shape!r} ({recipe.source('lr_scheduler_type') or 'default'}). "
-            "Make them agree, or remove the block: then the recipe's schedule is used"
+            f"{source} says scheduler.type = {kind!r}, and lr_scheduler_type = {shape!r} "
+            f"({recipe.source('lr_scheduler_type') or 'default'}). Make them agree (DeepSpeed's are "
+            f"{', '.join(SCHEDULERS)}), or remove the block: then the recipe's schedule is used"
         )
         return
     if shape not in SCHEDULERS[kind]:
         recipe.adopt("lr_scheduler_type", SCHEDULERS[kind][-1], source)
-    params = "scheduler.params"
-    if not isinstance(scheduler.setdefault("params", {}), dict):
-        resolver.found.append(f"{source}: {params} = {scheduler['params']!r}: expected an object, or no params")
-        return
-    tell_deepspeed_of_a_cpu()
-    from deepspeed.runtime import lr_schedules
-
-    known = [*inspect.signature(getattr(lr_schedules, kind)).parameters][1:]  # without its optimizer
-    unknown = [_unknown(params, key, known) for key in scheduler["params"] if key not in known]
-    unknown += [_unknown("scheduler", key, ("type", "params")) for key in scheduler if key not in ("type", "params")]
-    resolver.found += [f"{source}: {problem}" for problem in unknown]
-    if unknown:
-        return
-    if recipe.source("warmup_ratio"):
-        resolver.fill(f"{params}.warmup_num_steps", "auto", "warmup_ratio", ("warmup_ratio",))
-    else:
-        resolver.resolve("num_warmup_steps", f"{params}.warmup_num_steps")
-    resolver.fill(f"{params}.warmup_type", "linear", "the recipe's warm-up")
-    if kind == "WarmupCosineLR":
-        resolver.fill(f"{params}.warmup_min_ratio", 0, "the recipe's warm-up start")
-        resolver.resolve("min_lr_ratio", f"{params}.cos_min_ratio")
-    else:
-        resolver.fill(f"{params}.warmup_min_lr", 0, "the recipe's warm-up start")
-        resolver.resolve("learning_rate", f"{params}.warmup_max_lr")
-    if kind != "WarmupLR":
-        resolver.resolve("lr_decay_steps", f"{params}.total_num_steps")
+    options = OF_SCHEDULER[kind]
+    for key in _params_of(resolver, "scheduler", (*options, *AS_IN_THE_RECIPE)):
+        place = f"scheduler.params.{key}"
+        if key in AS_IN_THE_RECIPE:
+            resolver.fill(place, AS_IN_THE_RECIPE[key], "the recipe's warm-up")
+        elif key == "warmup_num_steps" and recipe.source("warmup_ratio"):
+            resolver.fill(place, "auto", "warmup_ratio", ("warmup_ratio",))
+        elif key in options:
+            resolver.resolve(options[key], place)
     del config["scheduler"]
 
 
