@@ -148,7 +148,7 @@ def test_a_yaml_that_is_no_strategy_here_is_one_sentence(tmp_path, monkeypatch, 
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump({"distributed_type": "MULTI_GPU", "num_processes": 2, **content}))
     check_refusal([str(file), *words], find_strategies, [str(file)])  # zerofit launch, plan, compare
-    monkeypatch.setattr(launch_module, "_launcher", lambda: (["accelerate", "launch"], str(file), False))
+    accelerate_launch(monkeypatch, "--config_file", str(file))
     said = refusal(lambda: check_launch(find_launch()))
     assert all(word in said for word in words), said
 

@@ -238,9 +238,9 @@ def test_each_other_name_of_a_setting_is_read_as_deepspeed_reads_it(tmp_path):
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2}, ["one setting", "keep one"]),
+        ({"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2}, ["Did you mean stage3_prefetch_bucket_size?"]),
         ({"gather_16bit_weights_on_model_save": False, "stage3_gather_16bit_weights_on_model_save": True},
-         ["one setting"]),
+         ["Did you mean stage3_gather_16bit_weights_on_model_save?"]),
         ({"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}, ["deprecated parameter 'cpu_offload'"]),
         ({"cpu_offload_params": True}, ["cpu_offload_params", "Did you mean offload_param?"]),
         ({"offload_param": "cpu"}, ["expected an object", '{"device": "cpu"}']),
@@ -297,7 +297,8 @@ def launched(monkeypatch, tmp_path):
     def pretend(content: dict, **variables: str) -> None:
         path = tmp_path / "mine.yaml"
         path.write_text(yaml.safe_dump(content))
-        monkeypatch.setattr(launch_module, "_launcher", lambda: (["accelerate", "launch"], str(path), False))
+        command = ["accelerate", "launch", "--config_file", str(path)]
+        monkeypatch.setattr(launch_module, "find_launcher", lambda: launch_module.Launcher(command, 0.0, False))
         for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():

@@ -43,7 +43,7 @@ def read(tmp_path, monkeypatch):
         for variable, value in {**launcher_variables(tmp_path / name), **of_rank}.items():
             monkeypatch.setenv(variable, value)
         command = ["accelerate", "launch", "--config_file", str(tmp_path / name)]
-        monkeypatch.setattr(launch_module, "_launcher", lambda: (command, str(tmp_path / name), False))
+        monkeypatch.setattr(launch_module, "find_launcher", lambda: launch_module.Launcher(command, 0.0, False))
         return read_strategy(recipe)
 
     return read

@@ -27,7 +27,7 @@ from zerofit.launch.runs import (
 )
 from zerofit.launch.supervisor import Supervisor
 from zerofit.recipe.base import Recipe, option
-from zerofit.recipe.errors import UserError, nearest
+from zerofit.recipe.errors import UserError, did_you_mean
 from zerofit.recipe.files import nearest_recipe, recipe_file, script, shown_path
 from zerofit.recipe.parse import flag_value, option_named, parse_recipe, take_words, wants_help
 from zerofit.recipe.parsing import counted
@@ -157,9 +157,9 @@ def program_of(words: list[str], task: str | None = None) -> list[str]:
         return [shown_path(script(task)), *words]
     if first.startswith("--"):
         if "--config" not in words[:-1]:
-            close = nearest(option_named(first) or "", [field.name for field in dataclasses.fields(LaunchOptions)])
-            remedy = f"Did you mean --{close}? " if close else ""
-            raise UserError(f"{first} is where a recipe or a program was expected. {remedy}{WHAT}")
+            options_of_launch = [f"--{field.name}" for field in dataclasses.fields(LaunchOptions)]
+            remedy = did_you_mean(f"--{option_named(first)}", options_of_launch, WHAT)
+            raise UserError(f"{first} is where a recipe or a program was expected. {remedy}")
         recipe, options = words[words.index("--config") + 1], words
     else:
         recipe, options = first, ["--config", first, *options]

@@ -10,7 +10,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from zerofit.recipe.errors import Problems, UserError, nearest
+from zerofit.recipe.errors import Problems, UserError, did_you_mean
 from zerofit.recipe.files import read_text
 from zerofit.recipe.parsing import each_key_once, parse_json
 from zerofit.strategy.launch import Launch, tell_deepspeed_of_a_cpu
@@ -127,9 +127,7 @@ def _read_whole(config: dict[str, Any]) -> tuple[list[str], list[str]]:
     problems = []
     for key, value in config.items():
         if key not in KNOWN_KEYS:
-            close = nearest(key, KNOWN_KEYS)
-            remedy = f"Did you mean {close}?" if close else "Remove it"
-            problems.append(f"{key} is not supported, and would be ignored. {remedy}")
+            problems.append(f"{key} is not supported, and would be ignored. {did_you_mean(key, KNOWN_KEYS)}")
         elif isinstance(value, str) and value != "auto" and not key.endswith("data_type"):
             problems.append(f'{key} = "{value}": expected a number, true or false, or an object')
     for name, example in EXAMPLES.items():
@@ -282,13 +280,9 @@ def _problem_of(detail: Any, model: Any, where: str) -> str:
     for name in path[:-1]:  # to the model of the section within
         kinds = (model.model_fields[name].annotation, *typing.get_args(model.model_fields[name].annotation))
         model = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
-    if path[-1] in model.model_fields:
-        return f"{full} and {where}.{model.model_fields[path[-1]].alias} are one setting: keep one of the two"
     fields = {field.alias or name: field.json_schema_extra or {} for name, field in model.model_fields.items()}
-    close = nearest(path[-1], fields)
-    if close and fields[close].get("deprecated"):
-        close = fields[close]["new_param"]
-    return f"DeepSpeed has no setting {full}. " + (f"Did you mean {close}?" if close else "Remove it")
+    current = [name for name, about in fields.items() if not about.get("deprecated")]
+    return f"DeepSpeed has no setting {full}. {did_you_mean(path[-1], current)}"
 
 
 def stated_precision(config: dict[str, Any], source: str) -> str | None:

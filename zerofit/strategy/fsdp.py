@@ -7,7 +7,7 @@ it does not know. So all are read from the YAML.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zerofit.recipe.errors import UserError, nearest
+from zerofit.recipe.errors import UserError, did_you_mean
 from zerofit.recipe.parsing import counted
 
 RESHARDS = "fsdp_reshard_after_forward"
@@ -109,7 +109,6 @@ def fsdp_problems(settings: dict[str, str], content: Mapping[str, Any], source: 
     ]
     for key in content.get("parallelism_config") or {}:
         if key not in HONOURED and not key.startswith(SIZED_1):
-            close = nearest(key, [REPLICAS, SHARDS])
-            remedy = f"Did you mean {close}?" if close else "Remove it"
+            remedy = did_you_mean(key, (REPLICAS, SHARDS))
             problems.append(f"{source}: accelerate has no setting {key} in parallelism_config. {remedy}")
     return problems

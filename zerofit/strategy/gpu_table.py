@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zerofit.recipe.errors import UserError, nearest
+from zerofit.recipe.errors import UserError, did_you_mean
 
 TERA, GIGA = 1e12, 1e9
 PCIE = {3: 16 * GIGA, 4: 31 * GIGA, 5: 63 * GIGA}  # 16 lanes, one direction
@@ -154,10 +154,9 @@ def find_gpu(name: str) -> Gpu:
     """The GPU of that name, upper or lower case. Raises UserError if it is not in the table."""
     gpu = GPUS.get(name.lower())
     if gpu is None:
-        close = nearest(name.lower(), GPUS)
-        suggestion = f"Did you mean {close}? " if close else ""
+        remedy = did_you_mean(name.lower(), GPUS, f"Known are {', '.join(GPUS)} and {CPU}")
         raise UserError(
-            f"gpu = {name!r} is not in the table of known GPUs. {suggestion}Known are {', '.join(GPUS)} and {CPU}. "
-            "Of another one, ask by its memory: zerofit plan --gpu_memory 24GiB"
+            f"gpu = {name!r} is not in the table of known GPUs. {remedy}. Of another one, ask by its memory: zerofit "
+            "plan --gpu_memory 24GiB"
         )
     return gpu

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from zerofit.recipe.base import Recipe
-from zerofit.recipe.errors import OUR_LAUNCHER, UserError, nearest
+from zerofit.recipe.errors import OUR_LAUNCHER, UserError, did_you_mean, nearest
 from zerofit.recipe.files import CONFIGS, configs
 from zerofit.recipe.parse import flag_value, option_named
 from zerofit.recipe.parsing import read_yaml
@@ -158,17 +160,14 @@ def problems_of_yaml(content: Any, source: str) -> list[str]:
     kind, precision = content.get("distributed_type", "NO"), content.get("mixed_precision")
     known = (*ClusterConfig.__dataclass_fields__, "fp16", "dynamo_backend")  # the last two in its older files
     for key in content.keys() - known:
-        close = nearest(str(key), known)
-        remedy = f"Did you mean {close}? Else remove it" if close else "Remove it"
-        problems.append(f"{source}: accelerate has no setting {key}. {remedy}")
+        problems.append(f"{source}: accelerate has no setting {key}. {did_you_mean(str(key), known)}")
     if not isinstance(kind, bool) and not _is_supported(str(kind)):
         problems.append(
             f"{source}: distributed_type = {kind} is not supported here. Use --strategy ddp, zero1, zero2, zero3, "
             f"fsdp2, tp, pp or 3d, or write {nearest(str(kind).upper(), SUPPORTED) or 'MULTI_GPU'}"
         )
     if not isinstance(precision, bool) and str(precision or "no").lower() not in PRECISION_NAMES:
-        close = nearest(str(precision), PRECISION_NAMES)
-        remedy = f"Did you mean {close}?" if close else f"Use {', '.join(PRECISION_NAMES[:3])}"
+        remedy = did_you_mean(str(precision), PRECISION_NAMES, f"Use {', '.join(PRECISION_NAMES[:3])}")
         problems.append(f"{source}: mixed_precision = {precision} is unknown. {remedy}")
     if str(content.get("compute_environment", "LOCAL_MACHINE")) != "LOCAL_MACHINE":
         problems.append(f"{source}: compute_environment = {content['compute_environment']}: write LOCAL_MACHINE")
@@ -188,8 +187,7 @@ def problems_of_yaml(content: Any, source: str) -> list[str]:
     section = content.get("deepspeed_config") or {}
     for key, value in section.items() if isinstance(section, dict) else ():
         if key not in (*VARIABLES, *READ_TOO):
-            close = nearest(key, (*VARIABLES, *READ_TOO))
-            remedy = f"Did you mean {close}?" if close else f"Known: {', '.join(sorted((*VARIABLES, *READ_TOO)))}"
+            remedy = did_you_mean(key, (*VARIABLES, *READ_TOO))
             problems.append(f"{source}: deepspeed_config has the unknown key {key}. {remedy}")
         elif key in IN_THE_JSON and "deepspeed_config_file" in section:
             problems.append(
@@ -261,8 +259,7 @@ def find_strategies(names: list[str]) -> dict[str, Path]:
                 f"strategy {name!r}: a JSON alone is for torchrun. Name a YAML that names it, as zero2.yaml"
             )
         elif not path.is_file():
-            close = nearest(name, known)
-            remedy = f"{f'Did you mean {close}? ' if close else ''}There are {', '.join(known)}"
+            remedy = did_you_mean(name, known, f"There are {', '.join(known)}")
             missing.append(f"strategy {name!r}: there is no file {path}. {remedy}")
     if missing:
         raise UserError(missing)
@@ -320,7 +317,15 @@ def find_launch(named: str | None = None) -> Launch:
     # run ten times slower as soon as another process wants the same cores.
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     use_expandable_segments()
-    command, config_file, threads_are_the_users = _launcher()
+    launcher, config_file, threads_are_the_users = find_launcher(), None, "OMP_NUM_THREADS" in environment
+    command = [] if launcher is None else launcher.command
+    if launcher is not None:
+        told = flag_value(command, "config_file") or default_config()
+        config_file = told if told and Path(told).is_file() else None
+        threads_are_the_users = launcher.has_threads or bool(flag_value(command, "num_cpu_threads_per_process"))
+    elif "TORCHELASTIC_RUN_ID" in environment:  # torchrun, which sets it to 1 where nobody has
+        with contextlib.suppress(psutil.Error):
+            threads_are_the_users = "OMP_NUM_THREADS" in psutil.Process().parent().environ()
     if named is not None:
         export_environment(named, config_file)
         config_file = config_file if is_json(named) else named
@@ -398,45 +403,18 @@ class Launcher:
 def find_launcher() -> Launcher | None:
     """Find the launcher of this process. `zerofit launch` names itself in a variable. accelerate hands its settings
     down as variables, without the file that they come from: its command line is read. None: neither of them."""
-    import psutil
-
     if OUR_LAUNCHER in os.environ:
         return Launcher(**json.loads(os.environ[OUR_LAUNCHER]))
     if "ACCELERATE_MIXED_PRECISION" not in os.environ:  # accelerate always sets it
         return None
+    modules = ("accelerate-launch", "accelerate.commands.launch", "accelerate/commands/launch.py")
     with contextlib.suppress(psutil.Error):
         for parent in psutil.Process().parents():
             words = parent.cmdline()
-            if is_accelerate_launch(words):
+            is_command = "launch" in words and any("accelerate" in word for word in words)
+            if is_command or any(word.endswith(modules) for word in words[:3]):  # Python, -m and the program at most
                 return Launcher(words, parent.create_time(), "OMP_NUM_THREADS" in parent.environ())
     return None
-
-
-def _launcher() -> tuple[list[str], str | None, bool]:
-    """Return (command line, --config_file, whether OMP_NUM_THREADS was given) of the launcher above this process."""
-    import psutil
-
-    launcher = find_launcher()
-    if launcher is None:
-        threads = "OMP_NUM_THREADS" in os.environ
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, which sets it to 1 where nobody has
-            with contextlib.suppress(psutil.Error):
-                threads = "OMP_NUM_THREADS" in psutil.Process().parent().environ()
-        return [], None, threads
-    words = launcher.command
-    named = flag_value(words, "config_file") or default_config()
-    threads = launcher.has_threads or bool(flag_value(words, "num_cpu_threads_per_process"))
-    return words, named if named and Path(named).is_file() else None, threads
-
-
-def is_accelerate_launch(words: list[str]) -> bool:
-    """Return whether a command is `accelerate launch`, `accelerate-launch` or `python -m
-    accelerate.commands.launch`."""
-    names = ("accelerate-launch", "accelerate.commands.launch", "accelerate/commands/launch.py")
-    first = words[:3]  # Python, -m and the program at most
-    return any(word.endswith(names) for word in first) or (
-        "launch" in words and any("accelerate" in word for word in words)
-    )
 
 
 def default_config() -> str | None:
