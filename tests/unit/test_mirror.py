@@ -275,7 +275,9 @@ def test_the_one_before_a_damaged_one(lost, file, harm):
 def test_a_mirror_without_a_whole_one_is_not_overwritten_in_silence(lost):
     for path in lost.place.glob("checkpoints/*/model/weights"):
         path.write_bytes(b"")
-    check_refusal(["weights has 0 bytes", "no checkpoint can be used", "--overwrite_output_dir"], lost.restored)
+    check_refusal(
+        ["weights is not what was written", "no checkpoint can be used", "--overwrite_output_dir"], lost.restored
+    )
     assert not list(lost.folder.path.glob("checkpoints/*"))
 
 

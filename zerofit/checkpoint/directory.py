@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 
 from zerofit import __version__
-from zerofit.recipe.errors import UserError
+from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import TEMPORARY, atomic_file, remove, sync, temporary_path
 from zerofit.recipe.parsing import parse_json, read_record
 from zerofit.record.run_folder import MANIFEST, UPDATE, files_below, is_inside, remove_empty, sealed_files
@@ -184,23 +184,17 @@ def find_damage(folder: Path, rank: int = 0, num_ranks: int = 1) -> str | None:
         files = content["files"]
         expected = {name: (about["bytes"], about["xxh3_128"]) for name, about in files.items()}
         outside = next((name for name in files if not is_inside(name)), None)
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"{MANIFEST} cannot be read"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} cannot be read ({first_line(error)})"
     if text != _manifest(content):
-        return f"{MANIFEST} is not what was written (its checksum differs)"
+        return f"{MANIFEST} is not what was written"
     if outside:
         return f"{MANIFEST} names a file of another folder, {outside!r}"
     for name, (size, digest) in list(expected.items())[rank::num_ranks]:
         path = folder / name
         try:
-            if path.stat().st_size != size:
-                return f"{name} has {path.stat().st_size:,} bytes of {size:,}"
-            if checksum(path) != digest:
-                return f"{name} is not what was written (its checksum differs)"
-        except FileNotFoundError:
-            return f"{name} is missing"
+            if path.stat().st_size != size or checksum(path) != digest:
+                return f"{name} is not what was written"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
     return None if expected else f"{MANIFEST} names no file"

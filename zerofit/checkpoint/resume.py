@@ -26,6 +26,13 @@ from zerofit.strategy.batches import RESUMED
 
 SAMPLES_LOOKED_AT = 64
 START_OVER = "--resume never --overwrite_output_dir"
+NEVER_CHANGED = {  # beginnings of differences, and why a run that resumes may have none
+    "optim ": "one optimizer cannot read what another has kept",
+    "ema_decay was 0.0,": "it has no mean of the weights",
+    "seed ": "the data position would change",
+    "global_batch_size ": "the data position would change",
+    "tokens_per_batch ": "the data position would change",
+}
 
 
 @dataclass(frozen=True)
@@ -148,21 +155,12 @@ def differences_from(recipe: TrainingRecipe, global_batch: int, recorded: dict[s
     optimizer; no mean of the weights where there shall be one; another seed or batch, with which the checkpoint's
     place in the data is another place."""
     differing = differing_options(identity_options(recipe, global_batch), recorded)
-    missing = {
-        "optim ": "one optimizer cannot read what another has kept",
-        "ema_decay was 0.0,": "it has no mean of the weights",
-    }
-    for beginning, reason in missing.items():
-        if other := next((text for text in differing if text.startswith(beginning)), None):
-            raise UserError(
-                f"resume = {recipe.resume!r}: {other}: {reason}. Set it as it was, or train on its weights in a run "
-                "of their own: --model_name_or_path RUN/model"
-            )
-    places = ("seed ", "global_batch_size ", "tokens_per_batch ")
-    displaced = [text for text in differing if text.startswith(places)]
-    if displaced:
+    reasons = NEVER_CHANGED.items()
+    problems = [f"{text}: {why}" for text in differing for beginning, why in reasons if text.startswith(beginning)]
+    if problems:
         raise UserError(
-            f"resume = {recipe.resume!r}: {'; '.join(displaced)}: the data position would change. Set it as it was"
+            f"resume = {recipe.resume!r}: {'; '.join(problems)}. Set it as it was, or train on its weights in a run "
+            "of their own: --model_name_or_path RUN/model"
         )
     return differing
 
@@ -183,14 +181,11 @@ def check_data(now: dict[str, Any], recorded: dict[str, Any], folder: Path) -> N
     """Raises UserError where the training data is not what the checkpoint was made with."""
     if now == recorded:
         return
-    changed = next(name for name in now if now[name] != recorded.get(name))
-    what = {
-        "samples": f"has {now['samples']:,} samples, and had {recorded['samples']:,}",
-        "checksum": "has other samples than it had",
-        "grouping": f"is grouped by {now['grouping']!r}, and was by {recorded['grouping']!r}",
-    }
+    changed = "; ".join(
+        f"{name} {now[name]}, and was {recorded.get(name)}" for name in now if now[name] != recorded.get(name)
+    )
     raise UserError(
-        f"the training data {what[changed]} when {folder} was written: the data position would change. "
+        f"the training data is not that which {folder} was written with ({changed}): the data position would change. "
         "Restore the data (with data_path also max_train_steps and num_train_epochs, which the order follows from), "
         f"or start over with {START_OVER}"
     )
