@@ -252,18 +252,15 @@ def read_section(section: dict[str, Any], model: Any, where: str) -> tuple[list[
         old = (field.json_schema_extra or {}) if field else {}
         field = model.model_fields.get(old.get("new_param"), field)
         public = (field.alias if field else None) or old.get("new_param", name)
-        shown = f"{where}.{name} = {json.dumps(value)}"
         del section[name]
         if value == "auto":
             section |= {} if old.get("deprecated") else {public: value}
-        elif not old.get("set_new_param", True):
-            notes.append(f"{shown} has no effect: DeepSpeed has deprecated it. Write it within {public}")
-        else:
-            section |= {} if made[public] is None and value is not None else {public: made[public]}
-            if old.get("deprecated"):
-                notes.append(f"{shown} is deprecated, read as {public} = {json.dumps(made[public])}")
-            elif made[public] != value or isinstance(made[public], bool) != isinstance(value, bool):
-                notes.append(f"{shown} is read as {json.dumps(made[public])}")
+            continue
+        is_used = old.get("set_new_param", True) and (made[public] is not None or value is None)
+        section |= {public: made[public]} if is_used else {}
+        if old.get("deprecated") or json.dumps(made.get(public)) != json.dumps(value):
+            read_as = f"read as {public} = {json.dumps(made[public])}" if is_used else f"without effect: see {public}"
+            notes.append(f"{where}.{name} = {json.dumps(value)} is {read_as}")
     return notes, []
 
 

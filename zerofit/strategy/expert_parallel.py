@@ -60,9 +60,7 @@ def dispatch(
     from transformers.distributed.expert_parallel import AllToAllEP
 
     experts.num_experts //= mesh.size()  # each rank sees its own
-    exchange = (kind or AllToAllEP)(experts, mesh, alone)
-
-    called = _Exchanged(experts, exchange)
+    called = _Exchanged(experts, (kind or AllToAllEP)(experts, mesh, alone))
 
     def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         local = {name: own_experts(each) for name, each in experts.named_parameters(recurse=False)}

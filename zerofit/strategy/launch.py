@@ -275,6 +275,7 @@ PRECISIONS = {"no": None, "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
 SAID_OTHERWISE = (  # variables of accelerate, the values that change nothing here, and the option to use
     ("ACCELERATE_MIXED_PRECISION", PRECISIONS, "precision"),
     ("ACCELERATE_DYNAMO_BACKEND", ("no",), "torch_compile"),
+    ("ACCELERATE_FP8_BACKEND", ("no", "ao"), "float8"),
     ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", ("no", "1"), "gradient_accumulation_steps"),
     ("ACCELERATE_GRADIENT_CLIPPING", ("no",), "max_grad_norm"),
 )
@@ -372,9 +373,6 @@ def check_launch(launch: Launch) -> None:
                 f"{source}: num_processes = {asked}, and accelerate launch has started one process. Use --config_file "
                 "accelerate_configs/ddp.yaml, which starts all without a GPU, too, and no --cpu, use_cpu or MULTI_CPU"
             )
-    backend = os.environ.get("ACCELERATE_FP8_BACKEND", FP8_BACKEND).upper()
-    if launch.precision == "fp8" and backend not in (FP8_BACKEND, "NO") and not problems:  # by a flag
-        problems.append(f"--fp8_backend {backend} is not supported. Write {FP8_BACKEND}, which is torchao")
     if problems:
         raise UserError(problems)
 
