@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,6 @@ SCHEDULERS = {
     "Kubeflow Trainer": ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", ""),
     # docs.skypilot.co/en/stable/running-jobs/distributed-jobs.html
     "SkyPilot": ("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS", "MASTER_PORT", "SKYPILOT_TASK_ID"),
-    # dstack.ai/docs/concepts/tasks, distributed tasks
-    "dstack": ("DSTACK_NODES_NUM", "DSTACK_NODE_RANK", "DSTACK_MASTER_NODE_IP", "MASTER_PORT", "DSTACK_RUN_NAME"),
     # docs.open-mpi.org, environment variables: one process on each machine, `mpirun --npernode 1`
     "OpenMPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "MASTER_ADDR", "MASTER_PORT", "PMIX_NAMESPACE"),
     GENERIC: ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", ""),
@@ -78,17 +75,15 @@ def read_machines(environment: Mapping[str, str]) -> Machines:
     _check_tasks(environment)
     named = [machines for name in NAMED if (machines := _read(name, environment)) is not None]
     generic = _read(GENERIC, environment)
-    contradicting = [
-        (one, other) for one, other in pairwise(named) if (one.rank, one.count) != (other.rank, other.count)
-    ]
-    if named and generic and (generic.rank not in (None, named[0].rank) or generic.count % named[0].count):
-        contradicting.append((named[0], generic))
-    for one, other in contradicting:
-        raise UserError(
-            f"two schedulers contradict each other: {one.source}, and {other.source}. Unset the variables of one, or "
-            "set --num_machines, --machine_rank and --main_process_ip"
-        )
     machines = named[0] if named else generic
+    contradicting = [other for other in named if (other.rank, other.count) != (named[0].rank, named[0].count)]
+    if named and generic and (generic.rank not in (None, named[0].rank) or generic.count % named[0].count):
+        contradicting.append(generic)
+    if machines is not None and contradicting:
+        raise UserError(
+            f"two schedulers contradict each other: {machines.source}, and {contradicting[0].source}. Unset the "
+            "variables of one, or set --num_machines, --machine_rank and --main_process_ip"
+        )
     if machines is None and INDEX in environment:
         raise UserError(
             f"{INDEX} = {environment[INDEX]}: this is one pod of an indexed job, and nothing says how many there are. "
@@ -269,11 +264,6 @@ class RunningLaunch:
                 if path.stat().st_mtime > self.began - 0.1:  # a file system's clock is coarser
                     return True
         return False
-
-    @property
-    def has_saved(self) -> bool:
-        """Return whether a checkpoint is complete, of this launch or of an earlier one."""
-        return (self.output / "checkpoints" / "latest").is_dir()
 
     def kill(self) -> None:
         """Kill every process of the launch. Returns when all are gone; signals that would end this process wait until

@@ -239,7 +239,7 @@ def moment_to_kill(index: int, update: int, delay_s: float, start_s: float) -> C
     printed: list[float] = []
 
     def come(launch: RunningLaunch) -> bool:
-        if not launch.has_saved:
+        if not (launch.output / "checkpoints" / "latest").is_dir():
             return False
         if index % 4 == 3:
             return launch.seconds >= start_s
