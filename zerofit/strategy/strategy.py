@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from zerofit.model.tensor_parallel import TensorGroup
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.options import TrainingRecipe
 from zerofit.strategy.batches import BatchSizes
-from zerofit.strategy.devices import has_bf16
+from zerofit.strategy.devices import accelerator, has_bf16
 from zerofit.strategy.fsdp import EITHER, EXPERTS, IGNORED, REDUCE, REPLICAS, RESHARDS, SYNCS
 from zerofit.strategy.host_memory import host_memory
 from zerofit.strategy.launch import Launch
@@ -179,13 +178,11 @@ class Strategy:
         return ", ".join([name, f"{processes} process{'es' if processes > 1 else ''}", *split, self.precision])
 
     def check_precision(self) -> None:
-        """Raises UserError where there is no device for the precision: one problem for each place that asks for it."""
-        if self.precision != "fp16":
-            return
-        if not torch.accelerator.is_available():
+        """Raises UserError where there is no device for the precision."""
+        if self.precision == "fp16" and not torch.accelerator.is_available():
+            sources = " and ".join(each.source for each in self.stated)
             raise UserError(
-                f"{each.source}: precision = fp16 needs a GPU: loss scaling has no CPU kernels. Use bf16 or fp32"
-                for each in self.stated
+                f"precision = fp16 ({sources}) needs a GPU: loss scaling has no CPU kernels. Use bf16 or fp32"
             )
 
     def without_optimizer(self) -> "Strategy":
@@ -227,28 +224,18 @@ class Strategy:
         """Return where pretrained weights are put as they are read, and not on the host first, by every rank of it:
         the device; None for the CPU, where each rank keeps a part of them only, and before the processes have
         started."""
+        from accelerate.state import PartialState, is_initialized
+
         shards = self.shards_parameters or self.fully_shards
-        device, keeps_all = current_device(), self.layout.model_size == 1 and not shards
-        return device if keeps_all and device is not None and device.type != "cpu" else None
+        if shards or self.layout.model_size > 1 or not is_initialized():
+            return None
+        device: torch.device = PartialState().device
+        return device if device.type != "cpu" else None
 
     @property
     def lacks_bf16(self) -> bool:
         """True if there is a device, and it does not compute in bf16."""
-
-        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return device is not None and has_bf16(device) is False
-
-    def faster_strategy(self, recipe: TrainingRecipe, device: torch.device) -> str | None:
-        """Return a note on what is expected to be faster on GPUs than ZeRO-3 in as little memory: FSDP2, whose blocks
-        may be compiled; None: it does not do what this strategy does."""
-        same = self.shards_parameters and not self.offloads_optimizer and self.layout.data_size > 1
-        same &= self.tensor * self.sequence == 1
-        if not same or device.type != "cuda" or self.precision == "fp16" or recipe.quantised or not recipe.trains:
-            return None
-        return (
-            "fsdp2 shards as much as ZeRO-3, and its blocks may be compiled: `zerofit plan --strategies zero3,fsdp2` "
-            "says whether it is faster here (--strategy fsdp2)"
-        )
+        return has_bf16(accelerator()) is False
 
     def gathered(self, parameter: torch.Tensor, written: bool = True) -> AbstractContextManager[Any]:
         """The context in which a parameter is whole on every rank, and what all ranks write into it is kept."""
@@ -315,10 +302,3 @@ def without_sharding() -> Iterator[None]:
         yield
     finally:
         AcceleratorState().deepspeed_plugin.set_deepspeed_weakref()
-
-
-def current_device() -> torch.device | None:
-    """The torch.device of this process; None before the processes have started."""
-    from accelerate.state import PartialState, is_initialized
-
-    return PartialState().device if is_initialized() else None

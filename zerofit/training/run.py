@@ -254,8 +254,7 @@ class Run:
         if chosen and not recipe.compiles:
             self.compilation = "auto: false, the model's code names no blocks"
         if recipe.trains:
-            faster = strategy.faster_strategy(recipe, self.device)
-            self.notes += filter(None, [without_mfu(self.device, strategy.precision), faster])
+            self.notes += filter(None, [without_mfu(self.device, strategy.precision)])
         self.parameters, self.trainable = count_parameters(whole_model(model))
         self.engine, self.schedule = prepare_engine(strategy, self.accelerator, model, recipe, optimizer), schedule
         self.starting.close()
