@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import yaml
 
 from zerofit.recipe.base import Recipe, broken_rule, default_of, from_text, quoted
-from zerofit.recipe.errors import UserError, nearest
+from zerofit.recipe.errors import UserError, did_you_mean
 from zerofit.recipe.files import nearest_recipe, read_text, recipe_file
 from zerofit.recipe.foreign_options import foreign_option_hints
 from zerofit.recipe.options import TrainingRecipe
@@ -283,8 +283,7 @@ class _Reader:
         if name in self.hints:
             self.problems.append(f"{where} is not an option: {self.hints[name]}")
             return
-        close = nearest(name, self.names)
-        remedy = f"Did you mean {close}?" if close else "--help_all lists the options"
+        remedy = did_you_mean(name, self.names, "--help_all lists the options")
         self.problems.append(f"{where} is not an option. {remedy}")
 
 
