@@ -379,7 +379,7 @@ class Source:
         return [self.written.get(column, column) for column in columns]
 
     def describe(self, reader: Any) -> str:
-        """What a reader says of its columns, with their names in the file."""
+        """Describe the columns of a reader by their names in the file."""
         lists = {key: tuple(self.names(value)) for key, value in vars(reader).items() if isinstance(value, tuple)}
         single = {key: self.written[value] for key, value in vars(reader).items() if value in self.written}
         return replace(reader, **lists, **single).describe

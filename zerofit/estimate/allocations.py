@@ -371,7 +371,7 @@ class AllocationTracker(DispatchMode):
         self._change(-self._known.pop(key, 0))
 
     def _change(self, size: int) -> None:
-        """So many bytes are taken, or (negative) given back."""
+        """Take bytes, or (negative) give them back."""
         self.live += size
         self.peak = max(self.peak, self.live)
         if self.segments and size:

@@ -208,7 +208,7 @@ def _others(in_flight: InFlight | None, training: list[TracedStep], accumulation
 
 
 def _moments_of_pass(states: States, engine: GradientMemory, steps: list[TracedStep]) -> Iterator[Moment]:
-    """What is held beside the states."""
+    """The tensors that are held beside the states."""
     at_hand = 0
 
     def moment(step: TracedStep, alive: int, rise: int = 0, reduced: int = 0, completed: int = 0) -> Moment:

@@ -138,7 +138,7 @@ def first_host(machines: str) -> str | None:
 
 
 def given_machines(count: int, environment: Mapping[str, str]) -> Machines:
-    """So many machines; the number of this one is that of whatever scheduler names it."""
+    """Return `count` machines, of which this one has the number that a scheduler's variable gives."""
     name = next((name for name in RANK_VARIABLES if name in environment), None)
     if count == 1 or name is None:
         return Machines(count, 0 if count == 1 else None, source="--num_machines")

@@ -27,7 +27,7 @@ def check_combinations(strategy: Strategy, recipe: TrainingRecipe) -> None:
 
 
 def _of_parallelism(strategy: Strategy, recipe: TrainingRecipe) -> Iterator[Conflict]:
-    """Of tensor, pipeline and sequence parallelism. What all of them exclude is told of the first one."""
+    """Yield the conflicts of tensor, pipeline and sequence parallelism; one that all have is the first one's."""
     zero, precision = strategy.zero, strategy.precision
     degrees = {SEQUENCE: strategy.sequence, f"{TENSOR}.autotp_size": strategy.tensor}
     degrees[f"{PIPELINE}.stages"] = strategy.pipeline
@@ -78,7 +78,7 @@ def _sums_dtype(strategy: Strategy) -> str | None:
 
 
 def _of_shards(strategy: Strategy, recipe: TrainingRecipe) -> Iterator[Conflict]:
-    """Of FSDP2, ZeRO-3, an optimizer on a disk, and gradients that are rounded."""
+    """Yield the conflicts of FSDP2, ZeRO-3, an optimizer on a disk, and gradients that are rounded."""
     source, config, compiled = strategy.source, strategy.deepspeed or {}, recipe.source("torch_compile")
     if strategy.launch.fsdp is not None:  # of one process too
         if strategy.precision == "fp16":
@@ -105,7 +105,7 @@ def _of_shards(strategy: Strategy, recipe: TrainingRecipe) -> Iterator[Conflict]
 
 
 def _of_optimizer(strategy: Strategy, recipe: TrainingRecipe) -> Iterator[Conflict]:
-    """Where an optimizer would have other matrices, or other blocks of them, than in one process."""
+    """Yield the conflicts where an optimizer would have other matrices, or blocks of them, than in one process."""
     stated, source = f"optim = {recipe.optim} ({recipe.source('optim')})", strategy.source
     if recipe.optim not in SHARDED and (strategy.deepspeed is not None or strategy.fully_shards):
         why = {

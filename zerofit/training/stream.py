@@ -126,7 +126,7 @@ class Update:
 
 @dataclass
 class Progress:
-    """What is known of the update that the loop is at.
+    """The facts about the update that the loop is at.
 
     Attributes:
         began: when its micro-batches were there, by time.perf_counter.

@@ -210,7 +210,7 @@ class MetaFolder:
         )
 
     def _cut(self, weight: MetaWeight) -> tuple[int | None, int]:
-        """How a weight was cut for tensor parallelism, by the shape of its shards (Llama 1 and 2 cut the embeddings
+        """Find how a weight was cut for tensor parallelism, by the shape of its shards (Llama 1 and 2 cut embeddings
         along the hidden dimension, Llama 3 along the vocabulary): shard i is part i // copies. Raises UserError: in no
         known way."""
         shapes = {tuple(shard[weight.meta].shape) for shard in self.shards}

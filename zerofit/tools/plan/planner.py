@@ -438,7 +438,7 @@ class Planner:
         return self.recipe.max_global_batch_size or self.recipe.global_batch_size
 
     def recipe_for_layouts(self) -> PlanOptions:
-        """Without the recipe's own global batch where there is only a limit to it."""
+        """Return the recipe without its own global batch where there is only a limit to it."""
         if not self.recipe.max_global_batch_size:
             return self.recipe
         recipe = self.recipe.draft()
