@@ -7,6 +7,10 @@
 * Launches of two models under several strategies (ROWS), float8 among them.
 * Side by side in one process, in turn: zerofit and transformers' Trainer, eager and compiled, on the same shapes
   (benchmarks/loop_speed.py).
+* The head alone: loss and gradients of 8,192 tokens in bf16 for several vocabularies and chunks of rows
+  (zerofit/model/chunked_loss.py), in turn: milliseconds, and the memory that is taken beside inputs and gradients.
+* Where an update's time goes (--profile).
+* Fine-tuning on padded rows whose width is a multiple of 8 or of 64: seconds and compiled graphs.
 
 Everything goes into on-gpu.json as soon as it is measured. The same command goes on where it was stopped, by its own
 limit or otherwise. --predict takes the processor, so it is run by itself; it writes the tables of the page, between
@@ -14,6 +18,7 @@ its marks `<!-- on_gpu NAME -->` and `<!-- end -->`: what stands outside of them
 """
 
 import argparse
+import gzip
 import json
 import math
 import re
@@ -29,9 +34,10 @@ from typing import Any
 import loop_speed
 import torch
 
+from zerofit.model.chunked_loss import IGNORE, PLAIN, _Chunked, compiled_chunk
 from zerofit.recipe import ClmRecipe
 from zerofit.record.environment import describe_environment
-from zerofit.strategy.devices import device_name
+from zerofit.strategy.devices import device_name, synchronise
 from zerofit.strategy.gpu_table import gpu_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,6 +47,7 @@ NOT_COUNTED, UPDATES = 4, 16
 LAUNCH_S, LIMIT_S, LAST_S = 180, 23 * 60, 40  # of a launch, of all measuring; nothing begins in the last seconds
 KILL_S = 20  # after a launch was asked to end
 END = {"s": math.inf}  # of time.monotonic(): what runs then is ended, and measured by the next command
+HEAD = ((50257, 50304, 128256), 2048, 8192, (1024, 2048, 4096))  # vocabularies, hidden, tokens, rows of a chunk
 MODELS = {  # name, changes, vocabulary, length
     "GPT-2": ("gpt2", "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0", 50304, 1024),
     "Llama-3.2-1B": ("llama-3.2-1b", "", 128256, 2048),
@@ -54,6 +61,11 @@ CANDIDATES: dict[str, tuple[str, dict[str, Any]]] = {  # loop_speed's name, opti
     "Trainer": ("Trainer", {"torch_compile": False}),
     "Trainer, compiled": ("Trainer", {"torch_compile": True}),
 }
+KERNELS = {
+    "attention": "flash|fmha|sdpa|attention",
+    "products": "gemm|nvjet|cutlass|xmma|::mm|addmm|bmm|scaled_mm",
+    "optimizer": "adam",
+}
 COMPILED = "--torch_compile"
 ROWS = [  # model, strategy, micro-batch, options; a launch of 1B weights takes 75 s, under ZeRO 110, of GPT-2 40
     ("Llama-3.2-1B", "single", 8, COMPILED),
@@ -64,13 +76,16 @@ ROWS = [  # model, strategy, micro-batch, options; a launch of 1B weights takes 
     ("GPT-2", "single", 64, COMPILED),
     ("Llama-3.2-1B", "single", 8, ""),
 ]
+PADDED = ("Llama-3.2-1B", (8, 64), (COMPILED, ""), 100)  # model, multiples of a row's width, options, updates
 TINY = "hidden_size=64,intermediate_size=128,num_attention_heads=4,num_key_value_heads=2,num_hidden_layers=2"
 TINY_SHAPES: dict[str, Any] = {
+    "HEAD": ((1000,), 64, 128, (16, 32)),
     "MODELS": {"Llama of 64": ("llama-3-8b", TINY, 1024, 64)},
     "SIDE_BY_SIDE": [("Llama of 64", 2)],
     "ROUNDS": 1,
     "CANDIDATES": {name: one for name, one in CANDIDATES.items() if "compiled" not in name and name != "zerofit"},
     "ROWS": [("Llama of 64", "single", 2, ""), ("Llama of 64", "zero1", 2, "--gradient_checkpointing full")],
+    "PADDED": ("Llama of 64", (8, 64), ("",), 8),
 }
 
 
@@ -132,6 +147,37 @@ def plan_flags(device: torch.device) -> list[str]:
 # ------------------------------------------------------------------------------------------------------ in one process
 
 
+def time_heads(device: torch.device, vocabulary: int, hidden: int, tokens: int, chunks: tuple[int, ...]) -> dict:
+    """{rows of a chunk: (milliseconds, bytes beside)} of forward and backward of the chunked loss, in turn."""
+    states = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16).requires_grad_()
+    weight = (torch.randn(vocabulary, hidden, device=device) * 0.02).bfloat16().requires_grad_()
+    targets = torch.randint(vocabulary, (tokens,), device=device)
+    targets[::64] = IGNORE
+    compiled, times = compiled_chunk(device), dict[int, list[float]]({rows: [] for rows in chunks})
+    peaks: dict[int, int] = {}
+    for _ in range(NOT_COUNTED + UPDATES):
+        for rows in chunks:
+            before = _restart_peak(device)
+            synchronise(device)
+            began = time.perf_counter()
+            loss = _Chunked.apply(
+                states, weight, None, targets, rows, [True, True, False], *[None, PLAIN, None, compiled]
+            )
+            torch.autograd.grad(loss, (states, weight))
+            synchronise(device)
+            times[rows].append(1000 * (time.perf_counter() - began))
+            peaks[rows] = torch.accelerator.max_memory_allocated() - before if device.type != "cpu" else 0
+    figures = {rows: [statistics.median(several[NOT_COUNTED:]), peaks[rows]] for rows, several in times.items()}
+    return {"chunks": figures}
+
+
+def _restart_peak(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 0
+    torch.accelerator.reset_peak_memory_stats()
+    return torch.accelerator.memory_allocated()
+
+
 class Shape(loop_speed.Workload):
     """A model of MODELS in bf16, with rows of random tokens; `options` of the recipe change with the candidate."""
 
@@ -179,8 +225,9 @@ def flags_of(model: tuple[str, str, int, int], rows: int, further: str) -> list[
         *(("--config_overrides", changes) if changes else ()),
         *("--make_vocab_size_divisible_by", str(vocabulary), "--train_tokenizer_vocab_size", "4096"),
         *("--train_file", "docs/*.md", "--block_size", str(length), "--per_device_train_batch_size", str(rows)),
+        *([] if "--packing" in further else ["--packing", "concatenate"]),
         *([] if COMPILED in further else [COMPILED, "false"]),
-        *f"--packing concatenate --precision bf16 --gradient_accumulation_steps 1 {further}".split(),
+        *f"--precision bf16 --gradient_accumulation_steps 1 {further}".split(),
     ]
 
 
@@ -195,12 +242,25 @@ def predict(row: dict, hardware: list[str]) -> dict:
     return {"reason": reason} if reason else found["predictions"][0]
 
 
-def train(row: dict, output: Path) -> dict:
-    """Median seconds, tokens/s, MFU and peak memory of some updates; else the reason why there are none."""
+def words_of(row: dict, output: Path, updates: int) -> list[str]:
+    """The command of a launch, without its interpreter."""
     shown = "--validation_split_percentage 0 --save_strategy no --report_to none --eval_on_start false".split()
-    words = ["train/clm.py", *row["flags"], *shown, "--sample_tokens", "0", "--max_train_steps", str(UPDATES)]
-    words += ["--output_dir", str(output), "--overwrite_output_dir", "--strategy", row["strategy"]]
-    _, reason = run([sys.executable, *words], LAUNCH_S)
+    words = ["train/clm.py", *row["flags"], *shown, "--sample_tokens", "0", "--max_train_steps", str(updates)]
+    return [*words, "--output_dir", str(output), "--overwrite_output_dir", "--strategy", row["strategy"]]
+
+
+def train(row: dict, output: Path, parts: list[tuple[str, str, str]] = (), updates: int = UPDATES) -> dict:
+    """Median seconds, tokens/s, MFU, peak memory and graphs of some updates; else the reason why there are none.
+
+    Args:
+        parts: (module, name, what stands there instead).
+    """
+    words = words_of(row, output, updates)
+    text = "import runpy, sys\n"
+    text += "".join(f"import {module}\n{module}.{name} = {value}\n" for module, name, value in parts)
+    text += f"sys.argv = {words!r}\nsys.path.insert(0, 'train')\nrunpy.run_path('train/clm.py', run_name='__main__')\n"
+    limit_s = LAUNCH_S * (2 if updates > UPDATES else 1)
+    said, reason = run([sys.executable, *(("-c", text) if parts else words)], limit_s)
     if reason:
         return {"reason": reason}
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
@@ -210,10 +270,37 @@ def train(row: dict, output: Path) -> dict:
         for name in ("seconds", "tokens_per_s", "mfu")
         if name in lines[-1]
     }
+    graphs = re.search(r"compiled +(\d+) graph", said)
     return figures | {
         "to_first_update": environment["seconds_to_first_update"],
+        "all_updates": sum(line["seconds"] for line in lines),
+        "graphs": int(graphs[1]) if graphs else 0,
         "peak_bytes": max(line["peak_memory_bytes"] for line in lines),
     }
+
+
+def profile(row: dict, output: Path) -> dict:
+    """Milliseconds of an update by kinds of kernels, and those in which the device waits."""
+    found = train(row | {"flags": [*row["flags"], "--profile", "9:9"]}, output)
+    if reason := found.get("reason"):
+        return {"reason": reason}
+    (file,) = output.glob("profile*.json*")
+    text = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    events = [event for event in json.loads(text)["traceEvents"] if "dur" in event]
+    on_device = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    events = on_device or [event for event in events if event.get("cat") == "cpu_op"]
+    kinds = dict.fromkeys(("products", "attention", "optimizer", "others"), 0.0)
+    end, busy = 0.0, 0.0
+    for event in sorted(events, key=lambda event: event["ts"]):
+        name = event["name"].lower()
+        kind = next((kind for kind, words in KERNELS.items() if re.search(words, name)), "others")
+        kinds[kind] += event["dur"] / 1000
+        busy += max(0.0, event["ts"] + event["dur"] - max(end, event["ts"]))
+        end = max(end, event["ts"] + event["dur"])
+    span = end - min(event["ts"] for event in events)
+    named = {event["name"][:60] for event in events if re.search(KERNELS["attention"], event["name"].lower())}
+    said = ", ".join(sorted(named)[:4]).replace("|", "/")
+    return kinds | {"idle": (span - busy) / 1000, "span": span / 1000, "attention_kernels": said}
 
 
 def run(words: list[str], limit_s: int) -> tuple[str, str]:
@@ -247,18 +334,30 @@ TABLES: dict[str, list[tuple[str, str, str]]] = {  # mark on the page: (title, n
                 ("options", "options", ""), ("s", "seconds", ".3f"), ("plan", "seconds_per_update", ".3f"),
                 ("MFU", "mfu", ".1%"), ("GiB", "peak", ".2f"), ("plan", "peak_predicted", ".2f"),
                 ("tokens/s", "tokens_per_s", ",.0f"), ("", "reason", "")],
+    "profile": [*ABOUT, *((f"{kind}, ms", kind, ".1f") for kind in (*KERNELS, "others", "idle")),
+                ("all, ms", "span", ".1f"), ("attention's kernels", "attention_kernels", ""), ("", "reason", "")],
+    "padded": [*ABOUT, ("options", "options", ""), ("width a multiple of", "multiple", "d"),
+               ("updates", "updates", "d"), ("s of all", "all_updates", ".1f"), ("s, median", "seconds", ".3f"),
+               ("graphs", "graphs", "d"), ("", "reason", "")],
+    "head": [("vocabulary", "vocabulary", ",d"), ("rows of a chunk", "chunk", ",d"), ("ms", "ms", ".2f"),
+             ("GiB", "peak", ".2f"), ("", "reason", "")],
 }  # fmt: skip
 
 
 def rows_of(part: str, rows: list[dict]) -> list[dict]:
-    """The lines of a table: medians of rounds, bytes as GiB; below them what failed."""
-    if part == "side by side":
+    """The lines of a table: medians of rounds, a line for each chunk, bytes as GiB; below them what failed."""
+    if part in ("head", "side by side"):
         failed = [{**row, "round": None} for row in rows if "reason" in row]
         failed = [row for at, row in enumerate(failed) if row not in failed[:at]]  # in each round alike
+        rows = [row for row in rows if "reason" not in row]
+    if part == "head":
+        chunks = [(row["vocabulary"], int(chunk), *of) for row in rows for chunk, of in row["chunks"].items()]
+        lines = [{"vocabulary": v, "chunk": chunk, "ms": ms, "peak": peak / GIB} for v, chunk, ms, peak in chunks]
+        return lines + failed
+    if part == "side by side":
         rounds: dict[tuple, list[float]] = {}
         for row in rows:
-            if "reason" not in row:
-                rounds.setdefault((row["model"], row["rows"], row["candidate"]), []).append(row["seconds"])
+            rounds.setdefault((row["model"], row["rows"], row["candidate"]), []).append(row["seconds"])
         names = ("model", "rows", "candidate", "seconds", "least", "most")
         medians = [dict(zip(names, (*about, statistics.median(s), min(s), max(s)))) for about, s in rounds.items()]
         return medians + failed
@@ -327,6 +426,20 @@ def measure(results: Results, output: Path, device: torch.device) -> None:
             for name in CANDIDATES:
                 row = {"model": model, "rows": rows, "round": number, "candidate": name}
                 results.add("side by side", row, lambda shape=shape, name=name: {"seconds": shape.seconds(name)})
+    vocabularies, hidden, tokens, chunks = HEAD
+    for vocabulary in vocabularies:
+        row = {"vocabulary": vocabulary, "hidden": hidden}
+        results.add("head", row, lambda v=vocabulary: time_heads(device, v, hidden, tokens, chunks))
+    model, rows = SIDE_BY_SIDE[0]
+    row = row_of(model, "single", rows, COMPILED if device.type != "cpu" else "")
+    results.add("profile", row, lambda: profile(row, output / "run"))
+    model, multiples, options, updates = PADDED
+    for further in options:
+        for multiple in multiples:
+            row = row_of(model, "single", 8, f"--packing none {further}".strip())
+            row |= {"options": further, "multiple": multiple, "updates": updates}
+            parts = [("zerofit.data.collate", "GPU_MULTIPLE", str(multiple))]
+            results.add("padded", row, lambda row=row, p=parts: train(row, output / "run", p, updates=updates))
 
 
 def main() -> None:

@@ -25,8 +25,8 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/training": 3_219,  # 2,000
     "zerofit/launch": 1_477,  # 1,300
     "zerofit/tools": 10_135,  # 10,600
-    "benchmarks": 1_762,  # 1,800
-    "tests": 26_026,  # 21,500
+    "benchmarks": 1_875,  # 1,800
+    "tests": 26_103,  # 21,500
 }
 
 
