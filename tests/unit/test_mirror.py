@@ -14,7 +14,6 @@ from helpers import check_refusal, recipe_of
 from zerofit.checkpoint import mirror as mirroring
 from zerofit.checkpoint.directory import ASKED, CheckpointDirectory, find_damage
 from zerofit.checkpoint.mirror import Mirror, MirrorStore, files_of, open_mirror
-from zerofit.recipe import addresses
 from zerofit.recipe.errors import UserError
 from zerofit.record.run_folder import NAMES, RunFolder, identity_options
 
@@ -321,41 +320,3 @@ def test_manifests_of_strangers_name_no_file_elsewhere():
     assert files_of(b'{"files": {"state/a": {}}}') == ["state/a"]
     for text in (b'{"files": {"../a": {}}}', b'{"files": {"/a": {}}}', b"{", b"[]", None):
         assert files_of(text) == []
-
-
-# --------------------------------------------------------------------------------------------------- addresses
-
-
-def test_inputs_are_downloaded_once_and_again_when_they_change(faults, tmp_path):
-    store = tmp_path / "store"
-    for name in ("a/x.jsonl", "b/x.jsonl", "corpus.bin", "corpus.idx", "run/model/config.json", "run/metrics.jsonl"):
-        (store / name).parent.mkdir(parents=True, exist_ok=True)
-        (store / name).write_text(name)
-    given = {
-        "train_file": [f"faulty://{store}/*/x.jsonl", str(store / "a" / "x.jsonl")],
-        "data_path": ["0.3", f"faulty://{store}/corpus", "0.7", str(store / "corpus")],
-        "model_name_or_path": f"faulty://{store}/run",
-    }
-
-    def fetched() -> tuple:
-        recipe = recipe_of(**given, cache_dir=str(tmp_path / "cache"))
-        addresses.fetch_inputs(recipe)
-        assert {name: recipe.to_dict()[name] for name in given} == given
-        reads = [path for call, path in faults.calls if call == "get" and str(store) in str(path)]
-        faults.calls.clear()
-        return recipe, len(reads)
-
-    recipe, reads = fetched()
-    assert reads == 5
-    assert [Path(name).read_text() for name in recipe.train_file] == ["a/x.jsonl", "b/x.jsonl", "a/x.jsonl"]
-    assert Path(recipe.data_path[1] + ".idx").read_text() == "corpus.idx"
-    assert recipe.data_path[::2] == ["0.3", "0.7"]
-    assert (Path(recipe.model_name_or_path) / "config.json").is_file()
-    assert recipe.model_name_or_path.endswith("run/model")
-    assert fetched()[1] == 0
-    (store / "a" / "x.jsonl").write_text("changed")
-    recipe, reads = fetched()
-    assert reads == 2
-    assert Path(recipe.train_file[0]).read_text() == "changed"
-    given["train_file"] = [f"faulty://{store}/absent.txt"]
-    check_refusal(["train_file", "absent.txt", "there is no such file"], fetched)

@@ -30,6 +30,7 @@ def text(tmp_path):
          ["tokenizer_name = '/no/tokenizer'", "config_name = 'models/of/mine'"]),
         ({"dataset_name": "~/no/data"}, ["dataset_name = '~/no/data': there is no such folder"]),
         ({"data_path": ["0.3", "no/all"]}, ["data_path = 'no/all': there is no no/all.idx and no no/all.bin"]),
+        ({"train_file": ["s3://bucket/a.txt"]}, ["train_file = 's3://bucket/a.txt': copy it to this machine first"]),
         ({"cache_dir": "{text}/cache"}, ["cache_dir = ", "a.txt is a file. Choose another folder"]),
     ],
 )  # fmt: skip

@@ -17,11 +17,11 @@ from pathlib import Path
 from fsspec.implementations.dirfs import DirFileSystem
 
 from zerofit.checkpoint.directory import MIN_CHECKPOINTS, STATE, CheckpointDirectory, find_damage
-from zerofit.recipe.addresses import open_address
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import atomic_file, remove, temporary_path
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import counted, object_of
+from zerofit.recipe.paths import open_address
 from zerofit.record.run_folder import (
     CHECKPOINTS,
     MANIFEST,

@@ -38,11 +38,10 @@ from filelock import FileLock
 from zerofit.data.json_files import column_of
 from zerofit.data.pack import Sample, SampleSet
 from zerofit.data.tables import keyed
-from zerofit.recipe.addresses import open_address
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import atomic_file
 from zerofit.recipe.parsing import object_of
-from zerofit.recipe.paths import find_files, is_address
+from zerofit.recipe.paths import find_files, is_address, open_address
 
 # {ending: the datasets library's reader}; of files without .gz or .zst
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".ndjson": "json", ".tar": "webdataset"}

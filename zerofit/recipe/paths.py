@@ -9,10 +9,12 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zerofit.recipe.errors import UserError
+from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.parsing import read_record
 
 if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
     from zerofit.recipe.options import TrainingRecipe
     from zerofit.recipe.tasks import TaskRecipe
 
@@ -20,6 +22,7 @@ FILE_OPTIONS = ("train_file", "validation_file", "validation_mismatched_file", "
 FOLDER_OPTIONS = ("model_name_or_path", "config_name", "tokenizer_name", "dataset_name")  # or names on the hub
 ENVIRONMENT = "environment.json"  # of a run
 ADMINISTRATOR = 0  # the user whose folders all trust
+PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 SPACE_BYTES = 1 << 16  # what the record of a run takes at least
 POINTER = "is a pointer of git lfs to a file that was not fetched: git lfs pull"
 
@@ -29,8 +32,10 @@ def check_paths(recipe: "TrainingRecipe", output: Path, output_option: str = "ou
     machines may differ. Raises UserError: with all problems."""
     problems = []
     for option in FILE_OPTIONS:
+        is_streamed = option == "train_file" and getattr(recipe, "streaming", None)
+        names = getattr(recipe, option, None) or []
         try:
-            find_files(option, [word for word in getattr(recipe, option, None) or [] if not is_address(word)])
+            find_files(option, [name for name in names if not (is_streamed and is_address(name))])
         except UserError as error:
             problems += error.problems
     for option in FOLDER_OPTIONS:
@@ -67,6 +72,11 @@ def find_files(option: str, patterns: list[str]) -> list[Path]:
     Raises UserError: something is missing, a folder, or empty."""
     problems, files_with_content = [], []
     for pattern in filter(lambda word: not is_weight(word), patterns):
+        if is_address(pattern):
+            problems.append(
+                f"{option} = {pattern!r}: copy it to this machine first; --streaming alone reads addresses"
+            )
+            continue
         pattern = os.path.expanduser(pattern.replace("{stdlib}", sysconfig.get_path("stdlib")))
         is_glob = glob.has_magic(pattern) and not os.path.exists(pattern)  # a file may be called a[1].txt
         matches = sorted(glob.glob(pattern, recursive=True)) if is_glob else [pattern]
@@ -101,6 +111,29 @@ def is_pointer(path: Path) -> bool:
 def is_address(name: str) -> bool:
     """Return whether a name is an address, as s3://bucket/name, and not a path."""
     return "://" in name
+
+
+def open_address(option: str, address: str) -> tuple["AbstractFileSystem", str]:
+    """The file system of an address, and the path in it. Nothing is asked of the store. Any file system of fsspec
+    works that lasts: s3 (the package s3fs), gcs (gcsfs), az (adlfs), file, ... Raises UserError: nothing is known of
+    such addresses, or a package is missing; it is a relative path."""
+    from fsspec import get_filesystem_class
+    from fsspec.core import url_to_fs
+    from fsspec.implementations.local import LocalFileSystem
+
+    protocol, _, place = address.partition("://")
+    try:
+        system = get_filesystem_class(protocol)
+        is_local = issubclass(system, LocalFileSystem)
+        files, path = url_to_fs(address, **({"auto_mkdir": True} if is_local else {}))
+    except ImportError as error:
+        remedy = f"pip install {PACKAGES[protocol]}" if protocol in PACKAGES else first_line(error)
+        raise UserError(f"{option} = {address!r}: a package is missing for {protocol}://. {remedy}") from None
+    except ValueError as error:
+        raise UserError(f"{option} = {address!r}: {first_line(error)}. Use s3://, gcs://, az:// or file://") from None
+    if is_local and not place.startswith(("/", "~")):
+        raise UserError(f"{option} = {address!r}: expected an absolute path, as file:///{place}")
+    return files, path.rstrip("/")
 
 
 def is_weight(word: str) -> bool:

@@ -79,12 +79,9 @@ def write_exit_code_at_end(task: str, ranks: RankRendezvous) -> None:
 def read_start(task: str, kind: type[TaskRecipe], argv: Sequence[str], ranks: RankRendezvous) -> Start:
     """Read these options of a script, and look whether the files are there that they name; the ranks of several
     machines meet. Raises UserError: an option or a path is wrong."""
-    from zerofit.recipe.addresses import fetch_inputs
-
     timeline = Timeline()
     timeline.mark("interpreter")
     recipe = parse_recipe(kind, list(argv), prog=f"train/{task}.py")
-    fetch_inputs(recipe)
     folder = output_folder(task, recipe)
     check_paths(recipe, folder)
     # Before an import fails of it:
