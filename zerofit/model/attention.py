@@ -275,12 +275,8 @@ def packed_rows(packed: bool | None) -> contextlib.AbstractContextManager[None]:
     on the device in every pass (masking_utils.py, 5.23), and the host waits for the result; None: let it do so."""
     if packed is None:
         return contextlib.nullcontext()
-    return documents_found_by(_number_documents if packed else _one_document)
 
+    def numbers(position_ids: torch.Tensor) -> torch.Tensor | None:
+        return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1) if packed else None
 
-def _number_documents(position_ids: torch.Tensor) -> torch.Tensor:
-    return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
-
-
-def _one_document(position_ids: torch.Tensor) -> None:
-    return None
+    return documents_found_by(numbers)

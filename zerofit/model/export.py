@@ -135,17 +135,18 @@ def _write_weights(written: Any, weights: Weights, folder: Path) -> None:
         if tensor.numel() == 0:
             raise RuntimeError(f"the gathered weights are incomplete: {name} is empty")
         if in_parts and part and size + tensor.nbytes > LARGEST_FILE:
-            files.append(_write_part(written, part, folder, len(files)))
+            _save_weights_alone(written, part, folder)
+            files.append((folder / "model.safetensors").rename(folder / f"part_{len(files)}.safetensors"))
             part, size = {}, 0
         part[name] = tensor[:rows].contiguous() if name in cut else tensor
         expected.discard(name)
         size += part[name].nbytes
     if expected:
         raise RuntimeError(f"the gathered weights are incomplete: missing {sorted(expected)[:3]}")
+    _save_weights_alone(written, part, folder)
     if not files:
-        _save_weights_alone(written, part, folder)
         return
-    files.append(_write_part(written, part, folder, len(files)))
+    files.append(folder / "model.safetensors")
     where: dict[str, str] = {}
     size = 0
     for number, file in enumerate(files, 1):  # the names that transformers looks for
@@ -165,25 +166,10 @@ def _save_weights_alone(written: Any, part: dict[str, torch.Tensor], folder: Pat
     written.config.dtype, written.config.architectures = alone.config.dtype, alone.config.architectures
 
 
-def _write_part(written: Any, part: dict[str, torch.Tensor], folder: Path, number: int) -> Path:
-    _save_weights_alone(written, part, folder)
-    return (folder / "model.safetensors").rename(folder / f"part_{number}.safetensors")
-
-
 def save_generation_settings(model: Any, folder: Path) -> None:
     """Write generation_config.json without the settings that transformers refuses to save."""
-    settings = copy.deepcopy(model.generation_config)
-    drop_invalid_settings(settings)
+    settings, _ = valid_settings(model.generation_config.to_diff_dict())
     settings.save_pretrained(folder)
-
-
-def drop_invalid_settings(generation: GenerationConfig) -> dict[str, Any]:
-    """Remove the settings that transformers refuses to save, as a temperature without sampling, which published models
-    have. Returns them: {name: value}."""
-    _, invalid = _valid_settings(generation.to_diff_dict())
-    for name in invalid:
-        setattr(generation, name, None)
-    return invalid
 
 
 def read_generation_settings(name: str) -> tuple[GenerationConfig | None, dict[str, Any]]:
@@ -195,11 +181,12 @@ def read_generation_settings(name: str) -> tuple[GenerationConfig | None, dict[s
         return None, {}
     except Exception:  # ValueError, TypeError, ...: as a value is checked
         stored = json.loads(Path(cached_file(name, GENERATION_CONFIG_NAME) or "").read_text(encoding="utf-8"))
-        return _valid_settings(stored) if isinstance(stored, dict) else (GenerationConfig(), {"the file": stored})
+        return valid_settings(stored) if isinstance(stored, dict) else (GenerationConfig(), {"the file": stored})
 
 
-def _valid_settings(stored: dict[str, Any]) -> tuple[GenerationConfig, dict[str, Any]]:
-    """Return (the settings that are valid together, the others). Some need another, so those are tried again."""
+def valid_settings(stored: dict[str, Any]) -> tuple[GenerationConfig, dict[str, Any]]:
+    """Return (the settings that are valid together, the others, as a temperature without sampling, which published
+    models have). Some need another, so those are tried again."""
     valid: dict[str, Any] = {}
     rest, before = dict(stored), len(stored) + 1
     while len(rest) < before:

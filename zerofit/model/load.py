@@ -11,7 +11,7 @@ import torch
 from zerofit.compat.transformers import initialize, keep_conversions
 from zerofit.model.compilation import fuse_gelu
 from zerofit.model.configuration import STORED_ROWS, from_hub_or_folder, missing_package
-from zerofit.model.export import drop_invalid_settings, read_generation_settings
+from zerofit.model.export import read_generation_settings, valid_settings
 from zerofit.model.lora import quantisation
 from zerofit.model.parameters import check_finite, true_shape
 from zerofit.model.pretrained_io import WRAPPERS, of_wrappers
@@ -115,7 +115,10 @@ def _build(
             keep_conversions(model, lambda rule: rule.was_used() and not of_wrappers(rule))
             _check_names(model, info["missing_keys"], name)
             if model.can_generate():
-                model.dropped_settings = {**dropped, **drop_invalid_settings(model.generation_config)}
+                _, invalid = valid_settings(model.generation_config.to_diff_dict())
+                for setting in invalid:
+                    setattr(model.generation_config, setting, None)
+                model.dropped_settings = {**dropped, **invalid}
             # With ignore_mismatched_sizes transformers ignores every weight that does not fit.
             if {entry[0] for entry in info["mismatched_keys"]} - set(ignored_weights):
                 raise RuntimeError("ignore_mismatched_sizes is meant for ignored_weights only")

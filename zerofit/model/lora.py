@@ -350,7 +350,15 @@ def load_with_adapter(
     if lacking := [weight for weight in missing if weight not in folder.full_weights]:
         raise UserError(f"{folder.where} and {base.name!r} lack {name_some(lacking)}. Name the adapter's own base")
     if is_quantised and quantised == "dequantize":
-        model = _dequantize(model, base.name)
+        try:
+            model = model.dequantize()
+        except (NotImplementedError, ValueError, ImportError) as error:
+            why = first_line(error)
+            raise UserError(f"--dequantize: {base.name!r} cannot be converted: {why}. Set --base") from None
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        # The steps that read quantised weights cannot be reversed, and writing would try to.
+        keep_conversions(model, _does_not_quantise, or_usual=True)
     for tied in trained_apart(folder, model):
         for weight in tied[1:]:
             owner, _, attribute = weight.rpartition(".")
@@ -361,20 +369,8 @@ def load_with_adapter(
     return adapted.eval(), auto_class
 
 
-def _dequantize(model: Any, name: str) -> Any:
-    try:
-        model = model.dequantize()
-    except (NotImplementedError, ValueError, ImportError) as error:
-        raise UserError(f"--dequantize: {name!r} cannot be converted: {first_line(error)}. Set --base") from None
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-
-    def quantises(step: Any) -> bool:
-        return any("bitsandbytes" in type(operation).__module__ for operation in getattr(step, "operations", ()))
-
-    # The steps that read quantised weights cannot be reversed, and writing would try to.
-    keep_conversions(model, lambda step: not quantises(step), or_usual=True)
-    return model
+def _does_not_quantise(step: Any) -> bool:
+    return all("bitsandbytes" not in type(each).__module__ for each in getattr(step, "operations", ()))
 
 
 def continue_adapter(

@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +55,6 @@ def set_languages(
         bare = code.strip("_").removeprefix(">>").removesuffix("<<") if code is not None else None
         if bare is not None and bare not in codes:
             near = [known for known in codes if known[:2].lower() == bare[:2].lower()]
-            near += [known for known in get_close_matches(bare, codes, n=3) if known not in near]
             similar = f"Similar ones: {', '.join(near[:SHOWN])}. " if near else ""
             problem = f"{option} = {code!r}: the tokenizer has no such language"
             raise UserError(f"{problem}. {similar}Its codes are {_shown(codes)}")
@@ -319,14 +317,11 @@ def check_vocabulary(
             f"note      vocabulary: the embeddings' {rows:,} rows become {config.vocab_size:,}; the new ones begin as "
             f"the mean of the others{trained}"
         )
-    option = "config_overrides vocab_size" if vocab_size_is_set else "the model"
-    remedy = ", or remove vocab_size from config_overrides" if vocab_size_is_set else ""
-    if tokens > rows and recipe.trains and not vocab_size_is_set:
-        remedy = ", or, if tokens were added to the model's own one, give it more rows: --resize_embeddings"
-    raise UserError(
-        f"vocabulary: {tokenizer.name_or_path!r} has {tokens:,} tokens, {option} {rows:,} rows. Set tokenizer_name"
-        + remedy
-    )
+    remedy = "remove vocab_size from config_overrides"
+    if not vocab_size_is_set:
+        remedy = "if tokens were added to the model's own, give it more rows: --resize_embeddings"
+    stated = f"vocabulary: {tokenizer.name_or_path!r} has {tokens:,} tokens, the model {rows:,} rows"
+    raise UserError(f"{stated}. Set tokenizer_name, or {remedy}")
 
 
 def pad_vocabulary(config: "PretrainedConfig", recipe: "ClmRecipe") -> str | None:
