@@ -75,7 +75,7 @@ def read(folder: Path, *flags: str, task: str = "clm"):
     return (
         recipe,
         adapter,
-        load_model(CLASSES[task], config, recipe, NOT_SHARDED, recipe.seed, ignored_weights=adapter.full_weights),
+        load_model(CLASSES[task], config, recipe, NOT_SHARDED, ignored_weights=adapter.full_weights),
     )
 
 
@@ -268,7 +268,7 @@ def grown(base: Path, tokens: int, *flags: str, task: str = "clm"):
     config = load_configuration(recipe)
     note = check_vocabulary(config, tokenizer, recipe)
     config.pad_token_id = config.vocab_size - 1 if tokens else 0  # as train/cls.py sets it
-    model = load_model(CLASSES[task], config, recipe, NOT_SHARDED, recipe.seed)
+    model = load_model(CLASSES[task], config, recipe, NOT_SHARDED)
     return model, add_adapter(model, recipe, task, NOT_SHARDED), note
 
 

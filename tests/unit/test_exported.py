@@ -98,7 +98,7 @@ def test_generation_settings_that_cannot_be_saved_are_dropped_at_load(tmp_path, 
     model.save_pretrained(tmp_path / "base")
     (tmp_path / "base" / "generation_config.json").write_text(json.dumps({**VALID, **settings}))
     recipe, strategy = recipe_of(model_name_or_path=str(tmp_path / "base")), NOT_SHARDED
-    loaded = load_model(AutoModelForCausalLM, model.config, recipe, strategy, 1)
+    loaded = load_model(AutoModelForCausalLM, model.config, recipe, strategy)
     assert set(loaded.dropped_settings) == dropped
     tokenizer = SimpleNamespace(model_max_length=10, name_or_path="", save_pretrained=lambda folder: None)
     assert export_model(loaded, loaded.named_parameters(), tokenizer, tmp_path / "export") == {}
@@ -114,7 +114,7 @@ def test_a_file_of_generation_settings_that_is_none_is_not_used(tmp_path, text):
     model.save_pretrained(tmp_path / "base")
     (tmp_path / "base" / "generation_config.json").write_text(text)
     recipe = recipe_of(model_name_or_path=str(tmp_path / "base"))
-    assert load_model(AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 1).generation_config is not None
+    assert load_model(AutoModelForCausalLM, model.config, recipe, NOT_SHARDED).generation_config is not None
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "the model's code", "the tokenizer",

@@ -88,7 +88,7 @@ def adapted(base: str, world_size: int, rank: int = 0) -> dict:
     launch = launch_module.Launch(world_size, rank, deepspeed=False, precision=None, json_path=None, config_file=None)
     settings = {"fsdp_version": "2"} if world_size > 1 else None
     strategy = Strategy(launch, BatchSizes(2, 1, world_size), "fp32", None, "a test", fsdp=settings)
-    model = load_model(AutoModelForCausalLM, AutoConfig.from_pretrained(base), recipe, strategy, 0)
+    model = load_model(AutoModelForCausalLM, AutoConfig.from_pretrained(base), recipe, strategy)
     add_adapter(model, recipe, "clm", strategy)
     parameters = dict(model.named_parameters())
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()

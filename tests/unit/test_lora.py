@@ -63,7 +63,7 @@ def adapted(base: str, family: str, *flags: str, strategy: Strategy = NOT_SHARDE
     task, auto_class = FAMILIES[family][:2]
     data = ["--train_file", "a.jsonl", "--lora", "--model_name_or_path", base]
     recipe = parse_recipe(TASKS[task], [*data, *flags])
-    model = load_model(auto_class, AutoConfig.from_pretrained(base), recipe, strategy, recipe.seed)
+    model = load_model(auto_class, AutoConfig.from_pretrained(base), recipe, strategy)
     return model, add_adapter(model, recipe, task, strategy)
 
 
@@ -155,7 +155,7 @@ def test_random_weights_beside_the_head_are_saved_too(bases, tmp_path):
     CLASSES.from_pretrained(bases["deberta-v2"]).deberta.save_pretrained(body)
     config = AutoConfig.from_pretrained(bases["deberta-v2"])
     recipe = ClsRecipe(model_name_or_path=str(body), lora=True)
-    model = load_model(CLASSES, config, recipe, NOT_SHARDED, 1)
+    model = load_model(CLASSES, config, recipe, NOT_SHARDED)
     adapter = add_adapter(model, recipe, "cls", NOT_SHARDED)
     assert adapter.saved == ["classifier", "pooler.dense"]
     adapter.save(model, moved(model), MagicMock(), tmp_path / "adapter")

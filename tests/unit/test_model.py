@@ -266,7 +266,7 @@ def test_weights_that_are_no_numbers_are_named_as_they_are_loaded(tmp_path, dtyp
         model.transformer.h[1].ln_1.bias[0] = -torch.inf
     model.save_pretrained(tmp_path)
     recipe = ClmRecipe(model_name_or_path=str(tmp_path))
-    said = refusal(load_model, AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 0)
+    said = refusal(load_model, AutoModelForCausalLM, model.config, recipe, NOT_SHARDED)
     assert "2 of its 28 weights hold NaN or infinity: transformer.wte.weight, transformer.h.1.ln_1.bias" in said
     said = refusal(read_model, AutoModelForCausalLM, "model", str(tmp_path), model.config, precision=None)
     assert "2 of its 28 weights hold NaN" in said
@@ -292,7 +292,7 @@ def test_weights_that_a_checkpoint_lacks_are_told(tmp_path, family, part):
     model, recipe = stored_as(tmp_path / "damaged", str, family)
     file = tmp_path / "damaged" / "model.safetensors"
     save_file({name: each for name, each in load_file(file).items() if part not in name}, file, {"format": "pt"})
-    built = load_model(AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 1)
+    built = load_model(AutoModelForCausalLM, model.config, recipe, NOT_SHARDED)
     (note,) = notes_on_weights(built, (), "damaged")
     assert "model_name_or_path = 'damaged' lacks" in note
     assert part in note
@@ -305,7 +305,7 @@ def test_weights_that_the_model_does_not_have_are_told(tmp_path, family):
     model, recipe = stored_as(tmp_path / "wider", str, family)
     file = tmp_path / "wider" / "model.safetensors"
     save_file(load_file(file) | {f"adapter.{n}.weight": torch.ones(2) for n in range(4)}, file, {"format": "pt"})
-    built = load_model(AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 1)
+    built = load_model(AutoModelForCausalLM, model.config, recipe, NOT_SHARDED)
     (note,) = notes_on_weights(built, (), "wider")
     named = "adapter.0.weight, adapter.1.weight, adapter.2.weight, ..."
     assert note == f"model_name_or_path = 'wider' has 4 weights, which this model does not use: {named}"
@@ -322,7 +322,7 @@ def test_weights_that_the_model_does_not_have_are_told(tmp_path, family):
 )
 def test_weights_of_a_wrapped_model_are_those_of_the_model(tmp_path, family, rename):
     model, recipe = stored_as(tmp_path / "wrapped", rename, family)
-    built = load_model(AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 1)
+    built = load_model(AutoModelForCausalLM, model.config, recipe, NOT_SHARDED)
     assert built.initialized_weights == []
     read, missing = read_model(AutoModelForCausalLM, "model", str(tmp_path / "wrapped"), model.config, precision=None)
     assert missing == []
@@ -336,10 +336,10 @@ def test_weights_of_a_wrapped_model_are_those_of_the_model(tmp_path, family, ren
 
 def test_files_without_a_weight_of_the_model_are_refused(tmp_path):
     model, recipe = stored_as(tmp_path, "state_dict.{}".format)
-    said = refusal(load_model, AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 0)
+    said = refusal(load_model, AutoModelForCausalLM, model.config, recipe, NOT_SHARDED)
     assert "none of the weights of a LlamaForCausalLM, such as model.embed_tokens.weight" in said
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-9])
-    assert "SafetensorError" in refusal(load_model, AutoModelForCausalLM, model.config, recipe, NOT_SHARDED, 0)
+    assert "SafetensorError" in refusal(load_model, AutoModelForCausalLM, model.config, recipe, NOT_SHARDED)
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "modernbert"])

@@ -31,14 +31,13 @@ def load_model(
     config: "PretrainedConfig",
     recipe: TrainingRecipe,
     strategy: "Strategy",
-    seed: int,
     *,
     ignored_weights: Sequence[str] = (),
     num_parameters: int = 0,
 ) -> Any:
-    """Load pretrained weights, or draw random ones from `seed`, in the dtype that the strategy trains in.
+    """Load pretrained weights, or draw random ones from the recipe's seed, in the dtype that the strategy trains in.
 
-    Weights that are missing from the pretrained ones (a classifier's head) are also drawn from `seed`, the same under
+    Weights that are missing from the pretrained ones (a classifier's head) are also drawn from it, the same under
     every strategy; the model's `initialized_weights` names them. Generation settings that transformers would refuse to
     save are dropped; `dropped_settings` has them. With LoRA the weights are frozen; they are held in half precision
     (or quantised) if the run trains in half precision. Raises UserError: the weights cannot be loaded, do not fit, or
@@ -52,7 +51,7 @@ def load_model(
     Returns: the model; under tensor and pipeline parallelism this rank's share of it.
     """
     dtype = strategy.compute_dtype if recipe.lora else strategy.model_dtype
-    more: Any = {"seed": seed, "ignored_weights": ignored_weights, "size": num_parameters, "drawn_dtype": dtype}
+    more: Any = {"ignored_weights": ignored_weights, "size": num_parameters, "drawn_dtype": dtype}
     build: Any = partial(_build, auto_class, config, recipe, strategy, **more)
     keeps_rows = strategy.fully_shards and not recipe.use_dora  # whose magnitudes are the norms of whole weights
     if strategy.layout.model_size == 1 and not keeps_rows:
@@ -85,7 +84,6 @@ def _build(
     strategy: "Strategy",
     dtype: torch.dtype,
     *,
-    seed: int,
     ignored_weights: Sequence[str],
     size: int,
     drawn_dtype: torch.dtype,
@@ -95,7 +93,7 @@ def _build(
         common["attn_implementation"] = recipe.attn_implementation
     name = recipe.model_name_or_path
     try:
-        torch.manual_seed(seed)
+        torch.manual_seed(recipe.seed)
         if name:
             common |= _ignoring(ignored_weights, strategy) if ignored_weights else {"key_mapping": WRAPPERS}
             if strategy.device_of_weights is not None:  # not a context: computation stays on the CPU
@@ -124,7 +122,7 @@ def _build(
                 raise RuntimeError("ignore_mismatched_sizes is meant for ignored_weights only")
             missing = {*info["missing_keys"], *ignored_weights}
             other_dtype = drawn_dtype if drawn_dtype != dtype else None
-            model.initialized_weights = _initialize_missing(model, missing, strategy, seed, other_dtype)
+            model.initialized_weights = _initialize_missing(model, missing, strategy, recipe.seed, other_dtype)
             model.unused_weights = sorted(info["unexpected_keys"])  # under ZeRO-3 with those of `_ignoring`
             check_finite(model, f"model_name_or_path = {name!r}", strategy.gather)
             return fuse_gelu(model)

@@ -85,7 +85,6 @@ def build_model(auto_class: Any, config: PretrainedConfig, run: "Run", ignored_w
         config,
         recipe,
         strategy,
-        recipe.seed,
         ignored_weights=ignored_weights,
         num_parameters=run.parameters,
     )
