@@ -70,6 +70,7 @@ def test_classes_that_are_found(values, names):
     (("0.0", "1.0"), None, 1, 1), (("0", "1"), None, " 1 ", 1), (("no", "yes"), None, "yes ", 1),
     (("no", "yes"), ("no", "yes"), "1.0", 1), (("007", "7"), None, "007", 0), (("007", "7"), None, 7, 1),
     (None, None, "1e3", 1000.0), (None, None, " 2 ", 2.0),
+    (("1", "2", "3"), ("1", "2", "3"), 1, 1),  # a number of a class, and not the name that looks like it
     (("ham", "spam"), ("spam", "ham"), 0, 1),  # numbers of the data follow its names into the model's order
     (None, None, "0.5", 0.5), (None, None, 2, 2.0),
 ])  # fmt: skip

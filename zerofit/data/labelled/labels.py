@@ -81,7 +81,7 @@ class Labels:
         """The label of a record: the number of its class, or a number. Raises BadRecord: there is none; it is none of
         the classes, or no number. `class_names`: the names of the data's class numbers, if it has class numbers."""
         name = "" if is_missing(value, self.number) else name_of(value)
-        if class_names and name not in class_names and INTEGER.fullmatch(name):
+        if class_names and (isinstance(value, int) or name not in class_names) and INTEGER.fullmatch(name):
             index = int(float(name))
             name = "" if index == MISSING else class_names[index] if 0 <= index < len(class_names) else name
         if not name:
