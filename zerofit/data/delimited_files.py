@@ -29,7 +29,8 @@ DELIMITERS = {".csv": ",", ".tsv": "\t"}  # by the ending of a file
 OTHERS = (",", ";", "\t", "|")  # that files of these endings have too
 SEPARATOR_LINE = re.compile('"?sep=.?"?\r?\n')  # Excel's first line of a .csv file, which is not a header
 HEAD = 1000  # lines of a file, read to find its delimiter
-QUOTED = r'(?<![^{0}])"(?:[^"]|"")*"(?![^{0}])'  # a field; {0} is what separates fields
+QUOTED = r'(?<![^{0}\n])"(?:[^"]++|"")*+"(?![^{0}\n])'  # a field; {0} is what separates fields
+ENCLOSED = "\0"  # in the place of such a field
 Options = dict[str, Any]  # of _rows
 
 
@@ -308,42 +309,22 @@ def has_quoted_fields(path: Path, encoding: str | None, delimiter: str, is_headl
     header; a column of which all fields are quoted; or commas, which Excel quotes too, in all of these fields and in
     no other. Where every line has as many fields as the first, line breaks are not part of fields.
     """
-    width, lines_fit = 0, True
-    field, lines, num_quotes = re.compile(QUOTED.format(re.escape(delimiter))), list[str](), 0
-    line_width, seen, is_broken, is_doubled = None, False, False, False
-    of_header, always, num_records, commas, other_commas = False, None, 0, True, False
-    with _lines(path, encoding, newline=None) as of_file:
-        for line in of_file:
-            line_width = line.count(delimiter) if line_width is None else line_width
-            lines_fit = lines_fit and (line == "\n" or line.count(delimiter) == line_width)
-            lines.append(line)
-            num_quotes += line.count('"')
-            if num_quotes % 2:  # a field goes on in the next line
-                continue
-            record, lines = "".join(lines).removesuffix("\n"), []
-            if not record:
-                continue
-            quoted = field.findall(record) if '"' in record else []
-            others = field.sub("\0", record) if quoted else record
-            fields = others.split(delimiter)
-            width = width or len(fields)
-            if '"' in others or (quoted and len(fields) != width):
-                return False
-            places = {place for place, text in enumerate(fields) if text == "\0"}
-            if num_records or is_headless:
-                always = places if always is None else always & places
-            else:
-                of_header = bool(quoted)
-            num_records += 1
-            seen = seen or bool(quoted)
-            is_doubled = is_doubled or any('""' in text[1:-1] for text in quoted)
-            is_broken = is_broken or any(delimiter in text or "\n" in text for text in quoted)
-            commas = commas and all("," in text for text in quoted)
-            other_commas = other_commas or "," in others
-    if lines:
-        return False
-    if not seen:
+    with _lines(path, encoding, newline=None) as lines:
+        text = "".join(lines)
+    if '"' not in text:
         return None
-    if is_broken and lines_fit and line_width:
+    field = re.compile(QUOTED.format(re.escape(delimiter)))
+    quoted, others = field.findall(text), field.sub(ENCLOSED, text)
+    records = [record.split(delimiter) for record in others.split("\n") if record]
+    if '"' in others or any(ENCLOSED in record and len(record) != len(records[0]) for record in records):
         return False
-    return is_doubled or is_broken or of_header or bool(always) or (commas and not other_commas)
+    widths = {line.count(delimiter) for line in text.split("\n") if line}
+    is_broken = any(delimiter in each or "\n" in each for each in quoted)
+    if is_broken and len(widths) == 1 and widths != {0}:
+        return False
+    if is_broken or any('""' in each[1:-1] for each in quoted) or (ENCLOSED in records[0] and not is_headless):
+        return True
+    records = records if is_headless else records[1:]
+    places = range(len(records[0]) if records else 0)
+    is_column = any(all(record[place : place + 1] == [ENCLOSED] for record in records) for place in places)
+    return is_column or (all("," in each for each in quoted) and "," not in others)
