@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from zerofit.data.collate import ExampleCollator
 from zerofit.data.labelled.examples import prepare_examples
-from zerofit.data.labelled.labels import Labels, label_report, nearly_alike
+from zerofit.data.labelled.labels import Labels, label_report
 from zerofit.data.labelled.samples import class_weights
 from zerofit.data.order import FILLER
 from zerofit.model.configuration import load_configuration
@@ -29,24 +29,6 @@ def prepared(path, tokenizer, labels, *flags, name="labels", **more):
     return recipe, prepare_examples(recipe, load_configuration(recipe))
 
 
-@pytest.mark.parametrize(("counts", "pairs"), [
-    ({"positive": 30, "postive": 1}, {("postive", "positive")}),
-    ({"positive": 30, "positve": 1, "positivee": 2}, {("positve", "positive"), ("positivee", "positive")}),
-    ({"neutral": 9, "nuetral": 2, "neutrel": 3}, {("nuetral", "neutral"), ("neutrel", "neutral")}),
-    ({"Yes": 5, "yes": 50, "YES": 50}, {("Yes", "yes"), ("Yes", "YES")}),
-    ({"pos": 90, "poz": 1}, {("poz", "pos")}),
-    ({"cat": 90, "car": 80}, set()),  # two words
-    ({"0110": 3, "0210": 3, "110": 3}, set()),  # digits are no letters
-    ({"version1": 3, "version2": 3}, set()),
-    ({"B-PER": 3, "I-PER": 3}, set()),
-    ({"+": 3, "-": 3, "a": 2, "b": 2}, set()),
-    ({"male": 3, "female": 3}, set()),
-])  # fmt: skip
-def test_names_that_may_be_typing_errors(counts, pairs):
-    assert {frozenset(pair) for pair in nearly_alike(counts)} == {frozenset(pair) for pair in pairs}
-    assert all(counts[rarer] <= counts[usual] for rarer, usual in nearly_alike(counts))
-
-
 def test_counts_and_notes():
     labels = Labels(("negative", "positive", "postive", "rare"))
     trained, held_out = np.array([0] * 9 + [1] * 8 + [2]), np.array([0, 0, 3])
@@ -56,7 +38,6 @@ def test_counts_and_notes():
     assert "fewer than 5 training records: postive (1)" in text
     assert "no training records: rare" in text
     assert "no held-out records: positive, postive" in text
-    assert "'postive' (1) and 'positive' (8)?" in text
     assert label_report(Labels(None), [trained], []) == []
     many = label_report(Labels(tuple(f"class {n}" for n in range(1000))), [np.arange(1000)], [])
     assert all(len(note) < 400 for note in many)

@@ -25,7 +25,7 @@ WITH_COMMA = re.compile(r"[+-]?\d*,\d+(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 SEPARATED = re.compile(r"[+-]?[0-9][0-9.,'\u2019\s]*")  # 0,5 and 1,234.5 and 1.234,5 and 1 234,5, also with U+202F
 FEW = 5  # records of a class that are too few to learn it from
 SHOWN = 20  # classes with their numbers of records
-NAMED = 5  # classes, or pairs of them, of a note
+NAMED = 5  # classes of a note
 
 
 @dataclass(frozen=True)
@@ -332,7 +332,7 @@ def class_counts(labels: Labels, parts: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def label_report(labels: Labels, trained: list[np.ndarray], held_out: list[np.ndarray]) -> list[str]:
-    """Lines for the log: the records of each class, classes with few or none, names that differ in one letter.
+    """Lines for the log: the records of each class, and classes with few or none.
     `trained, held_out`: the labels of samples; empty where there are no such samples."""
     names = labels.names
     if names is None or labels.choices or not (trained or held_out):
@@ -351,40 +351,11 @@ def label_report(labels: Labels, trained: list[np.ndarray], held_out: list[np.nd
         lines += _note(f"no training {what}", [names[place] for place in np.flatnonzero(counts == 0)])
     if held_out:
         lines += _note(f"no held-out {what}", [names[place] for place in np.flatnonzero(held == 0)])
-    totals = dict(zip(names, (counts + held).tolist()))
-    pairs = [
-        f"{first!r} ({totals[first]:,}) and {other!r} ({totals[other]:,})" for first, other in nearly_alike(totals)
-    ]
-    return lines + _note("is one a typing error of the other", pairs, "?")
+    return lines
 
 
-def _note(what: str, found: Sequence[str], end: str = "") -> list[str]:
+def _note(what: str, found: Sequence[str]) -> list[str]:
     if not found:
         return []
     more = f", and {len(found) - NAMED:,} more" if len(found) > NAMED else ""
-    return [f"note      {what}: {', '.join(found[:NAMED])}{more}{end}"]
-
-
-def nearly_alike(counts: dict[str, int]) -> list[tuple[str, str]]:
-    """Pairs of names, the rarer first, that differ in case alone, or in one letter: another, one more, or two that are
-    exchanged. Digits tell names apart; so does a letter of short names that many records have. `counts`: the number of
-    records of each name."""
-    with_gap: dict[tuple[int, str], str] = {}
-    folded: dict[str, str] = {}
-    found: list[tuple[str, str]] = []
-    for name in counts:
-        if (other := folded.setdefault(name.casefold(), name)) != name:
-            found.append((name, other))
-        for place, letter in enumerate(name):
-            before, after = name[:place], name[place + 1 :]
-            if letter.isdigit() or (place == 0 and after[:1] == "-"):  # B-PER and I-PER
-                continue
-            swapped = before + after[:1] + letter + after[1:]
-            other = with_gap.setdefault((place, before + after), name)
-            found += [(name, each) for each in (before + after, swapped, other) if each in counts and each != name]
-    pairs: dict[frozenset[str], tuple[str, str]] = {}
-    for first, second in found:
-        shortest, fewest = min(len(first), len(second)), min(counts[first], counts[second])
-        if first.casefold() == second.casefold() or shortest > 3 or (shortest == 3 and fewest < FEW):
-            pairs[frozenset((first, second))] = first, second
-    return [(a, b) if counts[a] <= counts[b] else (b, a) for a, b in pairs.values()]
+    return [f"note      {what}: {', '.join(found[:NAMED])}{more}"]
