@@ -198,7 +198,6 @@ def test_likely_encodings(text, times):
     for encoding in PROSE[text]:
         data = (f"label,text\n1,{text}\n" * times).encode(encoding)
         assert encoding in likely(data)
-        assert text[:6] in proposal(data)
     assert likely(bytes(range(128, 256)) * 9) == []
     assert "--encoding" in proposal(bytes(range(128, 256)) * 9)
 

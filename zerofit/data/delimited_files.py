@@ -22,7 +22,6 @@ PROPOSED = (
 )  # fmt: skip
 SAMPLE = 20_000  # number of bytes to guess from
 NEARLY = 0.1  # of charset-normalizer's measure of chaos: how much worse than the best another encoding may be
-SHOWN = 40  # number of characters of a decoded line to show
 PORTION = 1 << 20  # number of characters to convert at a time
 CERTAINLY_UTF8 = 20  # number of characters beyond ASCII that cannot be valid UTF-8 by chance
 DELIMITERS = {".csv": ",", ".tsv": "\t"}  # by the ending of a file
@@ -57,12 +56,10 @@ def open_text(path: Path, encoding: str | None = None, newline: str | None = Non
 
 
 def proposal(data: bytes) -> str:
-    """A sentence for a message: the likely encodings of a text that is not UTF-8, each with a decoded line."""
-    texts = {name: text for name in likely(data) if (text := _decoded(data, name))}
-    if not texts:
-        return "No known encoding decodes it as text. If you know the encoding, name it with --encoding"
-    shown = " or ".join(f"{name}, {line!r}" for name, line in zip(texts, _text_lines(list(texts.values()))))
-    return f"It may be {shown}. Name the right one: --encoding {' or '.join(texts)}"
+    """A sentence for a message: the likely encodings of a text that is not UTF-8."""
+    if names := likely(data):
+        return f"Name its encoding, which is likely one of these: --encoding {' or '.join(names)}"
+    return "No known encoding decodes it as text. If you know the encoding, name it with --encoding"
 
 
 def encoding_of_mark(path: Path) -> str | None:
@@ -102,14 +99,6 @@ def _decoded(data: bytes, name: str) -> str | None:
         return codecs.getincrementaldecoder(name)().decode(data, final=not name.startswith("utf"))
     except UnicodeDecodeError:
         return None
-
-
-def _text_lines(texts: list[str]) -> list[str]:
-    """The beginning of the same line of each text: of the first with a character beyond ASCII."""
-    of_each = list(zip(*(text.lstrip("\ufeff").splitlines() for text in texts)))
-    lines = next((lines for lines in of_each if not lines[0].isascii()), of_each[0])
-    start = next((place for place, letter in enumerate(lines[0]) if not letter.isascii()), 0)
-    return [line[max(0, start - SHOWN // 2) :][:SHOWN].strip() for line in lines]
 
 
 def as_utf8(file: IO[bytes], encoding: str, path: Path) -> Iterator[bytes]:

@@ -12,7 +12,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 from datasets import Features, Json, List, Value
 
 from zerofit.data.delimited_files import open_text
@@ -231,14 +230,6 @@ def as_kind(value: Any, kind: Kind) -> Any:
     if kind == TEXT:
         return text_of(value)
     return float(value) if kind == NUMBER else value
-
-
-def column_of(values: Iterable[Any]) -> pa.ChunkedArray:
-    held, kind = list(values), None
-    for value in held:
-        kind = widened(kind, value)
-    stored, shown = (Features({"": _feature(kind, mixed)}).arrow_schema for mixed in (Value(TEXT), Json()))
-    return pa.table([pa.array([as_kind(value, kind) for value in held], stored.types[0])], stored).cast(shown)[0]
 
 
 def _feature(kind: Kind, mixed: Any) -> Any:

@@ -28,14 +28,12 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from datasets import Dataset, load_dataset
 from filelock import FileLock
 
-from zerofit.data.json_files import column_of
 from zerofit.data.pack import Sample, SampleSet
 from zerofit.data.tables import keyed
 from zerofit.recipe.errors import UserError, first_line
@@ -133,27 +131,15 @@ def _joined(shards: Shards, read: dict[int, list[pa.Table]]) -> pa.Table:
     tables = [table for number in sorted(read) for table in read[number]]
     if not tables:
         return pa.table({})
-    with suppress(pa.ArrowException):
+    try:
         return pa.concat_tables(tables, promote_options="permissive")
-    types: dict[str, set[pa.DataType]] = {}  # a table of JSON has those of its first megabytes
-    for field in chain.from_iterable(table.schema for table in tables):
-        types.setdefault(field.name, set()).add(field.type)
-    different = {name: kinds for name, kinds in types.items() if len(kinds) > 1}
-    nested = [kind for kind in chain.from_iterable(different.values()) if not pa.types.is_timestamp(kind)]
-    if shards.reader != "json" or any("timestamp" in str(kind) for kind in nested):  # dates within lists or objects
+    except pa.ArrowException:
+        types: dict[str, set[str]] = {}
+        for field in chain.from_iterable(table.schema for table in tables):
+            types.setdefault(field.name, set()).add(str(field.type))
         names = f"{shards.names[min(read)]} and the other shards of a window"
-        found = ", ".join(f"{name} ({' or '.join(sorted(map(str, kinds)))})" for name, kinds in different.items())
-        raise UserError(f"streaming: {names} differ in {found}. Write values of one type")
-    alike = [table.drop_columns([name for name in different if name in table.column_names]) for table in tables]
-    same = pa.concat_tables(alike, promote_options="permissive")
-    return pa.table({name: column_of(_values(tables, name)) if name in different else same[name] for name in types})
-
-
-def _values(tables: list[pa.Table], name: str) -> Iterator[Any]:
-    """The values of a column, null where a table has none, or dates, of which the reader does not keep the text."""
-    for table in tables:
-        has_some = name in table.column_names and not pa.types.is_timestamp(table.schema.field(name).type)
-        yield from Dataset(table.select([name]))[name] if has_some else [None] * len(table)
+        found = [f"{name} ({' or '.join(sorted(kinds))})" for name, kinds in types.items() if len(kinds) > 1]
+        raise UserError(f"streaming: {names} differ in {', '.join(found)}. Write values of one type") from None
 
 
 def _batches(shards: Shards, number: int, record: int) -> Iterator[pa.Table]:
