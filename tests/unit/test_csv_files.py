@@ -268,6 +268,12 @@ def test_files_with_other_columns_are_read_together(tmp_path, cache, ending):
     assert table.to_dict() == {"text": ["one", "two"], "label": ["0", "1"], "id": [None, "07"]}
 
 
+@pytest.mark.parametrize("header", [("Source", "TARGET"), ("Question", "Answer ")])
+def test_names_of_columns_in_upper_case(tmp_path, cache, header):
+    table = read(write(tmp_path / "a.csv", header=header), cache)
+    assert columns_of_pairs(table) == tuple(name.strip().lower() for name in header)
+
+
 @pytest.mark.parametrize("header", [("Text", "label"), (" text", "label")])
 def test_columns_that_differ_in_case_between_files_are_named(tmp_path, cache, header):
     write(tmp_path / "a.csv", header=("text", "label"), rows=[("one", "0")])

@@ -147,7 +147,7 @@ def test_files_that_cannot_be_read(tmp_path, cache):
     assert "git lfs pull" in refusal(find_files, "train_file", [str(tmp_path / "large.txt")])
     message = refusal(records, cache, tmp_path / "latin.txt")
     assert "0xe9 at offset 8 (line 2)" in message
-    assert "cp1252, 'café au lait'" in message
+    assert "--encoding cp1252 or " in message
     message = refusal(records, cache, tmp_path / "broken.jsonl")
     assert "broken.jsonl, line 2: not valid JSON" in message
     assert "unknown file extension" in refusal(records, cache, tmp_path / "table.xls")
@@ -167,7 +167,6 @@ def test_other_encodings_are_named_and_read(tmp_path, cache, name, encoding):
     recipe = ClmRecipe(train_file=[str(tmp_path / name)], cache_dir=cache, **options)
     message = refusal(load_texts, recipe)
     assert encoding in message.rpartition("--encoding ")[2].strip().split(" or ")
-    assert "吾輩は猫である。" in message
     found = records(cache, tmp_path / name, encoding=encoding, **options)
     assert found.train["text"][:] == texts
 

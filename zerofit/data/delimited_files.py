@@ -58,7 +58,7 @@ def open_text(path: Path, encoding: str | None = None, newline: str | None = Non
 def proposal(data: bytes) -> str:
     """A sentence for a message: the likely encodings of a text that is not UTF-8."""
     if names := likely(data):
-        return f"Name its encoding, which is likely one of these: --encoding {' or '.join(names)}"
+        return f"Name its encoding, the most likely first: --encoding {' or '.join(names)}"
     return "No known encoding decodes it as text. If you know the encoding, name it with --encoding"
 
 

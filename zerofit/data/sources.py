@@ -14,7 +14,7 @@ import sysconfig
 import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from glob import escape
 from hashlib import sha256
@@ -39,7 +39,7 @@ from zerofit.data.delimited_files import (
 from zerofit.data.json_files import read_json
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.streaming import find_shards
-from zerofit.data.tables import derived, encode_table, stored_table, texts_of, with_class_names, write_table
+from zerofit.data.tables import derived, stored_table, texts_of, with_class_names, write_table
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import PACKED, ending_of
 from zerofit.recipe.parsing import counted
@@ -261,14 +261,13 @@ def read_stdlib(name: str, cache: Path) -> dict[str, Dataset]:
     """The training and the held-out part of one of EMBEDDED. Reading the library takes seconds; it is cached."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [path for path in sorted(root.rglob("*.py")) if not NOT_THE_LIBRARY & set(path.relative_to(root).parts)]
-    stamps = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    table = Dataset.from_dict({"file": [str(path.relative_to(root)) for path in files]})
 
-    def parse_files(batch: dict[str, list[Any]], _: list[int]) -> dict[str, list[Any]]:
-        entries = [entry for file in batch["file"] for entry in definitions(root / file, Path(file))]
-        return {column: [entry[column] for entry in entries] for column in TABLE}
+    def parse(place: Path) -> list[str]:
+        write_table((entry for path in files for entry in definitions(path, path.relative_to(root))), TABLE, place)
+        return []
 
-    entries = encode_table(table, parse_files, TABLE, (platform.python_version(), stamps), cache).to_list()
+    table, _ = stored_table(files, cache, parse, platform.python_version())
+    entries = table.to_list()
     train, held_out = list[dict[str, Any]](), list[dict[str, Any]]()
     for record in _docstrings(entries) if name == "stdlib-docstrings" else _functions(entries):
         if len(record["says"]) >= MIN_WORDS:
@@ -367,22 +366,11 @@ class Source:
     files: dict[str, list[Path]]  # of each part; empty if no option names files
     name: str = ""  # of data that are in no file of their own, in messages
     notes: list[str] = field(default_factory=list)  # how files were read
-    written: dict[str, str] = field(default_factory=dict)  # {column in lower case: as the file has it}
 
     @property
     def first(self) -> Dataset:
         """The first table, for its columns."""
         return next(iter(self.parts.values()))
-
-    def names(self, columns: Iterable[str]) -> list[str]:
-        """The names that columns have in the file: for the log."""
-        return [self.written.get(column, column) for column in columns]
-
-    def describe(self, reader: Any) -> str:
-        """Describe the columns of a reader by their names in the file."""
-        lists = {key: tuple(self.names(value)) for key, value in vars(reader).items() if isinstance(value, tuple)}
-        single = {key: self.written[value] for key, value in vars(reader).items() if value in self.written}
-        return replace(reader, **lists, **single).describe
 
     def where(self, part: str) -> str:
         """The name of a part in messages. Records are numbered through all of its files."""
@@ -449,7 +437,6 @@ def in_lower_case(source: Source, data: DataOptions) -> Source:
             )
         if changed:
             parts[part] = derived(table.rename_columns(changed), table)
-            source.written |= {other: name for name, other in changed.items()}
     return source
 
 
