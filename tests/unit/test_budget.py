@@ -16,7 +16,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/recipe": 3_259,  # 2,700
     "zerofit/model": 5_218,  # 4,700
     "zerofit/compat": 605,  # 600
-    "zerofit/data": 6_798,  # 6,000
+    "zerofit/data": 6_702,  # 6,000
     "zerofit/strategy": 5_000,  # 4,800
     "zerofit/estimate": 4_408,  # 4,700
     "zerofit/record": 1_484,  # 4,300 with health and checkpoint
@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_477,  # 1,300
     "zerofit/tools": 10_134,  # 10,600
     "benchmarks": 1_875,  # 1,800
-    "tests": 26_050,  # 21,500
+    "tests": 26_010,  # 21,500
 }
 
 
