@@ -244,6 +244,7 @@ def labelled_recipe(file: Path, records: list[dict], tokenizer: Path, *flags):
 def planned_bert(*flags: str) -> tuple[str, int]:
     """(class of the model, peak of four samples in bytes beside the states) of train/cls.py in `zerofit plan`."""
     from zerofit.estimate.planned_model import read_planned_model
+    from zerofit.estimate.planned_strategy import PlannedStrategy
     from zerofit.strategy.layout import ParallelLayout
     from zerofit.tools.plan.plan_options import PlanOptions
     from zerofit.tools.tool_recipe import read_with_recipe
@@ -252,7 +253,7 @@ def planned_bert(*flags: str) -> tuple[str, int]:
     words = ["--task", "cls", "--model_type", "bert", "--config_overrides", shape, "--train_tokenizer_vocab_size",
              "300", "--max_length", "64", "--precision", "fp32", "--gpu_memory", "8GiB", *flags]  # fmt: skip
     model = read_planned_model(read_with_recipe(PlanOptions, words, "test")[0], "cls", on_gpu=True)
-    steps = model.tracer("fp32", None, ParallelLayout()).steps(4)
+    steps = model.tracer(PlannedStrategy("single", ParallelLayout(), "fp32", None)).steps(4)
     return type(model.full).__name__, max(step.start + step.rise for step in steps)
 
 

@@ -15,7 +15,7 @@ from zerofit.data.prompts import Renderer
 from zerofit.data.records import BadRecord
 from zerofit.model.chat import Conversation, render, unread_keys
 from zerofit.model.loss import IGNORE
-from zerofit.tools.generate.generate_options import GenerateOptions
+from zerofit.tools.generate.generate import GenerateOptions
 from zerofit.tools.generate.respond import read_prompts
 
 GENERATION = "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"

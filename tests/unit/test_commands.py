@@ -18,7 +18,7 @@ from zerofit.tools.compare.compare import CompareOptions
 from zerofit.tools.convert.convert import FromMetaOptions
 from zerofit.tools.doctor.doctor import read_options as read_doctor
 from zerofit.tools.evaluate.evaluate import EvaluateOptions
-from zerofit.tools.generate.generate_options import GenerateOptions
+from zerofit.tools.generate.generate import GenerateOptions
 from zerofit.tools.merge import MergeOptions
 from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.prepare.prepare import JoinOptions, PrepareOptions

@@ -9,6 +9,7 @@ from helpers import ROOT
 from zerofit.cli import main
 from zerofit.estimate.allocations import ALL_GATHER, ALL_REDUCE, ATTENTION, MATRIX, REDUCE_SCATTER
 from zerofit.estimate.planned_model import PlannedModel, read_planned_model
+from zerofit.estimate.planned_strategy import PlannedStrategy
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.tools.plan.plan_options import Degrees, PlanOptions, possible_degrees, read_pair
 from zerofit.tools.tool_recipe import read_with_recipe
@@ -31,7 +32,7 @@ def model_of(*flags: str) -> PlannedModel:
 
 
 def steps_of(model: PlannedModel, layout: ParallelLayout, batch_size: int = 2):
-    return model.tracer("fp32", zero(2), layout).steps(batch_size)
+    return model.tracer(PlannedStrategy("zero2", layout, "fp32", zero(2))).steps(batch_size)
 
 
 def total(steps, kind: str, attribute: str) -> int:

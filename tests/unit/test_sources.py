@@ -23,7 +23,7 @@ from zerofit.recipe import ClmRecipe, UserError, parse_recipe
 from zerofit.recipe.parse import read_recipe
 from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.paths import find_files
-from zerofit.tools.generate.generate_options import GenerateOptions
+from zerofit.tools.generate.generate import GenerateOptions
 from zerofit.tools.generate.respond import read_prompts
 
 ROWS = [f"This is text number {number}, and it says little." for number in range(40)]

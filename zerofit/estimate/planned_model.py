@@ -14,6 +14,7 @@ import transformers
 
 from zerofit.data.collate import multiple_for, round_up
 from zerofit.estimate.planned_rows import LONGEST_BLOCK, OF_WORDS, TASKS, PlannedHead, Rows
+from zerofit.estimate.planned_strategy import PlannedStrategy
 from zerofit.estimate.traced_shares import divide_experts, split_layers
 from zerofit.estimate.traced_steps import WHOLE, Stage, TracedStep, steps_of_stage, weights_of_stage
 from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings, outer_lists, reduced_configuration
@@ -102,29 +103,26 @@ class PlannedModel:
     def num_layers(self) -> int:
         return getattr(self.config.get_text_config(), "num_hidden_layers", 0)
 
-    def hidden_bytes(self, precision: str, layout: ParallelLayout, micro_batch: int) -> int:
+    def hidden_bytes(self, strategy: PlannedStrategy, micro_batch: int) -> int:
         """Bytes of the hidden states between two layers; each rank that shares these has a part of the tokens."""
-        tokens = -(-micro_batch * self.rows.per_sample * self.rows.length // layout.tensor)
-        return tokens * self.config.get_text_config().hidden_size * DTYPES[precision].itemsize
+        tokens = -(-micro_batch * self.rows.per_sample * self.rows.length // strategy.layout.tensor)
+        return tokens * self.config.get_text_config().hidden_size * DTYPES[strategy.precision].itemsize
 
     def steps(
         self,
-        precision: str,
-        sharding: Any,
-        layout: ParallelLayout,
+        strategy: PlannedStrategy,
         stage: Stage,
         batch_size: int,
         *,
         evaluated: bool = False,
         rows: Rows | None = None,
     ) -> list[TracedStep]:
-        """The passes of a batch through the model, or through a stage of it. `sharding`: DeepSpeed's own
-        DeepSpeedZeroConfig, or FullyShards; None without either."""
-        tracer = self.tracer(precision, sharding, layout, evaluated, rows)
+        """The passes of a batch through the model, or through a stage of it."""
+        tracer, layout = self.tracer(strategy, evaluated, rows), strategy.layout
         if layout.pipeline == 1:
             return tracer.steps(batch_size)
-        weights, hidden = self.weights_of(layout, stage), self.hidden_bytes(precision, layout, batch_size)
-        width = self.dtypes(precision, sharding is not None)[0].itemsize
+        weights, hidden = self.weights_of(layout, stage), self.hidden_bytes(strategy, batch_size)
+        width = self.dtypes(strategy)[0].itemsize
         embedded = hidden * layout.tensor if layout.tensor > 1 and not evaluated else 0
         return steps_of_stage(tracer.steps(batch_size, stage.layers), stage, weights, hidden, width, embedded=embedded)
 
@@ -179,52 +177,44 @@ class PlannedModel:
         checked by forward passes before training (zero3_weights.py)."""
         return self.task == "cls" or self.rows.loss_kind == "full"
 
-    def dtypes(self, precision: str, computes_in_half: bool) -> tuple[torch.dtype, torch.dtype]:
+    def dtypes(self, strategy: PlannedStrategy) -> tuple[torch.dtype, torch.dtype]:
         """Return (of what is trained, of what is frozen) in the passes: DeepSpeed and FSDP2 compute with weights in
         half precision; without them those that are trained stay in fp32."""
-        half = DTYPES[precision]
-        return (half if computes_in_half else torch.float32), half
+        half = DTYPES[strategy.precision]
+        return (torch.float32 if strategy.sharding is None else half), half
 
-    def trace_settings(
-        self, precision: str, sharding: Any, layout: ParallelLayout, evaluated: bool = False
-    ) -> TraceSettings:
+    def trace_settings(self, strategy: PlannedStrategy, evaluated: bool = False) -> TraceSettings:
         """Return the settings of a trace under a strategy: passes that compute alike share their traces."""
-        trained, frozen = self.dtypes(precision, sharding is not None)
-        is_third_stage = int(getattr(sharding, "stage", 0)) == 3
-        autocast = None if sharding is not None or precision == "fp32" else torch.bfloat16
+        trained, frozen = self.dtypes(strategy)
+        computes_as_stored = strategy.sharding is not None or strategy.precision == "fp32"
         return TraceSettings(
             dtype=frozen if self.recipe.lora else trained,
-            autocast=autocast,
+            autocast=None if computes_as_stored else torch.bfloat16,
             on_gpu=self.on_gpu,
             cpu_kernels=self.cpu_kernels,
             own_kernels=self.own_kernels,
             loss=self.rows.loss_kind,
             evaluated=evaluated,
-            tensor=layout.tensor,
-            sequence=layout.sequence,
-            keeps_inputs=is_third_stage and sharding.memory_efficient_linear,
-            watched=is_third_stage,
+            tensor=strategy.layout.tensor,
+            sequence=strategy.layout.sequence,
+            keeps_inputs=strategy.shards_parameters and strategy.zero.memory_efficient_linear,
+            watched=strategy.shards_parameters,
             offloaded=self.recipe.activation_offload and self.on_gpu and not evaluated,
-            experts=layout.data_size if getattr(sharding, "divided", ()) else 0,
+            experts=strategy.layout.data_size if strategy.divides_experts else 0,
             compiled=bool(self.recipe.compiles),
             float8=self.recipe.float8,
         )
 
-    def tracer(
-        self,
-        precision: str,
-        sharding: Any,
-        layout: ParallelLayout,
-        evaluated: bool = False,
-        rows: Rows | None = None,
-    ) -> Tracer:
+    def tracer(self, strategy: PlannedStrategy, evaluated: bool = False, rows: Rows | None = None) -> Tracer:
         """A tracer of the passes as they run under a strategy, on the recipe's rows or on others."""
-        settings = self.trace_settings(precision, sharding, layout, evaluated)
-        trained, _ = self.dtypes(precision, sharding is not None)
+        settings = self.trace_settings(strategy, evaluated)
         recomputed = not evaluated and self.recipe.gradient_checkpointing
-        key = settings, rows = replace(settings, recomputed=recomputed), self._rows(rows or self.rows, precision)
+        key = settings, rows = (
+            replace(settings, recomputed=recomputed),
+            self._rows(rows or self.rows, strategy.precision),
+        )
         if key not in self._tracers:
-            build = self._build(settings, trained, rows)
+            build = self._build(settings, self.dtypes(strategy)[0], rows)
             self._tracers[key] = Tracer(self.config, self.full, build, rows, settings)
         return self._tracers[key]
 

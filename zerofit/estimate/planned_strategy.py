@@ -6,7 +6,6 @@ from typing import Any
 
 from zerofit.estimate.fully_sharded import FullyShards, fully_sharded_states
 from zerofit.estimate.model_states import States, first_stages_states, third_stage_states, torch_states
-from zerofit.estimate.planned_model import PlannedModel
 from zerofit.estimate.traced_shares import expert_names
 from zerofit.estimate.traced_steps import Stage
 from zerofit.estimate.weights import MASTER_BYTES
@@ -24,7 +23,7 @@ BY_HIDDEN_SIZE = {  # what accelerate makes of "auto" under stage 3 (accelerator
 @dataclass(frozen=True)
 class PlannedStrategy:
     """A strategy with nothing left open. `sharding`: DeepSpeed's own object of its configuration, or FSDP2's settings;
-    None without either."""
+    None without either. `model`, in its methods, is a PlannedModel."""
 
     name: str
     layout: ParallelLayout
@@ -54,7 +53,7 @@ class PlannedStrategy:
         """Ranks that share the optimizer's work."""
         return 1 if self.sharding is None else self.layout.shard_size
 
-    def states(self, model: PlannedModel, accumulates: bool, stage: Stage | None = None) -> States:
+    def states(self, model: Any, accumulates: bool, stage: Stage | None = None) -> States:
         found, weights, ranks = self._states(model, accumulates, stage), model.weights, self.optimizer_ranks
         if not weights.matrices:
             return found
@@ -67,8 +66,8 @@ class PlannedStrategy:
         )
         return replace(found, step={**found.step, "workspace": max(found.step["workspace"], taken)})
 
-    def _states(self, model: PlannedModel, accumulates: bool, stage: Stage | None = None) -> States:
-        trained, frozen = model.dtypes(self.precision, self.sharding is not None)
+    def _states(self, model: Any, accumulates: bool, stage: Stage | None = None) -> States:
+        trained, frozen = model.dtypes(self)
         weights, sharers = model.weights_of(self.layout, stage), self.layout.shard_size
         if isinstance(self.sharding, FullyShards):
             return fully_sharded_states(weights, sharers, trained, model.on_gpu, self.sharding)
@@ -81,7 +80,7 @@ class PlannedStrategy:
         return first_stages_states(weights, self.zero, sharers, trained, accumulates, on_gpu=model.on_gpu)
 
 
-def plan_strategy(name: str, strategy: Strategy, model: PlannedModel) -> PlannedStrategy:
+def plan_strategy(name: str, strategy: Strategy, model: Any) -> PlannedStrategy:
     """Add to a strategy what follows from the model: sizes of buckets and thresholds."""
     if strategy.deepspeed is None:
         sharding = None

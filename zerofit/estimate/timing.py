@@ -305,14 +305,13 @@ class Timing:
     def _passes_of(self, resolved: PlannedStrategy, micro_batch: int, stage: Stage) -> PassTime:
         """Time of a micro-batch size that is traced already, or was asked for first; else on the line through its
         neighbours."""
-        about = resolved.precision, resolved.sharding, resolved.layout
-        tracer = self.model.tracer(*about, rows=self.rows)
+        tracer = self.model.tracer(resolved, rows=self.rows)
         exchanged = self._exchanged(resolved)
         times = self._times.setdefault((tracer, stage), {})
 
         def add(size: int) -> None:
             if size not in times:
-                steps = self.model.steps(*about, stage, size, rows=self.rows)
+                steps = self.model.steps(resolved, stage, size, rows=self.rows)
                 recipe = self.model.recipe
                 times[size] = pass_time(steps, self.speeds, exchanged, bool(recipe.compiles), recipe.float8)
 
@@ -334,7 +333,7 @@ class Timing:
         layout = resolved.layout
         if layout.pipeline == 1:
             return 0.0
-        hidden = self.model.hidden_bytes(resolved.precision, layout, micro_batch)
+        hidden = self.model.hidden_bytes(resolved, micro_batch)
         far = layout.world_size > self.gpus_per_node  # some stage has its next one there, and all wait for it
         both = Collectives(ALL_GATHER, 2 * hidden, 1, resolved.precision != "fp32")  # of two: each sends half of it
         return self.links.seconds(both, 2, 1 if far else 2)

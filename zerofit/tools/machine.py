@@ -1,12 +1,20 @@
-"""The machine that this runs on: its devices, cores and memory."""
+"""The machine that this runs on, and the environment of a rank on it, without a launcher and without processes: to
+resolve a strategy as a run would."""
 
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 
+from zerofit.recipe.options import TrainingRecipe
 from zerofit.strategy.devices import accelerator, bf16_slowdown, device_name, has_bf16
 from zerofit.strategy.gpus import num_devices
 from zerofit.strategy.host_memory import host_memory, usable_cores
+from zerofit.strategy.read import read_strategy
+from zerofit.strategy.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -49,3 +57,28 @@ def inspect_machine() -> Machine:
         free_there, total_there = torch.accelerator.get_memory_info(index)
         devices.append(Device(device_name(device) or kind, total_there, free_there, has_bf16(device)))
     return Machine(kind, tuple(devices), usable_cores(), total, free)
+
+
+LAUNCHER = ("ACCELERATE_", "DEEPSPEED_", "TORCHELASTIC_")  # variables that a launcher above this process has set
+RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def environment_of_a_rank(
+    world_size: int, local_world_size: int, base: Mapping[str, str]
+) -> AbstractContextManager[None]:
+    """The process' environment is `base`, and what torchrun adds for rank 0, until the context ends."""
+    ranks = dict(zip(RANKS, ("0", "0", str(world_size), str(local_world_size))))
+    return patch.dict(os.environ, {**base, **ranks}, clear=True)
+
+
+def strategy_of_a_launch(
+    recipe: TrainingRecipe, name: str, source: str, world_size: int, local_world_size: int
+) -> Strategy:
+    """The strategy (a name in accelerate_configs/, or a .yaml file; `source`: the flag that names it) as a run of
+    `world_size` processes has it. The recipe adopts what it leaves open and the pair states. Raises UserError: no such
+    strategy, a contradiction between recipe, YAML and JSON, no such batch."""
+    base = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
+    base["ACCELERATE_USE_CPU"] = "true"  # a GPU that is here and that torch does not see is no matter
+    with environment_of_a_rank(world_size, local_world_size, base):
+        recipe.adopt("strategy", name, source)
+        return read_strategy(recipe)

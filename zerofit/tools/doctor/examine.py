@@ -44,8 +44,7 @@ from zerofit.strategy.launch import default_config, find_strategies, is_json
 from zerofit.strategy.read import read_strategy
 from zerofit.strategy.strategy import Strategy
 from zerofit.tools.doctor.report import ERROR, NOTE, WARNING, DoctorOptions, DoctorReport
-from zerofit.tools.machine import Machine, inspect_machine
-from zerofit.tools.rank_environment import RANKS, environment_of_a_rank
+from zerofit.tools.machine import RANKS, Machine, environment_of_a_rank, inspect_machine
 from zerofit.training.auto_compile import choose
 from zerofit.training.run_configuration import check_model, resolve
 

@@ -27,7 +27,7 @@ from zerofit.recipe.tasks import CAUSAL
 from zerofit.strategy.gpu_table import CPU, Gpu, find_gpu
 from zerofit.strategy.launch import find_strategies
 from zerofit.strategy.layout import PIPELINE, SEQUENCE, TENSOR, with_degrees
-from zerofit.tools.rank_environment import strategy_of_a_launch
+from zerofit.tools.machine import strategy_of_a_launch
 from zerofit.tools.tool_recipe import NAMES, BatchSizesOptions, StrategiesOptions
 from zerofit.training.run_configuration import check_layout, check_strategy_for_task, check_teacher
 

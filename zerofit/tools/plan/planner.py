@@ -213,9 +213,7 @@ def find_all(
     shares: dict[Any, list[LayoutOutcome]] = {}
     for outcome in outcomes:
         if not outcome.refused:
-            about = outcome.resolved
-            key = model.trace_settings(about.precision, about.sharding, about.layout)
-            shares.setdefault(key, []).append(outcome)
+            shares.setdefault(model.trace_settings(outcome.resolved), []).append(outcome)
 
     def find(share: list[LayoutOutcome]) -> list[tuple[Any, ...]]:
         for outcome in share:
@@ -372,11 +370,10 @@ class Planner:
         states = resolved.states(model, accumulation > 1, stage)
         teacher = model.teacher_weights * DTYPES[resolved.precision].itemsize
         states = replace(states, buffers=states.buffers + teacher)
-        about = resolved.precision, resolved.sharding, layout, stage
-        training = model.steps(*about, micro_batch)
+        training = model.steps(resolved, stage, micro_batch)
         in_flight = None
         if layout.pipeline > 1:
-            hidden = model.hidden_bytes(resolved.precision, layout, micro_batch)
+            hidden = model.hidden_bytes(resolved, micro_batch)
             in_flight = InFlight(
                 stage.in_flight(accumulation),
                 hidden * (not stage.is_first),
@@ -397,7 +394,7 @@ class Planner:
         peak = peak_of(moments)
         if peak.needed > self.budget.device:  # whatever an evaluation takes: it is not traced
             return peak
-        evaluation = model.steps(*about, self.recipe.per_device_eval_batch_size, evaluated=True)
+        evaluation = model.steps(resolved, stage, self.recipe.per_device_eval_batch_size, evaluated=True)
         generated = self._generated(resolved.precision)
         return peak_of([*moments, *evaluation_moments(states, training, evaluation, generated)])
 

@@ -245,7 +245,7 @@ def make_job(options: SubmitOptions, words: list[str]) -> tuple[dict[str, Any], 
     strategy, task, notes = launch.strategy or ("ddp" if processes > 1 else "single"), Path(script).stem, []
     find_strategies([strategy])
     if task in TASKS:
-        from zerofit.tools.rank_environment import strategy_of_a_launch  # it loads torch
+        from zerofit.tools.machine import strategy_of_a_launch  # it loads torch
 
         try:
             recipe = parse_recipe(TASKS[task], flags)

@@ -34,9 +34,9 @@ from zerofit.tools.convert.megatron_args.shape import (
     call_of,
     ledger_lines,
 )
+from zerofit.tools.machine import strategy_of_a_launch
 from zerofit.tools.plan.plan_options import MEMORY_VARIABLE
 from zerofit.tools.prepare.prepare import HINTS, JoinOptions, PrepareOptions
-from zerofit.tools.rank_environment import strategy_of_a_launch
 from zerofit.training.run_configuration import check_layout, check_strategy_for_task
 
 TOKENIZER = ("tokenizer_type", "tokenizer_name_or_path", "tokenizer_model", "vocab_file", "merge_file", "vocab")
