@@ -24,17 +24,12 @@ Options = dict[str, Any]
 
 @dataclass
 class Combination:
-    """A layout with options of the recipe.
+    """A layout with options of the recipe."""
 
-    Attributes:
-        options: {name: value} that differ from the recipe.
-        bound: tokens/s of its fastest micro-batch, fitting or not.
-    """
-
-    options: Options
+    options: Options  # {name: value} that differ from the recipe
     planner: Planner
     outcome: LayoutOutcome
-    bound: float = 0.0
+    bound: float = 0.0  # tokens/s of its fastest micro-batch, fitting or not
 
     def best(self) -> Prediction | None:
         """The fastest micro-batch that fits; None: not even the smallest does."""
