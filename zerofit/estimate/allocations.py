@@ -177,7 +177,9 @@ class ModuleVisits:
 
     def begin(self, note: Callable[[Visit], None]) -> None:
         """A pass begins, whose visits `note` takes."""
-        self.note, self.entered = note, _forward_stack()
+        from deepspeed.runtime.zero import parameter_offload
+
+        self.note, self.entered = note, parameter_offload.FWD_MODULE_STACK
         self.entered.clear()  # recomputation may leave modules before their end
         self.holders = {name: _holders(parameter) for name, parameter in self.parameters.items()}
         for module in self.module.modules():
@@ -203,12 +205,6 @@ class ModuleVisits:
 
     def _visit(self, module: torch.nn.Module, enters: bool, forward: bool, kept: tuple[str, ...] = ()) -> None:
         self.note(Visit(self.names[id(module)], enters, forward, self.weights[id(module)], kept))
-
-
-def _forward_stack() -> list[torch.nn.Module]:
-    from deepspeed.runtime.zero import parameter_offload
-
-    return parameter_offload.FWD_MODULE_STACK
 
 
 def _holders(tensor: torch.Tensor) -> int:

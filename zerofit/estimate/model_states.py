@@ -43,11 +43,6 @@ class GradientMemory:
     def held(self) -> int:
         return self.gradients + self.buffers + self.gathered
 
-    @property
-    def by_kind(self) -> tuple[int, int, int]:
-        """Return (gathered, gradients, buffers)."""
-        return self.gathered, self.gradients, self.buffers
-
     def begin(self, first: bool, last: bool) -> None:
         """Start the backward pass of a micro-batch, which may be the first or the last one of an update."""
         self.first, self.last = first, last

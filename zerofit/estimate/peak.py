@@ -1,6 +1,7 @@
 """The predicted peak of a strategy: the largest of the moments of an update, with its parts and its phase; and
 the keys and values of texts that are generated for an evaluation batch."""
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -204,7 +205,7 @@ def _moments_of_pass(states: States, engine: GradientMemory, steps: list[TracedS
     at_hand = 0
 
     def moment(step: TracedStep, alive: int, rise: int = 0, reduced: int = 0, completed: int = 0) -> Moment:
-        gathered, gradients, buffers = engine.by_kind
+        gathered, gradients, buffers = engine.gathered, engine.gradients, engine.buffers
         in_loss, head, above = step.phase == "loss", min(step.head, alive), rise + reduced
         parts = {
             "gathered weights": at_hand + gathered,
@@ -272,6 +273,7 @@ class KeyValueCache:
         }
 
 
+@functools.cache
 @torch.no_grad()
 def cache_of(model: torch.nn.Module) -> KeyValueCache:
     """Run one short row through an encoder-decoder on "meta", and return what it caches."""

@@ -85,7 +85,12 @@ class PlannedModel:
             assert plan is not None  # check_layout has refused other families
             found = weights_of_stage(self.weights_of(replace(layout, pipeline=1), WHOLE), stage, plan, body)
         else:
-            found = self.weights if layout.tensor == 1 else self.weights.shared(self._share_sizes(layout.tensor))
+            found = self.weights
+            if layout.tensor > 1:
+                with torch.device("meta"):
+                    few = make_model(reduced_configuration(self.config), self.task, torch.float32, None, traced=False)
+                split_layers(few, layout.tensor)
+                found = found.shared({name: parameter.numel() for name, parameter in few.named_parameters()})
         self._shares[key] = found
         return found
 
@@ -125,13 +130,6 @@ class PlannedModel:
         width = self.dtypes(strategy)[0].itemsize
         embedded = hidden * layout.tensor if layout.tensor > 1 and not evaluated else 0
         return steps_of_stage(tracer.steps(batch_size, stage.layers), stage, weights, hidden, width, embedded=embedded)
-
-    def _share_sizes(self, tensor: int) -> dict[str, int]:
-        """{name of a parameter: elements of a rank's share}, of the model with few layers."""
-        with torch.device("meta"):
-            model = make_model(reduced_configuration(self.config), self.task, torch.float32, None, traced=False)
-        split_layers(model, tensor)
-        return {name: parameter.numel() for name, parameter in model.named_parameters()}
 
     @cached_property
     def weights(self) -> Weights:

@@ -256,12 +256,12 @@ class Timing:
         self.rows = model.rows.shortened(mean_length) if mean_length else model.rows
         self.mean_length, self.is_known = mean_length, is_known
         self._times: dict[tuple[Tracer, Stage], dict[int, PassTime]] = {}
-        self._exchanges: dict[tuple[int, bool], tuple[PlannedStrategy, Exchanges]] = {}
+        self._known: dict[tuple[int, bool], tuple[PlannedStrategy, Exchanges]] = {}
 
     def of(self, model: PlannedModel) -> "Timing":
         """Return a copy for a model that shares its tracers; what is known of their passes is shared too."""
         other = copy.copy(self)
-        other.model, other._exchanges = model, {}
+        other.model, other._known = model, {}
         other.__dict__.pop("flops_per_token", None)
         other.rows = model.rows.shortened(self.mean_length) if self.mean_length else model.rows
         return other
@@ -276,7 +276,7 @@ class Timing:
         passes = self.passes(resolved, micro_batch)
         time = update_time(
             passes,
-            self._exchanges_of(resolved, accumulation > 1),
+            self._exchanges(resolved, accumulation > 1),
             self.speeds,
             self.links,
             accumulation,
@@ -350,27 +350,27 @@ class Timing:
 
         return seconds
 
-    def _exchanges_of(self, resolved: PlannedStrategy, accumulates: bool) -> Exchanges:
+    def _exchanges(self, resolved: PlannedStrategy, accumulates: bool) -> Exchanges:
         """The communication of this strategy, kept by its id, with the strategy, so that no other gets the id."""
         key = id(resolved), accumulates
-        if key not in self._exchanges:
-            found, weights = self.exchanges(resolved, accumulates), self.model.weights
-            if weights.matrices:
-                ranks, half = resolved.optimizer_ranks, resolved.precision != "fp32"
-                found = with_muon(found, weights, half, ranks, ranks > 1 and resolved.shards_weights)
-            self._exchanges[key] = resolved, found
-        return self._exchanges[key][1]
-
-    def exchanges(self, resolved: PlannedStrategy, accumulates: bool) -> Exchanges:
+        if key in self._known:
+            return self._known[key][1]
         weights, world_size = self.model.weights_of(resolved.layout), resolved.layout.shard_size
         width = DTYPES[resolved.precision].itemsize
         if isinstance(resolved.sharding, FullyShards):
-            return fully_sharded_exchanges(weights, world_size, width, resolved.sharding, resolved.layout.dp_replicate)
-        if resolved.zero is None:
-            return torch_exchanges(weights, world_size, self.model.on_gpu, self.model.recipe.optim)
-        if resolved.shards_parameters:
-            return third_stage_exchanges(weights, resolved.zero, world_size, width, self.model.keeps_layers)
-        return first_stages_exchanges(weights, resolved.zero, world_size, width, accumulates)
+            replicas = resolved.layout.dp_replicate
+            found = fully_sharded_exchanges(weights, world_size, width, resolved.sharding, replicas)
+        elif resolved.zero is None:
+            found = torch_exchanges(weights, world_size, self.model.on_gpu, self.model.recipe.optim)
+        elif resolved.shards_parameters:
+            found = third_stage_exchanges(weights, resolved.zero, world_size, width, self.model.keeps_layers)
+        else:
+            found = first_stages_exchanges(weights, resolved.zero, world_size, width, accumulates)
+        if self.model.weights.matrices:
+            ranks, half = resolved.optimizer_ranks, resolved.precision != "fp32"
+            found = with_muon(found, self.model.weights, half, ranks, ranks > 1 and resolved.shards_weights)
+        self._known[key] = resolved, found
+        return found
 
     @functools.cached_property
     def flops_per_token(self) -> float:

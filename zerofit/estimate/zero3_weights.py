@@ -204,16 +204,15 @@ class KnownPass:
 
     def _decide(self, visit: Visit) -> frozenset[str]:
         """__params_to_release: not what was fetched for a later place, and not what is needed again soon."""
-        return frozenset(
-            weight
-            for weight in visit.weights
-            if weight not in self.persistent and self.recent.get(weight, -1) <= self.step and not self._is_near(weight)
-        )
-
-    def _is_near(self, weight: str) -> bool:
-        places = self.places[weight]
-        at = bisect.bisect_left(places, self.step)
-        return at < len(places) and self.distance[places[at]] - self.distance[self.step] < self.rules.reuse
+        released = set()
+        for weight in visit.weights:
+            if weight in self.persistent or self.recent.get(weight, -1) > self.step:
+                continue
+            places = self.places[weight]
+            at = bisect.bisect_left(places, self.step)
+            if at == len(places) or self.distance[places[at]] - self.distance[self.step] >= self.rules.reuse:
+                released.add(weight)
+        return frozenset(released)
 
 
 @functools.lru_cache(maxsize=64)

@@ -31,12 +31,6 @@ RATES = (
 )
 
 
-def with_rates_of(line: dict[str, Any], timed: dict[str, Any] | None) -> dict[str, Any]:
-    """A simulated trial with the rates of a trial that was timed at its size, or without any."""
-    kept = {name: value for name, value in line.items() if name not in (*RATES, "loss")}
-    return kept | {name: timed[name] for name in RATES if timed and name in timed}
-
-
 @dataclass
 class StrategyRow:
     """One candidate. Memory is in bytes; batch sizes are those of one process."""
@@ -139,11 +133,6 @@ def load_text(line: dict[str, Any]) -> str:
     return " to ".join(f"{load:.1f}" for load in line.get("load") or ()) or "-"
 
 
-def _is_disturbed(line: dict[str, Any]) -> bool:
-    """Return whether other programs were at work too while these updates were timed."""
-    return max(line.get("load") or [0.0]) > BUSY * max(line.get("cores") or 1, len(line["ranks"]))
-
-
 def conclusion(rows: list[StrategyRow]) -> str:
     """The results in one to three sentences."""
     failed, rows = [row.name for row in rows if row.problem], [row for row in rows if not row.problem]
@@ -167,7 +156,11 @@ def _sentences(rows: list[StrategyRow]) -> Iterator[str]:
     if not timed:
         return
     fastest, best = max(timed, key=lambda pair: pair[1]["samples_per_s"])
-    disturbed = [(row, line) for row, line in timed if _is_disturbed(line)]
+    disturbed = [
+        (row, line)
+        for row, line in timed
+        if max(line.get("load") or [0.0]) > BUSY * max(line.get("cores") or 1, len(line["ranks"]))
+    ]
     if disturbed:
         loads = ", ".join(f"{row.name} {load_text(line)}" for row, line in disturbed)
         yield (
@@ -255,9 +248,11 @@ class Comparison:
         key, predictions = self.keys[candidate.name], self.journal.lines_of(self.keys[candidate.name], "prediction")
         results = self.journal.results(key, 60 * self.options.trial_minutes)
         trials = [line for size, line in results.items() if size in self.sizes]
-        if self.machine.simulated:
+        if self.machine.simulated:  # rates are those of the trials that were timed at these sizes
             timed = self.journal.results(self._timed_key(candidate, self.timer), 0.0) if self.timer else {}
-            trials = [with_rates_of(line, timed.get(line["size"])) for line in trials]
+            trials = [{name: value for name, value in line.items() if name not in (*RATES, "loss")} for line in trials]
+            for line in trials:
+                line |= {name: value for name, value in timed.get(line["size"], {}).items() if name in RATES}
         return StrategyRow(
             candidate.name,
             trials,

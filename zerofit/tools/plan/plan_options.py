@@ -167,7 +167,8 @@ class PlanOptions(BatchSizesOptions, SpeedOptions, StrategiesOptions):
         found += self._problems_of_lengths() if self.lengths else []
         if self.num_tags and self.task != "cls":
             found.append(f"num_tags = {self.num_tags} has no effect with --task {self.task}. Remove it")
-        if self.mean_length and not self._pads:
+        packs = getattr(self, "packing", "none") != "none" or getattr(self, "data_path", None)
+        if self.mean_length and self.task in CAUSAL and packs:
             found.append(f"mean_length = {self.mean_length:g} has no effect: packed rows are full. Remove it")
         return found
 
@@ -187,12 +188,6 @@ class PlanOptions(BatchSizesOptions, SpeedOptions, StrategiesOptions):
             problems.append("--block_size and --lengths: keep one of the two")
         without_use = [name for name in ("batch_sizes", "max_batch_size", "mean_length") if self.source(name)]
         return problems + [f"{name} has no effect with lengths = {given}. Remove it" for name in without_use]
-
-    @property
-    def _pads(self) -> bool:
-        return self.task not in CAUSAL or (
-            getattr(self, "packing", "none") == "none" and not getattr(self, "data_path", None)
-        )
 
 
 FILE = "deepspeed_config_file"  # of an accelerate YAML

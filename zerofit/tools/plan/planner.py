@@ -19,7 +19,6 @@ from zerofit.estimate.peak import (
     CPU_GROUPS,
     CPU_PROGRAM_BYTES,
     InFlight,
-    KeyValueCache,
     Peak,
     cache_of,
     evaluation_moments,
@@ -384,11 +383,8 @@ class Planner:
         if not getattr(recipe, "predict_with_generate", False):
             return {}
         beams = getattr(recipe, "num_beams", None) or getattr(config, "num_beams", None) or 1
-        return self._cache.parts(recipe, recipe.per_device_eval_batch_size * beams, DTYPES[precision].itemsize)
-
-    @cached_property
-    def _cache(self) -> KeyValueCache:
-        return cache_of(self.model.full)
+        cache = cache_of(self.model.full)
+        return cache.parts(recipe, recipe.per_device_eval_batch_size * beams, DTYPES[precision].itemsize)
 
     def speed(self, resolved: PlannedStrategy, micro_batch: int) -> UpdateSpeed | None:
         if self.timing is None:
