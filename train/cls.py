@@ -72,7 +72,7 @@ def main(start: Start) -> int:
 
     def loss_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         logits = logits_of_examples(model, batch)  # (B, classes); of words (B, T, classes)
-        return loss_of_examples(logits, batch.labels, on_device, recipe.label_smoothing)
+        return loss_of_examples(logits, batch.labels, on_device, recipe.label_smoothing, recipe.focal_gamma)
 
     def evaluate() -> dict[str, float]:  # the held-out loss is plain cross entropy
         figures: dict[str, float] = {}

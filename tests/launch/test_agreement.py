@@ -156,7 +156,7 @@ CASES = {
         "--max_eval_samples", "101",
     ), ("zero3",)),
     "classes": Case("cls", 22, (
-        *CLASSES, "--class_weights", "balanced", "--label_smoothing", "0.1",
+        *CLASSES, "--class_weights", "balanced", "--label_smoothing", "0.1", "--focal_gamma", "2",
     )),
     "mixed labels": Case("cls", 22, (
         *CLASSES, "--model_name_or_path", "{body}", "--train_file", "3", "{classes}", "1", "{kinds}",

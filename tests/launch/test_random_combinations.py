@@ -110,7 +110,7 @@ OPTIONS = (
     (0.3, "clm seq2seq -teacher -preferences", ("--loss chunked", "--loss full")),
     (0.3, "clm seq2seq classes glue tags -teacher -preferences", ("--label_smoothing 0.1",)),
     (0.2, "clm seq2seq -teacher -preferences", ("--z_loss 0.01",)),
-    (0.3, "classes tags", ("--class_weights balanced",)),
+    (0.3, "classes tags", ("--class_weights balanced", "--focal_gamma 2")),
     (0.15, "cls", ("--layer_decay 0.7",)),
     (0.3, "cls seq2seq", ("--length_grouping update", "--length_grouping none", "--pad_to_max_length")),
     (0.5, "all", ("--eval_steps 2", "--eval_steps 3", "--eval_on_start false")),

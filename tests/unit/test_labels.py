@@ -249,6 +249,7 @@ def test_balanced_weights_are_scikit_learns():
 @pytest.mark.parametrize(("words", "options", "said"), [
     (("d=2",), {}, "class_weights"),
     (("balanced",), {"names": None}, "class_weights"),
+    ((), {"names": None, "focal_gamma": 2.0}, "focal_gamma"),
     ((), {"choices": True, "label_smoothing": 0.1}, "label_smoothing"),
 ])  # fmt: skip
 def test_weights_of_no_class_are_refused(words, options, said):

@@ -133,3 +133,17 @@ def test_weighted_and_smoothed_sums_are_torchs_mean_over_several_batches(weights
     torch.testing.assert_close(summed.double() / targets, exact, rtol=1e-6, atol=0)
     (gradient,), (right,) = (torch.autograd.grad(loss, logits) for loss in (summed / targets, exact))
     torch.testing.assert_close(gradient, right, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("gamma", [0.5, 2.0])
+def test_the_focal_loss(gamma):
+    logits = torch.randn(9, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits[0, 0] = 200.0  # p is 1
+    logits, labels, weights = logits.requires_grad_(), torch.arange(9) % 3, torch.tensor([0.5, 3.0, 1.0])
+    labels[-1] = IGNORE
+    loss = loss_of_examples(logits, labels, weights, focal_gamma=gamma)
+    probability = logits.softmax(-1)[torch.arange(1, 8), labels[1:8]]
+    exact = (-weights[labels[1:8]] * (1 - probability) ** gamma * probability.log()).sum()
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=0)
+    (gradient,), (right,) = (torch.autograd.grad(each, logits) for each in (loss, exact))
+    torch.testing.assert_close(gradient, right, rtol=1e-5, atol=1e-6)

@@ -169,9 +169,13 @@ def loss_of_examples(
     labels: torch.Tensor,
     class_weights: torch.Tensor | None = None,
     label_smoothing: float = 0.0,
+    focal_gamma: float = 0.0,
 ) -> torch.Tensor:
     """The loss of classified examples, summed: cross entropy of classes, squared error of numbers; of sets of classes
     the binary cross entropy, a mean over the classes.
+
+    With `focal_gamma` the loss of each example, with its weight and smoothing, is multiplied by (1 - p)^gamma, p being
+    the probability of its class (Lin et al. 2017).
 
     Shapes: logits (B, classes) or (B, 1); labels (B,), int64 classes or float32 numbers, IGNORE or nan for padding;
     of words (B, T, classes) and (B, T); of sets labels are (B, classes), float32 0 or 1; class_weights (classes,).
@@ -185,6 +189,9 @@ def loss_of_examples(
         losses = F.cross_entropy(
             logits, labels, class_weights, ignore_index=IGNORE, reduction="none", label_smoothing=label_smoothing
         )
+        if focal_gamma:
+            found = logits.softmax(dim=-1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
+            losses = losses * (1 - found).clamp(min=torch.finfo(found.dtype).eps) ** focal_gamma  # 0 has no slope
         return losses.sum()
     present = ~labels.isnan()
     return F.mse_loss(logits[present, 0], labels[present], reduction="sum")

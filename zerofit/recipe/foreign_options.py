@@ -105,7 +105,6 @@ REMOVED = {
     "stop_source": "it is gone: an epoch of a mixture ends when its first source has been read in full",
     "messages_column": "it is gone: call the column of the turns messages",
     "lengths": "`zerofit plan --lengths 8k,16k,32k` finds the longest rows",
-    "focal_gamma": "it is gone: class_weights weighs rare classes",
     "shards": "conversion to Meta's format is gone; outputs/RUN/model is a transformers folder",
 }
 

@@ -120,6 +120,9 @@ class ClassLossOptions(Recipe, phase="train"):
         "set), or NAME=WEIGHT for some classes; the others weigh 1.",
         form=(is_class_weight, f"{BALANCED}, or words NAME=WEIGHT, each weight above 0"),
     )
+    focal_gamma: float = option(
+        0.0, "Focal loss: multiply the loss of an example by (1 - p)^X, p being its class's probability.", minimum=0
+    )
     label_smoothing: float = option(
         0.0,
         "Train on 1 - X for the class of the label, and on X divided among all classes.",

@@ -211,7 +211,7 @@ def class_weights(recipe: ClsRecipe, data: ExampleData) -> list[float] | None:
     """
     names = data.labels.names
     if names is None or data.labels.choices or data.labels.of_sets:
-        changed = [name for name in ("class_weights", "label_smoothing") if getattr(recipe, name)]
+        changed = [name for name in ("class_weights", "focal_gamma", "label_smoothing") if getattr(recipe, name)]
         if not changed:
             return None
         what = "numbers (regression)" if names is None else "choices" if data.labels.choices else "lists"
