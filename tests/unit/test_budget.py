@@ -13,8 +13,8 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 499,  # 800
     "zerofit": 108,  # cli.py
-    "zerofit/recipe": 3_259,  # 2,700
-    "zerofit/model": 5_218,  # 4,700
+    "zerofit/recipe": 3_261,  # 2,700
+    "zerofit/model": 5_225,  # 4,700
     "zerofit/compat": 605,  # 600
     "zerofit/data": 6_702,  # 6,000
     "zerofit/strategy": 5_000,  # 4,800
@@ -23,10 +23,10 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/health": 1_288,
     "zerofit/checkpoint": 1_604,
     "zerofit/training": 3_215,  # 2,000
-    "zerofit/launch": 1_477,  # 1,300
+    "zerofit/launch": 1_479,  # 1,300
     "zerofit/tools": 9_884,  # 10,600
     "benchmarks": 1_875,  # 1,800
-    "tests": 25_967,  # 21,500
+    "tests": 26_073,  # 21,500
 }
 
 

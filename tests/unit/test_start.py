@@ -20,6 +20,12 @@ SLURM = {"SLURM_NNODES": "3", "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS
 TRAINER = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-0.job", "PET_MASTER_PORT": "29400"}
 SKYPILOT = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5",
             "SKYPILOT_TASK_ID": "sky-2026-11-24-08-00-00-000000_train_1"}  # fmt: skip
+DSTACK = {
+    "DSTACK_NODES_NUM": "4",
+    "DSTACK_NODE_RANK": "3",
+    "DSTACK_MASTER_NODE_IP": "10.0.0.4",
+    "DSTACK_RUN_NAME": "a-1",
+}
 OPENMPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
            "MASTER_ADDR": "10.0.0.4"}  # fmt: skip
 
@@ -28,7 +34,7 @@ OPENMPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_
 def machine(monkeypatch):
     """Sets the number of devices and the variables of a scheduler."""
     monkeypatch.chdir(ROOT)
-    known = {*DLC, "LOCAL_RANK", *TRAINER, *SKYPILOT, *OPENMPI}
+    known = {*DLC, "LOCAL_RANK", *TRAINER, *SKYPILOT, *DSTACK, *OPENMPI}
     for name in [name for name in os.environ if name.startswith("SLURM_") or name in known]:
         monkeypatch.delenv(name, raising=False)
 
@@ -98,6 +104,7 @@ def test_a_clouds_machines(machine, capsys):
     [
         (TRAINER, (2, 1, "job-0.job", "29400")),
         (SKYPILOT, (2, 1, "10.0.0.4", "derived")),
+        (DSTACK, (4, 3, "10.0.0.4", "derived")),
         (OPENMPI, (2, 1, "10.0.0.4", None)),
         ({**SLURM, "SLURM_JOB_ID": "4711"}, (3, 2, "gpu07", "derived")),
         ({**TRAINER, "WORLD_SIZE": "16", "RANK": "1", "MASTER_ADDR": "other"}, (2, 1, "job-0.job", "29400")),

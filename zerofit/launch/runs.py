@@ -39,6 +39,8 @@ SCHEDULERS = {
     "Kubeflow Trainer": ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", ""),
     # docs.skypilot.co/en/stable/running-jobs/distributed-jobs.html
     "SkyPilot": ("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS", "MASTER_PORT", "SKYPILOT_TASK_ID"),
+    # dstack.ai/docs/concepts/tasks, distributed tasks
+    "dstack": ("DSTACK_NODES_NUM", "DSTACK_NODE_RANK", "DSTACK_MASTER_NODE_IP", "MASTER_PORT", "DSTACK_RUN_NAME"),
     # docs.open-mpi.org, environment variables: one process on each machine, `mpirun --npernode 1`
     "OpenMPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "MASTER_ADDR", "MASTER_PORT", "PMIX_NAMESPACE"),
     GENERIC: ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", ""),
