@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_479,  # 1,300
     "zerofit/tools": 9_884,  # 10,600
     "benchmarks": 1_875,  # 1,800
-    "tests": 25_989,  # 21,500
+    "tests": 25_814,  # 21,500
 }
 
 
