@@ -60,8 +60,10 @@ class Operation(NamedTuple):
 
 
 def operation_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Operation | None:
-    """Return the cost of a call of an aten operator; None where it costs nothing. FLOPs are those of
-    torch.utils.flop_counter; a causal mask halves those of attention."""
+    """Return the cost of a call of an aten operator; None where it costs nothing.
+
+    FLOPs are those of torch.utils.flop_counter; a causal mask halves those of attention.
+    """
     packet = getattr(function, "overloadpacket", None)
     name = getattr(packet, "__name__", "")
     if name == ROWS_EXCHANGED:

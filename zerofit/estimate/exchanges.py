@@ -131,9 +131,13 @@ def torch_exchanges(weights: Weights, world_size: int, on_gpu: bool, optim: str 
 def fully_sharded_exchanges(
     weights: Weights, world_size: int, width: int, fsdp: FullyShards, replicas: int = 1
 ) -> Exchanges:
-    """FSDP2: an all-gather and a reduce-scatter of each block in each micro-batch; of several replicas an all-reduce
-    of the shards in the last one. What travels to divided experts is in the trace. `world_size`: ranks of a replica.
-    `width`: bytes of an element of the weights that are gathered."""
+    """FSDP2: an all-gather and a reduce-scatter of each block in each micro-batch; of several
+    replicas an all-reduce of the shards in the last one. What travels to divided experts is in the trace.
+
+    Args:
+        world_size: ranks of a replica.
+        width: bytes of an element of the weights that are gathered.
+    """
     gathered = [one for one in weights.all if one.name not in fsdp.divided]
     total, half = sum(one.size for one in gathered), width < 4
     trained = sum(one.size for one in gathered if one.trained)

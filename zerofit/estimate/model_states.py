@@ -28,8 +28,12 @@ from zerofit.estimate.zero3_weights import GatheredWeights
 
 class GradientMemory:
     """Gradients as a single process has them: backward makes them, and later micro-batches are added to them.
-    `gradients` are the bytes of completed ones, `buffers` those for their exchange, `gathered` those of other ranks'
-    weights."""
+
+    Attributes:
+        gradients: held of completed gradients.
+        buffers: held for their exchange.
+        gathered: held of other ranks' weights.
+    """
 
     def __init__(self, weights: Weights, width: int):
         self.sizes, self.width = weights.sizes, width
@@ -55,7 +59,9 @@ class GradientMemory:
 
     def complete(self, name: str) -> int:
         """The gradient of a weight is complete: until here the backward pass holds it, and from here on the engine.
-        Returns the most that is held at a moment meanwhile beside that gradient, temporaries included."""
+
+        Returns: the most that is held at a moment meanwhile beside that gradient, temporaries included.
+        """
         if not self.first:
             return self.held
         size = self.width * self.sizes[name]
@@ -208,8 +214,12 @@ def torch_states(
 def first_stages_states(
     weights: Weights, zero: Any, world_size: int, dtype: torch.dtype, accumulates: bool, *, on_gpu: bool
 ) -> States:
-    """ZeRO-1 and ZeRO-2 (stage_1_and_2.py). `zero`: DeepSpeed's own DeepSpeedZeroConfig of the resolved configuration:
-    defaults are DeepSpeed's. `accumulates`: an update has more than one micro-batch."""
+    """ZeRO-1 and ZeRO-2 (stage_1_and_2.py).
+
+    Args:
+        zero: DeepSpeed's own DeepSpeedZeroConfig of the resolved configuration: defaults are DeepSpeed's.
+        accumulates: an update has more than one micro-batch.
+    """
     width = dtype.itemsize
     groups = [FlatGroup(group, world_size) for group in weights.groups]
     shards = [group.partition for group in groups]

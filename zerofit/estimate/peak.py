@@ -132,8 +132,12 @@ def find_peak(
 def training_moments(
     states: States, training: list[TracedStep], accumulation: int, in_flight: InFlight | None = None
 ) -> Iterator[Moment]:
-    """Yield the moments of an update with most on the device: start, optimizer step, passes. `training`: the forward
-    and backward pass of a micro-batch."""
+    """Yield the moments of an update with most on the device: start, optimizer step, passes.
+
+    Args:
+        training: the forward and backward pass of a micro-batch.
+        in_flight: of a stage of a pipeline.
+    """
     yield Moment("start", {"weights": states.load})
     yield Moment("optimizer step", _sum(_held(states), states.step))
     yield from _passes(states, states.engine(), training, accumulation, in_flight)
@@ -142,8 +146,12 @@ def training_moments(
 def evaluation_moments(
     states: States, training: list[TracedStep], evaluation: list[TracedStep], generated: dict[str, int]
 ) -> Iterator[Moment]:
-    """Yield the moments of an evaluation with most on the device. `evaluation`: the forward pass of a batch.
-    `generated`: bytes beside weights while texts are generated for it; empty: none are."""
+    """Yield the moments of an evaluation with most on the device.
+
+    Args:
+        evaluation: the forward pass of an evaluation batch.
+        generated: what is on the device beside weights while texts are generated for it; empty: none are.
+    """
     held, engine = _held(states), states.engine()
     engine.begin(first=True, last=True)
     most_gathered = 0
@@ -260,8 +268,12 @@ class KeyValueCache:
 
     def parts(self, recipe: Any, rows: int, width: int) -> dict[str, int]:
         """Bytes at the last token, when the search reorders the cache tensor by tensor (`reorder_cache` of
-        transformers' cache_utils.py), or when it scores the next token (generation/utils.py, _beam_search). `rows`: of
-        the batch, each as often as there are beams. `width`: bytes of an element."""
+        transformers' cache_utils.py), or when it scores the next token (generation/utils.py, _beam_search).
+
+        Args:
+            rows: of the batch, each as often as there are beams.
+            width: bytes of an element.
+        """
         written = (recipe.val_max_target_length or recipe.max_target_length) * self.written
         read = recipe.max_source_length * self.read
         scores = 4 * rows * self.vocabulary  # logits and log probabilities, in fp32

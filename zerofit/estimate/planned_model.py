@@ -279,7 +279,11 @@ NO_LIMIT = 2**20  # positions
 
 
 def read_planned_model(recipe: Any, task: str, on_gpu: bool) -> PlannedModel:
-    """The configuration and the full model on "meta". Raises UserError: it is out of reach, or makes no model."""
+    """The configuration and the full model on "meta".
+
+    Raises:
+        UserError: the configuration is out of reach, or makes no model.
+    """
     auto_class, adapter = getattr(transformers, TASKS[task]), None
     recipe, architecture = recipe.draft(), getattr(recipe, "architecture", None)  # an option of `zerofit plan`
     if not architecture and is_adapter(recipe.model_name_or_path or ""):
@@ -324,8 +328,11 @@ def read_planned_model(recipe: Any, task: str, on_gpu: bool) -> PlannedModel:
 
 def _shape_only(recipe: Any) -> Any:
     """The recipe for reading the model's shape: attention kernels need not be installed here, and weights that are
-    elsewhere give way to a known architecture. Raises UserError: there are neither the weights nor a shape of that
-    name."""
+    elsewhere give way to a known architecture.
+
+    Raises:
+        UserError: there are neither the weights nor a shape of that name.
+    """
     recipe, name = recipe.draft(), recipe.model_name_or_path
     recipe.reset_option("attn_implementation")
     architecture = getattr(recipe, "architecture", None)

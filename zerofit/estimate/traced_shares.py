@@ -34,8 +34,12 @@ class FakeGroup:
 
 
 class Collectives:
-    """Stands for torch.distributed and deepspeed.comm where layers and rows are shared by `size` ranks. `note` takes
-    each collective, as an operation."""
+    """Stands for torch.distributed and deepspeed.comm where layers and rows are shared.
+
+    Args:
+        note: takes each collective, as an operation.
+        size: ranks of the group.
+    """
 
     ReduceOp = distributed.ReduceOp
     ProcessGroup = FakeGroup
@@ -131,8 +135,12 @@ def expert_names(model: torch.nn.Module) -> frozenset[str]:
 
 
 def divide_experts(model: torch.nn.Module, ranks: int, dtype: torch.dtype) -> None:
-    """Keep one rank's experts, and let tokens travel to them. `ranks`: 0: they are not divided. `dtype`: that products
-    are computed in; experts that are trained are stored in fp32, as their optimizer has them."""
+    """Keep one rank's experts, and let tokens travel to them.
+
+    Args:
+        ranks: 0: they are not divided.
+        dtype: that products are computed in. Experts that are trained are stored in fp32, as their optimizer has them.
+    """
     if not ranks:
         return
     from transformers.distributed import expert_parallel as library

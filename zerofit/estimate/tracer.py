@@ -88,8 +88,12 @@ def outer_lists(model: torch.nn.Module) -> dict[str, int]:
 
 
 class Tracer:
-    """Traces passes of one configuration, and keeps what it has traced. `build`: (configuration) -> the model on
-    "meta", with its adapter if it has one, in the dtype of its weights. `full`: the full model, on "meta"."""
+    """Traces passes of one configuration, and keeps what it has traced.
+
+    Args:
+        build: (configuration) -> the model on "meta", with its adapter if it has one, in the dtype of its weights.
+        full: the full model, on "meta".
+    """
 
     def __init__(
         self, config: Any, full: Any, build: Callable[[Any], Any], rows: Rows, settings: TraceSettings

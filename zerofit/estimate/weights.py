@@ -162,8 +162,13 @@ def number_of(name: str, stack: str) -> int:
 
 
 class FlatGroup:
-    """A group of the optimizer, flat and cut into one partition a rank (stage_1_and_2.py), of `partition` elements.
-    `parts`: {name of a weight: [(rank, elements of it that are in the rank's part)]}."""
+    """A group of the optimizer, flat and cut into one partition a rank (stage_1_and_2.py).
+
+    Attributes:
+        partition: elements of a rank's part.
+        moments_bytes: of each.
+        parts: {name of a weight: [(rank, elements of it that are in the rank's part)]}.
+    """
 
     def __init__(self, group: list[Weight], world_size: int):
         self.moments_bytes = group[0].moments_bytes

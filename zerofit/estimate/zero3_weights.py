@@ -58,8 +58,12 @@ class GatheredWeights:
         )
 
     def follow(self, training: list[TracedStep], evaluation: list[TracedStep] | None = None) -> list[tuple[int, int]]:
-        """Return (the most bytes at the visit that it begins with, bytes after that) for each step of a pass: that of
-        `training`, whose order DeepSpeed has recorded, or of `evaluation`, a forward pass."""
+        """Return (the most bytes at the visit that it begins with, bytes after that) for each step of a pass.
+
+        Args:
+            training: a forward and backward pass, whose order DeepSpeed has recorded.
+            evaluation: a forward pass; follow it in place of the training pass.
+        """
         known = tuple(step.visit for step in training)
         return _held(self, known, known if evaluation is None else tuple(step.visit for step in evaluation))[0]
 
@@ -80,8 +84,12 @@ class Handle:
 
 
 class KnownPass:
-    """A pass in the order of an earlier one, `known`. `remembered`: {(module, visits before it): what is released
-    after it}, where that was decided earlier."""
+    """A pass in the order of an earlier one.
+
+    Args:
+        known: the visits of the earlier one.
+        remembered: {(module, visits before it): what is released after it}, where that was decided earlier.
+    """
 
     def __init__(self, known: list[Visit], rules: GatheredWeights, remembered: dict[tuple[str, int], frozenset[str]]):
         self.rules, self.remembered = rules, remembered

@@ -29,14 +29,20 @@ class Device:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine. Sizes are in bytes."""
+    """A machine. Sizes are in bytes.
 
-    kind: str = "cpu"  # of the devices: cuda, xpu, ...; cpu where there are none
+    Attributes:
+        kind: of the devices: cuda, xpu, ...; cpu where there are none.
+        memory, memory_free: of the host.
+        bf16_slowdown: times that bf16 takes of fp32 on its CPU, where that matters.
+    """
+
+    kind: str = "cpu"
     devices: tuple[Device, ...] = ()
     cores: int = 1
-    memory: int = 0  # of the host
+    memory: int = 0
     memory_free: int = 0
-    bf16_slowdown: float | None = None  # times that bf16 takes of fp32 on its CPU, where that matters
+    bf16_slowdown: float | None = None
 
 
 def inspect_machine() -> Machine:

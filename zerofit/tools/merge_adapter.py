@@ -26,9 +26,13 @@ ROWS, LENGTH = 3, 16
 
 
 def merge(folder: AdapterFolder, output: Path, options: Any) -> list[str]:
-    """Merge the adapter into its base and write the result to `output`: complete, or not at all. Returns notes. Raises
-    UserError: adapter and base do not fit together, or cannot be loaded; RuntimeError: the merged model differs from
-    the adapted one, and nothing is written. `options`: of `zerofit merge`."""
+    """Merge the adapter into its base and write the result to `output`: complete, or not at all. Returns notes.
+    `options`: of `zerofit merge`.
+
+    Raises:
+        UserError: the adapter and the base do not fit together, or cannot be loaded.
+        RuntimeError: the merged model differs from the adapted one. Nothing is written then.
+    """
     trust = options.trust_remote_code
     base = find_base(folder, options.base, trust_remote_code=trust)
     adapted, auto_class = load_with_adapter(

@@ -35,8 +35,12 @@ RUNNING, SILENT, KILLED, FINISHED, EXIT = "running", "silent", "killed", "finish
 
 
 class WatchedRun:
-    """One run, as its folder is now. `lines`: {update: its line in metrics.jsonl}. `written_at`: when the latest line
-    was written, in seconds since 1970."""
+    """One run, as its folder is now.
+
+    Attributes:
+        lines: {update: its line in metrics.jsonl}.
+        written_at: when the latest line was written, in seconds since 1970.
+    """
 
     def __init__(self, path: Path):
         folder, self.path = RunFolder(path), path

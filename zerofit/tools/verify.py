@@ -50,12 +50,19 @@ Lines = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Difference:
-    """Between the records of two runs."""
+    """Between the records of two runs.
 
-    largest: dict[str, float]  # relative, of each figure over all updates; NaN where a figure is no number
-    problems: list[str]  # updates that are missing, repeated, only in one of the runs, or have other samples
-    repeated: int  # how often samples were trained on more than in the reference
-    skipped: int  # how often less
+    Args:
+        largest: the largest relative difference of each figure in any update; NaN where a figure is not a number.
+        problems: updates that are missing, repeated, only in one of the runs, or have other samples.
+        repeated: how often samples were trained on more than in the reference.
+        skipped: how often less.
+    """
+
+    largest: dict[str, float]
+    problems: list[str]
+    repeated: int
+    skipped: int
 
 
 def compare_records(
@@ -193,15 +200,23 @@ REFERENCE, ONE_PROCESS = "reference", "single"  # the folder, the strategy
 
 @dataclass
 class ComparedRun:
-    """The result of a run, compared with the run that it must equal."""
+    """The result of a run, compared with the run that it must equal.
+
+    Args:
+        num_processes: of each of its launches.
+        failure: why it cannot be compared; None: it can.
+        kills: how often it was killed; None: it was to run undisturbed.
+        kills_resumed: kills after which a launch resumed from a checkpoint.
+        resumes: launches that resumed from a checkpoint; the others started from the beginning.
+    """
 
     strategy: str
-    num_processes: list[int]  # of each of its launches
-    failure: str | None = None  # why it cannot be compared; None: it can
+    num_processes: list[int]
+    failure: str | None = None
     difference: Difference | None = None
-    kills: int | None = None  # how often it was killed; None: it was to run undisturbed
-    kills_resumed: int = 0  # kills after which a launch resumed from a checkpoint
-    resumes: int = 0  # launches that resumed from a checkpoint; the others started from the beginning
+    kills: int | None = None
+    kills_resumed: int = 0
+    resumes: int = 0
 
     def problems(self, tolerance: float) -> list[str]:
         """The problems of a run as messages; empty if it equals the other run and, if it was killed, has resumed."""
@@ -239,8 +254,13 @@ def moment_to_kill(index: int, update: int, delay_s: float, start_s: float) -> C
 
 
 class Proof:
-    """All launches of one `zerofit verify`. `configs`: {strategy: accelerate YAML}. `output`: the folder of all runs.
-    `recipe`: the shortened recipe's file."""
+    """All launches of one `zerofit verify`.
+
+    Args:
+        configs: {strategy: accelerate YAML}.
+        output: the folder of all runs.
+        recipe: the shortened recipe's file.
+    """
 
     def __init__(self, options: VerifyOptions, configs: dict[str, Path], output: Path, recipe: Path):
         self.options, self.configs, self.output, self.recipe = options, configs, output, recipe

@@ -74,11 +74,17 @@ class CompareOptions(BatchSizesOptions, LaunchedStrategiesOptions):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One line of the comparison."""
+    """One line of the comparison.
 
-    name: str  # as the user wrote it, e.g. zero2 or zero2:lora=true
-    config: Path  # the strategy's accelerate YAML
-    overrides: dict[str, str] = field(default_factory=dict)  # options of the recipe that it sets
+    Args:
+        name: as the user wrote it, e.g. zero2 or zero2:lora=true.
+        config: the strategy's accelerate YAML.
+        overrides: options of the recipe that this line sets, as texts.
+    """
+
+    name: str
+    config: Path
+    overrides: dict[str, str] = field(default_factory=dict)
 
     @property
     def flags(self) -> list[str]:

@@ -33,14 +33,20 @@ RATES = (
 
 @dataclass
 class StrategyRow:
-    """One candidate. Memory is in bytes; batch sizes are those of one process."""
+    """One candidate. Memory is in bytes; batch sizes are those of one process.
+
+    Args:
+        trials: the results of the journal, one for each size that was tried, ascending.
+        problem: why there is no result; empty: there is one.
+        predicted: {size: peak} of the sizes that `zerofit plan` predicted.
+    """
 
     name: str
-    trials: list[dict[str, Any]]  # the results of the journal, one for each size that was tried, ascending
-    problem: str = ""  # why there is no result; empty: there is one
+    trials: list[dict[str, Any]]
+    problem: str = ""
     launches: int = 0
     seconds: float = 0.0
-    predicted: dict[int, int] = field(default_factory=dict)  # {size: peak}, by `zerofit plan`
+    predicted: dict[int, int] = field(default_factory=dict)
 
     @property
     def peaks(self) -> dict[int, int | None]:
@@ -189,8 +195,15 @@ NOT_MEASURED_WITH = (
 
 
 class Comparison:
-    """All launches of one `zerofit compare`. `limit`: bytes that a rank may use of its device; None: all of it.
-    `timer`: the real machine, which times updates where devices are simulated; None: nothing is timed there."""
+    """All launches of one `zerofit compare`.
+
+    Args:
+        options: of compare.
+        limit: bytes that a rank may use of its device; None: all of it.
+        recipe: the file of the trials' recipe.
+        output: the folder of journal, trials and report.
+        timer: the real machine, which times updates where devices are simulated; None: nothing is timed there.
+    """
 
     def __init__(
         self,

@@ -53,14 +53,22 @@ HEAD = (
 
 @dataclass
 class Finished:
-    """A run, read from its folder."""
+    """A run, read from its folder.
+
+    Args:
+        micro_batch: samples of one process.
+        lines: its metrics.jsonl.
+        figures: held-out figures of the weights in model/.
+        recipe: its options.
+        problem: why it failed; empty: it did not.
+    """
 
     name: str
-    micro_batch: int  # samples of one process
-    lines: list[dict[str, Any]] = field(default_factory=list)  # its metrics.jsonl
-    figures: dict[str, float] = field(default_factory=dict)  # held-out, of the weights in model/
-    recipe: dict[str, Any] = field(default_factory=dict)  # its options
-    problem: str = ""  # why it failed; empty: it did not
+    micro_batch: int
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
+    recipe: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""
 
     @classmethod
     def read(cls, name: str, micro_batch: int, folder: Path, problem: str = "") -> "Finished":

@@ -134,7 +134,12 @@ ReportSection = str | list[tuple[str, ...]] | list[str]  # a heading (# and ##) 
 
 
 class ComparisonReport:
-    """All that is said of a comparison. `command`: that made it. `notes`: on what was done."""
+    """All that is said of a comparison.
+
+    Args:
+        command: the command that made it.
+        notes: lines for the list of what was done.
+    """
 
     def __init__(self, comparison: Comparison, command: str, notes: list[str]):
         self.comparison, self.options, self.command, self.notes = comparison, comparison.options, command, notes

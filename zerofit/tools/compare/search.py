@@ -52,7 +52,11 @@ def next_size(
 
 
 def _target(points: list[tuple[int, int]], fails: int | None, limit: int | None, per_sample: float | None) -> int:
-    """The size to try, whether it is one of those in question or not. `points`: (size, peak) that fit, ascending."""
+    """The size to try, whether it is one of those in question or not.
+
+    Args:
+        points: (size, peak) of sizes that fit, ascending.
+    """
     fits = points[-1][0]
     predicted = predict(points, limit, per_sample)
     halfway = FURTHEST * fits if fails is None else (fits + fails) // 2

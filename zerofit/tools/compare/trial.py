@@ -46,10 +46,15 @@ USABLE = 0.9  # part of a device's memory
 
 @dataclass(frozen=True)
 class TrialMachine(Machine):
-    """The machine that trials run on."""
+    """The machine that trials run on.
 
-    environment: dict[str, Any] = field(default_factory=dict)  # versions, commit, hardware
-    simulated: dict[str, str] = field(default_factory=dict)  # variables of simulated devices; empty: they are real
+    Attributes:
+        environment: versions, commit and hardware, for the report's provenance.
+        simulated: variables that put a launch on simulated devices; empty: its devices are real.
+    """
+
+    environment: dict[str, Any] = field(default_factory=dict)
+    simulated: dict[str, str] = field(default_factory=dict)
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -45,13 +45,18 @@ class Sizes:
 
 @dataclass(frozen=True)
 class MetaWeight:
-    """One weight: its names and its full shape."""
+    """One weight: its names and its full shape.
+
+    Args:
+        heads: of a matrix that is rotated; 0: it is not, and is the same in both formats.
+        copied: several processes may have the same shard (where there are few heads of keys and values).
+    """
 
     meta: str
     hf: str
     shape: tuple[int, ...]
-    heads: int = 0  # of a matrix that is rotated; 0: it is not, and is the same in both formats
-    copied: bool = False  # several processes may have the same shard (where there are few heads of keys and values)
+    heads: int = 0
+    copied: bool = False
 
 
 def weights(sizes: Sizes) -> list[MetaWeight]:
@@ -242,8 +247,11 @@ POSITIONS = {"1": 2048, "2": 4096, "3": 8192, "3.1": 131072, "code": 16384}
 
 
 def from_meta(folder: str, output: Path, tokenizer_file: str | None) -> list[str]:
-    """Write a checkpoint of Meta's as a transformers folder. Returns lines for the terminal. `tokenizer_file`: None:
-    in the folder, or in that above it; "none": there is none."""
+    """Write a checkpoint of Meta's as a transformers folder. Returns lines for the terminal.
+
+    Args:
+        tokenizer_file: None: in the folder, or in that above it; "none": there is none.
+    """
     source = Path(folder).expanduser()
     meta = MetaFolder(source)
     version, factor = version_of(meta.params), None
@@ -269,8 +277,10 @@ def theta_of(params: dict[str, Any]) -> float:
 
 
 def version_of(params: dict[str, Any]) -> str:
-    """1, 2, 3, 3.1 (and later) or code, derived from params.json, which has no version: Llama 1 has an epsilon of
-    1e-6, Llama 2 of 1e-5; Code Llama and Llama 3 turn more slowly."""
+    """1, 2, 3, 3.1 (and later) or code, derived from params.json, which has no version.
+
+    Llama 1 has an epsilon of 1e-6, Llama 2 of 1e-5; Code Llama and Llama 3 turn more slowly.
+    """
     if params.get("use_scaled_rope"):
         return "3.1"
     theta = theta_of(params)

@@ -56,13 +56,20 @@ NO_MEMORY_FREE = 0.9
 
 @dataclass(frozen=True)
 class Installation(Machine):
-    """A machine, and where a run writes on it. Sizes are in bytes."""
+    """A machine, and where a run writes on it. Sizes are in bytes.
 
-    shm: int | None = None  # of /dev/shm; None: there is none
-    present: dict[str, int] = field(default_factory=dict)  # {maker: GPUs}, whether or not torch sees them
-    output: str | None = None  # the run's folder; None: no run is looked at
-    disk_free: int = 0  # of the disk with that folder
-    disk_shared: bool = False  # other machines may see it
+    Attributes:
+        present: {maker: GPUs that the operating system has}, whether or not torch sees them.
+        shm: of /dev/shm; None: there is none.
+        output: the run's folder; None: no run is looked at.
+        disk_free, disk_shared: of the disk with that folder; whether other machines may see it.
+    """
+
+    shm: int | None = None
+    present: dict[str, int] = field(default_factory=dict)
+    output: str | None = None
+    disk_free: int = 0
+    disk_shared: bool = False
 
     @classmethod
     def here(cls, output: Path | None) -> "Installation":
@@ -98,8 +105,11 @@ def check_machine(
     num_machines: int = 1,
     precision: str | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """Yield (level, message) of what is wrong with a machine for a run on it. `variables`: the environment of a
-    process."""
+    """Yield (level, message) of what is wrong with a machine for a run on it.
+
+    Args:
+        variables: the environment of a process.
+    """
     there, counted_processes = len(machine.devices), counted(processes, "process")
     for maker, count in machine.present.items():
         hiding = [name for name in (VISIBLE[maker], *ALSO_VISIBLE[maker]) if variables.get(name) in NO_DEVICE]

@@ -28,14 +28,23 @@ class DoctorOptions(TaskOption, StrategyOptions):
 
 @dataclass
 class DoctorReport:
-    """Everything that the doctor has found."""
+    """Everything that the doctor has found.
 
-    examined: str | None = None  # what was looked at, in words; None: only the machine
-    command: str | None = None  # the launch line
-    findings: list[tuple[str, str]] = field(default_factory=list)  # (level, what is wrong and what to do)
-    values: list[tuple[str, Any, str]] = field(default_factory=list)  # (option, value that holds, who set it)
-    facts: list[tuple[str, str]] = field(default_factory=list)  # (what, in words), of the machine
-    bad_input: bool = False  # a file or an option cannot be read as it is
+    Attributes:
+        examined: what was looked at, in words; None: only the machine.
+        command: the launch line.
+        findings: (level, a message whose first sentence says what is wrong, and the rest what to do).
+        values: (option, the value that holds, who set it).
+        facts: (what, in words) of the machine.
+        bad_input: a file or an option cannot be read as it is.
+    """
+
+    examined: str | None = None
+    command: str | None = None
+    findings: list[tuple[str, str]] = field(default_factory=list)
+    values: list[tuple[str, Any, str]] = field(default_factory=list)
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    bad_input: bool = False
 
     def add(self, level: str, *messages: str) -> None:
         self.findings += [(level, message) for message in messages]

@@ -27,9 +27,12 @@ class SharedModel(HFLM):
 
 
 def evaluate(options: Any, folder: Path) -> int:
-    """Evaluate, show the table, and write results.json and samples.jsonl. `options`: EvaluateOptions, whose module
-    imports this one as it starts. `folder`: of the model, where it is one; a run's own figures are shown beside the
-    tasks'."""
+    """Evaluate, show the table, and write results.json and samples.jsonl.
+
+    Args:
+        options: EvaluateOptions, whose module imports this one as it starts.
+        folder: of the model, where it is one; a run's own figures are shown beside the tasks'.
+    """
     check_folder_of(options.results, RESULTS, "evaluation on tasks")
     base, adapter, tokenizer = find_model(options)
     known, tasks = _tasks(options.tasks)

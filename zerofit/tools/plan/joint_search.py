@@ -24,12 +24,17 @@ Options = dict[str, Any]
 
 @dataclass
 class Combination:
-    """A layout with options of the recipe."""
+    """A layout with options of the recipe.
 
-    options: Options  # {name: value} that differ from the recipe
+    Attributes:
+        options: {name: value} that differ from the recipe.
+        bound: tokens/s of its fastest micro-batch, fitting or not.
+    """
+
+    options: Options
     planner: Planner
     outcome: LayoutOutcome
-    bound: float = 0.0  # tokens/s of its fastest micro-batch, fitting or not
+    bound: float = 0.0
 
     def best(self) -> Prediction | None:
         """The fastest micro-batch that fits; None: not even the smallest does."""

@@ -211,11 +211,16 @@ def labelled(strategy: str, degrees: Degrees) -> str:
 
 @dataclass(frozen=True)
 class StrategyPair:
-    """An accelerate YAML and its DeepSpeed JSON, as they stand in their files."""
+    """An accelerate YAML and its DeepSpeed JSON, as they stand in their files.
 
-    source: Path  # the YAML's file
+    Attributes:
+        source: the YAML's file.
+        config: the JSON; None: the YAML names none.
+    """
+
+    source: Path
     content: dict[str, Any]
-    config: dict[str, Any] | None  # the JSON; None: the YAML names none
+    config: dict[str, Any] | None
     json_file: Path | None
 
     @property
@@ -269,8 +274,12 @@ def read_pair(name: str) -> StrategyPair:
 def possible_degrees(
     name: str, pair: StrategyPair, num_ranks: int, local_ranks: int, num_layers: int
 ) -> list[Degrees]:
-    """The degrees to plan a pair with, on processes of all machines and of one; a .yaml file is planned as it is.
-    `num_layers`: no pipeline has more stages."""
+    """The degrees to plan a pair with. A .yaml file is planned as it is.
+
+    Args:
+        num_ranks, local_ranks: processes of all machines, and of one.
+        num_layers: of the model: no pipeline has more stages.
+    """
     own = pair.degrees
     if own == Degrees() or name.endswith((".yaml", ".yml")):
         return [own]

@@ -40,10 +40,15 @@ from zerofit.tools.plan.plan_options import Degrees, PlanOptions, labelled, poss
 
 @dataclass(frozen=True)
 class Budget:
-    """The memory of a device and of a machine."""
+    """The memory of a device and of a machine.
 
-    device: int  # bytes of one device; on a CPU, of one process
-    host: int | None  # bytes of one machine; None: it is not checked
+    Attributes:
+        device: bytes of one device; on a CPU, of one process.
+        host: bytes of one machine; None: it is not checked.
+    """
+
+    device: int
+    host: int | None
     num_gpus: int
     gpus_per_node: int
 
@@ -54,7 +59,11 @@ class Budget:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A micro-batch under a strategy; sizes in bytes, of the process that needs most."""
+    """A micro-batch under a strategy; sizes in bytes, of the process that needs most.
+
+    Attributes:
+        speed: None where no time is predicted.
+    """
 
     strategy: str
     precision: str
@@ -67,7 +76,7 @@ class Prediction:
     fits: bool
     lacking: int  # bytes, of device or host; 0 where it fits
     length: int  # tokens of a row; of pairs, of a source
-    speed: UpdateSpeed | None = None  # None where no time is predicted
+    speed: UpdateSpeed | None = None
 
     @property
     def degrees(self) -> Degrees:
@@ -138,14 +147,23 @@ class Prediction:
 
 @dataclass
 class LayoutOutcome:
-    """The predictions of one strategy in one layout."""
+    """The predictions of one strategy in one layout.
+
+    Attributes:
+        found: the strategy in this layout; None: it is refused.
+        largest: the prediction of the largest micro-batch, or of the longest rows, that fit; None: not even the
+            smallest do.
+        best: the fastest that fits.
+        smallest_misfit: the prediction of the smallest that do not fit; None: all that were tried do.
+        refused: why this is not possible at all.
+        remedies: of what does not fit: (options with which it does, the prediction with them).
+    """
 
     strategy: str
     degrees: Degrees = field(default_factory=Degrees)
-    found: PlannedStrategy | None = None  # the strategy in this layout; None: it is refused
+    found: PlannedStrategy | None = None
     predictions: list[Prediction] = field(default_factory=list)
-    refused: str = ""  # why this is not possible at all
-    # of what does not fit: (options with which it does, the prediction with them)
+    refused: str = ""
     remedies: list[tuple[dict[str, Any], Prediction]] = field(default_factory=list)
 
     @property
@@ -161,12 +179,10 @@ class LayoutOutcome:
 
     @property
     def largest(self) -> Prediction | None:
-        """The largest micro-batch, or the longest rows, that fit; None: not even the smallest do."""
         return max(self._fitting, key=lambda one: one.size, default=None)
 
     @property
     def best(self) -> Prediction | None:
-        """The fastest that fits."""
         return min(self._fitting, key=lambda one: one.rank, default=None)
 
     @property
@@ -254,7 +270,11 @@ T = TypeVar("T")  # a Prediction, or what else has `fits` and `device_bytes`
 
 
 class Planner:
-    """Predicts; the same trace serves every strategy that computes alike. Without a `timing` no time is predicted."""
+    """Predicts; the same trace serves every strategy that computes alike.
+
+    Args:
+        timing: None: memory is predicted, and no time.
+    """
 
     def __init__(self, recipe: PlanOptions, model: PlannedModel, budget: Budget, timing: Timing | None = None):
         self.recipe, self.model, self.budget, self.timing = recipe, model, budget, timing
@@ -483,8 +503,12 @@ def _program_on_cpu(resolved: PlannedStrategy) -> int:
 
 
 def search(candidates: Sequence[int], predict: Callable[[int], T], limit: int) -> list[T]:
-    """The predictions that were needed, by size; with the largest candidate that fits and the next one. `candidates`:
-    micro-batches, or lengths of rows; ascending. `limit`: bytes of a device."""
+    """The predictions that were needed, by size; with the largest candidate that fits and the next one.
+
+    Args:
+        candidates: micro-batches, or lengths of rows; ascending.
+        limit: bytes of a device.
+    """
     made: dict[int, Any] = {}
     peaks: dict[int, int | None] = {}
     while (size := next_size(candidates, peaks, limit)) is not None:

@@ -91,10 +91,12 @@ def prepare_corpora(options: Any) -> list[str]:
 
 def named_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder, of a hub name, or in a tokenizer.model: the one that training loads from there.
-    Raises UserError: there is none, or it cannot be loaded.
 
     Bare vocabulary files do not say which kind of tokenizer they are for. A config.json beside them says it, as in
     training; without one, vocab.json and merges.txt are GPT-2's, and a tokenizer.model is a Llama's.
+
+    Raises:
+        UserError: there is none, or it cannot be loaded.
     """
     path, config = Path(name).expanduser(), None
     if path.is_file():

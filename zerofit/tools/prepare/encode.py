@@ -34,23 +34,37 @@ Encoded = tuple[list[list[bytes]], list[str]]  # ids of the documents of each ke
 
 @dataclass(frozen=True)
 class RecordChunk:
-    """Some records of a file, in order."""
+    """Some records of a file, in order.
+
+    Args:
+        kind: json (objects as bytes), text (documents as bytes) or table (rows as dicts).
+        records: each with the number of its first line, or its row, in the file.
+    """
 
     file: str
-    kind: str  # json (objects as bytes), text (documents as bytes) or table (rows as dicts)
-    records: list[tuple[int, Any]]  # each with the number of its first line, or its row, in the file
+    kind: str
+    records: list[tuple[int, Any]]
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Makes token ids of the parts of the input; sent to each worker."""
+    """Makes token ids of the parts of the input; sent to each worker.
 
-    tokenizer: Any  # a native one of the tokenizers library, or any other of transformers
-    special: bool  # special tokens within texts are split like others (split_special_tokens)
-    keys: tuple[str, ...]  # of records, in the order of the corpora
-    dtype: str  # uint16 or int32
-    end: int | None  # the id after each document that has any; None: none
-    skip_bad: bool  # bad records are left out
+    Args:
+        tokenizer: a native one of the tokenizers library, or any other of transformers.
+        special: whether special tokens within texts are split like others (split_special_tokens).
+        keys: of records, in the order of the corpora.
+        dtype: uint16 or int32.
+        end: the id after each document that has any; None: none.
+        skip_bad: bad records are left out.
+    """
+
+    tokenizer: Any
+    special: bool
+    keys: tuple[str, ...]
+    dtype: str
+    end: int | None
+    skip_bad: bool
 
     def ids(self, texts: list[str]) -> list[bytes]:
         """The token ids of each text, as bytes of `dtype`."""

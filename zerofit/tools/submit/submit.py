@@ -39,11 +39,13 @@ KILLED = 128  # above it a shell's code names a signal
 
 
 def requeue(argv: list[str]) -> int:
-    """Print the run's exit code. Returns 0 if the job is to be queued again, else 1. `argv`: srun's exit code, and the
-    words of `zerofit launch`.
+    """Print the run's exit code. Returns 0 if the job is to be queued again, else 1.
 
     srun ends with the highest code of all tasks. Where it has killed some, because another ended, that is theirs: then
     the run's own record holds, if it is of this start of the job.
+
+    Args:
+        argv: srun's exit code, and the words of `zerofit launch`.
     """
     code, record = int(argv[0]), exit_code_of(argv[1:])
     recorded = record.folder.environment().get("exit_code")
@@ -59,9 +61,13 @@ def requeue(argv: list[str]) -> int:
 
 
 def reason_not_requeued(code: int, folder: Path, is_first: bool) -> str:
-    """Say why a scheduler's job that ended with `code` is not queued again; empty where it is. The last failure is
-    kept beside the run's folder: a new run refuses a folder that has files. `is_first`: the job has been started once:
-    failures of earlier jobs do not count."""
+    """Say why a scheduler's job is not queued again; empty where it is. The last failure is kept beside the run's
+    folder: a new run refuses a folder that has files.
+
+    Args:
+        code: the exit code of the job.
+        is_first: the job has been started once: failures of earlier jobs do not count.
+    """
     if code == 0:
         return "it has finished"
     if code == EXIT_INTERRUPTED:

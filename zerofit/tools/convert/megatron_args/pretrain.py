@@ -51,18 +51,24 @@ DEFAULTS = {"clip_grad": 1.0}  # Megatron's
 
 @dataclass
 class Layout:
-    """Processes and strategy."""
+    """Processes and strategy.
+
+    Attributes:
+        split: processes of one copy of the model in Megatron; tensor, pipeline, sequence: degrees carried over.
+        stage, zero: of ZeRO (0: DDP); zero_optimization of the script's DeepSpeed JSON.
+        rank, address, port: of this machine and of machine 0.
+    """
 
     world: int
     machines: int
-    split: int = 1  # processes of one copy of the model in Megatron
-    tensor: int = 1  # this and the next two: degrees that are carried over
+    split: int = 1
+    tensor: int = 1
     pipeline: int = 1
     sequence: int = 1
-    stage: int = 0  # of ZeRO; 0: DDP
-    zero: dict[str, Any] = field(default_factory=dict)  # zero_optimization of the script's DeepSpeed JSON
-    rank: str = "0"  # of this machine
-    address: str = "MACHINE_0"  # of machine 0, as the port
+    stage: int = 0
+    zero: dict[str, Any] = field(default_factory=dict)
+    rank: str = "0"
+    address: str = "MACHINE_0"
     port: str = "29500"
 
     @property
@@ -228,13 +234,19 @@ PLAIN: dict[str, tuple[str, type, Any]] = {  # {flag: (its option, type, Megatro
 
 @dataclass
 class ConvertedScript(FlagLedger):
-    """A recipe, with the flags that it is made of."""
+    """A recipe, with the flags that it is made of.
 
-    recipe: dict[str, Any] = field(default_factory=dict)  # {option: value} in the order in which it is written
+    Attributes:
+        recipe: {option: value} in the order in which it is written.
+        batch: samples of an update.
+        vocabulary: tokens before padding, where that is known without the tokenizer's files.
+    """
+
+    recipe: dict[str, Any] = field(default_factory=dict)
     layout: Layout = field(default_factory=lambda: Layout(1, 1))
     shape: Shape | None = None
-    batch: int = 1  # samples of an update
-    vocabulary: int | None = None  # tokens before padding, where that is known without the tokenizer's files
+    batch: int = 1
+    vocabulary: int | None = None
     notes: list[str] = field(default_factory=list)
 
     def carry(self, flag: str, option: str, value: Any, note: str = "", *, default: Any = None) -> None:

@@ -37,11 +37,15 @@ class MegatronArgsOptions(Recipe):
 
 @dataclass
 class Call:
-    """A program that is started."""
+    """A program that is started.
+
+    Args:
+        launcher: the words before the program's name.
+    """
 
     program: str
     arguments: list[str]
-    launcher: list[str] = field(default_factory=list)  # the words before the program's name
+    launcher: list[str] = field(default_factory=list)
 
     def of_launcher(self, names: tuple[str, ...]) -> str | None:
         """The value of the launcher's option with one of these names; empty: it has none. None: there is no option."""
@@ -86,12 +90,16 @@ class FlagRow:
 
 @dataclass
 class FlagLedger:
-    """The flags of one program, with the result for each. `flags`: {name with underscores: the words that follow it};
-    the last of several counts, as in argparse."""
+    """The flags of one program, with the result for each.
+
+    Attributes:
+        flags: {name with underscores: the words that follow it}; the last of several counts, as in argparse.
+        problems: what stops the conversion.
+    """
 
     flags: dict[str, list[str]] = field(default_factory=dict)
     rows: dict[str, FlagRow] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)  # what stops the conversion
+    problems: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, call: Call) -> Self:
