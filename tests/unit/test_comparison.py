@@ -128,7 +128,7 @@ def test_examples_keep_their_labels():
 def test_mistakes_are_named():
     assert "expected a size such as 24GiB" in refusal(options, "--memory_limit", "lots")
     assert "expected auto, or sizes" in refusal(options, "--batch_sizes", "8,big")
-    assert "no effect with batch_sizes" in refusal(options, "--batch_sizes", "8,16", "--granularity", "4")
+    assert "no effect without batch_sizes = auto" in refusal(options, "--batch_sizes", "8,16", "--granularity", "4")
     assert options("--batch_sizes", "40,8", "16")[0].micro_batches == [8, 16, 40]
     assert "--output_dir has no effect" in refusal(make_recipe, *options("--finish", "--output_dir", "x"))
 

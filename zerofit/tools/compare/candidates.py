@@ -59,17 +59,13 @@ class CompareOptions(BatchSizesOptions, LaunchedStrategiesOptions):
         common=True,
     )
 
-    granularity: int = option(1, "The largest batch is found as a multiple of this, up to 4096.", positive=True)
+    granularity: int = option(
+        1, "The largest batch is found as a multiple of this, up to 4096.", positive=True, needs="batch_sizes=auto"
+    )
     steps: int = option(5, "Timed updates of each batch size, after one or two that warm up.", minimum=2)
     trial_minutes: float = option(20.0, "A launch that shows nothing new for this long has timed out.", positive=True)
     finish: bool = option(False, "Then train each strategy at its best batch, and compare.", common=True)
     output: str | None = option(None, "Folder of the comparison; by default outputs/compare-RECIPE.")
-
-    def problems(self) -> list[str]:
-        problems = super().problems()
-        if self.batch_sizes != ["auto"] and self.source("granularity"):
-            problems.append(f"granularity = {self.granularity} has no effect with batch_sizes. Remove it")
-        return problems
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,10 @@ class WriterOptions(Recipe):
 
     model: str = option(None, "The model: a folder, a hub name, an adapter's folder, or a run's.")
     adapter: str | None = option(None, "A LoRA adapter's folder, to be put on the model.")
-    prompt: list[str] | None = option(None, "Texts to continue, each for itself.")
-    prompt_file: str | None = option(None, ".txt, a prompt a line, or .jsonl with `prompt` or `messages`.")
+    prompt: list[str] | None = option(None, "Texts to continue, each for itself.", excludes="prompt_file chat")
+    prompt_file: str | None = option(
+        None, ".txt, a prompt a line, or .jsonl with `prompt` or `messages`.", excludes="chat"
+    )
     chat: bool = option(False, "Chat, a line at a time; /reset forgets what was said, an empty line ends.")
     system_prompt: str | None = option(
         None, "What a conversation begins with: a system message, or a persona.", aliases=("context",)
@@ -32,25 +34,23 @@ class WriterOptions(Recipe):
         None, "Language of the texts for a translation model: its tokenizer's code; by default the stored one."
     )
     target_lang: str | None = option(None, "Language to translate into; by default the stored one.")
-    raw: bool = option(False, "Give the prompts to the model as they are, not through the chat template.")
+    raw: bool = option(
+        False,
+        "Give the prompts to the model as they are, not through the chat template.",
+        excludes="chat system_prompt chat_template",
+    )
     precision: str | None = option(None, "By default that of the weights; without a GPU fp32.", choices=PRECISIONS)
     trust_remote_code: bool = option(False, "Allow a hub repository to run its own model code here.")
-    output: str | None = option(None, "A .jsonl file for prompts and generated texts; replaced if it is there.")
+    output: str | None = option(
+        None, "A .jsonl file for prompts and generated texts; replaced if it is there.", excludes="chat"
+    )
 
     def problems(self) -> list[str]:
         problems = super().problems()
         if not self.model:
             problems.append("no model: set --model to a folder or a hub name")
-        given = [name for name in ("prompt", "prompt_file", "chat") if getattr(self, name)]
-        if not given:
+        if not (self.prompt or self.prompt_file or self.chat):
             problems.append("nothing to continue: give --prompt TEXT, --prompt_file FILE or --chat")
-        if len(given) > 1:
-            problems.append(f"{' and '.join(f'--{name}' for name in given)}: keep one of them")
-        if self.output and self.chat:
-            problems.append(f"output = {self.output!r}: it goes with --prompt and --prompt_file, not with --chat")
-        for name in ("chat", "system_prompt", "chat_template"):
-            if self.raw and getattr(self, name):
-                problems.append(f"--raw takes no chat template, and --{name} one: keep one of the two")
         return problems
 
 
@@ -61,10 +61,15 @@ class SamplingOptions(Recipe):
     max_new_tokens: int = option(256, "Write at most this many; by default an encoder-decoder's own.", positive=True)
     num_beams: int | None = option(None, "Beams of the search; by default the model's own number.", positive=True)
     do_sample: bool | None = option(None, "Sample the next token; by default if temperature, top_k or top_p is given.")
-    temperature: float | None = option(None, "Sampling temperature.", minimum=0)
+    temperature: float | None = option(None, "Sampling temperature.", positive=True, zero="Leave it out")
     top_k: int | None = option(None, "Top-k sampling.", positive=True)
     top_p: float | None = option(None, "Top-p (nucleus) sampling.", positive=True, at_most=1)
-    seed: int | None = option(None, "Sampling seed; by default another one each time, which is shown.", minimum=0)
+    seed: int | None = option(
+        None,
+        "Sampling seed; by default another one each time, which is shown.",
+        minimum=0,
+        needs="do_sample|temperature|top_k|top_p",
+    )
 
     @property
     def samples(self) -> bool:
@@ -78,13 +83,9 @@ class SamplingOptions(Recipe):
 
     def problems(self) -> list[str]:
         problems = super().problems()
-        if self.temperature == 0:
-            problems.append("temperature = 0: the likeliest token is what is taken without it; leave it out")
-        useless = [*self.sampling, *(["seed"] if self.seed is not None else [])]
-        if self.do_sample is False and useless:
-            problems.append(f"do_sample = false and {useless[0]} = {getattr(self, useless[0]):g}: keep one of the two")
-        elif not (self.do_sample or self.sampling) and useless:
-            problems.append(f"seed = {self.seed}: add --do_sample, --temperature, --top_k or --top_p")
+        for name, value in self.sampling.items():
+            if self.do_sample is False:
+                problems.append(f"do_sample = false and {name} = {value:g}: keep one of the two")
         return problems
 
 

@@ -121,7 +121,7 @@ class PlanOptions(BatchSizesOptions, SpeedOptions, StrategiesOptions):
     mean_length: float | None = option(None, "Mean length of rows that are padded, for the time.", positive=True)
     architecture: str | None = option(None, "The model's shape, without its weights: a known name, or a folder.")
     num_tags: int | None = option(
-        None, "Of --task cls: the records have tags of words, of this many kinds.", positive=True
+        None, "Of --task cls: the records have tags of words, of this many kinds.", positive=True, needs="task=cls"
     )
     search: bool = option(
         False, "Find the fastest of all layouts, batches and options that save memory; --write has it.", common=True
@@ -165,8 +165,6 @@ class PlanOptions(BatchSizesOptions, SpeedOptions, StrategiesOptions):
             if self.max_global_batch_size and (self.source(name) or "").startswith("--"):
                 found.append(f"--{name} and --max_global_batch_size: keep one of the two")
         found += self._problems_of_lengths() if self.lengths else []
-        if self.num_tags and self.task != "cls":
-            found.append(f"num_tags = {self.num_tags} has no effect with --task {self.task}. Remove it")
         packs = getattr(self, "packing", "none") != "none" or getattr(self, "data_path", None)
         if self.mean_length and self.task in CAUSAL and packs:
             found.append(f"mean_length = {self.mean_length:g} has no effect: packed rows are full. Remove it")
