@@ -1,6 +1,5 @@
 """The memory-saving loss is the loss: same value, same gradients, labels of -100 and tied heads included."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F

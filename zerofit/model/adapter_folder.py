@@ -83,10 +83,8 @@ def open_adapter(name: str, option: str = "adapter", task: str | None = None) ->
     """Read an adapter's settings and weights. `task`: the name of a script of train/ that it is for; None: any. Raises
     UserError where the folder holds no whole LoRA adapter, or one for another script."""
     path = Path(model_folder(name))
-    if not path.is_dir():
-        raise UserError(f"{option} = {name!r}: there is no such folder. Name the folder of an adapter")
     if not is_adapter(str(path)):
-        why = why_no_model(str(path)) or "it is not an adapter. Name the folder that holds one, e.g. outputs/RUN/model"
+        why = why_no_model(str(path)) or "it is no adapter. Name the folder that holds one, e.g. outputs/RUN/model"
         raise UserError(f"{option} = {name!r} has no adapter_config.json: {why}")
     settings = read_json(path / "adapter_config.json")
     if settings.get("peft_type") != "LORA":
@@ -112,14 +110,14 @@ def _read_tensors(path: Path, where: str) -> dict[str, "torch.Tensor"]:
     try:
         tensors = load_peft_weights(str(path), device="cpu")  # no code in a pickle is run
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-        what = "holds more than tensors" if "weights_only" in str(error).lower() else f"is broken: {first_line(error)}"
+        what = f"is broken, or holds more than tensors: {first_line(error)}"
         raise UserError(f"{where}: {file} {what}. Save the adapter again, as {WEIGHTS}") from None
     if not isinstance(tensors, dict) or not all(isinstance(each, torch.Tensor) for each in tensors.values()):
         raise UserError(f"{where}: {file} holds more than tensors by name. Save the adapter again, as {WEIGHTS}")
-    empty = [name for name, tensor in tensors.items() if not tensor.numel()]
-    if not tensors or empty:
-        problem = f"{len(empty)} of its {len(tensors)} tensors are empty, such as {empty[0]}" if empty else "no tensor"
-        raise UserError(f"{where}: its weights are an incomplete adapter: {problem}. Save it again")
+    filled = sum(tensor.numel() > 0 for tensor in tensors.values())
+    if not tensors or filled < len(tensors):
+        stated = f"{where}: {file} is an incomplete adapter"
+        raise UserError(f"{stated}: {filled} of its {len(tensors)} tensors hold numbers. Save it again")
     named: dict[str, torch.Tensor] = {}
     for name in sorted(tensors, key=lambda each: ".modules_to_save." in each):
         plain = NAMED.sub(r"\1", WRAPPED.sub("", name))

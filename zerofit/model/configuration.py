@@ -244,9 +244,7 @@ def check_quantiser(option: str, name: str, config: Any, on_gpu: bool = False) -
     try:
         quantiser = AutoHfQuantizer.from_config(copy.deepcopy(settings), pre_quantized=True)
         quantiser.validate_environment(device_map=None)
-    except ImportError as error:
-        raise UserError(f"{stated} and {missing_package(error)}. Or name weights that are not quantised") from None
-    except (*OF_FILES, RuntimeError) as error:
+    except (*OF_FILES, ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300].rstrip(".")
         raise UserError(f"{stated}: {reason}. Name weights that are not quantised") from None
 

@@ -74,10 +74,8 @@ def read_model(
 
 def check_output(output: Path) -> None:
     """Raises UserError unless the folder is new or empty."""
-    if output.is_dir() and any(output.iterdir()):
-        raise UserError(f"output = {str(output)!r} is not empty, and its files are not replaced. Name a new folder")
-    if output.exists() and not output.is_dir():
-        raise UserError(f"output = {str(output)!r} is a file. Name a folder")
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise UserError(f"output = {str(output)!r} is not empty, or no folder; nothing is replaced. Name a new folder")
 
 
 @contextmanager
