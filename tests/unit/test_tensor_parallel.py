@@ -204,9 +204,9 @@ def test_a_share_that_is_missing_is_noticed(tmp_path):
 
 
 @pytest.mark.parametrize(("family", "changes", "size", "said"), [
-    ("llama", {}, 4, ["does not divide the model's num_key_value_heads = 2", "Possible: 2"]),
+    ("llama", {}, 4, ["does not divide the model's num_key_value_heads = 2", "Possible: the divisors of 2"]),
     ("llama", {"num_key_value_heads": 1}, 2, ["num_key_value_heads = 1", "Use a strategy without it"]),
-    ("gpt2", {"n_head": 4, "n_embd": 32}, 3, ["n_head = 4, n_inner = 128", "Possible: 2, 4"]),
+    ("gpt2", {"n_head": 4, "n_embd": 32}, 3, ["n_head = 4, n_inner = 128", "Possible: the divisors of 4"]),
     ("gpt_neox", {"intermediate_size": 63}, 2, ["intermediate_size = 63"]),
     ("opt", {}, 2, ["tensor parallelism does not support opt", "zero3"]),
     ("qwen3", {}, 2, ["does not support qwen3"]),

@@ -227,7 +227,8 @@ def apply_template(
     """The text of a conversation; `add_generation_prompt`: up to the place of the next answer. `given`: what the
     template takes beside the messages, such as tools.
 
-    Raises BadTemplate: the template is not valid, or refuses the conversation.
+    Raises:
+        BadTemplate: the template is not valid, or refuses the conversation.
     """
     apply: Callable[..., Any] = tokenizer.apply_chat_template  # which returns a text with tokenize=False
     try:

@@ -435,10 +435,8 @@ def check_split(config: "PretrainedConfig", size: int, source: str) -> None:
     uneven = {name: width for name, width in widths.items() if width % size}
     if not uneven:
         return
-    degrees = [
-        str(each) for each in range(2, min(widths.values()) + 1) if all(width % each == 0 for width in widths.values())
-    ]
-    remedy = f"Possible: {', '.join(degrees)}" if degrees else otherwise
+    common = math.gcd(*widths.values())
+    remedy = f"Possible: the divisors of {common}" if common > 1 else otherwise
     listed = ", ".join(f"{name} = {width}" for name, width in uneven.items())
     raise UserError(f"{degree} does not divide the model's {listed}. {remedy}")
 
