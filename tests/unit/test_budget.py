@@ -14,7 +14,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "train": 499,  # 800
     "zerofit": 108,  # cli.py
     "zerofit/recipe": 3_261,  # 2,700
-    "zerofit/model": 5_225,  # 4,700
+    "zerofit/model": 5_198,  # 4,700
     "zerofit/compat": 605,  # 600
     "zerofit/data": 6_702,  # 6,000
     "zerofit/strategy": 5_000,  # 4,800
@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_479,  # 1,300
     "zerofit/tools": 10_066,  # 10,600
     "benchmarks": 1_875,  # 1,800
-    "tests": 25_814,  # 21,500
+    "tests": 25_794,  # 21,500
 }
 
 
