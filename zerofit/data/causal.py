@@ -129,7 +129,6 @@ def _prepare_stream(
         shards, folder, size, recipe.seed, prepare, total=total, lag=lag, table=table, resumes=resumes, earlier=earlier
     )
     data, stored = prepared[0], sum(shards.sizes) / 2**30
-    train.reads_ahead = not data.is_chat  # templates
     stream = (
         f"stream    {counted(len(shards.names), 'shard')}, {stored:,.3g} GiB, in windows of {recipe.streaming}; "
         "`training` is one window here, and an epoch the whole run"

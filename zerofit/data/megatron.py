@@ -163,52 +163,34 @@ def open_corpus(option: str, prefix: str) -> Corpus:
     UserError: a file is missing, of another format or version, truncated, or not of the same corpus. `option`: the
     option that names the prefix, for messages."""
     prefix = str(Path(prefix.removesuffix(".bin").removesuffix(".idx")).expanduser())
-    try:
-        corpus = _mapped(prefix)
-    except ValueError as problem:
-        raise UserError(f"{option} = {prefix!r}: {problem}") from None
-    return dataclasses.replace(corpus, card=read_card(prefix))
-
-
-def _mapped(prefix: str) -> Corpus:
-    """The corpus without its card. Raises ValueError."""
-    index, content = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    stated, index, content = f"{option} = {prefix!r}", Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     if missing := missing_corpus(prefix):
-        raise ValueError(missing)
-    size = index.stat().st_size
+        raise UserError(f"{stated}: {missing}")
     with index.open("rb") as file:
-        head = file.read(HEADER.size)
-    if not head.startswith(MAGIC):
-        raise ValueError(f"{index} is not an index of Megatron's (it does not begin with MMIDIDX)")
-    if len(head) < HEADER.size:
-        raise ValueError(f"{index} is truncated: {size} bytes")
-    _, version, code, sequences, documents = HEADER.unpack(head)
-    if version != VERSION:
-        raise ValueError(f"{index} has version {version} of the format; only {VERSION} can be read")
-    if not np.issubdtype(DTYPES.get(code, np.float32), np.integer):
-        raise ValueError(f"{index} has ids of type {code}, which is not a type of integers")
-    expected = HEADER.size + 12 * sequences + 8 * documents
+        head = file.read(HEADER.size).ljust(HEADER.size, b"\0")
+    magic, version, code, sequences, documents = HEADER.unpack(head)
+    if (magic, version) != (MAGIC, VERSION) or not np.issubdtype(DTYPES.get(code, np.float32), np.integer):
+        found = f"{magic!r}, version {version}, ids of type {code}"
+        raise UserError(f"{stated}: {index} is not an index of Megatron's (MMIDIDX, version 1, integers), but {found}")
+    expected, size = HEADER.size + 12 * sequences + 8 * documents, index.stat().st_size
     if size not in (expected, expected + sequences):  # the second has a mode of each sequence
-        raise ValueError(f"{index} has {size:,} bytes, and by its header {expected:,}: it is truncated")
+        raise UserError(f"{stated}: {index} has {size:,} bytes, and by its header {expected:,}: it is truncated")
     if not sequences or documents < 2:
-        raise ValueError("it holds no document")
+        raise UserError(f"{stated}: it holds no document")
     columns, place = [], HEADER.size
     for kind, count in ((np.int32, sequences), (np.int64, sequences), (np.int64, documents)):
         columns.append(np.memmap(index, kind, "r", place, (count,)))
         place += columns[-1].nbytes
     lengths, pointers, ends = columns
-    corpus = Corpus(prefix, DTYPES[code], lengths, pointers, ends, None)
-    if lengths.min() < 0:
-        raise ValueError(f"{index} has a sequence of {lengths.min()} tokens: it is damaged. Copy it again")
-    width, num_bytes = corpus.dtype().itemsize, content.stat().st_size
-    tokens = int(lengths.sum(dtype=np.int64))
-    if num_bytes != tokens * width:
-        raise ValueError(f"{content} has {num_bytes:,} bytes, and {index} {tokens:,} tokens of {width} bytes")
+    width, tokens, num_bytes = DTYPES[code]().itemsize, int(lengths.sum(dtype=np.int64)), content.stat().st_size
     portions = (ends[place : place + PORTION + 1] for place in range(0, len(ends), PORTION))
     rises = ends[0] == 0 and ends[-1] == len(lengths) and all((part[1:] >= part[:-1]).all() for part in portions)
-    if int(pointers[-1]) + int(lengths[-1]) * width != num_bytes or not rises:
-        raise ValueError(f"{index} contradicts itself. Prepare the corpus again, or copy it again")
-    return corpus
+    if lengths.min() < 0 or int(pointers[-1]) + int(lengths[-1]) * width != tokens * width or not rises:
+        raise UserError(f"{stated}: {index} contradicts itself. Prepare the corpus again, or copy it again")
+    if num_bytes != tokens * width:
+        found = f"{content} has {num_bytes:,} bytes, and {index} {tokens:,} tokens of {width} bytes"
+        raise UserError(f"{stated}: {found}. Copy both again")
+    return Corpus(prefix, DTYPES[code], lengths, pointers, ends, read_card(prefix))
 
 
 def read_card(prefix: str) -> Card | None:

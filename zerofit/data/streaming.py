@@ -200,8 +200,6 @@ class StreamedSamples:
     Attributes:
         made_of: shards, seed and size of a window: what the order follows from, whatever the length of the run.
         known: the windows that have been read, from the first one on.
-        reads_ahead: whether the next window is prepared in a thread. Not where that takes code which may only run
-            under the limits of the main thread (zerofit/model/chat.py).
     """
 
     lengths = None
@@ -229,7 +227,6 @@ class StreamedSamples:
         self._opened: dict[int, tuple[SampleSet, np.ndarray]] = {}
         self._adding = threading.Lock()
         self.stats = self.open(self.known[-1] if self.known else Window())[0].stats  # those of all are not known
-        self.reads_ahead = True
         self._ahead: threading.Thread | None = None
 
     def __len__(self) -> int:
@@ -250,7 +247,7 @@ class StreamedSamples:
                 if not self._folder(window).exists():  # nor have those before it
                     break
                 shutil.rmtree(self._folder(window), ignore_errors=True)
-        if self.reads_ahead and (self._ahead is None or not self._ahead.is_alive()):
+        if self._ahead is None or not self._ahead.is_alive():
             self._ahead = threading.Thread(target=self._read_ahead, args=(last,), daemon=True)
             self._ahead.start()
         if os.environ.get("RANK", "0") == "0" and len(known := list(self.known)) > self._written:

@@ -346,23 +346,15 @@ def _find(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None) -> Lab
     return LabelledSource(options, source, reader)
 
 
-def _kind(reader: Reader) -> str:
-    if isinstance(reader, Choices):
-        return "choices"
-    if reader.labels.of_sets:
-        return "lists of labels"
-    return "tags of words" if reader.labels.of_words else "labels"
-
-
 def _readers(
     recipe: ClsRecipe, sources: list[LabelledSource], task: GlueTask | None, config: PretrainedConfig
 ) -> list[Reader]:
     """Return a reader for each source, all with the same label set: that of all sources together, or without training
     the trained model's. Raises UserError: there are no labels, or only one; the model was trained for others."""
-    kinds = {_kind(each.reader): each.source.where("train") for each in sources}
+    kinds = {(type(each.reader), getattr(each.reader, "labels", None)): each for each in sources}
     if len(kinds) > 1:
-        found = ", ".join(f"{kind} in {where}" for kind, where in kinds.items())
-        raise UserError(f"train_file: a mixture needs sources of one kind, and there are {found}")
+        found = "; ".join(f"{each.source.where('train')}: {each.reader.describe}" for each in kinds.values())
+        raise UserError(f"train_file: a mixture needs sources of one kind, and there are several: {found}")
     own = [each.reader for each in sources if isinstance(each.reader, LabelledColumns)]
     if not own:
         return [each.reader for each in sources]
