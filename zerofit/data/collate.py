@@ -36,21 +36,14 @@ WINDOW = 16  # updates whose samples are sorted together
 
 @dataclass
 class Batch:
-    """A micro-batch: the inputs of the model, and its counts.
-
-    `num_targets` counts what the loss is summed over (tokens, or examples; of classes with weights it is the sum of
-    theirs), `num_tokens` the tokens that the model
-    reads and predicts without padding, `num_positions` the same with padding; `indices` are those of the samples.
-    """
+    """A micro-batch: the inputs of the model, and its counts."""
 
     inputs: Mapping[str, torch.Tensor | int]  # tensors (B, T); for flattened rows also the lengths of documents
-    num_targets: float
-    num_tokens: int
-    num_positions: int
-    indices: list[int]
-    labels: torch.Tensor | None = (
-        None  # if the model does not compute the loss: (B,) or (B, T) of words; (B, 2) of pairs
-    )
+    num_targets: float  # what the loss is summed over: tokens, or examples; of classes with weights the sum of theirs
+    num_tokens: int  # that the model reads and predicts, without padding
+    num_positions: int  # the same with padding
+    indices: list[int]  # of the samples
+    labels: torch.Tensor | None = None  # where the model computes no loss: (B,), (B, T) of words or (B, 2) of pairs
     packed: bool | None = None  # whether a row has several documents; None: not known
 
     def tensor(self, name: str) -> torch.Tensor:

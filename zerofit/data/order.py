@@ -112,19 +112,16 @@ def rank_batches(
     *,
     num_replicas: int,
     rank: int,
-    sort_key: np.ndarray | None = None,
-    warmup: Sequence[int] = (),
-    lengths: Iterable[int] | None = None,
-    ends: Iterable[int] | None = None,
+    sort_key: np.ndarray | None = None,  # of all samples
+    warmup: Sequence[int] = (),  # the accumulation of each of the first updates, where the global batch grows
+    lengths: Iterable[int] | None = None,  # of each micro-batch, in tokens, to which its samples are cut
+    ends: Iterable[int] | None = None,  # where each update ends, if it may have several times `micro_batch` samples
 ) -> Iterator[list[Any]]:
     """This rank's micro-batches: `accumulation` for each update, each a list of sample indices (or FILLER).
 
     A global batch is laid out as (accumulation, replicas, micro-batch): data-parallel rank r's m-th micro-batch is
-    [m, r]. With a `sort_key` (of all samples) the batch is first sorted, the largest first, so that micro-batches that
-    are computed at the same time have similar lengths. `warmup`: the accumulation of each of the first updates, where
-    the global batch grows. `lengths`: tokens, one for each micro-batch, that samples are cut to; the list then has
-    (index, length) in place of each index. `ends`: the place where each update ends, if its micro-batches may have
-    several times `micro_batch` samples.
+    [m, r]. With a `sort_key` the batch is first sorted, the largest first, so that micro-batches that are computed at
+    the same time have similar lengths. With `lengths` the list has (index, length) in place of each index.
     """
     length, end, start = iter(lengths or ()), iter(ends or ()), consumed
     for passes in itertools.chain(warmup, itertools.repeat(accumulation)):

@@ -262,15 +262,11 @@ def column_of(code: str | None, columns: list[str]) -> str | None:
 
 @dataclass(kw_only=True)
 class PairData(TaskData):
-    """The data of the task of sources and targets.
-
-    Attributes:
-        cut: number of texts of the latest evaluation that were cut at their longest length.
-    """
+    """The data of the task of sources and targets."""
 
     widths: tuple[int, int]  # the longest source and target, in tokens
     targets: list[str] = field(default_factory=list)  # the full target of each held-out sample as text
-    cut: int = 0
+    cut: int = 0  # texts of the latest evaluation that were cut at their longest length
 
     @property
     def longest(self) -> dict[str, int]:

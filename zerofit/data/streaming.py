@@ -37,11 +37,11 @@ from filelock import FileLock
 from zerofit.data.pack import Sample, SampleSet
 from zerofit.data.tables import keyed
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.files import atomic_file
+from zerofit.recipe.files import atomic_file, ending_of
 from zerofit.recipe.parsing import object_of
 from zerofit.recipe.paths import find_files, is_address, open_address
 
-# {ending: the datasets library's reader}; of files without .gz or .zst
+# {ending: the datasets library's reader}; of packed files by the ending before .gz, .zst and so on
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".ndjson": "json", ".tar": "webdataset"}
 RECORDS = 64  # of a batch; a window ends after one
 PAUSES_S = (1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 60, 60)  # before a lost connection is tried again: about 7 minutes
@@ -90,29 +90,19 @@ def find_shards(patterns: tuple[str, ...]) -> Shards:
         names += map(system.unstrip_protocol, found)
     if not names:
         raise UserError(f"train_file = {' '.join(patterns)}: no file matches")
-    readers = {name: READERS.get(_ending(name)) for name in names}
+    readers = {name: READERS.get(ending_of(Path(name))) for name in names}
     for name, reader in readers.items():
         if reader is None or reader != readers[names[0]]:
             raise UserError(f"streaming: {name} is not {' or '.join(READERS)}, or not of one format with {names[0]}")
     if any(name.endswith(".zst") for name in names) and not importlib.util.find_spec("zstandard"):
         raise UserError("streaming: .zst files need a package: pip install zstandard")
-    return Shards(tuple(names), tuple(sizes), READERS[_ending(names[0])])
-
-
-def _ending(name: str) -> str:
-    return next((suffix for suffix in reversed(Path(name).suffixes) if suffix not in (".gz", ".zst")), "").lower()
+    return Shards(tuple(names), tuple(sizes), READERS[ending_of(Path(names[0]))])
 
 
 def read_window(shards: Shards, order: list[int], start: Place, size: int) -> tuple[pa.Table, Place | None]:
-    """Return (records from a place on, where the next ones are), about `size` bytes of them, those of a shard
-    together. Raises UserError: a shard is gone, cannot be read, or its connection stays lost.
-
-    Args:
-        order: numbers of the shards, as they are read.
-
-    Returns:
-        None as the second: all shards have been read.
-    """
+    """Return (records from a place on, where the next ones are, or None after the last shard), about `size` bytes of
+    them, those of a shard together. Raises UserError: a shard is gone, cannot be read, or its connection stays lost.
+    `order`: numbers of the shards, as they are read."""
     read, taken, (shard, record) = dict[int, list[pa.Table]](), 0, start
     while shard < len(order):
         for table in _batches(shards, order[shard], record):
@@ -190,17 +180,7 @@ class Window:
 class StreamedSamples:
     """The samples of a stream, numbered by their place in the run; their order at the same time. Windows are made as
     they are needed. Each process has them, and finds the tables that the first one has made. Raises UserError: the
-    file of windows is of other shards.
-
-    Args:
-        prepare: (records, what they are called in messages, folder for tables) -> their samples.
-        earlier: the file of windows of the run whose checkpoint is named to resume from, for where this run has none
-            yet.
-
-    Attributes:
-        made_of: shards, seed and size of a window: what the order follows from, whatever the length of the run.
-        known: the windows that have been read, from the first one on.
-    """
+    file of windows is of other shards."""
 
     lengths = None
     sort_key = None
@@ -211,18 +191,18 @@ class StreamedSamples:
         folder: Path,  # for the files of windows, on this machine
         size: int,  # of a window, in bytes of its records
         seed: int,
-        prepare: Prepare,
+        prepare: Prepare,  # (records, their name in messages, folder for tables) -> their samples
         *,
         total: int,  # samples of the run
         lag: int,  # updates after which no process reads a sample any more
         table: Path,  # the file of the windows that are known
         resumes: bool = True,  # whether the run may continue that of the table
-        earlier: Path | None = None,
+        earlier: Path | None = None,  # that of the run whose checkpoint is named, where this run has none yet
     ):
         self.shards, self.folder, self.size, self.seed = shards, folder, size, seed
         self.prepare, self.table, self.total, self.lag = prepare, table, total, lag
-        self.made_of = {"shards": shards.key, "seed": seed, "window": size}
-        self.known = self._read_table(resumes, earlier)
+        self.made_of = {"shards": shards.key, "seed": seed, "window": size}  # what the order follows from
+        self.known = self._read_table(resumes, earlier)  # the windows that have been read, from the first one on
         self._written = len(self.known)
         self._opened: dict[int, tuple[SampleSet, np.ndarray]] = {}
         self._adding = threading.Lock()

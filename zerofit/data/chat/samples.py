@@ -327,19 +327,13 @@ class Conversations:
 
 
 class PreferencePairs(Conversations):
-    """Pairs of answers with their labels, one pair a sample; the collator pads them.
-
-    Args:
-        table: of TABLE_OF_PAIRS; all ids of a pair are empty where it is skipped.
-
-    Attributes:
-        reference: (pairs, 2) fp32 log-probabilities of the answers before training; zeros where the loss needs none.
-        key: what the pairs depend on.
-    """
+    """Pairs of answers with their labels, one pair a sample; the collator pads them. `table`: of TABLE_OF_PAIRS; all
+    ids of a pair are empty where it is skipped."""
 
     def __init__(self, table: Dataset):
         super().__init__(table, ("input_ids", "labels", "rejected_ids", "rejected_labels"))
-        self.key = table_key(table)
+        self.key = table_key(table)  # what the pairs depend on
+        # (pairs, 2) log-probabilities of the answers before training; zeros where the loss needs none
         self.reference = np.zeros((len(self.rows), 2), dtype=np.float32)
         self.stats = replace(self.stats, padding=None)  # it depends on the batches
 
