@@ -8,7 +8,7 @@ import torch
 from helpers import labelled_recipe, planned_bert, refusal
 
 from zerofit.data.collate import ExampleCollator
-from zerofit.data.labelled.examples import entities, prepare_examples
+from zerofit.data.labelled.examples import located, prepare_examples
 from zerofit.data.labelled.labels import Labels
 from zerofit.data.labelled.samples import HeldOut
 from zerofit.data.order import FILLER
@@ -85,7 +85,7 @@ SEQEVAL = {  # of seqeval 1.2.2, get_entities
 
 def test_entities_are_those_of_seqeval():
     for tags, expected in SEQEVAL.items():
-        assert entities(tags.split()) == expected
+        assert located([[], tags.split()]) == {(1, *entity) for entity in expected}
         assert Labels(tuple(tags.split()), of_words=True).entities
     figures = compute("entities", [["B-A", "I-A", "O", "B-B"]], [["B-A", "O", "O", "B-B"]])
     assert figures == {"f1": 0.5, "precision": 0.5, "recall": 0.5, "accuracy": 0.75}

@@ -331,7 +331,14 @@ def open_pairs(
     tokenizer = get_tokenizer(options.recipe, config, first.texts, table_key(first.table), pairs=True)
     prefix = set_languages(tokenizer, recipe.source_lang, recipe.target_lang, recipe.source_prefix)
     separator = turn_separator(config, tokenizer, recipe.turn_separator)
-    _check_languages(recipe, tokenizer, columns)
+    for option, column in (("source_lang", columns.source), ("target_lang", columns.target)):
+        code = getattr(recipe, option)
+        is_said = code and recipe.source(option) != OF_MODEL
+        if is_said and not language_codes(tokenizer) and not (column and column_of(code, [column])):
+            raise UserError(
+                f"{option} = {code!r} has no effect: the tokenizer marks no languages, and there is no column of this "
+                "name. T5 reads --source_prefix 'translate English to German: '"
+            )
     sources = (pair.source[0] for part in parts.values() for pairs in part.contents() for pair in pairs)
     check_marked(tokenizer, prefix, sources)
     described = [f"data      {columns.describe}", *describe_languages(tokenizer)]
@@ -342,18 +349,6 @@ def open_pairs(
         described.append(f"note      source_prefix is empty; the model was trained with {', '.join(known)}")
     notes = described + unread_note(unread, ()) + notes
     return parts, columns, PairEncoder(tokenizer, prefix, separator, widths), notes
-
-
-def _check_languages(recipe: Seq2SeqRecipe, tokenizer: PreTrainedTokenizerBase, columns: PairReader) -> None:
-    """Raises UserError if source_lang and target_lang name neither a token of the tokenizer nor a column."""
-    for option, column in (("source_lang", columns.source), ("target_lang", columns.target)):
-        code = getattr(recipe, option)
-        is_said = code and recipe.source(option) != OF_MODEL
-        if is_said and not language_codes(tokenizer) and not (column and column_of(code, [column])):
-            raise UserError(
-                f"{option} = {code!r} has no effect: the tokenizer marks no languages, and there is no column of this "
-                "name. T5 reads --source_prefix 'translate English to German: '"
-            )
 
 
 def chosen_widths(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> tuple[int, int]:

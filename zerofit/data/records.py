@@ -97,7 +97,19 @@ def read_parts(
         part = RecordSet(read, reader, where, np.arange(len(table)), table)
         bad = _bad_records(part, [column for column in MEDIA if column in table.column_names], options.cache)
         if len(bad):
-            notes += _report(bad, part, options)
+            first = f"record {bad[0]['record'] + 1}: {bad[0]['problem']}"
+            held, own = {key for key, value in table[bad[0]["record"]].items() if value}, {*reader.columns}
+            if not own <= held and (others := sorted(held - own)):
+                first += f" (not read: its {', '.join(others)}; files of another form take a weight each)"
+            if len(bad) == len(part):
+                columns = " or ".join(f"--{option}" for option in COLUMN_OPTIONS if hasattr(options.recipe, option))
+                raise UserError(f"{where} has no usable record: {first}. Correct it, or set {columns}")
+            if not options.skip_bad_records:
+                more = f" ({len(bad):,} records cannot be used)" if len(bad) > 1 else ""
+                remedy = "Correct the data, or skip such records with --skip_bad_records"
+                raise UserError(f"{where}, {first}{more}. {remedy}")
+            what = f"records of {where} are skipped, such as {first}"
+            notes += report_data_loss(options.recipe.allow_data_loss, len(bad), len(part), what)
             part = part.select(np.setdiff1d(part.numbers, bad["record"][:]))
         parts[name] = part
     if "train" in parts and "validation" not in parts and options.held_out_fraction > 0:
@@ -127,19 +139,3 @@ def _bad_records(part: RecordSet, media: list[str], cache: Path) -> Dataset:
 
     features = Features({"record": Value("int64"), "problem": Value("string")})
     return encode_table(part.table, check, features, ("problems", reader, media), cache)
-
-
-def _report(bad: Dataset, part: RecordSet, options: DataOptions) -> list[str]:
-    """Notes about records that are skipped. Raises UserError unless they may be."""
-    first = f"record {bad[0]['record'] + 1}: {bad[0]['problem']}"
-    held, read = {name for name, value in part.records[bad[0]["record"]].items() if value}, {*part.reader.columns}
-    if not read <= held and (others := sorted(held - read)):
-        first += f" (not read: its {', '.join(others)}; files of another form take a weight each)"
-    if len(bad) == len(part):
-        columns = " or ".join(f"--{name}" for name in COLUMN_OPTIONS if hasattr(options.recipe, name))
-        raise UserError(f"{part.where} has no usable record: {first}. Correct it, or set {columns}")
-    if not options.skip_bad_records:
-        more = f" ({len(bad):,} records cannot be used)" if len(bad) > 1 else ""
-        raise UserError(f"{part.where}, {first}{more}. Correct the data, or skip such records with --skip_bad_records")
-    what = f"records of {part.where} are skipped, such as {first}"
-    return report_data_loss(options.recipe.allow_data_loss, len(bad), len(part), what)

@@ -87,7 +87,8 @@ def format_of(files: list[Path]) -> str:
             )
         kinds.setdefault(FORMATS[ending], path)
     if len(kinds) > 1:
-        raise UserError(f"files of several formats in one option: {', '.join(sorted(kinds))}; use one")
+        found = ", ".join(f"{path} is {kind}" for kind, path in sorted(kinds.items()))
+        raise UserError(f"files of several formats: {found}. Use one format for all")
     return next(iter(kinds))
 
 
@@ -401,15 +402,13 @@ def read_source(
             parts.pop("train", None)
         return in_lower_case(Source(parts, {}, notes=notes), data)
     named = next(iter(files))
-    kind, unit = format_of(files[named]), ""
-    for part, paths in files.items():
-        if format_of(paths) != kind:
-            raise UserError(f"{part}_file is {format_of(paths)} and {named}_file is {kind}: use one format for both")
+    every = [path for paths in files.values() for path in paths]
+    kind, unit = format_of(every), ""
     if kind == "text":
         if unit_of is None:
             what = f"this task reads records: {', '.join(name for name in FORMATS if FORMATS[name] != 'text')}"
             raise UserError(f"{named}_file = {files[named][0]}: {what}")
-        unit = unit_of([path for paths in files.values() for path in paths])
+        unit = unit_of(every)
     parts, notes = {}, []
     for part, paths in files.items():
         parts[part], of_part = read_table(paths, kind, data, unit, header)

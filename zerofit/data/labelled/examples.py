@@ -214,25 +214,21 @@ def _items(table: Dataset, name: str) -> str | None:
     return getattr(getattr(table.features.get(name), "feature", None), "dtype", None)
 
 
-def located(rows: list[list[str]]) -> set[tuple[int, str, int, int]]:
+def located(sentences: list[list[str]]) -> set[tuple[int, str, int, int]]:
     """Return (sentence, kind, first word, last word) of each named entity in the tags of these sentences: B-PER,
-    I-PER, O (IOB1, IOB2, IOBES and BILOU)."""
-    return {(row, *entity) for row, tags in enumerate(rows) for entity in entities(tags)}
-
-
-def entities(tags: list[str]) -> list[tuple[str, int, int]]:
-    """Return (kind, first word, last word) of each entity. One begins at B or S, after O, E or S, and where the kind
-    changes: I needs no B before it, as in conlleval."""
-    found: list[tuple[str, int, int]] = []
-    before, kind_before = "O", ""
-    for place, tag in enumerate(tags):
-        mark, _, kind = tag.partition("-")
-        mark = {"L": "E", "U": "S"}.get(mark, mark)  # of BILOU
-        if mark != "O":
-            begins = mark in "BS" or before in "OES" or kind != kind_before
-            found.append((kind, place if begins else found.pop()[1], place))
-        before, kind_before = mark, kind
-    return found
+    I-PER, O (IOB1, IOB2, IOBES and BILOU). One begins at B or S, after O, E or S, and where the kind changes: I needs
+    no B before it, as in conlleval."""
+    found: list[tuple[int, str, int, int]] = []
+    for sentence, tags in enumerate(sentences):
+        before, kind_before = "O", ""
+        for place, tag in enumerate(tags):
+            mark, _, kind = tag.partition("-")
+            mark = {"L": "E", "U": "S"}.get(mark, mark)  # of BILOU
+            if mark != "O":
+                begins = mark in "BS" or before in "OES" or kind != kind_before
+                found.append((sentence, kind, place if begins else found.pop()[2], place))
+            before, kind_before = mark, kind
+    return set(found)
 
 
 @dataclass(frozen=True)
