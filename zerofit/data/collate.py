@@ -339,16 +339,11 @@ class TokenUpdates:
         return self._epoch(epoch).samples[offset : offset + stop - start]
 
     def describe(self) -> str:
-        """Describe the updates of the first epoch, for the log."""
-        laid_out = self._epoch(0)
-        updates = np.split(laid_out.samples, laid_out.ends[:-1])
-        tokens = np.array([self.widths[rows].sum() for rows in updates])
-        positions = sum(len(rows) * int(self._padded[rows].max(axis=0).sum()) for rows in updates)
-        most = self.row_tokens * self.full_rows
+        """How large the updates of the first epoch are, for the log."""
+        sizes = np.diff(self._epoch(0).ends, prepend=0)
         return (
-            f"batch     {min(map(len, updates)):,} to {max(map(len, updates)):,} samples of similar length, at most "
-            f"{most:,} tokens (the median update has {int(np.median(tokens)):,}); {len(updates):,} updates an epoch, "
-            f"padding at most {1 - tokens.sum() / positions:.1%}"
+            f"batch     {sizes.min():,} to {sizes.max():,} samples of similar length, at most "
+            f"{self.row_tokens * self.full_rows:,} tokens; {len(sizes):,} updates an epoch"
         )
 
     def _epoch(self, number: int) -> _Epoch:

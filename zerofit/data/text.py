@@ -139,16 +139,10 @@ def prepare_text(
         sets[part] = PackedBlocks(documents, block_size, packing == "documents", padding_token(tokenizer), limit)
         if not len(sets[part]):
             raise UserError(f"block_size = {block_size} leaves no {part} sample. Make it smaller")
-    stats = next(iter(sets.values())).stats
-    mean = stats.tokens / stats.documents
     if wanted and not ends:
         notes.append("note      the tokenizer has no end-of-text token: nothing stands behind a document")
-    if packing == "documents" and mean < block_size / 4:
-        notes.append(f"hint      documents have {mean:.0f} tokens. Lines of longer texts? --packing concatenate")
-    held_out = sets.get("validation")
-    return TextData(
-        train=sets.get("train"), validation=held_out, tokenizer=tokenizer, block_size=block_size, notes=notes
-    )
+    train, held_out = sets.get("train"), sets.get("validation")
+    return TextData(train=train, validation=held_out, tokenizer=tokenizer, block_size=block_size, notes=notes)
 
 
 def tokenize_texts(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, append_eos: bool, cache: Path) -> Dataset:
