@@ -164,7 +164,7 @@ def test_a_yaml_that_is_no_strategy_here_is_one_sentence(tmp_path, monkeypatch, 
         ("FSDP", "--fsdp_version 2 --fsdp_sharding_strategy SHARD_GRAD_OP", "= 'SHARD_GRAD_OP' is of FSDP1"),
         ("MULTI_GPU", "--cpu --num_processes 3", "num_processes = 3, and accelerate launch has started one process"),
         ("MULTI_CPU", "", "num_processes = 2, and accelerate launch has started one process"),
-        ("DEEPSPEED", "--cpu --num_processes 1", "with --cpu accelerate launch leaves DEEPSPEED out"),
+        ("DEEPSPEED", "--cpu --num_processes 1", "= DEEPSPEED and num_processes = 1, and accelerate launch"),
     ],
 )  # fmt: skip
 def test_what_accelerate_launch_would_leave_out_is_refused(tmp_path, torchrun, monkeypatch, kind, flags, words):

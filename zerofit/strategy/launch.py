@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,14 +46,7 @@ READ_TOO = (
     "offload_optimizer_nvme_path",
     "offload_param_nvme_path",
 )
-IN_THE_JSON = (
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "zero_stage",
-    "zero3_save_16bit_model",
-    "offload_optimizer_device",
-    "offload_param_device",
-)
+BESIDE_A_JSON = ("deepspeed_config_file", "zero3_init_flag", "deepspeed_moe_layer_cls_names")  # others are in it
 SECTIONS = {  # and the distributed_type that each is for
     "deepspeed_config": "DEEPSPEED",
     "fsdp_config": "FSDP",
@@ -147,55 +140,63 @@ def environment_of(content: Mapping[str, Any], source: str) -> dict[str, str]:
 def problems_of_yaml(content: Any, source: str) -> list[str]:
     """Return a problem for each thing in an accelerate YAML that is not a strategy here, or that accelerate would
     stumble over."""
+    import torch
     from accelerate.commands.config.config_args import ClusterConfig
 
-    if not isinstance(content or {}, dict):
-        return [f"{source}: expected `key: value` lines, as in accelerate_configs/ddp.yaml"]
     content, problems = content or {}, []
+    if not isinstance(content, dict):
+        return [f"{source}: expected `key: value` lines, as in accelerate_configs/ddp.yaml"]
     choices = {"distributed_type": SUPPORTED, "mixed_precision": PRECISION_NAMES, "downcast_bf16": ("no", "yes")}
     for key, words in choices.items():
         if isinstance(content.get(key), bool):  # YAML 1.1's no, off, yes and on
             meant = f'"{words[0]}" in quotes' if content[key] is False else f"one of {', '.join(words)}"
-            problems.append(f"{source}: {key} = {str(content[key]).lower()}, as YAML reads no and yes: write {meant}")
+            problems.append(f"{key} = {str(content[key]).lower()}, as YAML reads no and yes: write {meant}")
     kind, precision = content.get("distributed_type", "NO"), content.get("mixed_precision")
     known = (*ClusterConfig.__dataclass_fields__, "fp16", "dynamo_backend")  # the last two in its older files
-    for key in content.keys() - known:
-        problems.append(f"{source}: accelerate has no setting {key}. {did_you_mean(str(key), known)}")
-    if not isinstance(kind, bool) and not _is_supported(str(kind)):
+    problems += [f"accelerate has no setting {key}. {did_you_mean(str(key), known)}" for key in content.keys() - known]
+    device = torch.accelerator.current_accelerator()
+    if not isinstance(kind, bool) and kind not in (*SUPPORTED, f"MULTI_{device.type.upper()}" if device else "NO"):
         problems.append(
-            f"{source}: distributed_type = {kind} is not supported here. Use --strategy ddp, zero1, zero2, zero3, "
-            f"fsdp2, tp, pp or 3d, or write {nearest(str(kind).upper(), SUPPORTED) or 'MULTI_GPU'}"
+            f"distributed_type = {kind} is not supported here. Use --strategy ddp, zero1, zero2, zero3, fsdp2, tp, pp "
+            f"or 3d, or write {nearest(str(kind).upper(), SUPPORTED) or 'MULTI_GPU'}"
         )
     if not isinstance(precision, bool) and str(precision or "no").lower() not in PRECISION_NAMES:
         remedy = did_you_mean(str(precision), PRECISION_NAMES, f"Use {', '.join(PRECISION_NAMES[:3])}")
-        problems.append(f"{source}: mixed_precision = {precision} is unknown. {remedy}")
+        problems.append(f"mixed_precision = {precision} is unknown. {remedy}")
     if str(content.get("compute_environment", "LOCAL_MACHINE")) != "LOCAL_MACHINE":
-        problems.append(f"{source}: compute_environment = {content['compute_environment']}: write LOCAL_MACHINE")
+        problems.append(f"compute_environment = {content['compute_environment']}: write LOCAL_MACHINE")
+    if isinstance(content.get("use_cpu"), str):
+        problems.append(f"use_cpu = {content['use_cpu']!r} is a text, which counts as true: no quotes")
     dynamo = content.get("dynamo_config") or {}
     backend = dynamo.get("dynamo_backend", "no") if isinstance(dynamo, dict) else dynamo
-    backend = content.get("dynamo_backend") or backend
-    if str(backend).lower() not in ("no", "false"):
-        problems.append(f"{source}: dynamo_config is not supported. Remove it, and say --torch_compile")
-    problems += [f"{source}: {problem}" for problem in _fp8_problems(content)]
-    for key, its_kind in SECTIONS.items():
-        if not isinstance(content.get(key) or {}, dict):
-            problems.append(f"{source}: {key} = {content[key]!r}: expected indented `key: value` lines")
-        elif content.get(key) and kind in SUPPORTED and kind != its_kind:
-            other = ". Or use --strategy tp, sp or hsdp" if key == "parallelism_config" else ""
-            stated = f"{key} ({', '.join(map(str, content[key]))}) has no effect with distributed_type = {kind}"
-            problems.append(f"{source}: {stated}. Write {its_kind}, or remove it{other}")
-    section = content.get("deepspeed_config") or {}
-    for key, value in section.items() if isinstance(section, dict) else ():
+    if str(content.get("dynamo_backend") or backend).lower() not in ("no", "false"):
+        problems.append("dynamo_config is not supported. Remove it, and say --torch_compile")
+    return [f"{source}: {problem}" for problem in (*problems, *_problems_of_sections(content, str(kind)))]
+
+
+def _problems_of_sections(content: dict[str, Any], kind: str) -> Iterator[str]:
+    """Yield the problems of what is nested in a YAML."""
+    sections = {name: content.get(name) or {} for name in (*SECTIONS, "fp8_config")}
+    for name, section in sections.items():
+        if not isinstance(section, dict):
+            yield f"{name} = {section!r}: expected indented `key: value` lines"
+            sections[name] = {}
+        elif section and kind in SUPPORTED and kind != SECTIONS.get(name, kind):
+            other = ". Or use --strategy tp, sp or hsdp" if name == "parallelism_config" else ""
+            stated = f"{name} ({', '.join(map(str, section))}) has no effect with distributed_type = {kind}"
+            yield f"{stated}. Write {SECTIONS[name]}, or remove it{other}"
+    for key, value in sections["deepspeed_config"].items():
         if key not in (*VARIABLES, *READ_TOO):
-            remedy = did_you_mean(key, (*VARIABLES, *READ_TOO))
-            problems.append(f"{source}: deepspeed_config has the unknown key {key}. {remedy}")
-        elif key in IN_THE_JSON and "deepspeed_config_file" in section:
-            problems.append(
-                f"{source}: {key} = {value!r} stands beside deepspeed_config_file. Keep it in the JSON only"
-            )
-    if isinstance(content.get("use_cpu"), str):
-        problems.append(f"{source}: use_cpu = {content['use_cpu']!r} is a text, which counts as true: no quotes")
-    return problems
+            yield f"deepspeed_config has the unknown key {key}. {did_you_mean(key, (*VARIABLES, *READ_TOO))}"
+        elif "deepspeed_config_file" in sections["deepspeed_config"] and key not in (*BESIDE_A_JSON, *READ_TOO):
+            yield f"{key} = {value!r} stands beside deepspeed_config_file. Keep it in the JSON only"
+    fp8 = sections["fp8_config"]
+    if str(fp8.get("backend", FP8_BACKEND)).upper() != FP8_BACKEND:
+        yield f"fp8_config.backend = {fp8['backend']} is not supported. Write {FP8_BACKEND}, which is torchao"
+    for key in fp8.keys() - FP8_KEYS:
+        yield f"fp8_config.{key} is of another backend than torchao. Remove it"
+    if fp8 and str(content.get("mixed_precision")).lower() != "fp8":
+        yield "fp8_config has no effect without mixed_precision: fp8. Remove it"
 
 
 def with_flags(content: dict[str, Any], words: Sequence[str]) -> tuple[dict[str, Any], str]:
@@ -221,29 +222,6 @@ def with_flags(content: dict[str, Any], words: Sequence[str]) -> tuple[dict[str,
             continue
         flags.append(f"--{name}")
     return content, " ".join(flags)
-
-
-def _fp8_problems(content: dict[str, Any]) -> list[str]:
-    """Return a problem for each setting of accelerate's float8 that is not torchao's, as the rest of a sentence."""
-    section = content.get("fp8_config") or {}
-    if not isinstance(section, dict):
-        return [f"fp8_config = {section!r}: expected indented `key: value` lines"]
-    backend = str(section.get("backend", FP8_BACKEND))
-    if backend.upper() != FP8_BACKEND:
-        return [f"fp8_config.backend = {backend} is not supported. Write {FP8_BACKEND}, which is torchao"]
-    problems = [f"fp8_config.{key} is of another backend than torchao. Remove it" for key in section.keys() - FP8_KEYS]
-    if section and str(content.get("mixed_precision")).lower() != "fp8":
-        problems.append("fp8_config has no effect without mixed_precision: fp8. Remove it")
-    return problems
-
-
-def _is_supported(kind: str) -> bool:
-    if kind in SUPPORTED:
-        return True
-    import torch
-
-    device = torch.accelerator.current_accelerator()
-    return device is not None and kind == f"MULTI_{device.type.upper()}"
 
 
 def find_strategies(names: list[str]) -> dict[str, Path]:
@@ -365,13 +343,11 @@ def check_launch(launch: Launch) -> None:
     if launch.command and not problems:
         kind, asked = launch.yaml.get("distributed_type"), flag_value(launch.command, "num_processes")
         asked = asked or (kind != "NO" and str(launch.yaml.get("num_processes"))) or "1"
-        if kind in ("DEEPSPEED", "FSDP") and not (launch.deepspeed or launch.fsdp):
-            left_out = f"with --cpu accelerate launch leaves {kind} out"
-            problems.append(f"{source}: {left_out}. Remove --cpu: the CPU is found without it")
-        elif asked.isdigit() and int(asked) > 1 == launch.world_size:
+        leaves_out = kind in ("DEEPSPEED", "FSDP") and not (launch.deepspeed or launch.fsdp)
+        if leaves_out or (asked.isdigit() and int(asked) > 1 == launch.world_size):
             problems.append(
-                f"{source}: num_processes = {asked}, and accelerate launch has started one process. Use --config_file "
-                "accelerate_configs/ddp.yaml, which starts all without a GPU, too, and no --cpu, use_cpu or MULTI_CPU"
+                f"{source}: distributed_type = {kind} and num_processes = {asked}, and accelerate launch has started "
+                "one process of its own kind. Remove --cpu, use_cpu and MULTI_CPU: the CPU is found without them"
             )
     if problems:
         raise UserError(problems)
