@@ -173,11 +173,10 @@ class ShardReader:
     def problems(self, parameters: dict[str, torch.nn.Parameter]) -> list[str]:
         """Lines on trained parameters of a model that are not here, or have another shape."""
         here, there = self.shapes, {name: tuple(true_shape(parameter)) for name, parameter in parameters.items()}
-        problems = [f"{name} is not in it" for name in there if name not in here]
-        problems += [f"{name} is not trained here" for name in here if name not in there]
-        both = (name for name in there if name in here)
-        return problems + [
-            f"{name} is {here[name]} in it, and {there[name]} here" for name in both if here[name] != there[name]
+        return [
+            f"{name} is {here.get(name, 'absent')} in it, and {there.get(name, 'not trained')} here"
+            for name in {**there, **here}
+            if here.get(name) != there.get(name)
         ]
 
     def weight(self, name: str) -> torch.Tensor:

@@ -41,8 +41,7 @@ def explain(error: BaseException, phase: str, update: int | None, run: "Run") ->
             lines += [f"what would help: {ADVICE}", f"then {RESUME}"]
         return "\n  ".join([*lines, "what else fits, predicted:", f"  {_plan_command(run, found)}"])
     except Exception as problem:  # a device that has failed may answer nothing any more, and there is no memory left
-        said = first_line(error) if isinstance(error, Exception) else str(error)
-        return f"out of memory: {at}: {said}\n  (no more can be said of it: {first_line(problem)})"
+        return f"out of memory: {at}: {first_line(error)}\n  (no more can be said of it: {first_line(problem)})"
 
 
 def measure(error: BaseException, phase: str, run: "Run") -> Shortage:
@@ -156,7 +155,6 @@ OF_TORCH = (
     "wait timeout after",
     "remote process exited or there was a network error",
     "ncclRemoteError",
-    "NCCL communicator was aborted",
     "communicator was aborted",
     "collective operation timeout",
     "Timeout at NCCL work",

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from zerofit.health.flight import listed
 from zerofit.recipe.errors import (
     EXIT_FAILED,
     EXIT_USER_ERROR,
@@ -168,13 +169,11 @@ class Rendezvous:
         # A machine that was never there may be a mistake; one that was may be there again for the same command.
         have_come = self.store.check([f"{number}/machine" for number in missing])
         is_lost = self.kind == "rank" or self.again or have_come
-        shown = [self._described(number) for number in missing[:8]]
-        if len(missing) > 8:
-            shown.append("...")
+        silent = listed([self._described(number) for number in missing])
         message = (
-            f"no sign of life within {self.limit_s / 60:g} minutes from {', '.join(shown)}. Start all "
-            "machines, each with the same --num_machines, its own --machine_rank and the address of machine 0, and "
-            "look at the output of the one that is silent"
+            f"no sign of life within {self.limit_s / 60:g} minutes from {silent}. Start all machines, each with the "
+            "same --num_machines, its own --machine_rank and the address of machine 0, and look at the output of the "
+            "one that is silent"
         )
         code = EXIT_FAILED if is_lost else EXIT_USER_ERROR
         self._tell(message, code)
