@@ -108,7 +108,10 @@ def _read(name: str, environment: Mapping[str, str]) -> Machines | None:
     own_port = environment.get(port)
     if not own_port and environment.get(job):  # one that two jobs on the same machines do not share
         own_port = str(FIRST_PORT + zlib.crc32(environment[job].encode()) % PORTS)
-    first = first_host(environment.get(address, ""))
+    # A list of lines, or as Slurm writes it: the first of `gpu[01-04,07],other` is `gpu01`.
+    first = next(iter(environment.get(address, "").split()), None)
+    if match := re.match(r"([^,\[\]]+)(?:\[([^,\-\]]+)[^\]]*\]([^,\[\]]*))?", first or ""):
+        first = "".join(filter(None, match.groups()))
     if name == "Slurm":
         first = environment.get("MASTER_ADDR") or first
     return Machines(number_in(environment, count), number, first, own_port or None, f"{', '.join(shown)} ({name})")
@@ -130,13 +133,6 @@ def _check_tasks(environment: Mapping[str, str]) -> None:
         raise UserError(
             f"OMPI_COMM_WORLD_LOCAL_SIZE = {local}: each machine needs one launcher. Start one on each, {THIS_MACHINE}"
         )
-
-
-def first_host(machines: str) -> str | None:
-    """The first machine of a list: of lines, or as Slurm writes it, `gpu01` of `gpu[01-04,07],other`."""
-    first = next(iter(machines.split()), None)
-    match = re.match(r"([^,\[\]]+)(?:\[([^,\-\]]+)[^\]]*\]([^,\[\]]*))?", first or "")
-    return first if match is None else "".join(part or "" for part in match.groups())
 
 
 def given_machines(count: int, environment: Mapping[str, str]) -> Machines:

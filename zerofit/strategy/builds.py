@@ -3,9 +3,6 @@
 torch holds `lock` in the extension's folder open while it builds, and every other process that needs the extension
 waits until the file is gone, without a limit. A build that was killed leaves the file behind, and then all wait for
 ever (torch/utils/cpp_extension.py and file_baton.py, torch 2.13).
-
-Only the standard library is imported here, the rest within functions: the watchdog
-(zerofit/health/watchdog_process.py) is to stay small.
 """
 
 import getpass
@@ -14,6 +11,12 @@ import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+
+import psutil
+
+from zerofit.recipe.errors import UserError
+from zerofit.recipe.files import is_shared
+from zerofit.recipe.paths import untrusted_folder_reason
 
 
 def extensions_folder() -> str:
@@ -40,10 +43,6 @@ def lock_files() -> list[str]:
 def drop_abandoned_locks() -> list[str]:
     """Remove the locks that no process holds open, and return their paths. Where other machines see the file system
     nothing is removed. Another run may do the same and begin to build: the lock that it makes is another file."""
-    import psutil
-
-    from zerofit.recipe.files import is_shared
-
     made = {path: os.stat(path).st_mtime for path in map(os.path.realpath, lock_files()) if os.path.exists(path)}
     if not made or is_shared(Path(extensions_folder())):
         return []
@@ -63,9 +62,6 @@ def drop_abandoned_locks() -> list[str]:
 def check_compiled_code() -> None:
     """Raises UserError where others may write to a folder in which torch, DeepSpeed and Triton find compiled code, and
     run it."""
-    from zerofit.recipe.errors import UserError
-    from zerofit.recipe.paths import untrusted_folder_reason
-
     triton = os.path.join(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache")
     user = "unknown"
     with suppress(KeyError, OSError):  # in a container a user may have no name
