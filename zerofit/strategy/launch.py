@@ -64,7 +64,7 @@ RENDEZVOUS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SI
 
 def take_named(recipe: Recipe) -> str | None:
     """Take the strategy that the recipe's flags name out of the recipe, which says what is trained, and not how.
-    Returns the file of its accelerate YAML, or of a DeepSpeed JSON alone (`is_json`); None: no strategy is named.
+    Returns the file of its accelerate YAML, or of a DeepSpeed JSON alone; None: no strategy is named.
     Raises UserError where a recipe's file names one, or there is no such strategy."""
     value = getattr(recipe, "strategy", None)
     if not value:
@@ -75,16 +75,11 @@ def take_named(recipe: Recipe) -> str | None:
             f"Use the flag --strategy {value}"
         )
     recipe.reset_option("strategy")
-    if not is_json(value):
+    if not value.endswith(".json"):
         return str(find_strategies([value])[value])
     if not Path(value).is_file():
         raise UserError(f"--strategy {value!r}: there is no such file. Name a DeepSpeed JSON, as in ds_configs/")
     return str(value)
-
-
-def is_json(strategy: str) -> bool:
-    """Return whether a strategy is named by a DeepSpeed JSON alone."""
-    return strategy.endswith(".json")
 
 
 def export_environment(named: str, config_file: str | None) -> None:
@@ -95,12 +90,12 @@ def export_environment(named: str, config_file: str | None) -> None:
     if told and Path(told).is_file() and Path(told).samefile(named):
         return
     if told or "true" in (environment.get("ACCELERATE_USE_DEEPSPEED"), environment.get("ACCELERATE_USE_FSDP")):
-        kept = "leave --config_file out" if is_json(named) else f"accelerate launch --config_file {named}"
+        kept = "leave --config_file out" if named.endswith(".json") else f"accelerate launch --config_file {named}"
         raise UserError(
             f"--strategy {named}, and accelerate launch was told {told or 'to use DeepSpeed or FSDP'}: keep one. "
             f"To have the first: {kept}"
         )
-    if is_json(named):
+    if named.endswith(".json"):
         made = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": named}
     else:
         made = environment_of(read_yaml(Path(named)) or {}, named)
@@ -201,11 +196,8 @@ def _problems_of_sections(content: dict[str, Any], kind: str) -> Iterator[str]:
 
 def with_flags(content: dict[str, Any], words: Sequence[str]) -> tuple[dict[str, Any], str]:
     """Return (a YAML's content with what the flags of accelerate launch state beside it, these flags). accelerate
-    hands no flag down that is for another distributed_type, or stands beside a DeepSpeed JSON.
-
-    Args:
-        words: the command line; what stands behind the script is the script's.
-    """
+    hands no flag down that is for another distributed_type, or stands beside a DeepSpeed JSON. `words`: the command
+    line; what stands behind the script is the script's."""
     script = next((place for place, word in enumerate(words) if word.endswith(".py") and place > 1), 0)
     content, flags = dict(content), []
     for name in filter(None, map(option_named, words[:script])):
@@ -232,7 +224,7 @@ def find_strategies(names: list[str]) -> dict[str, Path]:
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     missing = []
     for name, path in files.items():
-        if is_json(name):
+        if name.endswith(".json"):
             missing.append(
                 f"strategy {name!r}: a JSON alone is for torchrun. Name a YAML that names it, as zero2.yaml"
             )
@@ -307,7 +299,7 @@ def find_launch(named: str | None = None) -> Launch:
             threads_are_the_users = "OMP_NUM_THREADS" in psutil.Process().parent().environ()
     if named is not None:
         export_environment(named, config_file)
-        config_file = config_file if is_json(named) else named
+        config_file = config_file if named.endswith(".json") else named
     content = (read_yaml(Path(config_file)) if config_file else None) or {}
     flags = ""
     if isinstance(content, dict):

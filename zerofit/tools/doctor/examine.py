@@ -40,7 +40,7 @@ from zerofit.strategy.gpus import (
     gpus_of_the_machine,
     num_devices,
 )
-from zerofit.strategy.launch import default_config, find_strategies, is_json
+from zerofit.strategy.launch import default_config, find_strategies
 from zerofit.strategy.read import read_strategy
 from zerofit.strategy.strategy import Strategy
 from zerofit.tools.doctor.report import ERROR, NOTE, WARNING, DoctorOptions, DoctorReport
@@ -232,7 +232,7 @@ def _launch(report: DoctorReport, options: DoctorOptions, task: str | None, reci
         several = (options.num_processes or devices * (options.num_machines or 1)) > 1
         strategy = strategy or ("ddp" if several else "single")
         recipe.adopt("strategy", strategy, "--strategy")
-    if not is_json(strategy):
+    if not strategy.endswith(".json"):
         file = str(find_strategies([strategy])[strategy])
         content = read_yaml(Path(file)) or {}
         try:
