@@ -101,14 +101,12 @@ def fsdp_problems(settings: dict[str, str], content: Mapping[str, Any], source: 
             remedy = f"Write {' or '.join(words)}, or use another strategy, such as zero3_offload, tp or sp"
             if key.startswith("fsdp_activation_checkpointing"):
                 remedy = "Write false, and say --gradient_checkpointing"
-            problems.append(f"{source}: {key} = {value} is not supported. {remedy}")
-    problems += [
-        f"{source}: {key} = {value!r} is of FSDP1, or not supported. Remove it"
-        for key, value in (content.get("fsdp_config") or {}).items()
-        if key not in (*HONOURED, UNITS)
-    ]
+            problems.append(f"{key} = {value} is not supported. {remedy}")
+    for key, value in (content.get("fsdp_config") or {}).items():
+        if key not in (*HONOURED, UNITS):
+            problems.append(f"{key} = {value!r} is of FSDP1, or not supported. Remove it")
     for key in content.get("parallelism_config") or {}:
         if key not in HONOURED and not key.startswith(SIZED_1):
             remedy = did_you_mean(key, (REPLICAS, SHARDS))
-            problems.append(f"{source}: accelerate has no setting {key} in parallelism_config. {remedy}")
-    return problems
+            problems.append(f"accelerate has no setting {key} in parallelism_config. {remedy}")
+    return [f"{source}: {problem}" for problem in problems]
