@@ -45,9 +45,6 @@ class Alone:
             losses.append(loss.item())
         return losses
 
-    def live_tensors(self) -> list[torch.Tensor]:
-        return [*self.module.parameters()]
-
     def gather_objects(self, share):
         return [share]
 
@@ -67,7 +64,7 @@ class Alone:
         assert loss_scale == {}
 
     def weights(self):
-        return dict(self.module.state_dict())
+        return {name: tensor.clone() for name, tensor in self.module.state_dict().items()}
 
     def _in_full(self, parameters):
         return parameters.items()

@@ -236,7 +236,7 @@ class AsyncCheckpointWriter:
         self.bytes_of_weights = sum(true_numel(each) * each.element_size() for each in exported)
         self._state_has_all = len(exported) == len(trained)
         self._save: _Save | None = None
-        self._state_copies, self._model_copies = HostCopies(), HostCopies()  # which training cannot change
+        self._state_copies = HostCopies()  # which training cannot change
         self.messages: list[str] = []  # what has become of saves, on the main process
         self.records: list[dict[str, Any]] = []  # update, bytes, seconds that training paused, seconds in all
         self.last_failed = False
@@ -280,11 +280,8 @@ class AsyncCheckpointWriter:
             progress = {**progress, **kept}
         from_state = progress is not None and self._state_has_all
         buffers = engine.stored_buffers() if self._whole else {}
-        exported = buffers if from_state else dict(weights())
-        if copied:
-            live = {tensor.untyped_storage().data_ptr() for tensor in engine.live_tensors()}
-            moving = {name: tensor for name, tensor in exported.items() if tensor.untyped_storage().data_ptr() in live}
-            exported = {**exported, **self._model_copies.of(moving)}
+        exported = {} if from_state else dict(weights())
+        exported |= {name: buffer.to("cpu", copy=True) for name, buffer in buffers.items()}  # training changes them
         dtypes = {name: parameter.dtype for name, parameter in engine.state.whole.items()} if from_state else {}
         rank, world_size = engine.layout.rank, engine.layout.world_size
         self._save = save = _Save(self.checkpoints, update, why, is_best, rank, world_size=world_size, began=began)
@@ -492,18 +489,12 @@ class _Save:
     def _all_are_there(self) -> bool:
         """Wait for the files of the other ranks. Returns False if one of them has failed."""
         folder = self.checkpoints.partial(self.update) / STATE
-        while True:
-            written = set(os.listdir(folder))  # a listing, since NFS remembers for a while that a name was absent
-            files = (_file(folder, rank).with_suffix(".json") for rank in range(self.world_size))
-            missing = [rank for rank, file in enumerate(files) if file.name not in written]
-            if not missing:
-                return True
+        expected = {_file(folder, rank).with_suffix(".json").name for rank in range(self.world_size)}
+        # A listing, since NFS remembers for a while that a name was absent.
+        while missing := sorted(expected - set(os.listdir(folder))):
             if time.perf_counter() > self.until:
                 if self.until:
-                    ranks = ", ".join(map(str, missing))
-                    self.failure = (
-                        f"the files of rank {ranks} do not appear in {folder}: output_dir must be on a file system "
-                        "that all hosts share"
-                    )
+                    self.failure = f"{', '.join(missing)} do not appear in {folder}: {SHARED_FOLDER_REMEDY}"
                 return False
             time.sleep(0.05)
+        return True

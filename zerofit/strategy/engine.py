@@ -276,10 +276,6 @@ class Engine:
         """Return what the module has of the weights on this rank."""
         return [*self.module.parameters()]
 
-    def live_tensors(self) -> list[torch.Tensor]:
-        """Return the weights of this rank and its buffers: what training changes in memory."""
-        return [*self.shards(), *self.module.buffers()]
-
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, full tensor on the CPU) of weights and stored buffers, on the main process; other ranks yield
         nothing, but must iterate to the end too, since gathering is collective."""
