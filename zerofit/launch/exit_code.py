@@ -133,7 +133,6 @@ def code_of_run(codes: list[int]) -> int:
         return 0
     if final := [code for code in codes if code in FINAL]:
         return min(final)
-    if set(codes) <= {0, EXIT_TO_BE_RESUMED, EXIT_TERMINATED} and EXIT_TO_BE_RESUMED in codes:
+    if have_saved({*codes} - {0}):
         return EXIT_TO_BE_RESUMED
-    causes = [code for code in codes if code not in (0, EXIT_TERMINATED, EXIT_TO_BE_RESUMED)]
-    return (causes or [code for code in codes if code])[0]
+    return next((code for code in codes if code not in (0, EXIT_TERMINATED, EXIT_TO_BE_RESUMED)), max(codes))

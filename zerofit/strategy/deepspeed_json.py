@@ -68,16 +68,7 @@ ONLY = {  # keys: (the only value that can be used, what would go wrong)
 }
 ROUND_ROBIN = "round_robin_gradients"
 VALUE = re.compile(r"true|false|[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
-EXAMPLES = {
-    "data_types": '{"grad_accum_dtype": "fp32"}',
-    "bf16": '{"enabled": "auto"}',
-    "fp16": '{"enabled": "auto"}',
-    "zero_optimization": '{"stage": 2}',
-    "optimizer": '{"type": "AdamW", "params": {"lr": "auto"}}',
-    "tensor_parallel": '{"autotp_size": 2}',
-    "pipeline": '{"stages": 2}',
-    "scheduler": '{"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto"}}',
-}
+OBJECTS = ("data_types", "bf16", "fp16", "zero_optimization", "optimizer", "tensor_parallel", "pipeline", "scheduler")
 
 
 def read_deepspeed_config(launch: Launch, collected: Problems | None = None) -> tuple[dict[str, Any], str, list[str]]:
@@ -104,7 +95,7 @@ def read_deepspeed_config(launch: Launch, collected: Problems | None = None) -> 
         raise UserError(f"{path}: expected an object with DeepSpeed's settings")
     notes, problems = _read_whole(config)
     if problems:
-        has_sections = all(isinstance(config.get(name, {}), dict) for name in EXAMPLES)
+        has_sections = all(isinstance(config.get(name, {}), dict) for name in OBJECTS)
         problems = [f"{path}: {problem}" for problem in problems]
         if collected is None or not has_sections or "zero_optimization" not in config:
             raise UserError(problems)
@@ -130,9 +121,9 @@ def _read_whole(config: dict[str, Any]) -> tuple[list[str], list[str]]:
             problems.append(f"{key} is not supported, and would be ignored. {did_you_mean(key, KNOWN_KEYS)}")
         elif isinstance(value, str) and value != "auto" and not key.endswith("data_type"):
             problems.append(f'{key} = "{value}": expected a number, true or false, or an object')
-    for name, example in EXAMPLES.items():
+    for name in OBJECTS:
         if not isinstance(config.get(name, {}), dict):
-            problems.append(f"{name} = {json.dumps(config[name])}: expected an object, e.g. {example}")
+            problems.append(f"{name} = {json.dumps(config[name])}: expected an object, as in ds_configs/3d.json")
     for name, model in models_of_sections().items():
         if isinstance(section := config.get(name), dict):
             translated, found = read_section(section, model, name)
