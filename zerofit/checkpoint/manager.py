@@ -24,9 +24,13 @@ MAX_REWINDS = 10
 
 
 class CheckpointManager:
-    """Saves and restores a run, whose state is restored in place. All ranks call its methods together. `about`: what a
-    checkpoint tells of the run: the options that make it, its strategy, its processes. `data`: the fingerprint of the
-    training set, which the run's place in the data refers to."""
+    """Saves and restores a run. All ranks call its methods together.
+
+    Args:
+        run: its state is saved, and restored in place.
+        about: what a checkpoint tells of the run: the options that make it, its strategy, its processes.
+        data: the fingerprint of the training set, which the run's place in the data refers to.
+    """
 
     def __init__(self, run: "Run", about: dict[str, Any], data: dict[str, Any]) -> None:
         self.folder, self.recipe, self.state = run.folder, run.recipe, run.state

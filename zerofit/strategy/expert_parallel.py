@@ -50,9 +50,13 @@ def mesh_of_one(mesh: DeviceMesh) -> DeviceMesh:
 def dispatch(
     experts: torch.nn.Module, mesh: Any, alone: Any, half: torch.dtype | None, kind: type[Any] | None = None
 ) -> None:
-    """Let a module's tokens travel: its parameters are, or will be, DTensors with this rank's experts. `mesh`: all
-    ranks, in one dimension. `half`: the precision of the products; None: that of the weights. `kind`: the class of the
-    exchange, transformers' own by default."""
+    """Let a module's tokens travel: its parameters are, or will be, DTensors with this rank's experts.
+
+    Args:
+        mesh: all ranks, in one dimension.
+        half: the precision of the products, None: that of the weights.
+        kind: the class of the exchange, transformers' own by default.
+    """
     from transformers.distributed.expert_parallel import AllToAllEP
 
     experts.num_experts //= mesh.size()  # each rank sees its own

@@ -196,8 +196,11 @@ def _problems_of_sections(content: dict[str, Any], kind: str) -> Iterator[str]:
 
 def with_flags(content: dict[str, Any], words: Sequence[str]) -> tuple[dict[str, Any], str]:
     """Return (a YAML's content with what the flags of accelerate launch state beside it, these flags). accelerate
-    hands no flag down that is for another distributed_type, or stands beside a DeepSpeed JSON. `words`: the command
-    line; what stands behind the script is the script's."""
+    hands no flag down that is for another distributed_type, or stands beside a DeepSpeed JSON.
+
+    Args:
+        words: the command line; what stands behind the script is the script's.
+    """
     script = next((place for place, word in enumerate(words) if word.endswith(".py") and place > 1), 0)
     content, flags = dict(content), []
     for name in filter(None, map(option_named, words[:script])):

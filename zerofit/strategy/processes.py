@@ -34,9 +34,14 @@ FASTER = {"bf16": "--precision bf16", "tf32": "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=
 def make_accelerator(
     strategy: Strategy, timeout: timedelta = COLLECTIVE_TIMEOUT, **kwargs: Any
 ) -> tuple[Accelerator, list[str]]:
-    """Start the process group and build the Accelerator. Returns it, and notes for the log. Raises UserError: fp16
-    without a GPU; more processes than devices; no launcher has started several. Raises RuntimeError: the processes do
-    not find each other (each would train alone, without a word)."""
+    """Start the process group and build the Accelerator.
+
+    Returns: it, and notes for the log.
+
+    Raises:
+        UserError: fp16 without a GPU; more processes than devices; no launcher has started several.
+        RuntimeError: the processes do not find each other (each would train alone, without a word).
+    """
     # DeepSpeed calls collectives by names that torch 2.13 deprecates, once for every layer of every update.
     warnings.filterwarnings("ignore", message="`torch.distributed.*deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)

@@ -22,11 +22,15 @@ OnLayout = Callable[[ParallelLayout], bool]
 
 
 def read_strategy(recipe: TrainingRecipe, on_layout: OnLayout = lambda layout: False) -> Strategy:
-    """Read the launcher's environment, YAML and JSON, and see that recipe, YAML and JSON agree. Values that the recipe
-    leaves open and these state are adopted into the recipe. `on_layout`: is told the parallel layout before batches
-    are resolved; the recipe may still adopt a global batch. Returns whether the global batch is that of a run that
-    resumes, and stays. Raises UserError: all contradictions, with both values and both sources; a GPU that torch does
-    not see."""
+    """Read the launcher's environment, YAML and JSON, and see that recipe, YAML and JSON agree.
+
+    Values that the recipe leaves open and these state are adopted into the recipe. `on_layout`: is told the parallel
+    layout before batches are resolved; the recipe may still adopt a global batch. Returns whether the global batch is
+    that of a run that resumes, and stays.
+
+    Raises:
+        UserError: all contradictions, with both values and both sources; a GPU that torch does not see.
+    """
     launch, problems = find_launch(take_named(recipe)), Problems()
     with problems.collected():
         check_launch(launch)

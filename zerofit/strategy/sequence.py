@@ -78,7 +78,10 @@ def check_sequence_parallel(config: Any, degree: int, source: str, recipe: Any, 
 class SplitRows:
     """Lets the ranks of a replica split the rows of a model. Its loss must be installed before (model/loss.py).
     `model`: called with rows in full from here on, the same on all ranks of a replica; its modules have this object as
-    `split_rows`. `kernel`: the attention that computes rows in full, by its name in transformers' AttentionInterface.
+    `split_rows`.
+
+    Attributes:
+        kernel: the attention that computes rows in full, by its name in transformers' AttentionInterface.
     """
 
     def __init__(self, model: Any, layout: ParallelLayout) -> None:
