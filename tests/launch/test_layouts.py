@@ -70,13 +70,6 @@ def test_ddp_that_looks_for_unused_parameters_trains_as_one_process_does(run, ca
     check_alike(metrics(tmp_path / "run"), metrics(run("single")))
 
 
-@pytest.mark.long
-def test_a_partition_is_a_machine(run):
-    effective = yaml.safe_load((run("zero3_hpz") / "strategy.yaml").read_text())
-    assert effective["num_machines"] == 2
-    assert effective["deepspeed"]["zero_optimization"]["zero_hpz_partition_size"] == 2
-
-
 @pytest.fixture
 def go_on(run, start, tmp_path):
     """go_on(origin, strategy, more options) -> the folder of a run that was killed after update 2, and goes on."""

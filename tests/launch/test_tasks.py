@@ -66,21 +66,6 @@ def test_the_metrics_are_scikit_learns(trained, material):
     assert lines[-1]["eval_accuracy"] > sum(not each for each in truth) / len(truth), "more than the commoner class"
 
 
-def test_the_exported_classifier_gives_the_same_predictions(trained):
-    """Through transformers alone, one at a time without padding, from the label names of its configuration."""
-    _, output = trained
-    model = AutoModelForSequenceClassification.from_pretrained(output / "model").eval()
-    tokenizer = AutoTokenizer.from_pretrained(output / "model")
-    assert model.config.id2label == {0: "negative", 1: "positive"}
-    for row in predictions(output)[:20]:
-        encoded = tokenizer(row["sentence"], truncation=True, max_length=160, return_tensors="pt")
-        with torch.no_grad():
-            probabilities = model(**encoded).logits.softmax(-1)[0]
-        assert model.config.id2label[int(probabilities.argmax())] == row["prediction"]
-        assert float(probabilities.max()) == pytest.approx(row["probability"], abs=1e-5)
-        assert probabilities.tolist() == pytest.approx(list(row["probabilities"].values()), abs=1e-5)
-
-
 def test_the_best_checkpoint_is_kept(trained):
     lines, output = trained
     evaluated = {line["update"]: line["eval_accuracy"] for line in updates(lines) if "eval_accuracy" in line}

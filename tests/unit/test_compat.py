@@ -22,31 +22,6 @@ def test_private_parts_stand_in_compat_alone(uses):
     assert not elsewhere, "a private part of another library: look for a public one, else move it into zerofit/compat"
 
 
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("from torch import _C", "torch._C"),
-        ("import torch\nx = torch._C.function()", "torch._C"),
-        ("def f(engine): return getattr(engine, '_step', None)", "_step"),
-        ("import deepspeed\ndeepspeed.initialize = None", "deepspeed.initialize"),
-        ("import torch\npatch.object(torch.distributed, 'get_rank', f)", "torch.distributed.get_rank"),
-        ("import importlib\nx = importlib.import_module('a.b')\nx.c = 1", "a.b.c"),
-        ("from transformers.activations import ACT2FN\nACT2FN['gelu'] = 1", "transformers.activations.ACT2FN[...]"),
-        ("def f(config): config.save_pretrained = lambda path: None", "save_pretrained"),
-        (
-            "from torch.utils.data import DataLoader\nclass A(DataLoader):\n def _get_iterator(self): pass",
-            "torch.utils.data.DataLoader._get_iterator",
-        ),
-        # Its own parts, Python's, and what is documented.
-        ("class A:\n def _f(self): return self._g\n def g(self, other): self._g = other._f", None),
-        ("import torch\ntorch.backends.cuda.matmul.allow_tf32 = True", None),
-        ("def f(model): model.forward = lambda x: x", None),
-    ],
-)
-def test_what_is_found(line, found):
-    assert [use.name for use in find_uses({"zerofit/a.py": line})] == ([found] if found else [])
-
-
 SILENT = """
 accelerate.accelerator|deepspeed.initialize
 deepspeed.comm.torch|build_shm_op()

@@ -4,8 +4,6 @@ import json
 import math
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 import yaml
@@ -15,7 +13,6 @@ from zerofit.cli import main as zerofit
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.recipe.schedule import make_schedule
 from zerofit.tools.convert.megatron_args.pretrain import convert_pretraining, pair_of
-from zerofit.tools.convert.megatron_args.script_to_recipe import parameters_of
 from zerofit.tools.convert.megatron_args.shape import MegatronArgsOptions, call_of
 from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.tool_recipe import read_with_recipe
@@ -111,56 +108,6 @@ def test_a_gpt_counts_samples():
     assert recipe["precision"] == "fp16"
     assert (recipe["vocab_file"], recipe["merge_file"]) == ("v/vocab.json", "v/merges.txt")
     assert recipe["data_path"] == "data/mine_text_document"
-
-
-SHAPES = {
-    "llama": OF_LLAMA + "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 "
-    "--ffn-hidden-size 80 --rotary-base 500000",
-    "llama, tied, biases": OF_LLAMA.replace("--disable-bias-linear", "") + "--kv-channels 16",
-    "llama, ffn by default": OF_LLAMA.replace("--hidden-dropout 0", "--hidden-dropout 0 --attention-dropout 0"),
-    "gpt2": "--ffn-hidden-size 96 --init-method-std 0.006",
-    "gpt2, untied": "--untie-embeddings-and-output-weights --make-vocab-size-divisible-by 64",
-    "neox": "--use-rotary-position-embeddings --rotary-percent 0.5",
-}
-
-
-@pytest.mark.long
-def test_megatron_core_counts_the_same():
-    """As many parameters in its own GPTModel, made on the CPU in a process of its own, as in transformers' model."""
-    pytest.importorskip("megatron.core")
-    code = """
-import os, torch, torch.nn.functional as F
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
-torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer import TransformerConfig
-parallel_state.initialize_model_parallel()
-for norm, bias, gated, kv, rope, tied, ffn, channels in %r:
-    config = TransformerConfig(
-        num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=kv, ffn_hidden_size=ffn,
-        kv_channels=channels,
-        use_cpu_initialization=True, add_bias_linear=bias, gated_linear_unit=gated, normalization=norm,
-        activation_func=F.silu if gated else F.gelu, perform_initialization=False, bias_dropout_fusion=False)
-    model = GPTModel(config, get_gpt_layer_local_spec(normalization=norm), vocab_size=384, max_sequence_length=64,
-                     position_embedding_type="rope" if rope else "learned_absolute",
-                     share_embeddings_and_output_weights=tied)
-    print("counted", sum(parameter.numel() for parameter in model.parameters()))
-"""
-    cases = {  # the flags of SHAPES as megatron-core's arguments
-        "llama": ("RMSNorm", False, True, 2, True, False, 80, 8),
-        "llama, tied, biases": ("RMSNorm", True, True, 4, True, True, 64, 16),
-        "llama, ffn by default": ("RMSNorm", False, True, 4, True, True, 64, 8),
-        "gpt2": ("LayerNorm", True, False, 4, False, True, 96, 8),
-        "gpt2, untied": ("LayerNorm", True, False, 4, False, False, 128, 8),
-        "neox": ("LayerNorm", True, False, 4, True, True, 128, 8),
-    }
-    assert cases.keys() == SHAPES.keys()
-    done = subprocess.run([sys.executable, "-c", code % list(cases.values())], capture_output=True, text=True)
-    counted = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("counted")]
-    recipes = [typed(MINIMAL + SHAPES[name]).recipe for name in cases]
-    assert counted == [parameters_of(recipe, 384) for recipe in recipes], done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(

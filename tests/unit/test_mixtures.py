@@ -4,14 +4,10 @@ import numpy as np
 import pytest
 import torch
 from helpers import refusal, tiny_model
-from test_plan import tracer
 
 from zerofit.data.collate import CausalCollator
 from zerofit.data.pack import Documents, PackedBlocks
-from zerofit.estimate.allocations import MATRIX
-from zerofit.estimate.planned_rows import Rows
 from zerofit.model.loss import install_loss
-from zerofit.model.parameters import flops_per_token
 from zerofit.strategy.expert_parallel import check_experts, experts_of
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -141,16 +137,3 @@ def test_experts_that_are_divided(family):
     message = refusal(check_experts, model.config, 3, "ep.yaml")
     assert "ep.yaml: expert parallelism on 3 processes, and the model has 4 experts" in message
     assert "--num_processes 2, 4, or fsdp2.yaml" in message
-
-
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_a_plan_traces_the_products_of_the_experts_that_are_chosen(autocast):
-    """No data decides a shape: experts are multiplied together, each choice once. Of autocast they know nothing."""
-    config = mixture(num_hidden_layers=4).config
-    steps = tracer(config, Rows("clm", 16, loss_kind="full"), dtype=torch.float32, autocast=autocast).steps(2)
-    products = [one for step in steps for one in step.operations if one.kind == MATRIX]
-    attention = 12 * 4 * 32 * 16
-    whole = flops_per_token(mixture(num_hidden_layers=4), 16)
-    assert sum(one.flops for one in products) == (whole - attention) * 2 * 16
-    experts = 3 * 2 * 4 * (48 * 32 * 3) * 2 * 16 * 2  # forward and backward, 4 layers, 2 of 4 experts for each token
-    assert sum(one.flops for one in products if not one.half) == (experts if autocast else 0) or autocast is None

@@ -2,8 +2,6 @@
 holds its own weights only, and what cannot be done is refused."""
 
 from dataclasses import replace
-from itertools import product
-from math import comb
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerofit.model.export import export_model
 from zerofit.model.loss import install_loss
-from zerofit.model.stages import check_stages, cut_layers, keep_stage
+from zerofit.model.stages import check_stages, keep_stage
 from zerofit.recipe import ClmRecipe
 from zerofit.strategy.combinations import check_combinations
 from zerofit.strategy.launch import Launch
@@ -97,22 +95,6 @@ def test_an_export_in_parts_is_the_model(tmp_path, monkeypatch, family, bytes_at
         assert torch.equal(weight, expected[name][:89] if len(expected[name]) == 97 else expected[name]), name
     with pytest.raises(RuntimeError, match="incomplete: missing"):
         export_model(model, iter(()), tokenizer, tmp_path / "none")
-
-
-@pytest.mark.parametrize(("layers", "stages"), [(2, 2), (7, 3), (5, 4), (9, 4)])
-@pytest.mark.parametrize("vocab_size", [16, 400, 1200])  # 0.1, 2 and 5.8 layers
-def test_every_layer_is_in_one_stage_and_no_cut_is_more_even(layers, stages, vocab_size):
-    model = tiny_model("gpt2", n_layer=layers, n_embd=16, vocab_size=vocab_size)
-    cut = cut_layers(model, stages)
-    assert [layer for share in cut for layer in share] == list(range(layers))
-    head = vocab_size * 16 / sum(p.numel() for p in model.transformer.h[0].parameters())
-
-    def slowest(sizes):
-        return max(*sizes[:-1], sizes[-1] + head)
-
-    possible = [sizes for sizes in product(range(1, layers), repeat=stages) if sum(sizes) == layers]
-    assert len(possible) == comb(layers - 1, stages - 1)
-    assert slowest([len(share) for share in cut]) == pytest.approx(min(map(slowest, possible)))
 
 
 @pytest.mark.parametrize(("family", "changes", "said"), [

@@ -103,17 +103,6 @@ def test_layouts_are_searched_and_those_that_the_model_does_not_have_are_refused
         assert one["layout"]["pipeline"] == 1
 
 
-def test_experts_are_divided_and_not_gathered(capfd):
-    shape = "hidden_size=32,num_hidden_layers=3,num_attention_heads=4,num_key_value_heads=2,intermediate_size=48"
-    words = f"--model_type mixtral --config_overrides {shape},num_local_experts=4,vocab_size=64 --precision bf16"
-    words += " --gpu a100-40gb --num_gpus 2 --batch_sizes 2 --strategies ep,fsdp2"
-    found = planned(capfd, *words.split())
-    ep, fsdp2 = ({one["strategy"]: one for one in found["predictions"]}[name] for name in ("ep", "fsdp2"))
-    assert ep["components"]["weights"] == fsdp2["components"]["weights"]
-    assert ep["peak_allocated_bytes"] < fsdp2["peak_allocated_bytes"]
-    assert ep["tokens_per_s"] > 0
-
-
 def test_plan_advises_what_is_faster_of_fsdp2_and_zero3(capsys):
     flags = "--task clm --config_name gpt2 --train_tokenizer_vocab_size 300 --block_size 64 --precision bf16 "
     flags += "--gpu a100-80gb --num_gpus 16 --batch_sizes 4 --strategies zero3,fsdp2"

@@ -1,6 +1,4 @@
-"""`zerofit plan`, time: operations against torch's own count, links and updates against formulas, the search."""
-
-from types import SimpleNamespace
+"""`zerofit plan`, time: operations against torch's own count, and the command."""
 
 import pytest
 import torch
@@ -8,14 +6,9 @@ from test_plan import ON_GPUS, gpt2, planned, tracer
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from zerofit.estimate import timing
-from zerofit.estimate.allocations import ALL_REDUCE, MATRIX
-from zerofit.estimate.exchanges import Collectives, Exchanges
+from zerofit.estimate.allocations import MATRIX
 from zerofit.estimate.planned_rows import Rows
-from zerofit.estimate.speeds import Speeds
-from zerofit.estimate.timing import PassTime, update_time
 
-GIGA = 1e9
 LARGER = ["--block_size", "512", "--config_overrides",
           "n_layer=3,n_head=16,n_embd=2048,n_positions=512,vocab_size=8192"]  # fmt: skip
 
@@ -31,37 +24,6 @@ def test_traced_products_are_those_of_a_real_pass():
     steps = tracer(gpt2(3), Rows("clm", 48, loss_kind="full"), dtype=torch.float32).steps(2)
     traced = sum(one.flops for step in steps for one in step.operations if one.kind == MATRIX)
     assert traced == counter.get_total_flops() > 0  # it does not know a CPU's attention
-
-
-# ----------------------------------------------------------------------------------------------- rates, links, updates
-
-
-def test_an_update_hides_what_runs_beside_it_and_no_more(monkeypatch):
-    flat = Speeds({}, GIGA, 0.0, GIGA, GIGA, GIGA, 1)
-    links = SimpleNamespace(seconds=lambda exchange, *_: exchange.bytes / GIGA)
-    passes = PassTime(1.0, 2.0, {MATRIX: 3.0})
-
-    def seconds(bytes, hidden=True, accumulation=1, **settings) -> float:
-        exchanges = Exchanges(last_backward=[Collectives(ALL_REDUCE, bytes)], hidden=hidden)
-        return update_time(
-            passes,
-            exchanges,
-            flat,
-            links,
-            accumulation,
-            world_size=2,
-            per_machine=8,
-            **settings,
-        ).seconds
-
-    monkeypatch.setattr(timing, "CONTENTION", 0.15)
-    assert seconds(1e9) == pytest.approx(3.15)
-    monkeypatch.setattr(timing, "CONTENTION", 0.0)
-    assert seconds(1e9) == pytest.approx(3.0)
-    assert seconds(5e9) == pytest.approx(6.0)  # 2 of the 5 seconds are hidden
-    assert seconds(1e9, hidden=False) == pytest.approx(4.0)
-    assert seconds(5e9, accumulation=4) == pytest.approx(12.0 + 3.0)
-    assert seconds(1e9, accumulation=4, pipeline=3) == pytest.approx(12.0 * (1 + 2 / 4))  # Narayanan et al. 2021
 
 
 # --------------------------------------------------------------------------------------------------------- the command

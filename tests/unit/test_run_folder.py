@@ -4,8 +4,6 @@ import contextlib
 import io
 import json
 import shutil
-import typing
-from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from zerofit.model.adapter_folder import AdapterFolder, recorded_base
 from zerofit.recipe import ClmRecipe, UserError, parse_recipe
 from zerofit.recipe.paths import name_of_recipe, output_folder, why_no_model
 from zerofit.recipe.tasks import TASKS, task_of_recipe
-from zerofit.record.metrics import JsonlFile, UpdateMetrics, line_of_metrics
+from zerofit.record.metrics import UpdateMetrics
 from zerofit.record.plot import plot_run
 from zerofit.record.run_folder import RunFolder, identity_options
 from zerofit.tools.doctor.doctor import DoctorOptions, read_options
@@ -321,17 +319,7 @@ def test_a_folder_that_is_a_link_is_neither_emptied_nor_filled(tmp_path, name):
     assert left(tmp_path, ("victims/config.json",))
 
 
-# --------------------------------------------------------------------------------------------------------- JSON lines
-
-
-@pytest.mark.parametrize("text", ["nonsense", "\0\0\0", "\xff", "[" * 100_000, '{"loss": 1}', "7", '{"update": "a"}'])
-def test_a_line_that_is_none_is_passed_over_and_a_torn_one_is_cut_off(tmp_path, text):
-    file = JsonlFile(tmp_path / "metrics.jsonl")
-    file.path.write_bytes(b'{"update": 1}\n' + text.encode("latin-1") + b'\n{"update": 2}\n{"upd')
-    assert [line["update"] for line in file.read()] == [1, 2]
-    file.add({"update": 3})
-    file.close()
-    assert [line["update"] for line in file.read()] == [1, 2, 3]
+# ------------------------------------------------------------------------------------------------------------ figures
 
 
 def test_the_table_of_fields_is_current():
@@ -339,15 +327,6 @@ def test_the_table_of_fields_is_current():
     rows = [f"| `{named.get(each.name, each.name)}` | {each.metadata['meaning']} |" for each in fields(UpdateMetrics)]
     assert len(rows) > 20
     assert "\n".join(rows) in (ROOT / "docs" / "run-folder.md").read_text(encoding="utf-8")
-
-
-def test_every_field_of_metrics_is_read_back():
-    some = {str: "a", bool: True, int: 1, float: 0.5, Mapping: {"a": 0.5}}
-    kinds = {each.name: (typing.get_args(each.type) or (each.type,))[0] for each in fields(UpdateMetrics)}
-    line = UpdateMetrics(**{name: some[typing.get_origin(kind) or kind] for name, kind in kinds.items()}).to_line()
-    assert line_of_metrics(json.dumps(line).encode()) == line
-    damaged = json.dumps({**line, "loss": "a", "anomaly": 1}).encode()
-    assert line_of_metrics(damaged).keys() == line.keys() - {"loss", "anomaly"}
 
 
 def test_a_figure_of_ones_own_has_a_name_of_its_own():
