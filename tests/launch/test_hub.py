@@ -1,14 +1,12 @@
-"""--push_to_hub, against a server that speaks the part of the hub's protocol that is needed."""
+"""--push_to_hub, with a stand-in for the hub's client that takes the calls which the real one takes."""
 
-import base64
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from concurrent.futures import Future
 from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import pytest
-from helpers import launch
-from huggingface_hub import constants
+from helpers import main_of
+from huggingface_hub import HfApi
 
 from zerofit.checkpoint.exporter import HubRepository
 from zerofit.recipe.errors import UserError
@@ -16,93 +14,50 @@ from zerofit.recipe.errors import UserError
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Its `files` {path: bytes}, the `commits`, and the names of the calls that it `refuses`."""
-    state = SimpleNamespace(files={}, commits=[], refuses=set())
+    """The client, and the `files` {path: bytes} that were pushed."""
+    api = create_autospec(HfApi, instance=True, endpoint="https://hub")
+    api.create_repo.side_effect = lambda name, **_: SimpleNamespace(repo_id=name)
+    api.files = {}
 
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *_):
-            pass
+    def upload(*, folder_path, **_) -> Future:
+        files = (file for file in folder_path.rglob("*") if file.is_file())
+        api.files.update({str(file.relative_to(folder_path)): file.read_bytes() for file in files})
+        done: Future = Future()
+        done.set_result(None)
+        return done
 
-        def do_POST(self):
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            call = next(
-                name for name in ("create", "auth-check", "preupload", "commit", "models", "") if name in self.path
-            )
-            if call in state.refuses:
-                self.send(403 if call in ("create", "auth-check", "models") else 400, {"error": "refused"})
-                return
-            result = {"id": "somebody/model", "url": f"{state.url}/somebody/model", "sha": "0" * 40, "siblings": []}
-            if call == "preupload":
-                files = json.loads(body)["files"]
-                result = {
-                    "files": [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]
-                }
-            elif call == "commit":
-                lines = [json.loads(line) for line in body.splitlines()]
-                for line in lines[1:]:
-                    value = line["value"]
-                    state.files[value["path"]] = base64.b64decode(value["content"])
-                state.commits.append(lines[0]["value"]["summary"])
-                result |= {"commitUrl": f"{state.url}/somebody/model/commit/0", "commitOid": "0" * 40}
-            self.send(200, result)
-
-        do_GET = do_POST
-
-        def send(self, code, result):
-            text = json.dumps(result).encode()
-            self.send_response(code)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    state.url = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(constants, "ENDPOINT", state.url)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("HF_ENDPOINT", state.url)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setenv("HF_TOKEN", "hf_test")
-    yield state
-    server.shutdown()
+    api.upload_folder.side_effect = upload
+    monkeypatch.setattr("zerofit.checkpoint.exporter.HfApi", lambda: api)
+    return api
 
 
-@pytest.mark.parametrize("refused", ["create", "auth-check", "all"])
-def test_no_right_to_write_and_no_connection_are_found_before_training(hub, refused, monkeypatch):
-    hub.refuses = {refused, "models"}
-    if refused == "all":
-        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match="push_to_hub"):
+@pytest.mark.parametrize("refused", ["create_repo", "auth_check"])
+def test_no_right_to_write_and_no_connection_are_found_before_training(hub, refused):
+    getattr(hub, refused).side_effect = ConnectionError("403 Forbidden")
+    with pytest.raises(UserError, match=r"push_to_hub = .*403 Forbidden"):
         HubRepository("somebody/model")
 
 
 def test_after_an_outage_the_command_is_said_and_the_next_push_has_everything(hub, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "weights").write_bytes(b"2")
-    hub.refuses = {"commit"}
-    assert "hf upload somebody/model" in HubRepository("somebody/model").finish(tmp_path / "model")[-1]
-    hub.refuses = set()
-    assert HubRepository("somebody/model").finish(tmp_path / "model") == [f"hub         {hub.url}/somebody/model"]
+    repository, upload = HubRepository("somebody/model"), hub.upload_folder.side_effect
+    failed: Future = Future()
+    failed.set_exception(ConnectionError("503"))
+    hub.upload_folder.side_effect = lambda **_: failed
+    assert "hf upload somebody/model" in repository.finish(tmp_path / "model")[-1]
+    hub.upload_folder.side_effect = upload
+    assert repository.finish(tmp_path / "model") == ["hub         https://hub/somebody/model"]
     assert hub.files == {"weights": b"2"}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "flags"),
-    [pytest.param("zero3", (), id="model"), pytest.param("ddp", ["--lora"], id="adapter")],
-)
+@pytest.mark.parametrize("flags", [pytest.param((), id="model"), pytest.param(("--lora",), id="adapter")])
 @pytest.mark.long
-def test_a_run_pushes_what_is_in_its_folder(hub, tmp_path, llama, material, strategy, flags):
-    run = tmp_path / "run"
-    launch(
-        run, "--model_name_or_path", llama, "--train_file", material / "text" / "train.txt", "--max_train_steps", 4,
-        "--save_steps", 2, "--push_to_hub", "somebody/model", *flags,
-        strategy=strategy, processes=2, launcher=True,
-    )  # fmt: skip
-    files = {
-        str(file.relative_to(run / "model")): file.read_bytes()
-        for file in (run / "model").rglob("*")
-        if file.is_file()
-    }
+def test_a_run_pushes_what_is_in_its_folder(hub, tmp_path, llama, material, flags):
+    model = tmp_path / "run" / "model"
+    words = ["--model_name_or_path", llama, "--train_file", material / "text" / "train.txt", "--max_train_steps", 2,
+             "--push_to_hub", "somebody/model", *flags, "--output_dir", model.parent]  # fmt: skip
+    assert main_of("clm")([*map(str, words)]) == 0
+    files = {str(file.relative_to(model)): file.read_bytes() for file in model.rglob("*") if file.is_file()}
     assert hub.files == files
     assert {"README.md", "tokenizer_config.json"} <= set(files)
-    assert hub.commits == ["trained"]
