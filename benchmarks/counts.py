@@ -2,7 +2,7 @@
 
     python benchmarks/counts.py                       # every pair, four launches each, 8 minutes: the tables
                                                       # of docs/measurements/counts.md
-    python benchmarks/counts.py ddp zero3 --lines     # these, on the screen; with the line of code behind each wait
+    python benchmarks/counts.py ddp zero3             # these, on the screen
 
 Each launch trains a small Llama (under ep a Mixtral) in bf16, with 2 or 4 layers and 2 or 4 micro-batches an update.
 What is counted of the third update is a + b layers + micro-batches (c + d layers): the four launches say which.
@@ -143,11 +143,11 @@ def rank_server():
     return RankServer({**environment(), **devices})
 
 
-def tables(strategies: list[str], lines: bool) -> str:
+def tables(strategies: list[str]) -> str:
     """Launch every strategy and write the tables, in Markdown."""
     server = rank_server()
     heads = [f"| pair (processes) | {' | '.join(PER)} |", "|---" * 5 + "|"]
-    exchanged, waited, behind = list(heads), list(heads), []
+    exchanged, waited = list(heads), list(heads)
     dispatched = ["| pair (processes) | operations per layer | other operations |", "|---|--:|--:|"]
     for strategy in strategies:
         name = f"`{strategy}` ({PROCESSES.get(strategy, 2)})"
@@ -161,17 +161,10 @@ def tables(strategies: list[str], lines: bool) -> str:
         exchanged.append(f"| {name} | {' | '.join(map(cell, split(of_rank, stages)))} |")
         parts = split({size: waits(ranks) for size, ranks in runs.items()}, stages)
         waited.append(f"| {name} | {' | '.join(map(cell, parts))} |")
-        behind += [
-            f"{strategy}: {event['count']} {event['event']} {event['phase']} {event['line']}"
-            for event in runs[SIZES[0]][0]
-            if not event["ranks"] and event["phase"] != BEFORE_STEP
-        ]
         found = [next(e for e in runs[size][0] if e["phase"] == BEFORE_STEP)["count"] for size in SIZES[:2]]
         of_layer = (found[1] - found[0]) / (SIZES[1][0] - SIZES[0][0]) * stages
         dispatched.append(f"| {name} | {of_layer:g} | {found[0] - of_layer * SIZES[0][0] / stages:g} |")
         print(exchanged[-1], waited[-1], dispatched[-1], sep="\n", flush=True)
-    if lines:
-        print("\n".join(["", f"waits of rank 0, {SIZES[0][0]} layers, {SIZES[0][1]} micro-batches:", *behind]))
     sizes = (
         f"A layer has {LAYER:,} weights ({2 * LAYER / 1024:g} KiB in bf16), embedding and head "
         f"{VOCABULARY * HIDDEN:,} each ({2 * VOCABULARY * HIDDEN / 1024:g} KiB), the hidden states of a micro-batch "
@@ -202,12 +195,9 @@ def tables(strategies: list[str], lines: bool) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("strategies", nargs="*", help="pairs; all of them, if none is named")
-    parser.add_argument("--lines", action="store_true", help="show the line of code behind each wait")
     parser.add_argument("--output", type=Path, help="a page; what it has before the first table stays")
     options = parser.parse_args()
-    written = tables(
-        options.strategies or sorted(file.stem for file in (ROOT / CONFIGS).glob("*.yaml")), options.lines
-    )
+    written = tables(options.strategies or sorted(file.stem for file in (ROOT / CONFIGS).glob("*.yaml")))
     output = options.output or (None if options.strategies else PAGE)
     print("", written, sep="\n")
     if output:
@@ -236,20 +226,20 @@ def count_and_run() -> None:
     def note(event: str, size: int, group: str) -> None:
         is_backward = now["phase"] == "backward" or torch._C._current_graph_task_id() >= 0
         ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group)) if group else []
-        found = counts["backward" if is_backward else now["phase"], event, tuple(ranks), line()]
+        found = counts["backward" if is_backward else now["phase"], event, tuple(ranks)]
         found[0], found[1] = found[0] + 1, found[1] + size
 
     class Operations(TorchDispatchMode):
         """Counts those outside autograd, from the last backward pass until an optimizer steps."""
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            counts[BEFORE_STEP, "operations", (), ""][0] += torch._C._current_graph_task_id() < 0
+            counts[BEFORE_STEP, "operations", ()][0] += torch._C._current_graph_task_id() < 0
             return func(*args, **(kwargs or {}))
 
     def enter(phase: str) -> None:
         now["phase"] = phase
         if phase == "backward" and now["update"] == COUNTED - 1:  # a mode would let the device see calls twice
-            counts[BEFORE_STEP, "operations", (), ""][0] = 0
+            counts[BEFORE_STEP, "operations", ()][0] = 0
             modes or modes.append(Operations().__enter__())
 
     def begins(update: int) -> None:
@@ -257,7 +247,7 @@ def count_and_run() -> None:
         if simgpu:
             simgpu.observe(note if update == COUNTED else None)
         if update == COUNTED + 1:
-            names = ("phase", "event", "ranks", "line", "count", "bytes")
+            names = ("phase", "event", "ranks", "count", "bytes")
             events = [dict(zip(names, (*key, *found))) for key, found in counts.items()]
             Path(os.environ[FOLDER], f"rank_{os.environ['RANK']}.json").write_text(json.dumps(events))
 
@@ -271,19 +261,6 @@ def count_and_run() -> None:
     register_optimizer_step_pre_hook(lambda *_: modes.pop().__exit__(None, None, None) if modes else None)
     sys.argv[0] = str(ROOT / "train" / "clm.py")
     runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-def line() -> str:
-    """Where this thread is: the innermost line of zerofit/, and that of a library below it, if there is one."""
-    frame, library = sys._getframe(), ""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file.startswith(str(ROOT / "zerofit")) and "tools/simulate" not in file:
-            return f"{Path(file).relative_to(ROOT)}:{frame.f_lineno}{library}"
-        if not library and file != __file__ and not any(name in file for name in ("/torch/", "simulate", "typing_")):
-            library = f" > {file.rsplit('site-packages/')[-1]}:{frame.f_lineno}"
-        frame = frame.f_back
-    return f"a backward pass{library}"
 
 
 if __name__ == "__main__":

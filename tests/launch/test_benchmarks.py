@@ -21,7 +21,7 @@ LOOP = ["loop_speed", "--rounds", "1", "--updates", "2", "--warmup", "1", "--num
         "--block_size", "32", "--vocab_size", "300"]  # fmt: skip
 SMALL = {
     "the loop": LOOP,
-    "counts": ["counts", "single", "ddp", "--lines", "--output", "{tmp}/counts.md"],
+    "counts": ["counts", "single", "ddp", "--output", "{tmp}/counts.md"],
     "on_gpu": ["on_gpu", "{tmp}/gpu", "--tiny", "--page", "{tmp}/gpu.md"],
     "plan_accuracy": ["plan_accuracy", "measure", "--only", "BERT, 4 of 256", "--output", "{tmp}/accuracy"],
     "published_memory": ["published_memory"],
