@@ -25,8 +25,8 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/training": 3_215,  # 2,000
     "zerofit/launch": 1_473,  # 1,300
     "zerofit/tools": 10_066,  # 10,600
-    "benchmarks": 1_875,  # 1,800
-    "tests": 25_791,  # 21,500
+    "benchmarks": 1_852,  # 1,800
+    "tests": 25_514,  # 21,500
 }
 
 
