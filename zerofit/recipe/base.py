@@ -164,7 +164,7 @@ class Findings:
     without_effect: Sequence[str] = ()  # the flags that have no effect on a launch without training
     contradictions: Sequence[str] = ()  # a sentence on each setting that is not that of the adapter trained on
     _sources: Mapping[str, str] = MappingProxyType({})  # {option: what has set it}
-    _stands_for: Mapping[str, tuple[Any, Any]] = MappingProxyType({})  # {option: (its value now, the one given)}
+    _given: Mapping[str, Any] = MappingProxyType({})  # {option that another value stands in for: its own}
 
 
 @dataclass
@@ -235,17 +235,12 @@ class Recipe(Findings):
         """Derive options from others. Called once, after parsing."""
 
     def stand_in(self, name: str, value: Any) -> None:
-        """Override an option's value, e.g. by a local copy of a file; `to_dict` keeps the user's value."""
-        now = getattr(self, name)
-        local, given = self._stands_for.get(name, (None, None))
-        given = given if now == local and name in self._stands_for else now
-        self._stands_for = {**self._stands_for, name: (value, given)}
+        """Override an option's value, e.g. an adapter's folder by its base; `to_dict` keeps the user's value."""
+        self._given = {name: getattr(self, name), **self._given}
         setattr(self, name, value)
 
     def to_dict(self) -> dict[str, Any]:
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        stand_ins = self._stands_for.items()
-        return values | {name: given for name, (local, given) in stand_ins if values[name] == local}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | dict(self._given)
 
     def to_publish(self) -> dict[str, Any]:
         """Return all options for model cards and trackers, without the folders of this machine."""
