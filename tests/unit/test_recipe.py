@@ -94,7 +94,7 @@ def test_no_flag_is_refused_for_what_only_the_file_says(file, monkeypatch):
     assert tried > 120
 
 
-NEEDS = ("streaming", "regression")  # other data than the file's: a flag must name them
+NEEDS = ("streaming", "train_file", "max_train_steps", "regression")  # other data than the file's: a flag must name them
 
 
 @pytest.mark.parametrize(

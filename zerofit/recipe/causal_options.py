@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from zerofit.recipe.base import Clash, Recipe, option
+from zerofit.recipe.base import Recipe, option
 from zerofit.recipe.data_options import WARMUP, WEIGHTS, InferenceOptions, problems_of_weights, weighted
 from zerofit.recipe.parsing import parse_bytes
 from zerofit.recipe.paths import is_weight
@@ -235,37 +235,33 @@ class StreamOptions(Recipe, OfOtherGroups):
         needs="!preference_loss",
     )
 
-    def clashes(self) -> list[Clash]:
-        found, stated = super().clashes(), f"streaming = {self.streaming}"
-        if self.streaming and self.trains and not self.train_file:
-            found.append(Clash("streaming", ["train_file"], f"{stated}: name the shards with train_file"))
-        if self.streaming and self.trains and not self.max_train_steps:
-            text = f"{stated}: nobody has counted the records. Say max_train_steps, the updates of the run"
-            found.append(Clash("streaming", ["max_train_steps"], text))
-        return found
-
     def problems(self) -> list[str]:
         problems, stated = super().problems(), f"streaming = {self.streaming}"
-        if self.streaming and not (self.trains or self.validation_file or self.predict_file):
-            held_out = "nothing is held out of a stream. Name the data to evaluate with validation_file"
-            problems.append(f"{stated}: {held_out}")
-        if self.streaming and self.trains and any(map(is_weight, self.train_file or [])):
+        if not self.streaming:
+            return problems
+        if self.trains and not self.train_file:
+            problems.append(f"{stated}: name the shards with train_file")
+        if self.trains and not self.max_train_steps:
+            problems.append(f"{stated}: nobody has counted the records. Say max_train_steps, the updates of the run")
+        if self.trains and any(map(is_weight, self.train_file or [])):
             problems.append(f"{stated}: shards have no weights. Remove them, or stream one source")
+        if not (self.trains or self.validation_file or self.predict_file):
+            problems.append(
+                f"{stated}: nothing is held out of a stream. Name the data to evaluate with validation_file"
+            )
         return problems
 
 
 @dataclass
 class SampleOptions(Recipe, phase="train", identity=False):
-    """A sample of the trained model"""
+    """Texts that the model writes"""
 
     sample_tokens: int = option(0, "Generate this many tokens after training and print them. 0: none.", minimum=0)
     sample_prompt: str | None = option(None, "Prompt of that sample.", needs="sample_tokens")
-
-
-@dataclass
-class WritingOptions(Recipe):
-    """Predictions"""
-
     max_new_tokens: int = option(
-        128, "Maximum number of tokens to generate for a prompt of predict_file.", positive=True, needs="predict_file"
+        128,
+        "Maximum number of tokens to generate for a prompt of predict_file.",
+        positive=True,
+        needs="predict_file",
+        phase="always",
     )

@@ -13,7 +13,6 @@ from zerofit.recipe.causal_options import (
     SampleOptions,
     StreamOptions,
     TextOptions,
-    WritingOptions,
 )
 from zerofit.recipe.data_options import InferenceOptions, PaddingOptions
 from zerofit.recipe.errors import UserError
@@ -112,7 +111,7 @@ def is_class_weight(word: str) -> bool:
 
 @dataclass
 class ClassLossOptions(Recipe, phase="train"):
-    """The loss of classes"""
+    """The loss of classes, and the learning rates of layers"""
 
     class_weights: list[str] | None = option(
         None,
@@ -130,6 +129,13 @@ class ClassLossOptions(Recipe, phase="train"):
         below=1,
         aliases=("label_smoothing_factor",),
     )
+    layer_decay: float = option(
+        1.0,
+        "Multiply a layer's learning rate by X for each layer above it, and for the head; 1: all learn alike.",
+        positive=True,
+        at_most=1,
+        needs="!optim=muon",
+    )
 
     @property
     def weight_of_class(self) -> dict[str, float]:
@@ -142,19 +148,6 @@ class ClassLossOptions(Recipe, phase="train"):
         if len(self.weight_of_class) < len(words) and words != [BALANCED]:
             problems.append(f"class_weights = {' '.join(words)}: name each class once, or say {BALANCED} alone")
         return problems
-
-
-@dataclass
-class LayerOptions(Recipe, phase="train"):
-    """The learning rates of layers"""
-
-    layer_decay: float = option(
-        1.0,
-        "Multiply a layer's learning rate by X for each layer above it, and for the head; 1: all learn alike.",
-        positive=True,
-        at_most=1,
-        needs="!optim=muon",
-    )
 
 
 @dataclass
@@ -220,7 +213,6 @@ class GenerationOptions(PairOptions, noted="predict_with_generate"):
 @dataclass
 class ClmRecipe(
     SampleOptions,
-    WritingOptions,
     TaskRecipe,
     StreamOptions,
     ChatOptions,
@@ -262,7 +254,7 @@ class DistillRecipe(DistillationOptions, ClmRecipe):
 
 
 @dataclass
-class ClsRecipe(TaskRecipe, PaddingOptions, LayerOptions, ClassLossOptions, LabelOptions):
+class ClsRecipe(TaskRecipe, PaddingOptions, ClassLossOptions, LabelOptions):
     """Classification and regression of sentences and pairs."""
 
     task = "cls"
