@@ -144,7 +144,7 @@ def test_a_broken_recipe_and_a_broken_pair_at_once(folder):
         "learning_rat is not an option. Did you mean learning_rate?",
         "num_processes is not an option",
         "seed = -1",
-        "no effect without --lora",
+        "lora_r has no effect without lora",
         "deepspeed_confg",
     ):
         assert words in said

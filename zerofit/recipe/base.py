@@ -31,7 +31,6 @@ DEFAULTS: dict[str, Any] = {
     "required": "",  # what is missing without a value, and what to type: a sentence
     "aliases": (),  # other names of the option, which other programs use
     "zero": "",  # for an option whose value must be above zero: what to type instead of 0
-    "why": "",  # why options that need its absence have no effect beside it
     # conditions (see `needs`) that must not hold beside it; a flag among the two takes out the other's line in a file
     "excludes": "",
     # options that it is said of: a recipe's value is left out with theirs, or where a flag changes theirs
@@ -301,9 +300,7 @@ class Recipe(Findings):
         if not denied:
             values = f" = {' or '.join(wanted)}" if wanted else ""
             return others, f"without {' or '.join(others)}{values}"
-        why = next(field.metadata["why"] for field in dataclasses.fields(self) if field.name == others[0])
-        why = f": {why}" if why else ""
-        return others, f"with {others[0]} = {as_text(given[others[0]])}{why}. Remove one of them"
+        return others, f"with {others[0]} = {as_text(given[others[0]])}. Remove one of them"
 
 
 def is_set(value: Any) -> bool:

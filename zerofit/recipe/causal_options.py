@@ -96,7 +96,6 @@ class CorpusOptions(Recipe, phase="data", needs="data_path"):
         None,
         "Path of a corpus without .bin and .idx; or several corpora, each after its weight: 0.3 A 0.7 B.",
         common=True,
-        why="a corpus is already tokenized, and --split divides it",
         needs="!streaming !tokens_per_batch !preference_loss",
     )
     split: str = option(
@@ -171,7 +170,6 @@ class PreferenceOptions(InferenceOptions, TextOptions, OfOtherGroups):
         "dpo",
         "The loss of pairs of answers (columns chosen and rejected). dpo, ipo and hinge (SLiC) compare with the model "
         "before training; simpo and orpo need no reference.",
-        why="a pair is two rows, trained on its answers",
         choices=PREFERENCE_LOSSES,
         common=True,
     )
@@ -231,7 +229,6 @@ class StreamOptions(Recipe, OfOtherGroups):
         "s3://bucket/*.parquet) while training goes on, in windows of about this many bytes of records, which are "
         "shuffled together. For data that do not fit the disk.",
         form=(parse_bytes, "a size such as 256MiB"),
-        why="the records are read as they come",
         needs="!preference_loss",
     )
 

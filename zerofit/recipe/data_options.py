@@ -241,7 +241,6 @@ class BatchOptions(Recipe, phase="train"):
         "Tokens per update on all devices, padding included, in place of global_batch_size: a micro-batch has as many "
         "rows of similar length as fit into per_device_train_batch_size rows of full length. For rows of different "
         "lengths of clm (--packing none) and seq2seq.",
-        why="both decide which samples a batch has",
         positive=True,
         needs="!streaming !preference_loss",
     )

@@ -1,12 +1,11 @@
 """Options of the model, its tokenizer and LoRA, for every task."""
 
-import inspect
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from zerofit.recipe.base import Recipe, is_set, option
+from zerofit.recipe.base import Recipe, option
 from zerofit.recipe.parsing import read_record
 from zerofit.recipe.paths import is_run
 
@@ -20,9 +19,7 @@ COMPILATION = {"auto": "auto", "blocks": "blocks", "model": "model", "true": "bl
 class ModelOptions(Recipe):
     """Model and tokenizer"""
 
-    model_name_or_path: str | None = option(
-        None, "Pretrained weights: a folder or a hub name.", common=True, why="pretrained weights keep their shape"
-    )
+    model_name_or_path: str | None = option(None, "Pretrained weights: a folder or a hub name.", common=True)
     config_name: str | None = option(
         None,
         "Architecture to train from scratch: gpt2-xl, open-calm-7b, llama-2-7b, ..., a folder or a hub name.",
@@ -148,10 +145,12 @@ def merge_command(adapter: str) -> str:
 
 
 @dataclass
-class LoraOptions(ModelOptions, phase="train"):
+class LoraOptions(ModelOptions, phase="train", needs="lora"):
     """LoRA: train an adapter instead of the model"""
 
-    lora: bool = option(False, "Train a LoRA adapter instead of the model's weights.", common=True, phase="always")
+    lora: bool = option(
+        False, "Train a LoRA adapter instead of the model's weights.", common=True, phase="always", needs=""
+    )
     lora_r: int = option(8, "Rank of the adapter.", positive=True)
     lora_alpha: int = option(
         16, "Scale of the adapter: its output is multiplied by lora_alpha / lora_r.", positive=True
@@ -207,11 +206,6 @@ class LoraOptions(ModelOptions, phase="train"):
             merge = merge_command(self.model_name_or_path or "")
             remedy = f"Remove it, or train on base and adapter as one model: {merge}"
             problems += [f"{problem}. {remedy}" for problem in self.contradictions]
-        names = [name for name in inspect.get_annotations(LoraOptions) if name != "lora"]
-        if not self.lora and not self.source("lora"):  # an explicit `lora: false` turns a whole block of them off
-            useless = [name for name in names if self.source(name) and is_set(getattr(self, name))]
-            if useless:
-                problems.append(f"{', '.join(useless)} ({self.source(useless[0])}): no effect without --lora")
         return problems
 
     @property
