@@ -297,8 +297,8 @@ def test_damaged_corpora_are_refused(tokenised, damaged, tmp_path, spoil, said):
     ("flags", "said"),
     [
         (["--data_path", "0.5", "{corpus}", "0.5", "missing/prefix"], ["missing/prefix.idx", "missing/prefix.bin"]),
-        (["--data_path", "-1", "{corpus}", "2", "other"], ["-1 stands before any weight"]),
-        (["--data_path", "0.3", "{corpus}", "other"], ["other stands where a weight"]),
+        (["--data_path", "-1", "{corpus}", "2", "other"], ["write WEIGHT SOURCE"]),
+        (["--data_path", "0.3", "{corpus}", "other"], ["other: write WEIGHT SOURCE"]),
         (["--data_path", "{corpus}", "{corpus}.bin"], ["are one corpus"]),
         (["--data_path", ""], ["has no name"]),
         (["--append_eos", "false"], ["append_eos", "no effect with data_path"]),

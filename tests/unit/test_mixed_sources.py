@@ -58,9 +58,9 @@ def test_sources_as_they_are_written(words, expected):
 
 
 @pytest.mark.parametrize(("flags", "named"), [
-    (["--train_file", "a.txt", "0.5", "b.txt"], "a.txt stands before any weight"),
-    (["--train_file", "0.5", "0.5", "b.txt"], "a weight has no source"),
-    (["--train_file", "0", "a.txt", "1", "b.txt"], "weight 0"),
+    (["--train_file", "a.txt", "0.5", "b.txt"], "a.txt 0.5 b.txt: write WEIGHT SOURCE"),
+    (["--train_file", "0.5", "0.5", "b.txt"], "0.5 0.5 b.txt: write WEIGHT SOURCE"),
+    (["--train_file", "0", "a.txt", "1", "b.txt"], "each weight above 0"),
     (["--train_file", "1", "a.txt"], "one source"),
 ])  # fmt: skip
 def test_mistakes_are_named(flags, named):

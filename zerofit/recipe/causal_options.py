@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 
 from zerofit.recipe.base import Recipe, option
-from zerofit.recipe.data_options import WARMUP, WEIGHTS, InferenceOptions, problems_of_weights, weighted
+from zerofit.recipe.data_options import WARMUP, InferenceOptions, problems_of_weights, weighted
 from zerofit.recipe.parsing import parse_bytes
 from zerofit.recipe.paths import is_weight
 
@@ -131,10 +131,7 @@ class CorpusOptions(Recipe, phase="data", needs="data_path"):
             return problems
         if self.trains and not float(re.split("[,/]", self.split)[0]):
             problems.append(f"split = {self.split!r} leaves training no documents")
-        problems += problems_of_weights("data_path", self.data_path)
-        stray = [names[1] for _, names in weighted(self.data_path) if len(names) > 1]
-        if stray:
-            problems.append(f"data_path: {stray[0]} stands where a weight was expected. {WEIGHTS}")
+        problems += problems_of_weights("data_path", self.data_path, most_names=1)
         return problems if all(self.data_path) else [*problems, "data_path: a corpus has no name"]
 
 

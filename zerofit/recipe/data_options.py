@@ -1,5 +1,6 @@
 """Options of the data and of batches, which several tasks have, and of launches without training."""
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,9 +25,6 @@ def is_encoding(name: str) -> bool:
 ENCODING = (is_encoding, "the name of an encoding: cp932, euc_jp, gb18030, cp950, utf-16, cp1252, ...")
 
 
-WEIGHTS = "Write WEIGHT SOURCE WEIGHT SOURCE ..."
-
-
 def weighted(words: list[str] | None) -> list[tuple[float, list[str]]]:
     """Return (weight, names) of the words WEIGHT NAMES WEIGHT NAMES ...; empty without a weight."""
     sources: list[tuple[float, list[str]]] = []
@@ -38,16 +36,13 @@ def weighted(words: list[str] | None) -> list[tuple[float, list[str]]]:
     return sources
 
 
-def problems_of_weights(option: str, words: list[str]) -> list[str]:
-    """Return what is wrong with the words WEIGHT NAMES WEIGHT NAMES ... of an option."""
-    shown, sources, problems = f"{option} = {' '.join(words)}", weighted(words), []
-    if sources and not is_weight(words[0]):
-        problems.append(f"{shown}: {words[0]} stands before any weight. {WEIGHTS}")
-    if not all(names for _, names in sources):
-        problems.append(f"{shown}: a weight has no source. {WEIGHTS}")
-    if any(weight == 0 for weight, _ in sources):
-        problems.append(f"{shown}: a source of weight 0 would not be read. Remove it")
-    return problems
+def problems_of_weights(option: str, words: list[str], most_names: float = math.inf) -> list[str]:
+    """What is wrong with the words of an option, if one is a weight. `most_names`: that may follow a weight."""
+    sources = weighted(words)
+    is_right = all(weight > 0 and 0 < len(names) <= most_names for weight, names in sources)
+    if not sources or (is_weight(words[0]) and is_right):
+        return []
+    return [f"{option} = {' '.join(words)}: write WEIGHT SOURCE WEIGHT SOURCE ..., each weight above 0"]
 
 
 @dataclass
@@ -152,8 +147,7 @@ class SourceOptions(Recipe):
         )
         if not any(getattr(self, name, None) for name in known):
             problems.append(f"no data: set dataset_name, or {option} to a .txt, .jsonl, .csv or .parquet file")
-        if self.mixture:
-            problems += problems_of_weights("train_file", self.train_file or [])
+        problems += problems_of_weights("train_file", self.train_file or [])
         if len(self.mixture) == 1:
             problems.append("train_file: a mixture of one source. Name a second one, or leave the weight out")
         if self.mixture and getattr(self, "train_tokenizer_vocab_size", None):
@@ -301,25 +295,21 @@ class BatchOptions(Recipe, phase="train"):
     def problems(self) -> list[str]:
         problems, tokens, row = super().problems(), self.tokens_per_batch, self.row_tokens
         stated = f"tokens_per_batch = {tokens}"
-        if tokens and getattr(self, "max_length", None):
+        if tokens and hasattr(self, "max_length"):
             problems.append(
                 f"{stated}: the loss is a mean over examples here, and short ones, of which a batch has more, would "
                 "count less each. Rows of similar length share a batch as it is (length_grouping). Set "
                 "global_batch_size"
             )
-        elif tokens:
-            if getattr(self, "mixture", None):
-                problems.append(f"{stated} and weights in train_file: both decide which samples a batch has")
-            if getattr(self, "packing", "none") != "none":
-                problems.append(
-                    f"{stated}: packed rows all have the same length. Say --packing none, or set global_batch_size"
-                )
-            if row is None:
-                problems.append(f"{stated}: say block_size, the tokens of a full row")
-            elif tokens % row:
-                multiples = [str(number) for number in (tokens // row * row, -(-tokens // row) * row) if number]
-                remedy = f"Say {' or '.join(multiples)}"
-                problems.append(f"{stated} is not a multiple of a full row, {row} tokens. {remedy}")
+        elif tokens and (row is None or getattr(self, "packing", "none") != "none" or getattr(self, "mixture", None)):
+            problems.append(
+                f"{stated}: it is for rows of different lengths of one source. Say --packing none and block_size, the "
+                "tokens of a full row, and leave weights in train_file out; or set global_batch_size"
+            )
+        elif tokens and row and tokens % row:
+            multiples = [str(number) for number in (tokens // row * row, -(-tokens // row) * row) if number]
+            remedy = f"Say {' or '.join(multiples)}"
+            problems.append(f"{stated} is not a multiple of a full row, {row} tokens. {remedy}")
         return problems
 
 
