@@ -13,7 +13,7 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 499,  # 800
     "zerofit": 108,  # cli.py
-    "zerofit/recipe": 3_261,  # 2,700
+    "zerofit/recipe": 3_218,  # 2,700
     "zerofit/model": 5_198,  # 4,700
     "zerofit/compat": 605,  # 600
     "zerofit/data": 6_589,  # 6,000
