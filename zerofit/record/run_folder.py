@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import re
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path, PurePosixPath
@@ -25,7 +26,15 @@ from safetensors import SafetensorError
 
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.files import TEMPORARY, atomic_file, open_without_links, remove, sync, temporary_path
+from zerofit.recipe.files import (
+    TEMPORARY,
+    atomic_file,
+    is_of_the_disk,
+    open_without_links,
+    remove,
+    sync,
+    temporary_path,
+)
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parsing import object_of, read_record
 from zerofit.record.metrics import JsonlFile, line_of_metrics
@@ -175,7 +184,7 @@ class RunFolder:
         self.samples = JsonlFile(self.path / "samples.jsonl")
         self.anomalies = JsonlFile(self.path / "anomalies.jsonl")
         self.written = WrittenFiles(self.path)
-        self.failed: dict[str, Exception] = {}  # files that the disk has not taken, and why
+        self.missing: dict[str, str] = {}  # what could not be written -> that, and why
         self._lock: io.FileIO | None = None
 
     def recorded(self) -> dict[str, Any] | None:
@@ -328,16 +337,32 @@ class RunFolder:
 
     def write_predictions(self, rows: Iterable[dict[str, Any]], suffix: str = "") -> None:
         """predictions.jsonl of the latest evaluation, one held-out example a line, in the order of the data. Where the
-        disk does not take it, that is in `failed`, and those before it are gone: no training ends for it."""
+        disk does not take it, that is in `missing`, and those before it are gone: no training ends for it."""
         name = f"predictions{suffix}.jsonl"
-        self.failed.pop(name, None)
+        self.missing.pop(name, None)
         try:
             with self.new_file(name) as file:
                 file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
         except OSError as error:
-            self.failed[name] = error
+            self.note_missing(name, error)
             with contextlib.suppress(OSError):
                 (self.path / name).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def noting(self, name: str) -> Iterator[None]:
+        """The context in which a file is written: where that fails, `missing` has the file and why, and the run goes
+        on."""
+        self.missing.pop(name, None)
+        try:
+            yield
+        except Exception as error:
+            self.note_missing(name, error)
+
+    def note_missing(self, name: str, error: Exception) -> None:
+        """Take down that a file could not be written, and why."""
+        if not is_of_the_disk(error):
+            traceback.print_exception(error)
+        self.missing[name] = f"{name} ({first_line(error)})"
 
     def predictions(self, suffix: str = "", fields: Sequence[str] = ()) -> list[dict[str, Any]]:
         """Read predictions.jsonl, of this launch or of an earlier one: the lines that have these fields."""

@@ -5,10 +5,8 @@ import shutil
 import statistics
 import sys
 import time
-import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +18,6 @@ from zerofit.data.sources import table_format
 from zerofit.health.shutdown import SIGNALS
 from zerofit.model.export import Weights
 from zerofit.recipe.errors import EXIT, EXIT_NEEDS_A_PERSON, UserError, first_line, print_last
-from zerofit.recipe.files import is_of_the_disk
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.schedule import Schedule
 from zerofit.recipe.tasks import TaskRecipe
@@ -156,22 +153,6 @@ def _trained(run: "Run") -> str:
     )
 
 
-@contextmanager
-def noting(run: "Run", name: str) -> Iterator[None]:
-    """The context in which a file is written: where that fails, `run.missing` has the file and why, and the run goes
-    on."""
-    try:
-        yield
-    except Exception as error:
-        note_missing(run, name, error)
-
-
-def note_missing(run: "Run", name: str, error: Exception) -> None:
-    if not is_of_the_disk(error):
-        traceback.print_exception(error)
-    run.missing.append(f"{name} ({first_line(error)})")
-
-
 def export_run(run: "Run", remarks: Callable[[], list[str]] = list) -> None:
     """Write model/, the loss curve and the end of the record, after training. Of a run that stopped early, log where
     it is.
@@ -193,7 +174,7 @@ def export_run(run: "Run", remarks: Callable[[], list[str]] = list) -> None:
     run.watchdog.phase("export", patience=LONG)
     loads_best = run.best.loads and state.best.update is not None
     review = _export_model(run, checkpoints.directory.best / "model" if loads_best else None)
-    if run.engine.from_main(bool(run.missing)):  # with the state the same command exports again, and trains nothing
+    if run.engine.from_main(bool(run.folder.missing)):  # the same command exports again then, and trains nothing
         if not checkpoints.saved_latest:
             checkpoints.save(LEAVING, False, {})
             checkpoints.writer.wait()
@@ -203,7 +184,7 @@ def export_run(run: "Run", remarks: Callable[[], list[str]] = list) -> None:
             _export_weights(run, {}, EMA)
     figures = state.best.figures if loads_best else state.held_out
     said = _export_record(run, loads_best, remarks if figures else list) if run.is_main else []
-    run.missing[:] = run.engine.from_main(run.missing)
+    run.folder.missing = run.engine.from_main(run.folder.missing)
     updates = state.best.update if loads_best else state.updates
     run.environment["held_out"] = {"update": updates, **figures} if figures else {}
     run.log_lines(
@@ -223,15 +204,15 @@ def _export_model(run: "Run", best: Path | None) -> list[str]:
     if best is None:
         _export_weights(run, run.state.held_out)
     elif run.is_main:
-        with noting(run, MODEL), run.folder.new_model() as place:
+        with run.folder.noting(MODEL), run.folder.new_model() as place:
             shutil.copytree(best, place, dirs_exist_ok=True)
-        run.missing.extend(f"{MODEL}/: {each}" for each in run.checkpoints.missing)
+        run.folder.missing |= {each: f"{MODEL}/: {each}" for each in run.checkpoints.missing}
     if not (run.is_main and run.folder.model.is_dir()):
         return []
     try:
         return run.exporter.review(run.folder.model)
     except RuntimeError as error:
-        run.missing.append(f"{MODEL}/: a look at the files ({first_line(error)})")
+        run.folder.missing["review"] = f"{MODEL}/: a look at the files ({first_line(error)})"
         return []
     except Exception as error:  # of a class that is loaded in a way of its own: its weights are there
         return [f"it was not loaded back ({first_line(error)})"]
@@ -250,10 +231,10 @@ def _export_weights(run: "Run", held_out: dict[str, float], below: str = "") -> 
 
     weights = gathered()
     if run.is_main:
-        with noting(run, name):
+        with run.folder.noting(name):
             with run.folder.new_model(below) as place:
                 missing = run.exporter.write(weights, held_out, place)
-            run.missing.extend(f"{name}/: {each}" for each in missing)
+            run.folder.missing |= {f"{name}/{each}": f"{name}/: {each}" for each in missing}
     deque(weights, maxlen=0)  # every rank takes part in gathering them, also where writing has failed
     if broken:  # nothing failed but what the ranks do together
         raise broken[0]
@@ -263,26 +244,23 @@ def _export_record(run: "Run", loads_best: bool, remarks: Callable[[], list[str]
     """Write what is beside the model in the run's folder, on the main process. Returns what the task has to say of the
     held-out figures."""
     folder = run.folder
-    with noting(run, "metrics.jsonl"):
+    with folder.noting("metrics.jsonl"):
         folder.metrics.close()
     if loads_best:
-        with noting(run, "predictions.jsonl"):
-            for file in run.checkpoints.directory.best.glob("predictions*.jsonl"):  # of the model that is exported
-                folder.failed.pop(file.name, None)
-                with folder.new_file(file.name, "wb") as written:
-                    written.write(file.read_bytes())
-    with noting(run, "predictions as a table"):
+        for file in run.checkpoints.directory.best.glob("predictions*.jsonl"):  # of the model that is exported
+            with folder.noting(file.name), folder.new_file(file.name, "wb") as written:
+                written.write(file.read_bytes())
+    with folder.noting("predictions as a table"):
         _tabulate(folder, run.recipe)
-    with noting(run, "loss.png"), folder.new_file("loss.png", "wb") as picture:
+    with folder.noting("loss.png"), folder.new_file("loss.png", "wb") as picture:
         of_quality = (name for name in (run.best.metric, *run.figures) if name not in ("loss", "perplexity"))
         merit, resumed = next(of_quality, "loss"), run.environment.get("resumed_after", ())
         plot_run(folder.metrics.read(), picture, folder.path.name, run.unit, merit, resumed=resumed)
-    for name, error in folder.failed.items():
-        note_missing(run, name, error)
-    if not folder.failed:
-        with noting(run, "the report of the held-out examples"):
-            return remarks()
-    return []
+    said = list[str]()
+    if not folder.missing:
+        with folder.noting("the report of the held-out examples"):
+            said = remarks()
+    return said
 
 
 def _tabulate(folder: RunFolder, recipe: TaskRecipe) -> list[str]:
@@ -303,34 +281,34 @@ def finish_run(run: "Run") -> int:
     if run.measurement:
         run.engine.close()
         return 0
-    checkpoints = run.checkpoints
-    code = EXIT_NEEDS_A_PERSON if run.missing else run.stop_reason.exit_code(checkpoints.saved_latest)
+    checkpoints, folder = run.checkpoints, run.folder
+    code = EXIT_NEEDS_A_PERSON if folder.missing else run.stop_reason.exit_code(checkpoints.saved_latest)
     if run.is_main:
-        is_whole = not any(each.startswith(MODEL) for each in run.missing)
+        is_whole = not any(each.startswith(MODEL) for each in folder.missing.values())
         is_finished = not run.stopped and is_whole
         record = {"checkpoints": checkpoints.writer.records, "finished": is_finished, "exit_code": code}
-        if run.missing:
-            record["exit_reason"] = f"could not be written: {'; '.join(run.missing)}"
-        with noting(run, "environment.json"):  # accelerate launch makes 1 of any exit code but 0
-            run.folder.write_environment({**run.environment, **record})
-        code = EXIT_NEEDS_A_PERSON if run.missing else code
+        if folder.missing:
+            record["exit_reason"] = f"could not be written: {'; '.join(folder.missing.values())}"
+        with folder.noting("environment.json"):  # accelerate launch makes 1 of any exit code but 0
+            folder.write_environment({**run.environment, **record})
+        code = EXIT_NEEDS_A_PERSON if folder.missing else code
     EXIT.code = code
-    if run.missing and run.is_main:
-        lines = ["", *(f"incomplete  not written: {each}" for each in run.missing)]
+    if folder.missing and run.is_main:
+        lines = ["", *(f"incomplete  not written: {each}" for each in folder.missing.values())]
         if not run.stopped:  # else why it stopped, and where it resumes, has been said
-            has_weights = any(run.folder.model.glob("*.safetensors"))
-            weights = f"the trained weights are in {run.folder.model}" if has_weights else "model/ is not there"
+            has_weights = any(folder.model.glob("*.safetensors"))
+            weights = f"the trained weights are in {folder.model}" if has_weights else "model/ is not there"
             newest = next(checkpoints.directory.resumable(), None)
             remedy = f"the same command exports again, from {newest}" if newest else "there is no checkpoint"
             lines.append(f"            {weights}; {remedy}. First mend the cause")
         print_last("\n".join(lines), file=sys.stdout)
     elif not run.stopped:
-        run.log_lines(f"run folder  {run.folder.path}  (loss.png, metrics.jsonl, model/)")
+        run.log_lines(f"run folder  {folder.path}  (loss.png, metrics.jsonl, model/)")
     run.engine.close()
     if run.mirror is not None:
         run.log_lines(*run.mirror.finish())
-    if run.hub is not None and not run.stopped and not run.missing:
-        run.log_lines(*run.hub.finish(run.folder.model))
+    if run.hub is not None and not run.stopped and not folder.missing:
+        run.log_lines(*run.hub.finish(folder.model))
     return code
 
 
@@ -371,24 +349,22 @@ def answer_held_out(
     seconds = time.perf_counter() - began
     code = 0
     if run.is_main:
-        with noting(run, "metrics.jsonl"):
+        with folder.noting("metrics.jsonl"):
             folder.metrics.close()
-        with noting(run, "predictions as a table"):
+        with folder.noting("predictions as a table"):
             files += _tabulate(folder, recipe)
-        for name, error in folder.failed.items():
-            note_missing(run, name, error)
-        code = EXIT_NEEDS_A_PERSON if run.missing else 0
-        with noting(run, "environment.json"):
+        code = EXIT_NEEDS_A_PERSON if folder.missing else 0
+        with folder.noting("environment.json"):
             folder.write_environment({**environment, "seconds": seconds, "exit_code": code})
         done = [f"answered    in {duration(seconds)}"] if clock is None else about_evaluations([clock])
         run.log_lines(
             *(f"held out    {name.removeprefix('eval_')} {decimals(value)}" for name, value in figures.items()),
-            *(remarks() if figures and not folder.failed else ()),
+            *(remarks() if figures and not folder.missing else ()),
             *done,
             f"run folder  {folder.path}  ({', '.join(files)})",
         )
-        if run.missing:
+        if folder.missing:
             code = EXIT_NEEDS_A_PERSON
-            print_last(f"\nincomplete  not written: {'; '.join(run.missing)}", file=sys.stdout)
+            print_last(f"\nincomplete  not written: {'; '.join(folder.missing.values())}", file=sys.stdout)
     engine.close()
     return code

@@ -125,7 +125,6 @@ class Run:
         self.warmup: Any = None  # sequence-length warm-up; None: all rows at full length
         self.state, self.stop_reason = RunState(), StopReason.NONE
         self.anomaly: Anomaly | None = None
-        self.missing: list[str] = []  # what could not be written, each with the reason
         self.schedule: Any = None  # (update, from 0) -> its learning rate; None where nothing is trained
         self._totals: Totals | None = None  # of this global batch, or the next; None: not known, or it is skipped
         self._following: list[Batch] | None = None  # the micro-batches of the next update, once they are loaded
