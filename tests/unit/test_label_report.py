@@ -1,8 +1,5 @@
 """What the log says of the labels, and data whose records have several."""
 
-import csv
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -128,23 +125,6 @@ def test_columns_with_the_names_of_predictions_are_kept(tmp_path, byte_tokenizer
     assert record["kind"] in ("a", "b")
 
 
-def test_predictions_as_a_table(tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    folder.start_answers({"seed": 1}, {"name": "single"}, {})
-    (folder.path / "predictions_mine.jsonl").write_text('{"a": 1}\n')
-    (folder.path / "predictions_other.csv").write_text("mine")
-    rows = [
-        {"id": "007", "text": 'a;b "c"\nd', "when": np.datetime64("2024-01-01"), "prediction": ["x", "y"],
-         "probabilities": {"x": 0.75, "y": 0.5}},
-        {"id": "008", "text": "é", "prediction": [], "probabilities": {"x": 0.1, "y": 0.2}},
-    ]  # fmt: skip
-    folder.write_predictions(rows)
-    folder.write_predictions(rows, "_other")
-    assert folder.tabulate_predictions(".csv", ";") == ["predictions.csv"]
-    table = list(csv.DictReader((folder.path / "predictions.csv").open(newline=""), delimiter=";"))
-    assert [row["text"] for row in table] == [row["text"] for row in rows]
-    assert [row["id"] for row in table] == ["007", "008"]
-    assert [json.loads(row["prediction"]) for row in table] == [["x", "y"], []]
-    assert [float(row["probability_y"]) for row in table] == [0.5, 0.2]
-    assert table[0]["when"] == "2024-01-01"
-    assert (folder.path / "predictions_other.csv").read_text() == "mine"
+def test_a_date_of_a_record_is_a_text_in_predictions(tmp_path):
+    RunFolder(tmp_path).write_predictions([{"when": np.datetime64("2024-01-01")}])
+    assert RunFolder(tmp_path).predictions() == [{"when": "2024-01-01"}]

@@ -29,8 +29,6 @@ import pyarrow.parquet as pq
 from datasets import Dataset, DatasetDict, Features, List, Value, concatenate_datasets, load_dataset, load_from_disk
 
 from zerofit.data.delimited_files import (
-    DELIMITERS,
-    delimiter_of,
     open_text,
     read_delimited,
     repeats_note,
@@ -470,16 +468,6 @@ def _from_hub(data: DataOptions, held_out: dict[str, tuple[str, ...]]) -> tuple[
     if others := ", ".join(each for each in dataset if each not in splits.values()):
         notes = [f"note      splits of {name} that are read: {', '.join(splits.values())}; not read: {others}"]
     return {part: dataset[each] for part, each in splits.items()}, notes
-
-
-def table_format(data: DataOptions) -> tuple[str, str] | None:
-    """The ending and the delimiter of the .csv or .tsv file that is answered or evaluated; None: another file is."""
-    part = next((part for part in (PREDICT, "validation", "train") if part in data.patterns), None)
-    if part is None:
-        return None
-    path = find_files(f"{part}_file", data.patterns[part])[0]
-    ending = ending_of(path)
-    return (ending, delimiter_of(path, data)) if ending in DELIMITERS else None
 
 
 def files_and_sizes(recipe: TaskRecipe) -> dict[str, str]:

@@ -8,7 +8,6 @@ Checkpoints are not in it: the manifest of each names its files.
 """
 
 import contextlib
-import csv
 import fcntl
 import io
 import json
@@ -17,7 +16,7 @@ import platform
 import re
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -369,22 +368,6 @@ class RunFolder:
         rows = JsonlFile(self.path / f"predictions{suffix}.jsonl", object_of).read()
         return [row for row in rows if row.keys() >= set(fields)]
 
-    def tabulate_predictions(self, ending: str, delimiter: str) -> list[str]:
-        """Write predictions*.jsonl as tables too, such as predictions.csv: a column for the probability of each class;
-        lists and objects are JSON. Returns the names of the files; one that no run has written stays as it is."""
-        names = []
-        for path in sorted(self.path.glob("predictions*.jsonl")):
-            if path.name not in self.written.names or not self.written.is_ours(f"{path.stem}{ending}"):
-                continue
-            rows = [_in_columns(row) for row in self.predictions(path.stem.removeprefix("predictions"))]
-            columns = list(dict.fromkeys(chain.from_iterable(rows)))
-            names.append(f"{path.stem}{ending}")
-            with self.new_file(names[-1]) as file:
-                written = csv.DictWriter(file, columns, delimiter=delimiter, restval="", lineterminator="\n")
-                written.writeheader()
-                written.writerows(rows)
-        return names
-
     def claim(self, name: str) -> None:
         """Note that a file of this name is the run's. Raises UserError: there is one which no run has written."""
         if not self.written.is_ours(name):
@@ -461,13 +444,3 @@ def identity_options(recipe: Recipe, global_batch: int | None) -> dict[str, Any]
     """The options that make a run the run that it is."""
     names, options = recipe.names_with(identity=True), recipe.to_dict()
     return {**{name: options[name] for name in names}, "global_batch_size": global_batch}
-
-
-def _in_columns(row: dict[str, Any]) -> dict[str, Any]:
-    """A line of predictions.jsonl as values of columns."""
-    values = {f"probability_{name}": value for name, value in (row.pop("probabilities", None) or {}).items()}
-    cells = {
-        name: json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else value
-        for name, value in row.items()
-    }
-    return cells | values

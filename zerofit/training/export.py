@@ -12,19 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from zerofit.checkpoint.directory import LEAVING
 from zerofit.compat.torch import compiled_graphs
-from zerofit.data.mixture import options_of_sources
-from zerofit.data.options import DataOptions
-from zerofit.data.sources import table_format
 from zerofit.health.shutdown import SIGNALS
 from zerofit.model.export import Weights
 from zerofit.recipe.errors import EXIT, EXIT_NEEDS_A_PERSON, UserError, first_line, print_last
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.schedule import Schedule
-from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.environment import describe_environment
 from zerofit.record.metrics import EvaluationTime, UpdateMetrics
 from zerofit.record.plot import plot_run
-from zerofit.record.run_folder import MODEL, RunFolder
+from zerofit.record.run_folder import MODEL
 from zerofit.record.terminal import decimals, duration, rounded, screen_width, table
 from zerofit.strategy.gpus import describe_device
 from zerofit.strategy.muon import Muon
@@ -250,8 +246,6 @@ def _export_record(run: "Run", loads_best: bool, remarks: Callable[[], list[str]
         for file in run.checkpoints.directory.best.glob("predictions*.jsonl"):  # of the model that is exported
             with folder.noting(file.name), folder.new_file(file.name, "wb") as written:
                 written.write(file.read_bytes())
-    with folder.noting("predictions as a table"):
-        _tabulate(folder, run.recipe)
     with folder.noting("loss.png"), folder.new_file("loss.png", "wb") as picture:
         of_quality = (name for name in (run.best.metric, *run.figures) if name not in ("loss", "perplexity"))
         merit, resumed = next(of_quality, "loss"), run.environment.get("resumed_after", ())
@@ -261,18 +255,6 @@ def _export_record(run: "Run", loads_best: bool, remarks: Callable[[], list[str]
         with folder.noting("the report of the held-out examples"):
             said = remarks()
     return said
-
-
-def _tabulate(folder: RunFolder, recipe: TaskRecipe) -> list[str]:
-    """Write the predictions as .csv or .tsv too, where the records came from such a file. Returns the files."""
-    if not any(folder.path.glob("predictions*.jsonl")):
-        return []
-    try:
-        sources = options_of_sources(DataOptions.of(recipe), recipe)
-        kind = table_format(next(iter(sources.values())))
-    except (UserError, OSError):  # the data is gone meanwhile
-        return []
-    return folder.tabulate_predictions(*kind) if kind else []
 
 
 def finish_run(run: "Run") -> int:
@@ -351,8 +333,6 @@ def answer_held_out(
     if run.is_main:
         with folder.noting("metrics.jsonl"):
             folder.metrics.close()
-        with folder.noting("predictions as a table"):
-            files += _tabulate(folder, recipe)
         code = EXIT_NEEDS_A_PERSON if folder.missing else 0
         with folder.noting("environment.json"):
             folder.write_environment({**environment, "seconds": seconds, "exit_code": code})
