@@ -117,7 +117,7 @@ def test_the_recipes_choice():
     assert make_best_tracker(recipe, figures, True, state) == BestMetricTracker("f1", 3, True, True)
 
 
-def test_figures_of_each_class_and_their_picture(tmp_path):
+def test_figures_of_each_class(tmp_path):
     names, draw = ("良い", "so so", "$bad$"), np.random.default_rng(0)
     truth, answers = draw.integers(0, 2, 200), draw.integers(0, 3, 200)  # nothing is of the last class
     folder, part = RunFolder(tmp_path / "run"), held_out_labels(truth.tolist(), np.int64)
@@ -130,7 +130,6 @@ def test_figures_of_each_class_and_their_picture(tmp_path):
     expected = sk.precision_recall_fscore_support(truth, answers, labels=range(3), zero_division=0)
     shown = [line.split()[-5:-1] for line in table.splitlines()[1:]]
     assert shown == [[*(f"{value:.4f}" for value in row[:3]), str(row[3])] for row in zip(*expected)]
-    assert (tmp_path / "run" / "confusion.png").stat().st_size > 5000
     assert report_classes(folder, Labels(None), [part]) == report_classes(folder, Labels(names, True), [part]) == []
     many = tuple(map(str, range(30)))
     folder.write_predictions({"label": name, "prediction": name} for name in many)

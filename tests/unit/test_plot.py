@@ -14,7 +14,7 @@ def test_the_curves_of_a_run(monkeypatch, tmp_path, updates):
               "eval_loss": 2.0, "eval_accuracy": 0.5} for n in range(1, updates + 1)]  # fmt: skip
     lines.append({"update": updates + 1, "anomaly": "loss is nan", "loss": float("nan")})
     resumed = [1, 4] if updates > 4 else []
-    plot_run(lines, tmp_path / "loss.png", "a run", "token", "accuracy", resumed=resumed)
+    plot_run(lines, tmp_path / "loss.png", "token", "accuracy", resumed=resumed)
     assert (tmp_path / "loss.png").stat().st_size > 10000
     upper, middle, lower, right = figures[-1].axes
     labels = {line.get_label(): line for line in upper.get_lines()}

@@ -185,7 +185,7 @@ def test_a_damaged_record_is_passed_over_or_refused_in_a_sentence(tmp_path, name
     shown = runs_in([str(tmp_path)])
     table_of_runs(shown, 80, 0.0)
     if name == "metrics.jsonl":
-        plot_run(RunFolder(tmp_path).metrics.read(), io.BytesIO(), "title", "token", "accuracy")
+        plot_run(RunFolder(tmp_path).metrics.read(), io.BytesIO(), "token", "accuracy")
     assert all(row["label"] == "a" for row in RunFolder(tmp_path).predictions("", ("label", "prediction")))
     assert Restarts(tmp_path).updates() in range(6)
     assert "this run has no model" in why_no_model(str(tmp_path)) or name == "environment.json"

@@ -103,7 +103,6 @@ def test_a_table_of_tags_that_are_no_entities(tmp_path):
         ["DET", "1.0000", "1.0000", "1.0000", "1", "1"], ["NOUN", "0.0000", "0.0000", "0.0000", "1", "1"],
         ["VERB", "0.0000", "0.0000", "0.0000", "1", "1"],
     ]  # fmt: skip
-    assert (tmp_path / "confusion.png").is_file()
 
 
 CONLL = """-DOCSTART- -X- O O

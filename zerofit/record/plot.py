@@ -1,21 +1,14 @@
-"""The pictures of a run: loss.png, which a person looks at first, and the confusion matrix of its classes."""
+"""The picture of a run, loss.png, which a person looks at first."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import IO, Any
 
-import numpy as np
-
-from zerofit.record.terminal import shortened
-
-NAME = 24  # characters of a class in a picture
 FEW = 12  # updates that are shown as points, and not smoothed
-LAST_RESORT = "Last Resort"  # a font that has a box for every character
 
 
 def plot_run(
     metrics: list[dict[str, Any]],
     file: IO[bytes],
-    title: str,
     unit: str,
     figure_of_merit: str,
     *,
@@ -30,10 +23,12 @@ def plot_run(
         figure_of_merit: the held-out figure of the best evaluation; it gets a panel of its own if it is not a loss.
         resumed: updates after which a launch resumed the run.
     """
+    from matplotlib.figure import Figure
+
     train = [line for line in metrics if "loss" in line and "anomaly" not in line]
     merit = f"eval_{figure_of_merit}" if figure_of_merit != "loss" else ""
     has_panel = any(merit in line for line in metrics)
-    figure = _figure(8, 5.6 + 1.4 * has_panel)
+    figure = Figure(figsize=(8, 5.6 + 1.4 * has_panel), dpi=110, layout="constrained")
     upper, *middle, lower = figure.subplots(2 + has_panel, 1, sharex=True, height_ratios=[3, *[1.5] * has_panel, 1])
     points = {"marker": "o", "markersize": 3} if len(train) <= FEW else {}
     _draw(upper, train, "loss", color="#9ecae1", label="training, each update", **points)
@@ -46,8 +41,6 @@ def plot_run(
         if "anomaly" in line or "skipped" in line:
             upper.axvline(line["update"], color="#cb181d", linestyle=":", linewidth=1)
     upper.set(ylabel="squared error" if unit == "number" else f"loss, nats per {unit}")
-    if font := font_for([title]):
-        upper.set_title(title, family=font, parse_math=False)
     for axes in middle:
         _draw(axes, metrics, merit, **held_out)
         axes.set(ylabel=f"{figure_of_merit}\n(held out)")
@@ -71,15 +64,6 @@ def plot_run(
     figure.savefig(file)
 
 
-def _figure(width: float, height: float) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def _draw(axes: Any, lines: list[dict[str, Any]], name: str, **style: Any) -> None:
     shown = [(line["update"], line[name]) for line in lines if name in line]
     if shown:
@@ -91,43 +75,3 @@ def _smooth(train: list[dict[str, Any]]) -> list[float]:
     half, losses = max(2, len(train) // 80), [line["loss"] for line in train]
     windows = (losses[max(0, place - half) : place + half + 1] for place in range(len(losses)))
     return [sum(window) / len(window) for window in windows]
-
-
-def plot_confusion(matrix: np.ndarray, names: Sequence[str], file: IO[bytes]) -> None:
-    """Plot a confusion matrix, (classes, classes), a row for each class, a column for each prediction: the number of
-    examples in each cell, its colour the share of the row."""
-    count, font = len(names), font_for(names)
-    shown = [shortened(name, NAME) for name in names] if font else [str(number) for number in range(count)]
-    figure = _figure(2.5 + 0.45 * count, 2.5 + 0.45 * count)
-    axes = figure.subplots()
-    shares = matrix / matrix.sum(axis=1, keepdims=True).clip(1)
-    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    for row, column in zip(*matrix.nonzero()):
-        colour = "white" if shares[row, column] > 0.5 else "black"
-        axes.text(column, row, f"{matrix[row, column]:,}", ha="center", va="center", fontsize=8, color=colour)
-    style = {"parse_math": False, **({"family": font} if font else {})}
-    axes.set_xticks(range(count), shown, rotation=90, **style)
-    axes.set_yticks(range(count), shown, **style)
-    numbered = "" if font else ", by its number in model/config.json"
-    axes.set(xlabel=f"predicted{numbered}", ylabel=f"label{numbered}")
-    figure.savefig(file)
-
-
-def font_for(texts: Iterable[str]) -> str | None:
-    """The family of an installed font that has every character of these texts (names of runs and classes are in any
-    language), the default one if it does; None if there is none."""
-    from matplotlib.font_manager import FontProperties, findfont, fontManager
-    from matplotlib.ft2font import FT2Font
-
-    needed = {ord(letter) for text in texts for letter in text}
-    usual = findfont(FontProperties())
-    fonts = [font for font in fontManager.ttflist if not font.name.startswith(LAST_RESORT)]
-    for font in sorted(
-        fonts, key=lambda font: (font.fname != usual, font.style != "normal", font.weight not in (400, "normal"))
-    ):
-        try:
-            if needed <= FT2Font(font.fname).get_charmap().keys():
-                return font.name
-        except (OSError, RuntimeError):  # it was removed, or is damaged
-            continue
-    return None

@@ -24,13 +24,12 @@ from zerofit.model.configuration import check_task
 from zerofit.model.load import head_weights
 from zerofit.model.loss import IGNORE, logits_of_examples, loss_of_examples
 from zerofit.recipe.tasks import ClsRecipe
-from zerofit.record.plot import plot_confusion
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import decimals, screen_width, table
 from zerofit.strategy.engine import Engine
 from zerofit.training.evaluation import compute, gather_by_index, mean_losses
 
-MAX_ROWS, MAX_PICTURED = 20, 60  # classes of a table, and of a picture
+MAX_ROWS = 20  # classes of a table
 
 
 def choose_head(config: Any, labels: Labels, recipe: ClsRecipe) -> tuple[Any, list[str], list[str | None]]:
@@ -191,8 +190,8 @@ def _named(answer: Any, labels: Labels) -> Any:
 
 
 def report_classes(folder: RunFolder, labels: Labels, held_out: list[HeldOut]) -> list[str]:
-    """Tables for the log from the run's predictions, one for each held-out part; each part of classes gets a picture
-    in the run's folder (confusion.png). Nothing of numbers and choices, whose labels are not classes."""
+    """Tables for the log from the run's predictions, one for each held-out part; nothing of numbers and choices,
+    whose labels are not classes."""
     if labels.names is None or labels.choices:
         return []
     lines, keys = [], ("label", "prediction")
@@ -215,12 +214,6 @@ def report_classes(folder: RunFolder, labels: Labels, held_out: list[HeldOut]) -
             rows = [word for row in rows for word in _words(row)] if labels.of_words else rows
             heading = f"classes     of {len(rows):,} held-out {what[1]}{part.suffix.replace('_', ' ')}"
             truth, predicted = ({(place, row[key]) for place, row in enumerate(rows)} for key in keys)
-            if len(names) <= MAX_PICTURED:
-                from sklearn.metrics import confusion_matrix  # takes seconds
-
-                counts = confusion_matrix(*([row[key] for row in rows] for key in keys), labels=list(names))
-                with folder.new_file(f"confusion{part.suffix}.png", "wb") as file:
-                    plot_confusion(counts, names, file)
         lines += [heading, _recognized(names, what, truth, predicted)]
     return lines
 

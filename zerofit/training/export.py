@@ -249,7 +249,7 @@ def _export_record(run: "Run", loads_best: bool, remarks: Callable[[], list[str]
     with folder.noting("loss.png"), folder.new_file("loss.png", "wb") as picture:
         of_quality = (name for name in (run.best.metric, *run.figures) if name not in ("loss", "perplexity"))
         merit, resumed = next(of_quality, "loss"), run.environment.get("resumed_after", ())
-        plot_run(folder.metrics.read(), picture, folder.path.name, run.unit, merit, resumed=resumed)
+        plot_run(folder.metrics.read(), picture, run.unit, merit, resumed=resumed)
     said = list[str]()
     if not folder.missing:
         with folder.noting("the report of the held-out examples"):
