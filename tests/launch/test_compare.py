@@ -153,7 +153,6 @@ def test_strategies_are_trained_to_the_end_and_not_again(recipe, tmp_path):
     assert ddp.evaluation["evaluation_samples_per_s"] > 0
     assert "One global batch of 64 for all" in said
     assert "## Trained to the end" in (output / "report.md").read_text()
-    assert all(line["evaluation_seconds"] > 0 for line in journal(output, "size"))
     launches = len(journal(output, "launch"))
     code, said = run(recipe, output, *flags)
     assert code == 0, said

@@ -188,7 +188,6 @@ def test_without_a_gpu_a_limit_is_needed(monkeypatch, tmp_path, capsys):
 
 ABOUT = {"longest": {"input_ids": 128}, "mean_sample": 50, "num_samples": 1000, "accumulation": 1,
          "precision": "fp32", "parameters": 10**6}  # fmt: skip
-EVALUATED = {"evaluation_seconds": 0.5, "evaluation_samples_per_s": 32.0, "evaluation_samples": 16}
 
 
 def tried(size, peak=None, rate=1.0):
@@ -203,7 +202,7 @@ def tried(size, peak=None, rate=1.0):
 def rows():
     of_each = {
         "ddp": [tried(4, 500, 8.0), tried(8, 600, 10.0), tried(9)],
-        "zero2": [tried(8, 400, 9.0) | EVALUATED, tried(32, 800, 12.0), tried(40, 900, 9.5) | EVALUATED, tried(41)],
+        "zero2": [tried(8, 400, 9.0), tried(32, 800, 12.0), tried(40, 900, 9.5), tried(41)],
         "zero3|x": [tried(1)],
     }
     return [StrategyRow(name, trials) for name, trials in of_each.items()]
@@ -225,7 +224,7 @@ def test_the_report_has_all_of_it(tmp_path):
     assert "://" not in page, "it loads nothing"
     assert "&lt;x&gt;" in page
     text = (tmp_path / "report.md").read_text()
-    for words in ("zero3\\|x", "0123456789ab", "left out", "1,000.0 MiB", "one batch of 16 samples"):
+    for words in ("zero3\\|x", "0123456789ab", "left out", "1,000.0 MiB"):
         assert words in text, words
     with (tmp_path / "results.csv").open() as file:
         lines = list(csv.DictReader(file))
@@ -233,9 +232,6 @@ def test_the_report_has_all_of_it(tmp_path):
     assert [line["outcome"] for line in lines].count("out_of_memory") == 3
     assert lines[1]["reserved_bytes"] == str(600 * MIB)
     assert "zero2" in report.for_terminal()
-    shown = [dict(zip(report.results_table()[0], row)) for row in report.results_table()[1:]]
-    assert [row["evaluation samples/s"] for row in shown] == ["-", "32", "-"]
-    assert [line["evaluation_seconds"] for line in lines if line["strategy"] == "zero2"] == ["0.5", "", "0.5", ""]
 
 
 @pytest.mark.parametrize(

@@ -121,8 +121,8 @@ class Measurement:
         torch.get_device_module(self.device).set_per_process_memory_fraction(self.limit / total)
 
     def updates(self, run: "Run", evaluate: Callable[[], dict[str, float]] | None) -> Iterator[Update]:
-        """Updates on this rank's longest rows, until enough of them were timed. At the end an evaluation is timed,
-        where something is held out, and the answer is written."""
+        """Updates on this rank's longest rows, until enough of them were timed. Then it evaluates, where
+        something is held out, and writes the answer."""
         if self.rank == 0:
             add_line(self.answers, {"event": "begins"})
         engine, schedule = run.engine, run.schedule
@@ -168,17 +168,10 @@ class Measurement:
 
     def _answer(self, run: "Run", totals: Totals, evaluate: Callable[[], dict[str, float]] | None) -> None:
         self.load.append(os.getloadavg()[0])
-        engine, evaluation = run.engine, {}
-        if evaluate is not None and run.data.num_held_out:
-            evaluate()  # warms up
-            run.begin_evaluation(self.done)
+        engine = run.engine
+        if evaluate is not None and run.data.num_held_out:  # for its memory
+            run.enter("evaluate", self.done)
             evaluate()
-            took = run.end_evaluation(run.data.num_held_out)
-            evaluation = {
-                "evaluation_seconds": took.seconds,
-                "evaluation_samples_per_s": took.samples_per_s,
-                "evaluation_samples": run.data.num_held_out,
-            }
         peaks = measured_peaks(engine.device)
         ranks = [dict(zip(peaks, map(int, rank))) for rank in engine.per_rank([*peaks.values()])]
         typical, samples = statistics.median(self.seconds), run.data.train
@@ -191,7 +184,6 @@ class Measurement:
             "samples_per_s": run.strategy.batches.global_batch / typical,
             "tokens_per_s": totals.tokens / typical,
             "loss": self.figures["loss"],
-            **evaluation,
             "about": {
                 "longest": run.data.longest,
                 "mean_sample": samples.stats.mean_length,

@@ -25,10 +25,7 @@ from zerofit.tools.compare.trial import (
 from zerofit.tools.tool_recipe import read_with_recipe
 
 BUSY = 2  # a load average above this many times the cores, or the ranks, is that of other programs too
-RATES = (
-    *("samples_per_s", "tokens_per_s", "evaluation_samples_per_s", "evaluation_seconds", "evaluation_samples"),
-    *("seconds", "load", "cores"),
-)
+RATES = ("samples_per_s", "tokens_per_s", "seconds", "load", "cores")
 
 
 @dataclass

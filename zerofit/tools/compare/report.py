@@ -181,7 +181,6 @@ class ComparisonReport:
     def _cells(self, row: StrategyRow) -> dict[str, str]:
         first, largest, common, best = self.rows[0], row.at(row.largest), row.at(self.common), row.best
         faster = speed_up(row, first)
-        evaluated = next((line for line in reversed(row.fitting) if "evaluation_seconds" in line), None)
         return {
             "strategy": row.name,
             "largest batch": row.limit_text,
@@ -197,7 +196,6 @@ class ComparisonReport:
             "tokens/s there": rounded(best["tokens_per_s"]) if best else "-",
             "speed-up": f"{faster:.2f}" if faster else "-",
             "an epoch": duration(row.about["num_samples"] / best["samples_per_s"]) if best and row.about else "-",
-            "evaluation samples/s": rounded(evaluated["evaluation_samples_per_s"]) if evaluated else "-",
         }
 
     def _parts(self) -> list[ReportSection]:
@@ -236,12 +234,6 @@ class ComparisonReport:
             precision, why = timed_precision(timer, about["precision"])
             because = f", for {why}" if why else ""
             said.append(f"Timed on {timer.describe()} without a memory limit, in {precision}{because}.")
-        samples = {
-            line["evaluation_samples"] for row in self.rows for line in row.fitting if "evaluation_samples" in line
-        }
-        if samples:
-            several = " or ".join(f"{count:,}" for count in sorted(samples))
-            said.append(f"Evaluation is one batch of {several} samples, generation included, not a full evaluation.")
         return said
 
     def _about_finished(self) -> list[str]:
