@@ -88,15 +88,12 @@ def install_template(
     elif isinstance(own, dict) and "default" not in own:  # of several, one may be for records with tools
         raise UserError(f"several chat templates ({', '.join(own)}): name a .jinja file with --chat_template")
     origin = f"chat_template = {name!r}" if name else "the tokenizer's own chat template"
-    aside = " (the tokenizer has no template of its own)" if name != requested else ""
-    if requested and own and own != tokenizer.chat_template:
-        aside = " (in place of the tokenizer's own)"
     try:
         apply_template(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
     except BadTemplate as bad:
         if bad.syntax:  # else it may refuse this conversation and accept others
             raise UserError(f"{origin}, {bad}") from None
-    return origin, f"template  {name or origin}{aside}"
+    return origin, f"template  {name or origin}"
 
 
 # ----------------------------------------------------------------------------- what a record gives to the template

@@ -102,11 +102,11 @@ def check_packing(engine: "Engine", recipe: ModelOptions, collate: "CausalCollat
 
 @uncompiled()
 @torch.no_grad()
-def check_split_rows(engine: "Engine", collate: "CausalCollator", packed: bool) -> str | None:
-    """Under sequence parallelism: check that the loss of rows that ranks split is the loss of rows in full. Returns a
-    note. Raises UserError where it differs. `packed`: rows are of documents that do not see each other."""
+def check_split_rows(engine: "Engine", collate: "CausalCollator", packed: bool) -> None:
+    """Under sequence parallelism: check that the loss of rows that ranks split is the loss of rows in full. Raises
+    UserError where it differs. `packed`: rows are of documents that do not see each other."""
     if engine.layout.sequence == 1:
-        return None
+        return
     vocab_size, device, length = _sizes(engine)
     width = 2 * length - 1  # to be filled up
     ids = random_tokens(vocab_size, device, width, NUM_ROWS).view(NUM_ROWS, width).cpu().numpy()
@@ -123,10 +123,6 @@ def check_split_rows(engine: "Engine", collate: "CausalCollator", packed: bool) 
             f"sequence_parallel_size = {engine.layout.sequence}: the loss of a {engine.module.config.model_type} with "
             f"attn_implementation = {kernel_of(engine.module)!r} differs. Use a strategy without it, such as zero3"
         )
-    if engine.split_rows is None or not engine.split_rows.in_a_ring:
-        return None
-    ranks = engine.layout.sequence
-    return f"note      {ranks} ranks cannot share the heads: keys and values go round (ring attention)"
 
 
 def check_mask_support(engine: "Engine") -> None:
