@@ -81,12 +81,7 @@ def build_model(auto_class: Any, config: PretrainedConfig, run: "Run", ignored_w
     # Known before, since loading may take all memory.
     run.parameters = load.size_of_model(auto_class, config, strategy, recipe.trust_remote_code)
     model = load.load_model(
-        auto_class,
-        config,
-        recipe,
-        strategy,
-        ignored_weights=ignored_weights,
-        num_parameters=run.parameters,
+        auto_class, config, recipe, strategy, ignored_weights=ignored_weights, num_parameters=run.parameters
     )
     if run.stored is None:
         run.notes += notes_on_weights(model, ignored_weights, recipe.model_name_or_path)
