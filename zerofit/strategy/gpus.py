@@ -122,14 +122,11 @@ def describe_device(device: Any) -> str:
 
 
 def cudnn() -> str | None:
-    """The version of cuDNN, as in "cuDNN 9.15.0": attention is slower with an older one. None without CUDA."""
+    """The version of cuDNN, 91500 for 9.15.0: attention is slower with an older one. None without CUDA."""
     import torch
 
     number = torch.backends.cudnn.version() if torch.version.cuda and torch.backends.cudnn.is_available() else None
-    if number is None:
-        return None
-    unit = 10_000 if number >= 90_000 else 1_000
-    return f"cuDNN {number // unit}.{number % unit // 100}.{number % 100}"
+    return f"cuDNN {number}" if number else None
 
 
 if __name__ == "__main__":
