@@ -86,15 +86,12 @@ def go_on(run, start, tmp_path):
 
 
 @pytest.mark.long
-def test_partitions_within_a_machine_follow_a_checkpoint(go_on):
-    """They are copies of the weights that were there before it was read."""
-    go_on("zero3_hpz", "zero3_hpz")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("strategy", "which"), [("fsdp2", "selective"), ("sp", "selective"), ("zero3_hpz", "full")])
-def test_a_run_goes_on_in_another_layout_with_recomputed_activations(go_on, strategy, which):
-    go_on("single", strategy, "--gradient_checkpointing", which)
+@pytest.mark.parametrize(
+    ("origin", "strategy", "which"),
+    [("single", "fsdp2", "selective"), ("single", "sp", "selective"), ("zero3_hpz", "zero3_hpz", "full")],
+)
+def test_a_run_goes_on_in_another_layout_with_recomputed_activations(go_on, origin, strategy, which):
+    go_on(origin, strategy, "--gradient_checkpointing", which)
 
 
 @pytest.mark.parametrize(

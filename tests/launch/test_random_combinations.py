@@ -8,15 +8,12 @@ code 2 and before the first update.
     pytest -m long tests/launch/test_random_combinations.py                  # seeds 0 to 99, about half an hour
     pytest -m long tests/launch/test_random_combinations.py --seeds 117      # one of them: a failure prints commands
     pytest -m long tests/launch/test_random_combinations.py --seeds 100-299
-
-The outcome of each seed is a line of outputs/tests/random_combinations.jsonl.
 """
 
 import json
 import re
 import shlex
 import shutil
-from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -54,7 +51,6 @@ SUMS = {"eval_reward_margin": 1.0, "eval_pearson": 10.0, "grad_norm": 0.01}
 KEYS = re.compile(r"\b(k_proj|key|key_proj)\.bias$")
 ATTEMPTS = 6  # draws until one is not refused
 COUNTS = ("update", "consumed_samples", "targets", "tokens", "skipped")
-OUTCOMES = ROOT / "outputs" / "tests" / "random_combinations.jsonl"
 
 # Of each form of data: the flags. Names in braces are those of the fixture `folders`.
 TEXT = "--train_file {material}/text/train.txt --block_size 64"
@@ -239,14 +235,12 @@ class Trial:
         self.run: Run | None = None
         self.commands: list[str] = []
         self.saved = False  # whether the last leg has said so
-        self.outcome = {"seed": seed, "about": None, "legs": [], "refused": [], "resumed": 0,
-                        "differences": None, "failed": None}  # fmt: skip
+        self.legs: list[str] = []
 
     def attempt(self) -> None:
         """Train the reference and the legs, and compare them."""
         for number in range(ATTEMPTS):  # until one is not refused
             self.run = draw_run(self.random, self.folders)
-            self.outcome["about"] = self.run.about
             if not self.is_refused(f"alone{number}", Leg("single", 1, 2)):
                 break
         else:
@@ -261,9 +255,7 @@ class Trial:
                 return
             if (output / "model").is_dir():
                 break
-        self.outcome["differences"] = compare(
-            self.run, output, reference, any("offload" in leg for leg in self.outcome["legs"])
-        )
+        compare(self.run, output, reference, any("offload" in leg for leg in self.legs))
 
     def is_refused(self, name: str, leg: Leg) -> bool:
         """Whether a launch is refused; else it has ended as the leg says."""
@@ -275,17 +267,16 @@ class Trial:
             assert re.search("^error: ", said, re.MULTILINE), said  # transformers may warn before
             assert "Traceback" not in said, said
             assert num_updates(output) == before, f"refused after updates: {said}"
-            if name == "run" and self.outcome["legs"]:  # it is the layout that is refused, and not to resume
+            if name == "run" and self.legs:  # it is the layout that is refused, and not to resume
                 fresh = self.folder / f"fresh{len(self.commands)}"
                 assert self.launch(fresh, replace(leg, end=None))[0] == 2, f"only the resume is refused:\n{said}"
-            self.outcome["refused"].append(said.split("\n\n")[0])
             return True
         signal_name = leg.end.split()[0] if leg.end else None
         codes = {None: (0,), "SIGKILL": (0, 1, -9), "SIGTERM": (0, 85)}[signal_name]
         assert code in codes, f"{leg}: exit code {code}\n{shown[-1500:]}\n{said[-5000:]}"
         assert resumed or not self.saved, f"{leg} has begun again"
-        self.saved, self.outcome["resumed"] = code == 85, self.outcome["resumed"] + resumed
-        self.outcome["legs"] += [str(leg)] if name == "run" else []
+        self.saved = code == 85
+        self.legs += [str(leg)] if name == "run" else []
         return False
 
     def launch(self, output: Path, leg: Leg) -> tuple[int, str, str]:
@@ -310,10 +301,10 @@ def num_updates(output: Path) -> int:
     return len(updates(metrics(output))) if (output / "metrics.jsonl").is_file() else 0
 
 
-def compare(run: Run, ours: Path, reference: Path, on_the_host: bool) -> dict[str, float]:
-    """The largest relative difference of each kind of figure; raises where it is more than rounding."""
+def compare(run: Run, ours: Path, reference: Path, on_the_host: bool) -> None:
+    """That two runs differ by no more than rounding."""
     lines, expected, half = metrics(ours), metrics(reference), "bf16" in run.flags
-    largest, has_relu = Counter(), run.about.split(", ")[1] in WITH_RELU
+    has_relu = run.about.split(", ")[1] in WITH_RELU
     assert len(lines) == len(expected)
     for line, other in zip(lines, expected):
         assert {name: line.get(name) for name in COUNTS} == {name: other.get(name) for name in COUNTS}
@@ -328,8 +319,6 @@ def compare(run: Run, ours: Path, reference: Path, on_the_host: bool) -> dict[st
             ):  # where predictions are nearly right their errors have few digits, and so has what follows of them
                 least = max(least, *(0.1 * abs(one[name]) for one in expected if name in one))
             difference = abs(line[name] - other[name]) / max(abs(other[name]), least)
-            kind = "held out" if name[:5] == "eval_" else name
-            largest[kind] = max(largest[kind], difference)
             limit = max(TOLERANCE[half], ON_THE_HOST if on_the_host else 0.0)
             limit = max(limit, KINKS if has_relu else 0.0)
             limit = 1e-9 if name == "learning_rate" else limit
@@ -345,37 +334,17 @@ def compare(run: Run, ours: Path, reference: Path, on_the_host: bool) -> dict[st
                 continue
             steps = 1e-3 if has_relu else 2e-5  # Adam's step of a weight behind a kink may be another one in whole
             torch.testing.assert_close(mine[name], theirs[name], rtol=1e-3, atol=steps, msg=name)
-            largest["weights"] = max(largest["weights"], float((mine[name] - theirs[name]).abs().max()))
-    return dict(largest)
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> list[dict]:
-    OUTCOMES.parent.mkdir(parents=True, exist_ok=True)
-    return []
-
-
-def test_a_disturbed_run_is_the_undisturbed_one(seed, folders, cache, tmp_path, outcomes):
+def test_a_disturbed_run_is_the_undisturbed_one(seed, folders, cache, tmp_path):
     trial = Trial(seed, folders, tmp_path, cache)
     try:
         trial.attempt()
     except AssertionError as error:
-        trial.outcome["failed"] = str(error)[:600]
-        said = (f"seed {seed}: {error}", f"{trial.run.about}: {'; '.join(trial.outcome['legs'])}", *trial.commands)
+        said = (f"seed {seed}: {error}", f"{trial.run.about}: {'; '.join(trial.legs)}", *trial.commands)
         raise AssertionError("\n".join(said)) from None
     finally:
-        outcomes.append(trial.outcome)
-        with OUTCOMES.open("a") as file:
-            file.write(json.dumps(trial.outcome) + "\n")
         shutil.rmtree(tmp_path)
-
-
-def test_enough_combinations_trained_resumed_and_were_refused(outcomes):
-    if len(outcomes) < 20:
-        pytest.skip("says something of 20 seeds or more")
-    assert sum(outcome["differences"] is not None for outcome in outcomes) >= 0.8 * len(outcomes)
-    assert sum(outcome["resumed"] > 0 for outcome in outcomes) >= 0.3 * len(outcomes)
-    assert sum(len(outcome["refused"]) for outcome in outcomes) >= 0.2 * len(outcomes)
 
 
 def test_every_strategy_can_be_drawn():

@@ -202,14 +202,6 @@ def test_a_json_as_under_torchrun(folder):
     assert values(report)["strategy"] == ("zero1", "ds_configs/zero1.json")
 
 
-def test_the_machines_of_a_scheduler(folder, monkeypatch):
-    for name, value in {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job"}.items():
-        monkeypatch.setenv(name, value)
-    said = "\n".join(examined("--strategy", "zero2").messages("note"))
-    assert "machine 1 of 2, the first at job-node-0-0.job" in said
-    assert "PET_NNODES = 2" in said
-
-
 def test_bad_input(folder, capsys):
     for words, said in (
         (["--stratgy", "zero2"], "--stratgy is not an option. Did you mean strategy?"),
@@ -221,13 +213,3 @@ def test_bad_input(folder, capsys):
     report = examined(*MINE, "--strategy", "zero9")
     assert report.exit_code == 2
     assert "there is no file accelerate_configs/zero9.yaml" in report.messages("error")[0]
-
-
-def test_what_a_flag_takes_out_is_noted(folder):
-    (folder / "clm/mine.yaml").write_text(RECIPE + "sample_tokens: 5\nsample_prompt: x\n")
-    edit(folder / "ds_configs/zero2.json", gradient_clipping=0.5)
-    report = examined(*MINE, *ZERO2, "--sample_tokens", "0", "--max_grad_norm", "1")
-    assert not report.messages("error"), "a flag wins"
-    said = "\n".join(report.messages("note"))
-    assert "sample_prompt = 'x' (clm/mine.yaml, line 10) is left out" in said
-    assert "gradient_clipping = 0.5 is left out: --max_grad_norm says otherwise" in said

@@ -93,7 +93,7 @@ def test_a_column_that_some_parquet_files_have(tmp_path, prepare):
 
 
 @pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl"])
-@pytest.mark.parametrize("column", ["text", "body"])
+@pytest.mark.parametrize("column", ["text", "body", "Text"])
 def test_formats_and_columns_that_are_found(tmp_path, prepare, ending, column):
     path = write(tmp_path / f"a.{ending}", {"id": list(range(40)), column: TEXTS, "label": LABELS})
     data = prepare(path, "--validation_split_percentage", "0")
