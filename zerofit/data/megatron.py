@@ -281,9 +281,14 @@ class Blend:
 
 
 class CorpusSamples:
-    """A part of a blend in the order of the run: sample k is the k-th of the run. `dataset`: megatron-core's, of which
-    `count` samples are used. `rows`: number of tokens of the tokenizer; a larger id is refused when it is read.
-    `resets`: those of RESETS that are set: what restarts after `eod`, the token at the end of a document."""
+    """A part of a blend in the order of the run: sample k is the k-th of the run.
+
+    Args:
+        dataset: megatron-core's GPTDataset or BlendedDataset.
+        count: number of samples in use.
+        rows: number of tokens of the tokenizer; a larger id is refused when it is read.
+        resets: those of RESETS that are set: what restarts after an end-of-document token.
+    """
 
     lengths = sort_key = None
 
@@ -320,9 +325,17 @@ def beyond_the_vocabulary(number: int, rows: int, where: str) -> str:
 def build_samples(
     blend: Blend, num_samples: int, num_held_out: int, rows: int, eod: int, *, resets: tuple[str, ...], root: Path
 ) -> tuple[CorpusSamples | None, CorpusSamples | None]:
-    """Return (training, held-out) samples; None of 0 samples. The first process makes their index; all processes map
-    it into memory. Raises UserError: the index cannot be written. `num_samples`: of the full run: documents are
-    shuffled over all its epochs. `rows, eod, resets`: see CorpusSamples. `root`: the folder of indices."""
+    """Return (training, held-out) samples. The first process makes their index; all processes map it into memory.
+    Raises UserError: the index cannot be written.
+
+    Args:
+        num_samples: of the full run: documents are shuffled over all its epochs. 0: no training.
+        num_held_out: 0: none.
+        rows: tokens of the tokenizer.
+        eod: the token at the end of a document.
+        resets: those of RESETS that are set.
+        root: the folder of indices.
+    """
     sizes = (num_samples, num_held_out)
     flags = {name: name in resets for name in RESETS}
     # what megatron-core's datasets read of a tokenizer: the end of a document, and its identity

@@ -100,9 +100,15 @@ def find_shards(patterns: tuple[str, ...]) -> Shards:
 
 
 def read_window(shards: Shards, order: list[int], start: Place, size: int) -> tuple[pa.Table, Place | None]:
-    """Return (records from a place on, where the next ones are, or None after the last shard), about `size` bytes of
-    them, those of a shard together. Raises UserError: a shard is gone, cannot be read, or its connection stays lost.
-    `order`: numbers of the shards, as they are read."""
+    """Return (records from a place on, where the next ones are), about `size` bytes of them, those of a shard
+    together. Raises UserError: a shard is gone, cannot be read, or its connection stays lost.
+
+    Args:
+        order: numbers of the shards, as they are read.
+
+    Returns:
+        None as the second: all shards have been read.
+    """
     read, taken, (shard, record) = dict[int, list[pa.Table]](), 0, start
     while shard < len(order):
         for table in _batches(shards, order[shard], record):

@@ -327,8 +327,11 @@ class Conversations:
 
 
 class PreferencePairs(Conversations):
-    """Pairs of answers with their labels, one pair a sample; the collator pads them. `table`: of TABLE_OF_PAIRS; all
-    ids of a pair are empty where it is skipped."""
+    """Pairs of answers with their labels, one pair a sample; the collator pads them.
+
+    Args:
+        table: of TABLE_OF_PAIRS; all ids of a pair are empty where it is skipped.
+    """
 
     def __init__(self, table: Dataset):
         super().__init__(table, ("input_ids", "labels", "rejected_ids", "rejected_labels"))

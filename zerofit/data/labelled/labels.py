@@ -263,10 +263,13 @@ def pretrained_head(
 def configure_labels(
     config: PretrainedConfig, labels: Labels, pretrained: str | None, ignore_mismatched_sizes: bool
 ) -> tuple[int, str | None]:
-    """Write the labels into the model's configuration. Return (the number of outputs of the pretrained head if it must
-    be replaced, else 0; a note if a head with as many labels gets other names for them). Raises UserError: the head
-    has another number of classes, and may not be replaced; it is one of sentences where words have tags, or the other
-    way round."""
+    """Write the labels into the model's configuration. Raises UserError: the pretrained model's head has another
+    number of classes, and it may not be replaced; it is one of sentences where words have tags, or the other way
+    round.
+
+    Returns: the number of outputs of the pretrained head if it must be replaced, else 0; a note if a head with the
+    same number of labels gets other names for them.
+    """
     other = "SequenceClassification" if labels.of_words else "TokenClassification"
     if pretrained_head(config, pretrained, other):
         raise UserError(
