@@ -119,8 +119,15 @@ def _records_of(text: str, line: int, path: Path, field: str | None) -> Iterable
             one = f"(field = {field!r} is for files of one JSON object)"
             raise UserError(f"{path}: not valid JSON: {error}. {one}") from None
         return _one_after_another(text, line, path)
+    for key in field.split(".") if field else ():
+        if not isinstance(held, dict) or key not in held:
+            keys = f"its keys are {', '.join(held)}" if isinstance(held, dict) else f"it is a {type(held).__name__}"
+            raise UserError(f"field = {field!r}: {path} has no key {key!r}; {keys}")
+        held = held[key]
+    if field and not (isinstance(held, list) and held):
+        raise UserError(f"field = {field!r}: {path} has no list of records there, but a {type(held).__name__}")
     if field:
-        return _under(field, held, path)
+        return held
     if isinstance(held, list) and held and isinstance(held[0], list):
         raise UserError(f"{path} is a list of lists, without names of columns. Write it with orient='records'")
     if isinstance(held, dict):
@@ -139,17 +146,6 @@ def _one_after_another(text: str, line: int, path: Path) -> Iterator[Any]:
             ) from None
         yield record
         place += isinstance(record, dict) and text.startswith(",", place)  # a list without its brackets
-
-
-def _under(field: str, held: Any, path: Path) -> list[Any]:
-    for key in field.split("."):
-        if not isinstance(held, dict) or key not in held:
-            keys = f"its keys are {', '.join(held)}" if isinstance(held, dict) else f"it is a {type(held).__name__}"
-            raise UserError(f"field = {field!r}: {path} has no key {key!r}; {keys}")
-        held = held[key]
-    if not isinstance(held, list) or not held:
-        raise UserError(f"field = {field!r}: {path} has no list of records there, but a {type(held).__name__}")
-    return held
 
 
 def _records_of_table(held: dict[str, Any]) -> list[dict[str, Any]] | None:

@@ -75,21 +75,6 @@ SAVED = ("dataset_dict.json", "state.json")  # in a folder that save_to_disk has
 HELD_OUT = ("validation", "valid", "val", "dev")  # names of the held-out part in data sets of the hub
 
 
-def format_of(files: list[Path]) -> str:
-    """The format of files, by their endings. Raises UserError for an unknown ending, or several formats."""
-    kinds: dict[str, Path] = {}
-    for path in files:
-        if (ending := ending_of(path)) not in FORMATS:
-            raise UserError(
-                f"{path}: unknown file extension; known are {', '.join(FORMATS)}, each also {', '.join(PACKED)}"
-            )
-        kinds.setdefault(FORMATS[ending], path)
-    if len(kinds) > 1:
-        found = ", ".join(f"{path} is {kind}" for kind, path in sorted(kinds.items()))
-        raise UserError(f"files of several formats: {found}. Use one format for all")
-    return next(iter(kinds))
-
-
 def read_table(
     paths: list[Path], kind: str, data: DataOptions, unit: str, header: tuple[str, ...]
 ) -> tuple[Dataset, list[str]]:
@@ -399,13 +384,20 @@ def read_source(
         if not data.trains and len(parts) > 1:
             parts.pop("train", None)
         return in_lower_case(Source(parts, {}, notes=notes), data)
-    named = next(iter(files))
-    every = [path for paths in files.values() for path in paths]
-    kind, unit = format_of(every), ""
+    every, kinds, unit = list(chain.from_iterable(files.values())), dict[str, Path](), ""
+    for path in every:
+        if (ending := ending_of(path)) not in FORMATS:
+            known = f"{', '.join(FORMATS)}, each also {', '.join(PACKED)}"
+            raise UserError(f"{path}: unknown file extension; known are {known}")
+        kinds.setdefault(FORMATS[ending], path)
+    if len(kinds) > 1:
+        found = ", ".join(f"{path} is {kind}" for kind, path in sorted(kinds.items()))
+        raise UserError(f"files of several formats: {found}. Use one format for all")
+    kind = next(iter(kinds))
     if kind == "text":
         if unit_of is None:
             what = f"this task reads records: {', '.join(name for name in FORMATS if FORMATS[name] != 'text')}"
-            raise UserError(f"{named}_file = {files[named][0]}: {what}")
+            raise UserError(f"{next(iter(files))}_file = {every[0]}: {what}")
         unit = unit_of(every)
     parts, notes = {}, []
     for part, paths in files.items():
