@@ -224,12 +224,9 @@ def filled(rows: Iterable[list[str]], blank: list[int] | None = None) -> Iterato
             blank.append(getattr(rows, "line_num", 0))
 
 
-def delimiter_of(path: Path, data: DataOptions) -> str:
-    """The delimiter of a .csv or .tsv file: what its ending says; another one where that leaves a header of one
-    column, and the other as many columns in the header as in the first record."""
-    if data.recipe.separator:
-        return data.recipe.separator
-    head, usual = _head(path, data.recipe.encoding), DELIMITERS[ending_of(path)]
+def _delimiter(head: list[str], usual: str) -> str:
+    """The delimiter of a file: the usual one of its ending; another one where that leaves a header of one column, and
+    the other as many columns in the header as in the first record."""
     for delimiter in (usual, *OTHERS):
         header, *record = islice(chain(filled(csv.reader(head, delimiter=delimiter)), [[]]), 2)
         if len(header) > 1 and (delimiter == usual or len(record[0]) in (0, len(header))):
@@ -237,18 +234,15 @@ def delimiter_of(path: Path, data: DataOptions) -> str:
     return usual
 
 
-def _head(path: Path, encoding: str | None) -> list[str]:
-    csv.field_size_limit(sys.maxsize)  # a text may be longer than csv's limit
-    with _lines(path, encoding) as lines:
-        return list(islice(lines, HEAD))
-
-
 def _options(path: Path, data: DataOptions, is_headless: bool, notes: list[str]) -> Options:
     """The arguments of `_rows` for a file."""
-    ending = ending_of(path)
-    options = {"delimiter": DELIMITERS[ending] if is_headless else delimiter_of(path, data)}
-    if ending == ".csv":
-        head, escaped = _head(path, data.recipe.encoding), {**options, "escaped": True}
+    csv.field_size_limit(sys.maxsize)  # a text may be longer than csv's limit
+    with _lines(path, data.recipe.encoding) as lines:
+        head = list(islice(lines, HEAD))
+    usual = DELIMITERS[ending_of(path)]
+    options = {"delimiter": data.recipe.separator or (usual if is_headless else _delimiter(head, usual))}
+    if usual == ",":
+        escaped = {**options, "escaped": True}
         if _has_blanks_before_quotes(head, options["delimiter"]):
             notes.append(f'note      {path}: blanks before a field are left out: a, "b"')
             return {**options, "skipinitialspace": True}
@@ -258,9 +252,7 @@ def _options(path: Path, data: DataOptions, is_headless: bool, notes: list[str])
         return options
     is_quoted = has_quoted_fields(path, data.recipe.encoding, options["delimiter"], is_headless)
     if is_quoted is not None:
-        what = (
-            "enclose fields, as pandas writes them" if is_quoted else "are parts of the texts, they enclose no fields"
-        )
+        what = "enclose fields, as pandas writes them" if is_quoted else "are parts of the texts, and enclose no field"
         notes.append(f"note      {path}: double quotes {what}")
     return {**options, "quoting": csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE}
 
