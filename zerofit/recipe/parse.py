@@ -11,9 +11,9 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import yaml
 
@@ -167,7 +167,7 @@ def read_recipe(
     if config is not None:
         config = recipe_file(config)
         reader.read_file(config)
-    recipe, problems = _with_flags(cls, reader.of_file, reader.of_flags, reader.lines, config), reader.problems
+    recipe, problems = reader.recipe(config), reader.problems
     if tool and getattr(recipe, "trust_remote_code", False) and not recipe.is_flag("trust_remote_code"):
         problems.append(
             f"trust_remote_code = true ({recipe.source('trust_remote_code')}) would run Python code of others here. "
@@ -176,7 +176,7 @@ def read_recipe(
     return recipe, problems or recipe.problems()
 
 
-class _Reader:
+class _Reader(Generic[R]):
     """The values of flags and of a recipe's file, and what is wrong with them.
 
     Attributes:
@@ -184,8 +184,9 @@ class _Reader:
         lines: {option: the line of the file that sets it}.
     """
 
-    def __init__(self, cls: type[Recipe], hints: dict[str, str]) -> None:
-        self.fields, self.hints = {field.name: field for field in dataclasses.fields(cls)}, hints
+    def __init__(self, cls: type[R], hints: dict[str, str]) -> None:
+        self.cls, self.hints = cls, hints
+        self.fields = {field.name: field for field in dataclasses.fields(cls)}
         aliases = {alias: name for name, field in self.fields.items() for alias in field.metadata["aliases"]}
         self.names = {name: name for name in self.fields} | aliases  # {what is written: the option}
         self.of_flags, self.of_file = dict[str, Any](), dict[str, Any]()
@@ -286,6 +287,52 @@ class _Reader:
         remedy = did_you_mean(name, self.names, "--help_all lists the options")
         self.problems.append(f"{where} is not an option. {remedy}")
 
+    def recipe(self, config: str | None) -> R:
+        """Make the recipe of a file and flags. A line of the file is left out if it contradicts a flag, or depends on
+        an option that is left out. Where two flags contradict each other, or two lines, both stay, and are reported
+        later."""
+        left_out: dict[str, str] = {}  # {option: the flag because of which it is}
+        recipe = self._made(config, left_out)
+        while found := self._next_left_out(recipe, left_out) if self.of_flags else None:
+            left_out[found[0]] = found[1]
+            recipe = self._made(config, left_out)
+        unflagged = self.cls(**self.of_file)
+        changed = {name for name, value in self.of_flags.items() if value != getattr(unflagged, name)}
+        for name, field in self.fields.items():
+            said_of = [each for each in field.metadata["follows"].split() if each in left_out or each in changed]
+            if said_of and name in self.of_file and name not in {*left_out, *self.of_flags}:
+                without = self._made(config, {*left_out, name})
+                if set(without.problems()) <= set(recipe.problems()):
+                    left_out[name] = left_out.get(said_of[0], f"--{said_of[0]}")
+                    recipe = without
+        recipe.remember_left_out(
+            f"{name} = {quoted(self.of_file[name])} ({self.lines[name]}) is left out: it does not go together with "
+            f"{reason}"
+            for name, reason in left_out.items()
+            if getattr(recipe, name) != self.of_file[name]
+        )
+        return recipe
+
+    def _made(self, config: str | None, without: Collection[str]) -> R:
+        values = {name: value for name, value in self.of_file.items() if name not in without} | self.of_flags
+        sources = self.lines | {name: f"--{name}" for name in self.of_flags}
+        stated = {name: sources[name] for name, value in values.items() if value is not None}
+        unset = [name for name in self.of_file if name in self.of_flags and self.of_flags[name] is None]
+        recipe = self.cls(**values)
+        recipe.remember_sources(stated | ({"config": config} if config else {}), unset)
+        recipe.settle()
+        return recipe
+
+    def _next_left_out(self, recipe: R, left_out: dict[str, str]) -> tuple[str, str] | None:
+        """A line of the file that has no place in the recipe, and the flag because of which; None: all have one."""
+        for name, others, _, excludes, is_noted in recipe.clashes():
+            reasons = [left_out.get(each, f"--{each}") for each in others if each in {*self.of_flags, *left_out}]
+            if name in self.of_file and name not in self.of_flags and reasons and not is_noted:
+                return name, reasons[0]
+            if excludes and name in self.of_flags and others[0] in self.of_file and others[0] not in self.of_flags:
+                return others[0], f"--{name}"
+        return None
+
 
 def _lines_of(path: str) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
     """(key, value) of the lines of a recipe's file. They are nodes, whose text is as it is written: PyYAML, which
@@ -336,51 +383,3 @@ def take_words(options: type[Recipe], argv: list[str]) -> tuple[list[str], list[
         stands_alone = "=" in word or is_switch or not words or is_flag(words[0])
         taken += [word] if stands_alone else [word, words.pop(0)]
     return taken, rest
-
-
-def _with_flags(
-    cls: type[R], of_file: dict[str, Any], flags: dict[str, Any], lines: dict[str, str], config: str | None
-) -> R:
-    """Make the recipe of a file and flags. A line of the file is left out if it contradicts a flag, or depends on an
-    option that is left out. Where two flags contradict each other, or two lines, both stay, and are reported later.
-    `of_file`, `flags`: {option: its value}. `lines`: {option: its line in the file}."""
-    sources = lines | {name: f"--{name}" for name in flags}
-    left_out: dict[str, str] = {}  # {option: the flag because of which it is}
-
-    def made(without: Iterable[str]) -> R:
-        values = {name: value for name, value in of_file.items() if name not in without} | flags
-        recipe = cls(**values)
-        stated = {name: sources[name] for name, value in values.items() if value is not None}
-        unset = [name for name in of_file if name in flags and flags[name] is None]
-        recipe.remember_sources(stated | ({"config": config} if config else {}), unset)
-        recipe.settle()
-        return recipe
-
-    def next_left_out(recipe: R) -> tuple[str, str] | None:
-        for name, others, _, excludes, is_noted in recipe.clashes():
-            reason = next((left_out.get(each, f"--{each}") for each in others if each in {*flags, *left_out}), None)
-            if name in of_file and name not in flags and reason and not is_noted:
-                return name, reason
-            if excludes and name in flags and others[0] in of_file and others[0] not in flags:
-                return others[0], f"--{name}"
-        return None
-
-    recipe = made(left_out)
-    while found := next_left_out(recipe) if flags else None:
-        left_out[found[0]] = found[1]
-        recipe = made(left_out)
-    unflagged = cls(**of_file)
-    changed = {name for name in flags if flags[name] != getattr(unflagged, name)}
-    for field in dataclasses.fields(cls):
-        said_of = [name for name in field.metadata["follows"].split() if name in left_out or name in changed]
-        if said_of and field.name in of_file and field.name not in {*left_out, *flags}:
-            reason = left_out.get(said_of[0], f"--{said_of[0]}")
-            if set(made({*left_out, field.name}).problems()) <= set(recipe.problems()):
-                left_out[field.name] = reason
-                recipe = made(left_out)
-    recipe.remember_left_out(
-        f"{name} = {quoted(of_file[name])} ({lines[name]}) is left out: it does not go together with {reason}"
-        for name, reason in left_out.items()
-        if getattr(recipe, name) != of_file[name]
-    )
-    return recipe
