@@ -158,10 +158,9 @@ def adapter_to_train_on(recipe: Any, task: str | None) -> AdapterFolder | None:
     name = recipe.model_name_or_path
     if not (recipe.trains and name and is_adapter(name)):
         return None
+    if contradictions := recipe.adopt_adapter():
+        raise UserError(contradictions)
     try:
-        recipe.adopt_adapter()
-        if contradictions := recipe.contradictions:
-            raise UserError(contradictions)
         folder = open_adapter(name, "model_name_or_path", task)
         settings = adapter_settings(folder)
         others = {field.name for field in dataclasses.fields(settings)} - TRAINABLE - {"init_lora_weights"}

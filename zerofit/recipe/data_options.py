@@ -173,8 +173,6 @@ class PaddingOptions(Recipe):
 
 
 WITHOUT_TRAINING = "To train nothing, say --evaluate_only, or --predict_file FILE"
-# Options whose sum is the length of a full row, of the tasks that have them.
-FULL_ROW = (("block_size",), ("max_source_length", "max_target_length"))
 
 
 @dataclass(frozen=True)
@@ -271,9 +269,9 @@ class BatchOptions(Recipe, phase="train"):
     @property
     def row_tokens(self) -> int | None:
         """The tokens of a row of full length; None: batches are not by tokens, or a length is not set."""
-        of_task = next((names for names in FULL_ROW if hasattr(self, names[0])), ())
-        lengths = [getattr(self, name) for name in of_task]
-        return sum(lengths) if self.tokens_per_batch and lengths and all(lengths) else None
+        names = ("block_size",) if hasattr(self, "block_size") else ("max_source_length", "max_target_length")
+        lengths = [getattr(self, name, None) or 0 for name in names]
+        return sum(lengths) if self.tokens_per_batch and all(lengths) else None
 
     def settle(self) -> None:
         """Let the global batch, in full rows, follow from tokens_per_batch."""

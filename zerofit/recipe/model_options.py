@@ -170,18 +170,19 @@ class LoraOptions(ModelOptions, phase="train", needs="lora"):
     def settle(self) -> None:
         super().settle()
         if self.trains:
-            self.adopt_adapter()
+            self.contradictions = self.adopt_adapter()
 
-    def adopt_adapter(self) -> None:
-        """Take the settings of an adapter that is trained on (model_name_or_path is its folder) from its file. What
-        the user says otherwise is a problem, but for the dropout."""
+    def adopt_adapter(self) -> list[str]:
+        """Take the settings of an adapter that is trained on (model_name_or_path is its folder) from its file. Returns
+        a sentence on each that the user has set otherwise, but for the dropout."""
         folder = self.model_name_or_path or ""
         file = Path(folder).expanduser() / "adapter_config.json"
         settings = read_record(file)
         if settings.get("peft_type") != "LORA":
-            return  # there is none, or whoever opens it says what is wrong
+            return []  # there is none, or whoever opens it says what is wrong
         theirs: dict[str, Any] = {"lora": True} | {name: settings.get(key) for name, key in OF_ADAPTER.items()}
-        found, left_out = [], []
+        merge = f"Remove it, or train on base and adapter as one model: {merge_command(folder)}"
+        found = []
         for name, value in theirs.items():
             value = [value] if isinstance(value, str) and name == "lora_target_modules" else value
             value = int(value) if name == "lora_alpha" and isinstance(value, float) else value
@@ -193,20 +194,15 @@ class LoraOptions(ModelOptions, phase="train", needs="lora"):
             elif name == "lora_dropout" or _in_order(ours) == _in_order(value):
                 continue
             elif self.is_flag("model_name_or_path") and not self.is_flag(name):
-                left_out.append(f"{name} ({source}) is left out: the adapter {folder} has its own {value}")
+                self.remember_left_out([f"{name} ({source}) is left out: the adapter {folder} has its own {value}"])
                 self.adopt(name, value, str(file))
             else:
-                found.append(f"{name} = {ours} ({source}): the adapter {folder} is trained on with its own {value}")
-        self.contradictions = found
-        self.remember_left_out(left_out)
+                what = f"the adapter {folder} is trained on with its own {value}"
+                found.append(f"{name} = {ours} ({source}): {what}. {merge}")
+        return found
 
     def problems(self) -> list[str]:
-        problems = super().problems()
-        if self.contradictions:
-            merge = merge_command(self.model_name_or_path or "")
-            remedy = f"Remove it, or train on base and adapter as one model: {merge}"
-            problems += [f"{problem}. {remedy}" for problem in self.contradictions]
-        return problems
+        return [*super().problems(), *self.contradictions]
 
     @property
     def quantised(self) -> str | None:

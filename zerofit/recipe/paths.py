@@ -57,10 +57,9 @@ def check_paths(recipe: "TrainingRecipe", output: Path, output_option: str = "ou
         missing = missing_corpus(str(Path(prefix).expanduser()))
         problems += [f"data_path = {prefix!r}: {missing}"] if missing else []
     checkpoints = output / "checkpoints"  # may be a mount, or belong to somebody else
-    why = None
-    for option, place in ((output_option, output), (output_option, checkpoints), ("cache_dir", recipe.cache_dir)):
-        if place == checkpoints and (why or not checkpoints.exists()):
-            continue
+    places = [(output_option, output), ("cache_dir", recipe.cache_dir)]
+    places += [(output_option, checkpoints)] if checkpoints.exists() else []
+    for option, place in places:
         why = cannot_be_written(Path(place).expanduser()) if place else None
         problems += [f"{option} = {str(place)!r} {why}. Choose another folder"] if why else []
     if problems:
