@@ -13,8 +13,8 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 499,  # 800
     "zerofit": 108,  # cli.py
-    "zerofit/recipe": 3_218,  # 2,700
-    "zerofit/model": 5_191,  # 4,700
+    "zerofit/recipe": 3_210,  # 2,700
+    "zerofit/model": 5_190,  # 4,700
     "zerofit/compat": 605,  # 600
     "zerofit/data": 6_575,  # 6,000
     "zerofit/strategy": 4_947,  # 4,800
