@@ -1,5 +1,7 @@
 """The memory-saving loss is the loss: same value, same gradients, labels of -100 and tied heads included."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -165,3 +167,21 @@ def test_a_model_that_scales_its_logits_is_found_out():
         install_loss(model, "chunked")
         difference = loss_difference(model, model, inputs_of_the_check())
         assert difference > 1e-2 if is_wrong else difference < 1e-5
+
+
+def test_a_function_that_cannot_be_compiled_runs_as_it_is():
+    def broken(*arguments):
+        raise RuntimeError("Triton: no kernel\nand why")
+
+    called = chunked_module.with_eager_fallback(broken, max)
+    with pytest.warns(UserWarning, match="not compiled: RuntimeError: Triton: no kernel"):
+        assert called(1, 2) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert called(3, 2) == 3, "said once"
+
+    def full(*arguments):
+        raise torch.OutOfMemoryError("full")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        chunked_module.with_eager_fallback(full, max)(1, 2)

@@ -193,7 +193,8 @@ class _Chunked(torch.autograd.Function):
                 divergence += losses.masked_fill(is_ignored[:, 0], 0).sum()
             if not any(needs_grad):
                 continue
-            gradient = _gradient_of_logits(scores, vocab_size, terms, soft)
+            at_target = scores.at_target * (terms.hard_weight * (1 - terms.label_smoothing))
+            gradient = _gradient_of_logits(scores._replace(at_target=at_target), vocab_size, terms, soft)
             if weight.dtype == torch.float32:
                 gradient = gradient.to(hidden.dtype).float()
             else:
@@ -323,13 +324,33 @@ def loss_and_gradient(
 @functools.cache
 def compiled_chunk(device: torch.device) -> Callable[..., Tensor] | None:
     """`loss_and_gradient` for a device, compiled; None where chunks are computed by separate operations: on others
-    than CUDA, and where torch's compiler does not work."""
+    than CUDA, and where torch's compiler does not work. Where it fails at this very function, that runs as it is."""
     if device.type != "cuda" or not has_half_matmul(device):
         return None
     if fault := failing_compiler(device):
         warnings.warn(f"the loss is not compiled, and takes longer: {fault}", stacklevel=2)
         return None
-    return torch.compile(loss_and_gradient)
+    return with_eager_fallback(torch.compile(loss_and_gradient), loss_and_gradient)
+
+
+def with_eager_fallback(compiled: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiled function; from the first failure of its compiler on, with a warning, the function itself."""
+    chosen = [compiled]
+
+    def call(*arguments: Any) -> Any:
+        if chosen[0] is function:
+            return function(*arguments)
+        try:
+            return compiled(*arguments)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of many kinds
+            first = str(error).strip().partition("\n")[0][:60]
+            warnings.warn(f"the loss is not compiled: {type(error).__name__}: {first}", stacklevel=2)
+            chosen[0] = function
+            return function(*arguments)
+
+    return call
 
 
 class Scores(NamedTuple):
@@ -375,7 +396,6 @@ def _gradient_of_logits(
     if terms.z_loss or soft is not None:
         factor = terms.hard_weight * (1 + 2 * terms.z_loss * log_sums)
         gradient.mul_(factor)
-    at_target = at_target * (terms.hard_weight * (1 - terms.label_smoothing))
     gradient.scatter_add_(1, target.clamp(min=0), at_target.expand(target.shape))
     if soft is not None and terms.distillation is not None:
         gradient.add_(soft, alpha=terms.distillation.weight)
