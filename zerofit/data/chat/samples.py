@@ -301,21 +301,16 @@ class Conversations:
         lengths = [column.lengths for name, column in self.columns.items() if name.endswith("_ids")]
         self.rows = np.flatnonzero(lengths[0])
         self.lengths = self.sort_key = np.maximum.reduce(lengths)[self.rows]
-        self.kept = int(np.sum(lengths))
         numbers = table.select_columns(["truncated", "trained"]).with_format("numpy")
-        self.truncated, self.trained = (int(numbers[name][:].sum()) for name in ("truncated", "trained"))
-        self.records = len(table)
-        self.stats = self.stats_of(len(self), len(self) * int(self.lengths.max()))
-
-    def stats_of(self, samples: int, positions: int) -> DatasetStats:
-        """The statistics for this number of samples and of positions in all samples together."""
-        return DatasetStats(
-            documents=self.records,
-            tokens=self.kept + self.truncated,
-            samples=samples,
-            truncated=self.truncated,
-            trained=self.trained,
-            padding=1 - self.kept / positions,
+        truncated, trained = (int(numbers[name][:].sum()) for name in ("truncated", "trained"))
+        kept = int(np.sum(lengths))
+        self.stats = DatasetStats(
+            documents=len(table),
+            tokens=kept + truncated,
+            samples=len(self),
+            truncated=truncated,
+            trained=trained,
+            padding=1 - kept / (len(self) * int(self.lengths.max())),
         )
 
     def __len__(self) -> int:
@@ -355,7 +350,9 @@ class PackedConversations:
         self.conversations, self.block_size, self.filler = conversations, block_size, filler
         self.lengths = self.sort_key = None
         self.blocks = best_fit(conversations.lengths, block_size)
-        self.stats = conversations.stats_of(len(self.blocks), len(self.blocks) * block_size)
+        kept = int(conversations.lengths.sum())
+        padding = 1 - kept / (len(self.blocks) * block_size)
+        self.stats = replace(conversations.stats, samples=len(self.blocks), padding=padding)
 
     def __len__(self) -> int:
         return len(self.blocks)
