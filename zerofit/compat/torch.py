@@ -106,14 +106,6 @@ def group_timeout(timeout: timedelta) -> Iterator[None]:
         yield
 
 
-def compiled_graphs() -> tuple[int, dict[str, int]]:
-    """Return how many graphs torch.compile has made in this process, and what it broke graphs off at, how often.
-    torch.compiler tells neither afterwards. Without it: a run's last lines do not say whether blocks were compiled
-    again and again, and why a block has several graphs."""
-    counters = import_module("torch._dynamo.utils").counters
-    return counters["stats"]["unique_graphs"], dict(counters["graph_break"])
-
-
 def compute_uncompiled_after_errors(is_on: bool) -> None:
     """Let code that torch.compile fails at run as it is, with torch's warning; off: the error ends the run.
     torch.compiler has no setting for it. Without it: a compiler that fails under `--torch_compile auto`, which nobody

@@ -2,7 +2,6 @@
 
 import math
 import shutil
-import statistics
 import sys
 import time
 from collections import deque
@@ -11,14 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerofit.checkpoint.directory import LEAVING
-from zerofit.compat.torch import compiled_graphs
 from zerofit.health.shutdown import SIGNALS
 from zerofit.model.export import Weights
 from zerofit.recipe.errors import EXIT, EXIT_NEEDS_A_PERSON, UserError, first_line, print_last
 from zerofit.recipe.parsing import counted
 from zerofit.recipe.schedule import Schedule
 from zerofit.record.environment import describe_environment
-from zerofit.record.metrics import EvaluationTime, UpdateMetrics
+from zerofit.record.metrics import UpdateMetrics
 from zerofit.record.plot import plot_run
 from zerofit.record.run_folder import MODEL
 from zerofit.record.terminal import decimals, duration, rounded, screen_width, table
@@ -93,23 +91,10 @@ def why_stopped(run: "Run") -> list[str]:
     return [f"{by}: the same command resumes there"]
 
 
-def compilation_line() -> str:
-    """A line on how often torch.compile compiled in this process."""
-    number, _ = compiled_graphs()
-    if not number:
-        return "compiled    nothing: torch's compiler has failed (above). --torch_compile false leaves it out"
-    return f"compiled    {counted(number, 'graph')}: parts of the model, and some again for other shapes"
-
-
 def summary(run: "Run", remarks: list[str]) -> list[str]:
     """Lines on the outcome of a run that reached its end; `remarks`: what the task has to say of the held-out
     figures."""
-    state, best, evaluations = run.state, run.best, run.throughput.evaluations
-    lines = [_trained(run), *about_evaluations(evaluations)]
-    if saves := run.checkpoints.writer.records:
-        size, paused = (statistics.mean(save[name] for save in saves) for name in ("bytes", "blocked_s"))
-        number = counted(len(saves), "checkpoint")
-        lines.append(f"saved       {number}, {size / 1e6:,.1f} MB each; training paused {paused:.2f} s for each")
+    state, best, lines = run.state, run.best, [_trained(run)]
     loads_best = best.loads and best.best.update is not None
     before, after = state.held_out_before, best.best.figures if loads_best else state.held_out
     for name, value in after.items():
@@ -120,15 +105,6 @@ def summary(run: "Run", remarks: list[str]) -> list[str]:
         where = "checkpoints/best, and model/ is that one" if loads_best else "checkpoints/best; model/ is the last"
         lines.append(f"best        {best.metric} {decimals(best.best.value)} at update {best.best.update:,} ({where})")
     return lines
-
-
-def about_evaluations(evaluations: list[EvaluationTime]) -> list[str]:
-    """Say how long evaluations took, which is not training time, for the log."""
-    if not evaluations:
-        return []
-    total, last = sum(each.seconds for each in evaluations), evaluations[-1]
-    times = f"{len(evaluations)} times in {duration(total)}, the last" if len(evaluations) > 1 else "once"
-    return [f"evaluated   {times} in {rounded(last.seconds)} s: {rounded(last.samples_per_s)} samples/s"]
 
 
 def _trained(run: "Run") -> str:
@@ -186,7 +162,6 @@ def export_run(run: "Run", remarks: Callable[[], list[str]] = list) -> None:
     run.log_lines(
         "",
         *summary(run, said),
-        *([compilation_line()] if recipe.compiles else []),
         *(f"export      {line}" for line in review),
     )
 
@@ -317,7 +292,7 @@ def answer_held_out(
         options = {**recipe.to_dict(), "model_name_or_path": run.stored.asked_for}
         folder.start_answers(options, engine.effective_strategy(), environment)
     run.watchdog.phase("evaluate", patience=LONG)
-    began, figures, clock = time.perf_counter(), dict[str, float](), None
+    began, figures = time.perf_counter(), dict[str, float]()
     if recipe.predict_file:
         files = predict()
     else:
@@ -336,11 +311,10 @@ def answer_held_out(
         code = EXIT_NEEDS_A_PERSON if folder.missing else 0
         with folder.noting("environment.json"):
             folder.write_environment({**environment, "seconds": seconds, "exit_code": code})
-        done = [f"answered    in {duration(seconds)}"] if clock is None else about_evaluations([clock])
         run.log_lines(
             *(f"held out    {name.removeprefix('eval_')} {decimals(value)}" for name, value in figures.items()),
             *(remarks() if figures and not folder.missing else ()),
-            *done,
+            f"{'answered' if recipe.predict_file else 'evaluated':12}in {duration(seconds)}",
             f"run folder  {folder.path}  ({', '.join(files)})",
         )
         if folder.missing:
