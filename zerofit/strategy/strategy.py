@@ -95,11 +95,6 @@ class Strategy:
         return self.zero.get("stage") == 3
 
     @property
-    def can_compile(self) -> bool:
-        """True if it goes together with torch.compile of each layer: reading a recipe refuses the others."""
-        return not self.shards_parameters and self.layout.sequence == 1
-
-    @property
     def fully_shards(self) -> bool:
         """True if torch shards the weights (FSDP2)."""
         return self.fsdp is not None

@@ -16,7 +16,6 @@ from zerofit.strategy.strategy import Strategy, all_gather_objects
 
 MIN_UPDATES = 300  # from here on a graph has paid for its compiling, which takes some 10 s: docs/strategies.md
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # of a configuration of transformers
-FASTER = "took a quarter of an update's time and memory off on an H100"  # docs/measurements/gpu.md
 
 
 class Compilation(NamedTuple):
@@ -93,30 +92,27 @@ def decide(
     Raises:
         UserError: it is on, and torch's compiler does not work.
     """
-    is_auto = recipe.torch_compile == "auto"
-    if not (recipe.trains and device.type == "cuda"):
-        if is_auto:
-            recipe.torch_compile = False
-        return "auto: false, without a GPU to train on" if is_auto else None, []
+    is_auto, on_gpu = recipe.torch_compile == "auto", recipe.trains and device.type == "cuda"
+    if not (is_auto or on_gpu):
+        return None, []
     chosen = Compilation(recipe.torch_compile, recipe.source("torch_compile") or "")
     if is_auto:
-        chosen = choose(recipe, strategy, config, num_updates, compiled_before=compiled_before)
-    ranks = all_gather_objects((chosen, failing_compiler(device) if chosen.value else None))
-    chosen, broken = ranks[0][0], next((fault for _, fault in ranks if fault), None)
-    if broken and not is_auto:
-        raise UserError(
-            f"torch_compile = {chosen.value} ({chosen.why}): {broken}. Install what is missing, or say "
-            "--torch_compile false"
-        )
+        chosen = Compilation(False, "without a GPU to train on")
+        if on_gpu:
+            chosen = choose(recipe, strategy, config, num_updates, compiled_before=compiled_before)
+    faults = all_gather_objects(failing_compiler(device) if chosen.value else None)
+    broken = next(filter(None, faults), None)
     if not is_auto:
+        if broken:
+            raise UserError(
+                f"torch_compile = {chosen.value} ({chosen.why}): {broken}. Install what is missing, or say "
+                "--torch_compile false"
+            )
         return None, []
     if broken:
         chosen = Compilation(False, broken)
     recipe.torch_compile = chosen.value
-    record = f"auto: {str(chosen.value).lower()}, {chosen.why}"
+    note = f"layers are not compiled: {chosen.why}"
     if chosen.value:
-        off = "the first update takes longer. --torch_compile false turns it off"
-        return record, [f"layers are compiled: {chosen.why}; {off}"]
-    can = strategy.can_compile and not recipe.quantised and not recipe.activation_offload and not broken
-    advice = f". --torch_compile {FASTER}" if can and strategy.precision != "fp32" else ""
-    return record, [f"layers are not compiled: {chosen.why}{advice}"]
+        note = f"layers are compiled: {chosen.why}; the first update takes longer. --torch_compile false turns it off"
+    return f"auto: {str(chosen.value).lower()}, {chosen.why}", [note] if on_gpu else []
