@@ -21,14 +21,8 @@ from zerofit.model.loss import without_dropout
 from zerofit.model.tokenizer import check_vocabulary, pad_vocabulary, padding_token
 from zerofit.recipe.schedule import make_schedule
 from zerofit.strategy.optimizers import make_optimizer
-from zerofit.training.causal import (
-    choose_loss_and_attention,
-    evaluate_pairs,
-    measure_reference,
-    preference_loss,
-    try_kernels,
-)
-from zerofit.training.evaluation import held_out_batches
+from zerofit.training.causal import choose_loss_and_attention, measure_reference, preference_loss, try_kernels
+from zerofit.training.evaluation import held_out_batches, held_out_loss
 from zerofit.training.generation import continue_prompts, sample_text
 from zerofit.training.run import Run
 from zerofit.training.setup import add_lora, build_model
@@ -64,9 +58,13 @@ def main(start: Start) -> int:
     if loss_sum.needs_reference and recipe.trains:
         measure_reference(run, engine, {"train": data.train, "validation": data.validation}, collate)
 
-    def evaluate() -> dict[str, float]:
+    def evaluate() -> dict[str, float]:  # accuracy: pairs whose chosen answer has the higher reward
+        loss_sum.begin()
         batches = held_out_batches(engine, data.parts, collate, recipe.per_device_eval_batch_size)
-        return evaluate_pairs(engine, batches, loss_sum, data.num_held_out)
+        losses = held_out_loss(engine, batches, loss_sum)
+        found = loss_sum.figures(engine.sum_over_replicas(loss_sum.sums), data.num_held_out)
+        del losses["eval_perplexity"]
+        return losses | {"eval_accuracy": found.preference_accuracy, "eval_reward_margin": found.reward_margin}
 
     run.log_start(data)
     if not recipe.trains:

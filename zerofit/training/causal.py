@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from zerofit.recipe.files import atomic_file, cache_root
 from zerofit.recipe.tasks import ClmRecipe, DpoRecipe
 from zerofit.record.terminal import duration
 from zerofit.strategy.engine import Engine
-from zerofit.training.evaluation import eval_batches, held_out_loss
+from zerofit.training.evaluation import eval_batches
 from zerofit.training.run import Run
 
 NOT_READ = ("labels", "next_tokens", "is_token")
@@ -110,17 +110,6 @@ def preference_loss(recipe: DpoRecipe) -> PreferenceLoss:
     kind = recipe.preference_loss
     beta = BETA[kind] if recipe.preference_beta is None else recipe.preference_beta
     return PreferenceLoss(kind, beta, recipe.simpo_gamma, recipe.preference_label_smoothing)
-
-
-def evaluate_pairs(
-    engine: Engine, batches: Mapping[str, Iterator[Batch]], loss: PreferenceLoss, pairs: int
-) -> dict[str, float]:
-    """Return eval_loss, eval_accuracy (pairs whose chosen answer has the higher reward) and eval_reward_margin."""
-    loss.begin()
-    losses = held_out_loss(engine, batches, loss)
-    del losses["eval_perplexity"]
-    found = loss.figures(engine.sum_over_replicas(loss.sums), pairs)
-    return {**losses, "eval_accuracy": found.preference_accuracy, "eval_reward_margin": found.reward_margin}
 
 
 def measure_reference(
