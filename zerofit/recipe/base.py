@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import math
 import os
 import re
@@ -173,11 +174,11 @@ class Recipe(Findings):
     def __init_subclass__(cls, **of_group: str | bool) -> None:
         """Complete what is said of each option; `kind` is its OptionType. `of_group`: said once of all of a group."""
         super().__init_subclass__()
-        declared = {name: field for name, field in vars(cls).items() if isinstance(field, dataclasses.Field)}
-        hints = typing.get_type_hints(cls, include_extras=True) if declared else {}
-        for name, field in declared.items():
-            kind = option_type_of(hints[name], field.default is None)
-            field.metadata = MappingProxyType({**DEFAULTS, **of_group, **field.metadata, "kind": kind})
+        for name, annotation in inspect.get_annotations(cls).items():
+            field = vars(cls).get(name)
+            if isinstance(field, dataclasses.Field):
+                kind = option_type_of(annotation, field.default is None)
+                field.metadata = MappingProxyType({**DEFAULTS, **of_group, **field.metadata, "kind": kind})
 
     @classmethod
     def names_with(cls, **metadata: str | bool) -> list[str]:
