@@ -201,10 +201,6 @@ class Recipe(Findings):
         """Return whether the command line has set this option."""
         return (self.source(name) or "").startswith("--")
 
-    def is_changed(self, name: str) -> bool:
-        """Return whether this option is set, and not to its default (a run's recipe.yaml sets all options)."""
-        return bool(self.source(name)) and hasattr(self, name) and getattr(self, name) != self._default(name)
-
     def _default(self, name: str) -> Any:
         return default_of(next(field for field in dataclasses.fields(self) if field.name == name))
 
@@ -272,7 +268,8 @@ class Recipe(Findings):
         found = []
         for field in dataclasses.fields(self):
             needs, noted = (field.metadata[kind].split() for kind in ("needs", "noted"))
-            if not (needs or noted or field.metadata["excludes"]) or not self.is_changed(field.name):
+            # A run's recipe.yaml sets all options: what is set to its default clashes with nothing.
+            if not self.source(field.name) or getattr(self, field.name) == default_of(field):
                 continue
             for need in (*needs, *noted):
                 others, text = self._broken(need)
