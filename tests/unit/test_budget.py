@@ -13,7 +13,7 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 497,  # 800
     "zerofit": 108,  # cli.py
-    "zerofit/recipe": 3_210,  # 2,700
+    "zerofit/recipe": 3_208,  # 2,700
     "zerofit/model": 5_210,  # 4,700
     "zerofit/compat": 597,  # 600
     "zerofit/data": 6_572,  # 6,000
@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_473,  # 1,300
     "zerofit/tools": 10_055,  # 10,600
     "benchmarks": 1_852,  # 1,800
-    "tests": 25_341,  # 21,500
+    "tests": 25_340,  # 21,500
 }
 
 
