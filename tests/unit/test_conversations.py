@@ -241,7 +241,7 @@ def sources(data, samples) -> list[str]:
 def test_the_held_out_part_shares_no_conversation_with_the_training_part(tmp_path, prepare):
     path = write_records(tmp_path / "a.jsonl", [{**talk(n, turns=2 + n % 4), "Answer": "x"} for n in range(40)])
     data = prepare(path, "--validation_split_percentage", "25")
-    assert "note      not read: columns answer" in data.notes
+    assert "note      not read: columns Answer" in data.notes
     train, held_out = (
         {source.split()[1] for source in sources(data, samples)} for samples in (data.train, data.validation)
     )

@@ -90,3 +90,31 @@ def test_a_table_of_any_number_of_columns_fits(columns, width):
     blocks = shown.split("\n\n")
     assert all("strategy" in block and "zero3" in block for block in blocks)
     assert table(rows, None).count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("task", "head", "described"),
+    [
+        ("cls", "Text,Label", "texts Text, labels Label"),
+        ("cls", "Sentence1,Sentence2,LABEL", "texts Sentence1 and Sentence2, labels LABEL"),
+        ("cls", "text,Label", "texts text, labels Label"),
+        ("seq2seq", "Source,Target", "source Source, target Target"),
+    ],
+)
+def test_columns_have_the_names_of_the_file(task, head, described, tmp_path):
+    from zerofit.data.labelled.examples import _find
+    from zerofit.data.options import DataOptions
+    from zerofit.data.pairs import find_columns
+    from zerofit.data.sources import read_source
+    from zerofit.recipe import ClsRecipe, Seq2SeqRecipe
+
+    rows = [",".join(f"{name} {number % 2}" for name in head.split(",")) for number in range(8)]
+    (tmp_path / "a.csv").write_text("\n".join([head, *rows]) + "\n")
+    recipe = {"cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}[task](train_file=[str(tmp_path / "a.csv")])
+    if task == "cls":
+        found = _find(recipe, DataOptions.of(recipe), None)
+        assert found.source.describe(found.reader) == described
+        return
+    source = read_source(DataOptions.of(recipe))
+    columns = find_columns(recipe, source.first)
+    assert source.describe(columns) == described

@@ -341,8 +341,8 @@ def open_pairs(
             )
     sources = (pair.source[0] for part in parts.values() for pairs in part.contents() for pair in pairs)
     check_marked(tokenizer, prefix, sources)
-    described = [f"data      {columns.describe}", *describe_languages(tokenizer)]
-    unread = [name for name in source.first.column_names if name not in columns.columns]
+    described = [f"data      {source.describe(columns)}", *describe_languages(tokenizer)]
+    unread = source.names(name for name in source.first.column_names if name not in columns.columns)
     tasks = getattr(config, "task_specific_params", None) or {}
     prefixes = [(settings or {}).get("prefix") or "" for settings in tasks.values()]
     if (known := [repr(each) for each in prefixes if each.strip()]) and not prefix:  # of T5

@@ -14,7 +14,7 @@ import sysconfig
 import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from glob import escape
 from hashlib import sha256
@@ -350,11 +350,22 @@ class Source:
     files: dict[str, list[Path]]  # of each part; empty if no option names files
     name: str = ""  # of data that are in no file of their own, in messages
     notes: list[str] = field(default_factory=list)  # how files were read
+    written: dict[str, str] = field(default_factory=dict)  # {column in lower case: as the file has it}
 
     @property
     def first(self) -> Dataset:
         """The first table, for its columns."""
         return next(iter(self.parts.values()))
+
+    def names(self, columns: Iterable[str]) -> list[str]:
+        """The names that columns have in the file: for the log."""
+        return [self.written.get(column, column) for column in columns]
+
+    def describe(self, reader: Any) -> str:
+        """Describe the columns of a reader by their names in the file."""
+        lists = {key: tuple(self.names(value)) for key, value in vars(reader).items() if isinstance(value, tuple)}
+        single = {key: self.written[value] for key, value in vars(reader).items() if value in self.written}
+        return replace(reader, **lists, **single).describe
 
     def where(self, part: str) -> str:
         """The name of a part in messages. Records are numbered through all of its files."""
@@ -425,6 +436,7 @@ def in_lower_case(source: Source, data: DataOptions) -> Source:
                 "records have one and some the other. Give them one name"
             )
         if changed:
+            source.written |= {other: name for name, other in changed.items()}
             parts[part] = derived(table.rename_columns(changed), table)
     return source
 

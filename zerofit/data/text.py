@@ -46,8 +46,9 @@ def take_texts(source: Source, recipe: ClmRecipe, options: DataOptions) -> dict[
     there is no such column; most records have no text; a split is empty. Adds notes to those of the source."""
     columns = {name: text_column(part, recipe.text_column) for name, part in source.parts.items()}
     first = columns[next(iter(columns))]
-    if others := [name for name in source.first.column_names if name != first]:
-        source.notes.append(f"data      each text is in the column {first} (not read: {', '.join(others)})")
+    if others := source.names(name for name in source.first.column_names if name != first):
+        (read,) = source.names([first])
+        source.notes.append(f"data      each text is in the column {read} (not read: {', '.join(others)})")
     parts = {}
     for name, column in columns.items():
         table = source.parts[name].select_columns([column]).rename_columns({column: "text"})

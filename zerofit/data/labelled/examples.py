@@ -299,7 +299,7 @@ def prepare_examples(recipe: ClsRecipe, config: PretrainedConfig) -> ExampleData
         prepared = []
         for each, (parts, notes) in zip(sources, read):
             prepared.append(encode_parts(each.options, config, parts, labels, length))
-            prepared[-1].notes[:0] = [f"data      {each.reader.describe}", *labels.notes, *notes]
+            prepared[-1].notes[:0] = [f"data      {each.source.describe(each.reader)}", *labels.notes, *notes]
     data = _mixed(recipe, dict(zip(own, prepared))) if recipe.mixture else prepared[0]
     trained = [each.train.labels for each in prepared if each.train is not None]
     held_out = [part.samples.labels for part in data.held_out]
@@ -423,7 +423,7 @@ def _prepare_unlabelled(
         columns = kind(texts, None, labels)
         parts, notes = read_parts(source, {PREDICT: columns}, options)
         data = encode_parts(options, config, parts, labels, length)
-    data.notes[:0] = [f"data      {columns.describe}", *notes]
+    data.notes[:0] = [f"data      {source.describe(columns)}", *notes]
     if empty := sum(all(map(blank, columns.texts(content))) for content in parts[PREDICT].contents()):
         data.notes.append(f"note      {empty:,} of {len(table):,} texts are empty")
     data.to_answer = True
