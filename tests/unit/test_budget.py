@@ -16,7 +16,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/recipe": 3_208,  # 2,700
     "zerofit/model": 5_210,  # 4,700
     "zerofit/compat": 597,  # 600
-    "zerofit/data": 6_572,  # 6,000
+    "zerofit/data": 6_585,  # 6,000
     "zerofit/strategy": 4_942,  # 4,800
     "zerofit/estimate": 4_386,  # 4,700
     "zerofit/record": 1_426,  # 4,300 with health and checkpoint
@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_473,  # 1,300
     "zerofit/tools": 10_055,  # 10,600
     "benchmarks": 1_852,  # 1,800
-    "tests": 25_340,  # 21,500
+    "tests": 25_452,  # 21,500
 }
 
 
