@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 from zerofit.model.attention import set_attention
 from zerofit.model.compilation import compile_model
 from zerofit.model.recomputation import enable_recomputation
+from zerofit.training.export import compilation_line
 
 LONG = pytest.mark.long
 START = ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--train_file", "a.txt"]
@@ -88,6 +89,7 @@ def test_what_the_compiler_fails_at_is_computed_as_it_is():
             for ours, theirs in zip(loss_and_gradients(model, batch), loss_and_gradients(plain, batch), strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
             assert not counters["stats"]["unique_graphs"]
+            assert compilation_line().startswith("compiled    nothing")
         else:
             with pytest.raises(Exception, match="no Triton"):
                 loss_and_gradients(model, batch)

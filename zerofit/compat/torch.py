@@ -106,6 +106,13 @@ def group_timeout(timeout: timedelta) -> Iterator[None]:
         yield
 
 
+def compiled_graphs() -> int:
+    """Return how many graphs torch.compile has made in this process. torch.compiler does not tell it afterwards.
+    Without it: a run's last lines do not say whether blocks were compiled again and again."""
+    graphs: int = import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"]
+    return graphs
+
+
 def compute_uncompiled_after_errors(is_on: bool) -> None:
     """Let code that torch.compile fails at run as it is, with torch's warning; off: the error ends the run.
     torch.compiler has no setting for it. Without it: a compiler that fails under `--torch_compile auto`, which nobody

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerofit.checkpoint.directory import LEAVING
+from zerofit.compat.torch import compiled_graphs
 from zerofit.health.shutdown import SIGNALS
 from zerofit.model.export import Weights
 from zerofit.recipe.errors import EXIT, EXIT_NEEDS_A_PERSON, UserError, first_line, print_last
@@ -91,6 +92,14 @@ def why_stopped(run: "Run") -> list[str]:
     return [f"{by}: the same command resumes there"]
 
 
+def compilation_line() -> str:
+    """A line on how often torch.compile compiled in this process."""
+    number = compiled_graphs()
+    if not number:
+        return "compiled    nothing: torch's compiler has failed (above). --torch_compile false leaves it out"
+    return f"compiled    {counted(number, 'graph')}: parts of the model, and some again for other shapes"
+
+
 def summary(run: "Run", remarks: list[str]) -> list[str]:
     """Lines on the outcome of a run that reached its end; `remarks`: what the task has to say of the held-out
     figures."""
@@ -162,6 +171,7 @@ def export_run(run: "Run", remarks: Callable[[], list[str]] = list) -> None:
     run.log_lines(
         "",
         *summary(run, said),
+        *([compilation_line()] if recipe.compiles else []),
         *(f"export      {line}" for line in review),
     )
 
