@@ -73,9 +73,7 @@ def test_a_decline_is_said_with_its_reason(compiler):
         "auto: false, 40 updates, fewer than 300", ["layers are not compiled: 40 updates, fewer than 300"]
     )  # fmt: skip
     assert recipe.torch_compile is False
-    recipe = recipe_of()
-    assert decided(recipe, torch.device("cpu")) == ("auto: false, without a GPU to train on", [])
-    assert recipe.torch_compile is False
+    assert decided(recipe_of(), torch.device("cpu")) == ("auto: false, without a GPU to train on", [])
     assert decided(recipe_of(torch_compile="blocks"), torch.device("cpu")) == (None, [])
 
 
