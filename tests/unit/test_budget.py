@@ -15,14 +15,14 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit": 108,  # cli.py
     "zerofit/recipe": 3_208,  # 2,700
     "zerofit/model": 5_210,  # 4,700
-    "zerofit/compat": 597,  # 600
+    "zerofit/compat": 604,  # 600
     "zerofit/data": 6_585,  # 6,000
     "zerofit/strategy": 4_942,  # 4,800
     "zerofit/estimate": 4_386,  # 4,700
     "zerofit/record": 1_426,  # 4,300 with health and checkpoint
     "zerofit/health": 1_286,
     "zerofit/checkpoint": 1_594,
-    "zerofit/training": 3_110,  # 2,000
+    "zerofit/training": 3_120,  # 2,000
     "zerofit/launch": 1_473,  # 1,300
     "zerofit/tools": 10_055,  # 10,600
     "benchmarks": 1_852,  # 1,800
