@@ -55,6 +55,8 @@ def main(start: Start) -> int:
     optimizer = make_optimizer(model, recipe, run.device, run.strategy)
     schedule = make_schedule(recipe, run.num_updates)  # update -> learning rate
     engine = run.prepare(model, optimizer, schedule)
+    # Does the loss in chunks give what the whole one gives, and do packed documents stay apart? `collate` learns from
+    # it how the attention kernel wants packed rows.
     run.log_at_start(*try_kernels(engine, recipe, collate))
 
     def evaluate() -> dict[str, float]:
@@ -70,7 +72,8 @@ def main(start: Start) -> int:
         # This rank's micro-batches. Their loss is a sum over target tokens, divided by the number of these in the
         # whole global batch: it does not depend on how that is split.
         losses = engine.forward_backward(update.micro_batches, model_loss, update.scale)
-        # Clip, and move the weights, unless the loss or the norm is out of bounds: all ranks decide alike.
+        # Clip, and move the weights, unless the loss or the norm is out of bounds: all ranks decide alike, in the one
+        # exchange of the update. `run.bounds` loads the next micro-batches meanwhile.
         outcome = engine.step(losses, run.bounds())
         run.log(update, outcome)  # metrics.jsonl, terminal, trackers; on_anomaly
         if run.should_evaluate(update):

@@ -85,6 +85,7 @@ MADE, OTHER = "make_optimizer(model, recipe, run.device, run.strategy)", "torch.
         ("engine.step(losses", "engine.step([]", "single", "step got no losses"),
         ("run.log(update, outcome)", "run.log(update, outcome, {'kind': 'big'})", "single", "which is no number"),
         ("run.log(update, outcome)", "pass", "single", "has not called run.log("),
+        ("run.bounds()", "type(run.bounds())()", "single", "give it run.bounds()"),
         ("(update, evaluate())", "(update, {'eval_x': 1})", "single", "needs eval_loss"),
         (MADE, OTHER, "fsdp2", "needs each matrix in full"),
     ],

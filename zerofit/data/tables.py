@@ -201,13 +201,14 @@ _KEYS: WeakKeyDictionary[Dataset, str] = WeakKeyDictionary()  # of the tables th
 
 
 def keyed(dataset: Dataset, *words: object) -> Dataset:
-    """Note what the rows of a table follow from: files, options, other tables. Returns the table."""
+    """Note the cache key of a table: a hash of what its rows follow from (files, options, other tables). Returns the
+    table. Without it `table_key` reads all rows."""
     _KEYS[dataset] = sha256(" ".join(map(str, (dataset.column_names, *words))).encode()).hexdigest()[:32]
     return dataset
 
 
 def derived(dataset: Dataset, origin: Dataset, *words: object) -> Dataset:
-    """Note that a table follows from another one, and by what. Returns it."""
+    """Note the cache key of a table that follows from another one by `words`. Returns the table."""
     return keyed(dataset, table_key(origin), *words)
 
 

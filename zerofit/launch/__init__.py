@@ -1,8 +1,9 @@
 """Start the processes of a run, let them meet, start them again, and end them with one exit code.
 
-0: finished. 2: a mistake of the user. 85: stopped (signal, Ctrl-C, --max_hours) and saved: queue it again. 86: needs a
-person, also where a stopped run could not be saved. 87: out of memory. 130: Ctrl-C while the run starts, or a second
-one: nothing saved. 143: a second signal of another kind, nothing saved. 1: an error.
+0: finished. 2: a mistake of the user. 85: stopped (signal, Ctrl-C, --max_hours) and saved, or stopped by a signal when
+there was nothing to save yet: queue it again. 86: needs a person, also where a stopped run could not be saved. 87: out
+of memory. 130: Ctrl-C while the run starts, or a second one: nothing saved. 143: a second signal of another kind,
+nothing saved. 1: an error.
 
 After a failure `zerofit launch --max_restarts` starts the ranks again (exit_code.py), but never after a signal to
 itself: it passes that on and ends with its ranks. Slurm's script of `zerofit submit` queues the job again after all

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from zerofit.strategy.strategy import Strategy
 
 NAME = "default"  # peft's name for the only adapter
-ALONE: Any = SimpleNamespace(  # the strategy of a tool: nothing is sharded, and weights keep their precision
+UNSHARDED: Any = SimpleNamespace(  # the strategy of a tool: nothing is sharded, and weights keep their precision
     deepspeed={},
     shards_parameters=False,
     fully_shards=False,
@@ -365,7 +365,7 @@ def load_with_adapter(
             own = torch.nn.Parameter(model.get_parameter(weight).detach().clone(), requires_grad=False)
             setattr(model.get_submodule(owner), attribute, own)
         model.config.tie_word_embeddings = False
-    adapted = inject_adapter(folder, model, base.name, ALONE, as_peft_model=True)
+    adapted = inject_adapter(folder, model, base.name, UNSHARDED, as_peft_model=True)
     return adapted.eval(), auto_class
 
 

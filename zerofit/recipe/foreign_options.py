@@ -59,7 +59,9 @@ TOKENIZING = "the tokenizer uses all cores by its own threads (RAYON_NUM_THREADS
 HINTS = {
     LAUNCHER: "num_processes num_machines config_file local_rank nproc_per_node nnodes master_port use_cpu no_cuda "
     "world_size",
-    STRATEGY: "deepspeed zero_stage fsdp fsdp_config ddp_find_unused_parameters",
+    STRATEGY: "deepspeed zero_stage fsdp fsdp_config",
+    "there is no option for it: `ddp` in zerofit/strategy/processes.py takes find_unused_parameters=True":
+    "ddp_find_unused_parameters",
     MEGATRON: "tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel use_distributed_optimizer "
     "ffn_hidden_size max_position_embeddings swiglu min_lr eval_iters load tokenizer_type tokenizer_model",
     "say --save_strategy epoch, or --save_steps N": "checkpointing_steps saves_per_epoch",

@@ -22,7 +22,7 @@ EITHER = ("true", "false")
 SIZES = [str(size) for size in range(1, 1025)]
 UNITS = "fsdp_transformer_layer_cls_to_wrap"
 SIZED_1 = ("parallelism_config_cp_", "parallelism_config_sp_")  # settings of what has no other size than 1 here
-ALONE = "fsdp2 with one process: there is nobody to share with, so nothing is sharded"
+ONE_PROCESS = "fsdp2 with one process: there is nobody to share with, so nothing is sharded"
 HONOURED: dict[str, Sequence[str]] = {  # the values of each key that a run honours, the usual one first
     VERSION: ("2",),
     RESHARDS: (

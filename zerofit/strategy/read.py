@@ -11,7 +11,7 @@ from zerofit.strategy.batches import resolve_batches
 from zerofit.strategy.combinations import check_combinations
 from zerofit.strategy.deepspeed_config import resolve_config
 from zerofit.strategy.deepspeed_json import read_deepspeed_config, stated_precision
-from zerofit.strategy.fsdp import ALONE, UNITS, check_replicas
+from zerofit.strategy.fsdp import ONE_PROCESS, UNITS, check_replicas
 from zerofit.strategy.gpus import check_devices
 from zerofit.strategy.launch import Launch, check_launch, find_launch, take_named
 from zerofit.strategy.layout import ParallelLayout, idle_note, offload_device, take_degrees
@@ -24,9 +24,9 @@ OnLayout = Callable[[ParallelLayout], bool]
 def read_strategy(recipe: TrainingRecipe, on_layout: OnLayout = lambda layout: False) -> Strategy:
     """Read the launcher's environment, YAML and JSON, and see that recipe, YAML and JSON agree.
 
-    Values that the recipe leaves open and these state are adopted into the recipe. `on_layout`: is told the parallel
-    layout before batches are resolved; the recipe may still adopt a global batch. Returns whether the global batch is
-    that of a run that resumes, and stays.
+    Values that the recipe leaves open and these state are adopted into the recipe. `on_layout`: called with
+    the parallel layout before batches are resolved, when the recipe may still adopt a global batch; it returns whether
+    the global batch is that of a run that resumes, and stays.
 
     Raises:
         UserError: all contradictions, with both values and both sources; a GPU that torch does not see.
@@ -59,7 +59,7 @@ def _read_torch(launch: Launch, recipe: TrainingRecipe, problems: Problems, on_l
     total_stays = on_layout(ParallelLayout(launch.world_size, launch.rank))
     batches = resolve_batches(recipe, launch.world_size, total_stays=total_stays)
     fsdp = launch.fsdp if launch.world_size > 1 else None
-    notes = [ALONE] if launch.fsdp is not None and fsdp is None else []
+    notes = [ONE_PROCESS] if launch.fsdp is not None and fsdp is None else []
     if UNITS in (launch.yaml.get("fsdp_config") or {}):
         notes.append(f"{launch.source}: {UNITS} has no effect: the blocks of the model are wrapped")
     return Strategy(launch, batches, precision, None, launch.source, tuple(notes), tuple(stated), fsdp=fsdp)

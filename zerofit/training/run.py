@@ -454,6 +454,8 @@ class Run:
         """Wait for the device, and take in what the ranks told each other with the loss of an update. Returns (its
         figures, why it was refused)."""
         number, now, targets = update.number, self._now, update.totals.targets
+        if not all(outcome.ranks):
+            raise UserError("engine.step got bounds without the ranks' reports: give it run.bounds()")
         reports = [RankReport.of_numbers(numbers) for numbers in outcome.ranks]  # waits for the device
         self.clock.finish_update(int(counts_of(update.micro_batches)[2]))
         now.stop_reason = StopReason(int(max(report.stop_reason for report in reports)))
