@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_474,  # 1,300
     "zerofit/tools": 10_055,  # 10,600
     "benchmarks": 1_852,  # 1,800
-    "tests": 25_369,  # 21,500
+    "tests": 25_375,  # 21,500
 }
 
 

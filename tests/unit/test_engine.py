@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from helpers import NOT_SHARDED
 
-from zerofit.strategy.engine import Bounds, Engine
+from zerofit.strategy.engine import Bounds, Engine, Outcome
 from zerofit.strategy.engines import TorchEngine, gradient_norm
 
 
@@ -79,3 +79,9 @@ def test_the_rate_is_told_where_a_group_stands_still():
     Engine.set_learning_rate(engine, 0.2)
     assert [group["lr"] for group in engine.torch_optimizer.param_groups] == [0.0, 0.1]
     assert Engine.learning_rate.fget(engine) == 0.2
+
+
+def test_an_update_that_is_left_out_has_no_figures():
+    outcome = Outcome([], lambda: (False, []), ())
+    assert outcome.skipped
+    assert (outcome.loss_sum, outcome.grad_norm, outcome.refused) == (0, 0, False)

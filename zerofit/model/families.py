@@ -50,9 +50,9 @@ class Family:
     """A model family, or those members of one that have the same properties."""
 
     model_types: tuple[str, ...] = ()  # the `model_type` of the configurations in transformers
-    # the layers that get a LoRA adapter where the recipe names none: those of peft's table for the family, and the key
-    # where that has query and value alone, and the output where it is a layer of that name; of Llama and its kin all
-    # linear layers of a block, which Dettmers et al. 2023 (QLoRA) found to reach full training
+    # The layers that get a LoRA adapter where the recipe names none. Of Llama and its kin these are all linear layers
+    # of a block, which Dettmers et al. 2023 (QLoRA) found to reach full training. Of others they are those of peft's
+    # table, and the attention's key and output layers, where peft has query and value alone.
     lora_targets: tuple[str, ...] = (ALL_LINEAR,)
     # options of the tokenizer's class where the folder has vocabulary files only
     bare_tokenizer_options: Mapping[str, Any] = field(default_factory=dict)

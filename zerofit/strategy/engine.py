@@ -96,8 +96,8 @@ class Outcome:
 
     @property
     def grad_norm(self) -> float:
-        """The 2-norm of all gradients, before clipping."""
-        return self._found[1][0][1]
+        """The 2-norm of all gradients, before clipping; 0 where the update was skipped."""
+        return self._found[1][0][1] if self._found[1] else 0.0
 
 
 class Engine:
