@@ -16,17 +16,17 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/recipe": 3_210,  # 2,700
     "zerofit/model": 5_210,  # 4,700
     "zerofit/compat": 604,  # 600
-    "zerofit/data": 6_586,  # 6,000
-    "zerofit/strategy": 4_942,  # 4,800
-    "zerofit/estimate": 4_386,  # 4,700
+    "zerofit/data": 6_593,  # 6,000
+    "zerofit/strategy": 4_944,  # 4,800
+    "zerofit/estimate": 4_389,  # 4,700
     "zerofit/record": 1_426,  # 4,300 with health and checkpoint
     "zerofit/health": 1_286,
     "zerofit/checkpoint": 1_594,
-    "zerofit/training": 3_122,  # 2,000
+    "zerofit/training": 3_124,  # 2,000
     "zerofit/launch": 1_474,  # 1,300
-    "zerofit/tools": 10_055,  # 10,600
+    "zerofit/tools": 10_057,  # 10,600
     "benchmarks": 1_852,  # 1,800
-    "tests": 25_375,  # 21,500
+    "tests": 25_528,  # 21,500
 }
 
 

@@ -2,8 +2,8 @@
 
 A part is a function, a context manager or a class, and its docstring says why nothing public does, and what happens
 without it ("Without it"); its module says what the parts were tried with ("Tried with"). What a part replaces in a
-library it puts back. tests/unit/test_compat.py finds private parts elsewhere, and looks in the libraries' source for
-those whose absence would raise no error.
+library it puts back. tests/unit/test_compat.py finds private parts elsewhere, and touches each one here: after an
+upgrade it names the part that is gone.
 """
 
 import contextlib

@@ -339,7 +339,7 @@ class TokenUpdates:
         return self._epoch(epoch).samples[offset : offset + stop - start]
 
     def describe(self) -> str:
-        """How large the updates of the first epoch are, for the log."""
+        """Describe the updates of the first epoch, for the log."""
         sizes = np.diff(self._epoch(0).ends, prepend=0)
         return (
             f"batch     {sizes.min():,} to {sizes.max():,} samples of similar length, at most "

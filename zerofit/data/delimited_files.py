@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain, islice, tee, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import IO, Any
 
@@ -169,19 +169,10 @@ def _records(
     """The records of a file. Adds notes on lines that are read in another way than they are meant, each kind counted,
     and leaves out those that repeat the header, as `cat a.csv b.csv` makes them; in a table of one column such a line
     may be a text."""
-    short, broken, again, blank = list[int](), list[int](), list[int](), list[int]()
-    count, seen, columns = 0, 0, unique_names(names)
+    short, again, blank, count, columns = list[int](), list[int](), list[int](), 0, unique_names(names)
     with _lines(path, encoding) as lines:
-        lines, written = tee(lines)
         rows = _rows(lines, options)
         for number, fields in enumerate(filled(rows, blank), int(is_headless)):
-            record, seen = list(islice(written, rows.line_num - seen)), rows.line_num
-            try:
-                list(_rows(record, {**options, "strict": True}))
-            except csv.Error as error:
-                if "end of data" in str(error):
-                    raise UserError(f"{path}: a quote that is opened is not closed. Correct the file") from None
-                broken.append(seen)
             if number and len(fields) > len(names):
                 raise UserError(
                     f"{path}, line {rows.line_num}: {len(fields)} fields, {len(names)} columns ({', '.join(names)}). "
@@ -197,7 +188,7 @@ def _records(
         raise UserError(f"{path} has a header ({', '.join(names)}) and no record")
     found = {
         f"fewer than {len(names)} fields, the others are empty": short,
-        'text after a closing quote; inside quotes write ""': broken,
+        'text after a closing quote; inside quotes write ""': _broken(path, encoding, options),
         "the header once more, left out": again,
         "no value in any field, left out": blank,
     }
@@ -222,6 +213,22 @@ def filled(rows: Iterable[list[str]], blank: list[int] | None = None) -> Iterato
             yield row
         elif row and blank is not None:
             blank.append(getattr(rows, "line_num", 0))
+
+
+def _broken(path: Path, encoding: str | None, options: Options) -> list[int]:
+    """The numbers of the lines in which text follows a closing quote."""
+    places = []
+    with _lines(path, encoding) as lines:
+        rows = _rows(lines, {**options, "strict": True})
+        while True:
+            try:
+                next(rows)
+            except csv.Error as error:
+                if "end of data" in str(error):
+                    raise UserError(f"{path}: a quote that is opened is not closed. Correct the file") from None
+                places.append(rows.line_num)
+            except StopIteration:
+                return places
 
 
 def _delimiter(head: list[str], usual: str) -> str:

@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerofit.estimate.fully_sharded import FullyShards, fully_sharded_states
 from zerofit.estimate.model_states import States, first_stages_states, third_stage_states, torch_states
@@ -12,6 +12,9 @@ from zerofit.estimate.weights import MASTER_BYTES
 from zerofit.strategy.deepspeed_config import fill_by_sizes
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.strategy import Strategy
+
+if TYPE_CHECKING:
+    from zerofit.estimate.planned_model import PlannedModel
 
 BY_HIDDEN_SIZE = {  # what accelerate makes of "auto" under stage 3 (accelerator.py, _prepare_deepspeed)
     "reduce_bucket_size": lambda hidden: hidden * hidden,
@@ -23,7 +26,7 @@ BY_HIDDEN_SIZE = {  # what accelerate makes of "auto" under stage 3 (accelerator
 @dataclass(frozen=True)
 class PlannedStrategy:
     """A strategy with nothing left open. `sharding`: DeepSpeed's own object of its configuration, or FSDP2's settings;
-    None without either. `model`, in its methods, is a PlannedModel."""
+    None without either."""
 
     name: str
     layout: ParallelLayout
@@ -53,7 +56,7 @@ class PlannedStrategy:
         """Ranks that share the optimizer's work."""
         return 1 if self.sharding is None else self.layout.shard_size
 
-    def states(self, model: Any, accumulates: bool, stage: Stage | None = None) -> States:
+    def states(self, model: "PlannedModel", accumulates: bool, stage: Stage | None = None) -> States:
         found, weights, ranks = self._states(model, accumulates, stage), model.weights, self.optimizer_ranks
         if not weights.matrices:
             return found
@@ -66,7 +69,7 @@ class PlannedStrategy:
         )
         return replace(found, step={**found.step, "workspace": max(found.step["workspace"], taken)})
 
-    def _states(self, model: Any, accumulates: bool, stage: Stage | None = None) -> States:
+    def _states(self, model: "PlannedModel", accumulates: bool, stage: Stage | None = None) -> States:
         trained, frozen = model.dtypes(self)
         weights, sharers = model.weights_of(self.layout, stage), self.layout.shard_size
         if isinstance(self.sharding, FullyShards):
@@ -80,7 +83,7 @@ class PlannedStrategy:
         return first_stages_states(weights, self.zero, sharers, trained, accumulates, on_gpu=model.on_gpu)
 
 
-def plan_strategy(name: str, strategy: Strategy, model: Any) -> PlannedStrategy:
+def plan_strategy(name: str, strategy: Strategy, model: "PlannedModel") -> PlannedStrategy:
     """Add to a strategy what follows from the model: sizes of buckets and thresholds."""
     if strategy.deepspeed is None:
         sharding = None

@@ -117,7 +117,9 @@ def _with_warmup(recipe: BatchOptions, sizes: BatchSizes, what: str) -> BatchSiz
     """Add the warm-up that the recipe states. Raises UserError where its sizes are not whole passes."""
     if recipe.global_batch_warmup is None:
         return sizes
-    first, updates = read_warmup(recipe.global_batch_warmup) or (0, 0)  # the recipe's own check has read it
+    warmup = read_warmup(recipe.global_batch_warmup)
+    assert warmup is not None  # the recipe's own check has read it
+    first, updates = warmup
     stated = f"global_batch_warmup = {recipe.global_batch_warmup} ({recipe.source('global_batch_warmup')})"
     total, one_pass = sizes.global_batch, sizes.samples_per_micro_step
     possible = [size for size in range(one_pass, total, one_pass) if total % size == 0]

@@ -100,8 +100,10 @@ def decide(
         chosen = Compilation(False, "without a GPU to train on")
         if on_gpu:
             chosen = choose(recipe, strategy, config, num_updates, compiled_before=compiled_before)
-    faults = all_gather_objects(failing_compiler(device) if chosen.value else None)
-    broken = next(filter(None, faults), None)
+    broken = None
+    if on_gpu:
+        faults = all_gather_objects(failing_compiler(device) if chosen.value else None)
+        broken = next(filter(None, faults), None)
     if not is_auto:
         if broken:
             raise UserError(

@@ -1,12 +1,11 @@
-"""Find, check and answer what was asked: a text, a file of prompts, or a conversation. `options` are GenerateOptions,
-whose module imports this one as it starts."""
+"""Find, check and answer what was asked: a text, a file of prompts, or a conversation."""
 
 import json
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from transformers import (
@@ -34,6 +33,9 @@ from zerofit.recipe.files import read_text
 from zerofit.recipe.parsing import has_half_pair, parse_json
 from zerofit.record.terminal import log_to_stderr
 from zerofit.strategy.devices import accelerator
+
+if TYPE_CHECKING:
+    from zerofit.tools.generate.generate import GenerateOptions
 
 NOT_WRITERS = (
     "ForSequenceClassification",
@@ -113,7 +115,7 @@ class Writer:
     """Lets a model write. `model`: a PreTrainedModel that generates. `stops`: token ids that end a text, besides those
     of the model and its tokenizer."""
 
-    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, options: Any, stops: list[int]):
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, options: "GenerateOptions", stops: list[int]):
         self.positions, self.has_encoder = usable_positions(model.config), model.config.is_encoder_decoder
         self.model, self.tokenizer = model, tokenizer
         self.max_new_tokens = options.max_new_tokens
@@ -214,7 +216,7 @@ def complete(writer: Writer, renderer: Renderer, prompts: list[Prompt], output: 
                 output.flush()
 
 
-def respond(options: Any) -> int:
+def respond(options: "GenerateOptions") -> int:
     """Answer. Returns the exit code."""
     silence_libraries()
     prompts = read_prompts(options)  # every mistake that does not need the weights, which take long
@@ -256,7 +258,7 @@ def _open(name: str | None) -> TextIO | None:
         raise UserError(f"output = {name!r} cannot be written: {error.strerror}") from None
 
 
-def read_prompts(options: Any) -> list[Prompt]:
+def read_prompts(options: "GenerateOptions") -> list[Prompt]:
     """The prompts of --prompt or --prompt_file; none where there is a chat. Raises UserError: the file cannot be read,
     or a record of it holds no prompt."""
     if options.prompt_file is None:
