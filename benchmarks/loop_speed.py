@@ -47,8 +47,8 @@ from zerofit.model.loss import model_loss
 from zerofit.model.parameters import count_parameters
 from zerofit.recipe import ClmRecipe
 from zerofit.recipe.errors import exit_within
+from zerofit.recipe.options import make_schedule
 from zerofit.recipe.paths import output_folder
-from zerofit.recipe.schedule import make_schedule
 from zerofit.record.environment import Timeline
 from zerofit.record.metrics import JsonlFile
 from zerofit.record.terminal import table

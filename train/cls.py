@@ -27,7 +27,7 @@ from zerofit.data.labelled.examples import prepare_examples
 from zerofit.data.labelled.samples import class_weights, describe_weights
 from zerofit.model.loss import logits_of_examples, loss_of_examples
 from zerofit.model.tokenizer import check_vocabulary, padding_values, set_padding_token
-from zerofit.recipe.schedule import make_schedule
+from zerofit.recipe.options import make_schedule
 from zerofit.strategy.optimizers import make_optimizer
 from zerofit.training.classification import (
     choose_head,

@@ -19,7 +19,7 @@ from zerofit.data.causal import prepare_causal_data
 from zerofit.data.collate import CausalCollator, PreferenceCollator, multiple_for
 from zerofit.model.loss import without_dropout
 from zerofit.model.tokenizer import check_vocabulary, pad_vocabulary, padding_token
-from zerofit.recipe.schedule import make_schedule
+from zerofit.recipe.options import make_schedule
 from zerofit.strategy.optimizers import make_optimizer
 from zerofit.training.causal import choose_loss_and_attention, measure_reference, preference_loss, try_kernels
 from zerofit.training.evaluation import held_out_batches, held_out_loss

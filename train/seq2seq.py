@@ -23,7 +23,7 @@ from zerofit.data.prompts import read_sources
 from zerofit.model.loss import model_loss
 from zerofit.model.preflight import check_loss, install_chosen_loss
 from zerofit.model.tokenizer import check_vocabulary, first_target_tokens, padding_token, set_decoder_start_token
-from zerofit.recipe.schedule import make_schedule
+from zerofit.recipe.options import make_schedule
 from zerofit.strategy.optimizers import make_optimizer
 from zerofit.training.evaluation import eval_batches, held_out_batches, held_out_loss
 from zerofit.training.generation import (

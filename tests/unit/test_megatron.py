@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from zerofit.cli import main as zerofit
 from zerofit.recipe import ClmRecipe, parse_recipe
-from zerofit.recipe.schedule import make_schedule
+from zerofit.recipe.options import make_schedule
 from zerofit.tools.convert.megatron_args.pretrain import convert_pretraining, pair_of
 from zerofit.tools.convert.megatron_args.shape import MegatronArgsOptions, call_of
 from zerofit.tools.plan.plan_options import PlanOptions

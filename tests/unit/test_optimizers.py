@@ -12,8 +12,7 @@ from transformers import get_scheduler
 
 from zerofit.checkpoint.resume import EarlierRuns, differences_from
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.options import OPTIMIZERS
-from zerofit.recipe.schedule import make_schedule
+from zerofit.recipe.options import OPTIMIZERS, make_schedule
 from zerofit.record.run_folder import identity_options
 from zerofit.strategy.optimizers import (
     KEPT,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zerofit.cli import main
-from zerofit.recipe.parsing import parse_bytes
+from zerofit.recipe.files import parse_bytes
 from zerofit.tools.plan import plan
 from zerofit.tools.plan.joint_search import words_of
 

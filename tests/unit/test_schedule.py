@@ -8,7 +8,7 @@ from helpers import check_refusal, recipe_of
 from transformers import get_scheduler
 
 from zerofit.recipe import ClmRecipe
-from zerofit.recipe.schedule import Schedule, make_schedule
+from zerofit.recipe.options import Schedule, make_schedule
 from zerofit.strategy.deepspeed_config import resolve_config
 from zerofit.strategy.layout import ParallelLayout
 

@@ -20,8 +20,8 @@ from zerofit.data.text import split_documents, take_texts
 from zerofit.model.chat import named_template
 from zerofit.model.configuration import load_configuration
 from zerofit.recipe import ClmRecipe, UserError, parse_recipe
+from zerofit.recipe.files import read_yaml
 from zerofit.recipe.parse import read_recipe
-from zerofit.recipe.parsing import read_yaml
 from zerofit.recipe.paths import find_files
 from zerofit.tools.generate.generate import GenerateOptions
 from zerofit.tools.generate.respond import read_prompts

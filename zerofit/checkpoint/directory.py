@@ -20,8 +20,7 @@ import xxhash
 
 from zerofit import __version__
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.files import TEMPORARY, atomic_file, remove, sync, temporary_path
-from zerofit.recipe.parsing import parse_json, read_record
+from zerofit.recipe.files import TEMPORARY, atomic_file, parse_json, read_record, remove, sync, temporary_path
 from zerofit.record.run_folder import MANIFEST, UPDATE, files_below, is_inside, remove_empty, sealed_files
 
 # The number of the format of a checkpoint's files. This version reads each number up to it, and refuses a greater one.

@@ -18,9 +18,8 @@ from fsspec.implementations.dirfs import DirFileSystem
 
 from zerofit.checkpoint.directory import MIN_CHECKPOINTS, STATE, CheckpointDirectory, find_damage
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.files import atomic_file, remove, temporary_path
+from zerofit.recipe.files import atomic_file, counted, object_of, remove, temporary_path
 from zerofit.recipe.options import TrainingRecipe
-from zerofit.recipe.parsing import counted, object_of
 from zerofit.recipe.paths import open_address
 from zerofit.record.run_folder import (
     CHECKPOINTS,

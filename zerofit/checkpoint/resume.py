@@ -11,8 +11,8 @@ from zerofit.checkpoint.directory import PROGRESS, STATE, CheckpointDirectory
 from zerofit.checkpoint.writer import named_checkpoint_problem
 from zerofit.data.pack import SampleSet
 from zerofit.recipe.errors import NothingToDo, UserError
+from zerofit.recipe.files import counted, read_record
 from zerofit.recipe.options import TrainingRecipe
-from zerofit.recipe.parsing import counted, read_record
 from zerofit.record.run_folder import (
     CHECKPOINTS,
     GIVEN_FOR,

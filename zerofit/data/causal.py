@@ -22,7 +22,7 @@ from zerofit.data.tables import columns_present, one_process_at_a_time, table_ke
 from zerofit.data.text import prepare_text, read_records, take_texts
 from zerofit.model.tokenizer import get_tokenizer
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.parsing import counted, parse_bytes
+from zerofit.recipe.files import counted, parse_bytes
 from zerofit.recipe.paths import output_folder
 from zerofit.recipe.tasks import ClmRecipe
 

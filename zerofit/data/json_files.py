@@ -19,7 +19,7 @@ from zerofit.data.lengths import report_data_loss
 from zerofit.data.options import DataOptions
 from zerofit.data.tables import text_of, write_table
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.parsing import each_key_once, has_half_pair, parse_json
+from zerofit.recipe.files import each_key_once, has_half_pair, parse_json
 
 NOT_BLANK = re.compile(r"[^\s\ufeff]")  # files that were joined have byte-order marks within
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")

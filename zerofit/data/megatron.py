@@ -39,8 +39,7 @@ from zerofit.model.loss import IGNORE
 from zerofit.model.tokenizer import load_tokenizer, producible_tokens
 from zerofit.recipe.causal_options import RESETS
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.files import cache_root, is_there, put_in_place
-from zerofit.recipe.parsing import parse_json
+from zerofit.recipe.files import cache_root, is_there, parse_json, put_in_place
 from zerofit.recipe.paths import missing_corpus
 from zerofit.recipe.tasks import ClmRecipe
 

@@ -39,8 +39,7 @@ from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.streaming import find_shards
 from zerofit.data.tables import derived, stored_table, texts_of, with_class_names, write_table
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.files import PACKED, ending_of
-from zerofit.recipe.parsing import counted
+from zerofit.recipe.files import PACKED, counted, ending_of
 from zerofit.recipe.paths import FILE_OPTIONS, find_files
 from zerofit.recipe.tasks import TaskRecipe
 

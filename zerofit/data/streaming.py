@@ -37,8 +37,7 @@ from filelock import FileLock
 from zerofit.data.pack import Sample, SampleSet
 from zerofit.data.tables import keyed
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.files import atomic_file, ending_of
-from zerofit.recipe.parsing import object_of
+from zerofit.recipe.files import atomic_file, ending_of, object_of
 from zerofit.recipe.paths import find_files, is_address, open_address
 
 # {ending: the datasets library's reader}; of packed files by the ending before .gz, .zst and so on

@@ -28,9 +28,8 @@ from zerofit.launch.runs import (
 from zerofit.launch.supervisor import Supervisor
 from zerofit.recipe.base import Recipe, option
 from zerofit.recipe.errors import UserError, did_you_mean
-from zerofit.recipe.files import nearest_recipe, recipe_file, script, shown_path
+from zerofit.recipe.files import counted, nearest_recipe, recipe_file, script, shown_path
 from zerofit.recipe.parse import flag_value, option_named, parse_recipe, take_words, wants_help
-from zerofit.recipe.parsing import counted
 from zerofit.recipe.tasks import TASKS, task_of_recipe
 from zerofit.strategy.gpus import check_devices, num_devices
 from zerofit.strategy.launch import find_strategies

@@ -20,8 +20,8 @@ from zerofit.model.configuration import (
     read_json,
 )
 from zerofit.recipe.errors import UserError, first_line
+from zerofit.recipe.files import read_record
 from zerofit.recipe.model_options import merge_command
-from zerofit.recipe.parsing import read_record
 from zerofit.recipe.paths import why_no_model
 from zerofit.recipe.tasks import model_kind
 

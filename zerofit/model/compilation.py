@@ -38,7 +38,7 @@ from transformers.activations import GELUTanh, NewGELUActivation
 from zerofit.compat.torch import compute_uncompiled_after_errors, computed_as_linear
 from zerofit.compat.transformers import undivided_modules
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.parsing import counted
+from zerofit.recipe.files import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

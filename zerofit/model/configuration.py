@@ -23,8 +23,8 @@ from zerofit.compat.huggingface_hub import work_offline
 from zerofit.compat.transformers import attention_of
 from zerofit.model.families import family_of
 from zerofit.recipe.errors import UserError, first_line, nearest
+from zerofit.recipe.files import parse_json
 from zerofit.recipe.model_options import ModelOptions
-from zerofit.recipe.parsing import parse_json
 from zerofit.recipe.paths import POINTER, is_missing_folder, is_pointer, is_run, why_no_model
 
 if TYPE_CHECKING:

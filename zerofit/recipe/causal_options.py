@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from zerofit.recipe.base import Recipe, option
 from zerofit.recipe.data_options import WARMUP, InferenceOptions, problems_of_weights, weighted
-from zerofit.recipe.parsing import parse_bytes
+from zerofit.recipe.files import parse_bytes
 from zerofit.recipe.paths import is_weight
 
 RESETS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")  # after an end-of-document token

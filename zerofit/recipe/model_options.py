@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from zerofit.recipe.base import Recipe, option
-from zerofit.recipe.parsing import read_record
+from zerofit.recipe.files import read_record
 from zerofit.recipe.paths import is_run
 
 FROM_SCRATCH = "config_name model_type"

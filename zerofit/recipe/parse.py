@@ -19,10 +19,9 @@ import yaml
 
 from zerofit.recipe.base import Recipe, broken_rule, default_of, from_text, quoted
 from zerofit.recipe.errors import UserError, did_you_mean
-from zerofit.recipe.files import nearest_recipe, read_text, recipe_file
+from zerofit.recipe.files import BoundedLoader, nearest_recipe, read_text, recipe_file
 from zerofit.recipe.foreign_options import foreign_option_hints
 from zerofit.recipe.options import TrainingRecipe
-from zerofit.recipe.parsing import BoundedLoader
 
 SHORT, LONG = {"-h", "--help"}, {"--help_all", "--help-all"}
 INDENT, COLUMN, MAX_WIDTH = 2, 36, 100  # columns: where an option begins, where its text begins, where the text ends

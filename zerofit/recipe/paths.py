@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.parsing import read_record
+from zerofit.recipe.files import read_record
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem

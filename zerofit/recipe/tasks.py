@@ -16,8 +16,8 @@ from zerofit.recipe.causal_options import (
 )
 from zerofit.recipe.data_options import InferenceOptions, PaddingOptions
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.files import read_yaml
 from zerofit.recipe.options import TrainingRecipe
-from zerofit.recipe.parsing import read_yaml
 
 GLUE_TASKS = ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli")
 BALANCED = "balanced"  # of class_weights

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.files import atomic_file, open_without_links
-from zerofit.recipe.parsing import object_of
+from zerofit.recipe.files import atomic_file, object_of, open_without_links
 
 Parse = Callable[[bytes], dict[str, Any] | None]
 

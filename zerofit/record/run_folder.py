@@ -29,13 +29,14 @@ from zerofit.recipe.files import (
     TEMPORARY,
     atomic_file,
     is_of_the_disk,
+    object_of,
     open_without_links,
+    read_record,
     remove,
     sync,
     temporary_path,
 )
 from zerofit.recipe.options import TrainingRecipe
-from zerofit.recipe.parsing import object_of, read_record
 from zerofit.record.metrics import JsonlFile, line_of_metrics
 
 RECORD, LOCK, MODEL, CHECKPOINTS = "files.json", ".lock", "model", "checkpoints"

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.recipe.errors import Problems, UserError, did_you_mean
-from zerofit.recipe.files import read_text
-from zerofit.recipe.parsing import each_key_once, parse_json
+from zerofit.recipe.files import each_key_once, parse_json, read_text
 from zerofit.strategy.launch import Launch, tell_deepspeed_of_a_cpu
 
 # Top-level keys of DeepSpeed 0.19's configuration (deepspeed.ai/docs/config-json); DeepSpeed ignores any other.

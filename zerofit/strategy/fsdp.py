@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zerofit.recipe.errors import UserError, did_you_mean
-from zerofit.recipe.parsing import counted
+from zerofit.recipe.files import counted
 
 RESHARDS = "fsdp_reshard_after_forward"
 IGNORED = "fsdp_ignored_modules"

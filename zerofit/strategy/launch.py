@@ -19,9 +19,8 @@ import psutil
 
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import OUR_LAUNCHER, UserError, did_you_mean, nearest
-from zerofit.recipe.files import CONFIGS, configs
+from zerofit.recipe.files import CONFIGS, configs, read_yaml
 from zerofit.recipe.parse import flag_value, option_named
-from zerofit.recipe.parsing import read_yaml
 from zerofit.strategy.fsdp import fsdp_problems, read_fsdp
 from zerofit.strategy.gpus import use_expandable_segments
 

@@ -15,8 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from zerofit.model.parameters import decay_groups, layer_groups
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.options import OptimizerOptions
-from zerofit.recipe.schedule import Schedule
+from zerofit.recipe.options import OptimizerOptions, Schedule
 from zerofit.strategy.devices import has_fused_adamw
 from zerofit.strategy.muon import Muon
 from zerofit.strategy.state import ReadWhole, ReplicatedState

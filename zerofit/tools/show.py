@@ -21,9 +21,9 @@ import psutil
 
 from zerofit.recipe.base import option
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.files import read_record
 from zerofit.recipe.options import Recipe
 from zerofit.recipe.parse import parse_recipe, take_words
-from zerofit.recipe.parsing import read_record
 from zerofit.recipe.paths import why_no_model
 from zerofit.record.run_folder import RunFolder, is_count
 from zerofit.record.terminal import decimals, duration, log_lines, rounded, screen_width, shortened, size, table

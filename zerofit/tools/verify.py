@@ -27,7 +27,7 @@ from zerofit.model.adapter_folder import with_base_configuration
 from zerofit.recipe import UserError
 from zerofit.recipe.base import option
 from zerofit.recipe.data_options import BatchOptions
-from zerofit.recipe.parsing import counted
+from zerofit.recipe.files import counted
 from zerofit.recipe.paths import check_paths, name_of_recipe
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.metrics import JsonlFile

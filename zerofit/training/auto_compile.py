@@ -10,7 +10,7 @@ from zerofit.data.collate import GPU_MULTIPLE, round_up
 from zerofit.data.lengths import DEFAULT_BLOCK_SIZE, LENGTHS
 from zerofit.model.compilation import GRAPHS, failing_compiler
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.parsing import counted
+from zerofit.recipe.files import counted
 from zerofit.recipe.tasks import model_kind
 from zerofit.strategy.strategy import Strategy, all_gather_objects
 

@@ -14,8 +14,8 @@ from zerofit.compat.torch import compiled_graphs
 from zerofit.health.shutdown import SIGNALS
 from zerofit.model.export import Weights
 from zerofit.recipe.errors import EXIT, EXIT_NEEDS_A_PERSON, UserError, first_line, print_last
-from zerofit.recipe.parsing import counted
-from zerofit.recipe.schedule import Schedule
+from zerofit.recipe.files import counted
+from zerofit.recipe.options import Schedule
 from zerofit.record.environment import describe_environment
 from zerofit.record.metrics import UpdateMetrics
 from zerofit.record.plot import plot_run

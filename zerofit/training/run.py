@@ -35,8 +35,8 @@ from zerofit.model.parameters import count_parameters
 from zerofit.model.preflight import safe_precision
 from zerofit.model.stages import whole_model
 from zerofit.recipe.errors import EXIT, UserError
-from zerofit.recipe.parsing import counted
-from zerofit.recipe.schedule import Schedule
+from zerofit.recipe.files import counted
+from zerofit.recipe.options import Schedule
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.metrics import EvaluationTime, UpdateMetrics
 from zerofit.record.recorder import MemoryMeter, ThroughputMeter, without_mfu

@@ -16,7 +16,7 @@ from zerofit.model.lora import check_quantisation
 from zerofit.model.stages import check_stages
 from zerofit.model.tensor_parallel import check_split
 from zerofit.recipe.errors import Problems, UserError
-from zerofit.recipe.parsing import counted
+from zerofit.recipe.files import counted
 from zerofit.recipe.paths import output_folder
 from zerofit.recipe.tasks import CAUSAL, TaskRecipe, model_kind
 from zerofit.record.recorder import wanted_trackers

@@ -39,8 +39,7 @@ from zerofit.model.compilation import (
 from zerofit.model.lora import add_adapter, continue_adapter
 from zerofit.model.parameters import flops_per_pair_token, flops_per_token
 from zerofit.model.recomputation import enable_recomputation, offload_inputs
-from zerofit.recipe.files import appears, is_there
-from zerofit.recipe.parsing import counted
+from zerofit.recipe.files import appears, counted, is_there
 from zerofit.record.environment import describe_environment
 from zerofit.record.recorder import MemoryMeter, RunRecorder, ThroughputMeter, peak_flops, start_trackers
 from zerofit.record.terminal import Bar

@@ -22,7 +22,7 @@ from zerofit.model.configuration import (
 )
 from zerofit.model.lora import inject_adapter
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.parsing import read_record
+from zerofit.recipe.files import read_record
 from zerofit.recipe.paths import answers_folder
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.run_folder import RunFolder, differing_options, identity_options

@@ -33,7 +33,7 @@ from zerofit.data.tables import (
 )
 from zerofit.model.chat import TEMPLATE_ARGUMENTS, Conversation, Message, check_arguments, tool_definitions
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.parsing import parse_json
+from zerofit.recipe.files import parse_json
 from zerofit.recipe.tasks import ClmRecipe
 
 DIALOGUES = "dialogue dialog messages turns conversation conversations utterances contents history".split()

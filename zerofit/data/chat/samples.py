@@ -53,7 +53,7 @@ from zerofit.model.chat import (
 from zerofit.model.loss import IGNORE
 from zerofit.model.tokenizer import get_tokenizer, padding_token
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.parsing import counted
+from zerofit.recipe.files import counted
 from zerofit.recipe.tasks import ClmRecipe
 
 CHOSEN, REJECTED = "chosen", "rejected"

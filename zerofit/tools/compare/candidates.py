@@ -8,8 +8,8 @@ from typing import Any
 
 from zerofit.recipe.base import option
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.files import parse_bytes
 from zerofit.recipe.parse import parse_recipe
-from zerofit.recipe.parsing import parse_bytes
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.strategy.launch import find_strategies
 from zerofit.tools.plan.plan_options import read_pair

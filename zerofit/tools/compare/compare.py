@@ -16,7 +16,7 @@ from pathlib import Path
 
 from zerofit.launch.runs import ending_in_order
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.parsing import parse_bytes
+from zerofit.recipe.files import parse_bytes
 from zerofit.recipe.paths import check_paths, name_of_recipe
 from zerofit.record.run_folder import RunFolder, check_folder_of
 from zerofit.record.terminal import log_lines

@@ -11,7 +11,7 @@ from typing import Any
 
 from zerofit.launch.runs import LaunchedRun, RunningLaunch, failure, mistake
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.parsing import read_yaml
+from zerofit.recipe.files import read_yaml
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import decimals, duration, log_lines, rounded, size

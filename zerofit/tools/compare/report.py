@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from zerofit.recipe.errors import printable
-from zerofit.recipe.parsing import counted
+from zerofit.recipe.files import counted
 from zerofit.recipe.paths import name_of_recipe
 from zerofit.record.terminal import duration, rounded, screen_width, shortened, size, table
 from zerofit.tools.compare.comparison import (

@@ -31,7 +31,7 @@ from zerofit.launch.runs import LaunchedRun, RunningLaunch, failure, mistake
 from zerofit.model.adapter_folder import find_base, open_adapter
 from zerofit.model.configuration import is_adapter, known_architectures
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.parsing import parse_bytes
+from zerofit.recipe.files import parse_bytes
 from zerofit.record.environment import describe_environment
 from zerofit.record.metrics import LineReader, add_line
 from zerofit.record.terminal import duration, log_lines, size

@@ -26,7 +26,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from zerofit.model.configuration import read_json
 from zerofit.model.pretrained_io import atomic_folder
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.parsing import counted
+from zerofit.recipe.files import counted
 from zerofit.tools.meta_tokenizer import ConvertedTokenizer, convert_tokenizer, find_tokenizer
 
 

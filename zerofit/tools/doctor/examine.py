@@ -23,11 +23,9 @@ from zerofit.model.compilation import check_float8_device, missing_compiler
 from zerofit.model.configuration import known_architectures
 from zerofit.model.tokenizer import check_vocabulary, load_tokenizer
 from zerofit.recipe.errors import NothingToDo, UserError, first_line
-from zerofit.recipe.files import is_shared, script, shown_path
-from zerofit.recipe.options import TrainingRecipe
-from zerofit.recipe.parsing import counted, read_yaml
+from zerofit.recipe.files import counted, is_shared, read_yaml, script, shown_path
+from zerofit.recipe.options import TrainingRecipe, make_schedule
 from zerofit.recipe.paths import check_paths, is_missing_folder, output_folder
-from zerofit.recipe.schedule import make_schedule
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.terminal import size
 from zerofit.strategy.builds import check_compiled_code

@@ -7,8 +7,8 @@ from typing import Any
 
 from zerofit.recipe.base import as_text, option
 from zerofit.recipe.errors import EXIT_FAILED, EXIT_USER_ERROR, UserError
+from zerofit.recipe.files import counted
 from zerofit.recipe.options import StrategyOptions
-from zerofit.recipe.parsing import counted
 from zerofit.record.terminal import shortened
 from zerofit.tools.tool_recipe import TaskOption
 

@@ -29,8 +29,7 @@ from zerofit.model.lora import load_with_adapter
 from zerofit.model.pretrained_io import read_model, silence_libraries
 from zerofit.model.tokenizer import first_target_tokens, load_named_tokenizer, padding_token
 from zerofit.recipe.errors import UserError, printable
-from zerofit.recipe.files import read_text
-from zerofit.recipe.parsing import has_half_pair, parse_json
+from zerofit.recipe.files import has_half_pair, parse_json, read_text
 from zerofit.record.terminal import log_to_stderr
 from zerofit.strategy.devices import accelerator
 

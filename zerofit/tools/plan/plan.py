@@ -18,8 +18,7 @@ from zerofit.estimate.planned_model import PlannedModel, read_planned_model
 from zerofit.estimate.speeds import STAND_IN, device_speeds, stand_in_speeds
 from zerofit.estimate.timing import Timing
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.files import configs
-from zerofit.recipe.parsing import parse_bytes
+from zerofit.recipe.files import configs, parse_bytes
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.terminal import doing, log_lines, rounded, screen_width, size, table, wrapped
 from zerofit.strategy.devices import bf16_slowdown

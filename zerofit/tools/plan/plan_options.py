@@ -21,8 +21,7 @@ from zerofit.estimate.planned_strategy import PlannedStrategy, plan_strategy
 from zerofit.model.lora import check_expert_targets, check_quantised_sharding, split_targets
 from zerofit.recipe.base import Recipe, option
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.files import place, read_text
-from zerofit.recipe.parsing import parse_bytes, parse_json, read_yaml
+from zerofit.recipe.files import parse_bytes, parse_json, place, read_text, read_yaml
 from zerofit.recipe.tasks import CAUSAL
 from zerofit.strategy.gpu_table import CPU, Gpu, find_gpu
 from zerofit.strategy.launch import find_strategies

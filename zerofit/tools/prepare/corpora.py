@@ -16,7 +16,7 @@ from zerofit.model.configuration import model_folder
 from zerofit.model.pretrained_io import silence_libraries
 from zerofit.model.tokenizer import load_named_tokenizer, tokenizer_from_vocabulary_files
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.parsing import counted
+from zerofit.recipe.files import counted
 from zerofit.recipe.tasks import ClmRecipe
 from zerofit.record.terminal import StatusLine, size
 from zerofit.strategy.host_memory import usable_cores

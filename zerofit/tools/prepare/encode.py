@@ -22,7 +22,7 @@ from unittest.mock import patch
 from tokenizers import Tokenizer
 
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.parsing import has_half_pair
+from zerofit.recipe.files import has_half_pair
 
 CODES = {"uint16": "H", "int32": "i"}  # of array.array
 TOGETHER = 256  # texts that are tokenised at a time: an Encoding takes many times the memory of its ids

@@ -28,9 +28,8 @@ from zerofit.launch.command import read_options as read_launch
 from zerofit.launch.exit_code import FINAL, Restarts
 from zerofit.recipe.base import Recipe, option
 from zerofit.recipe.errors import EXIT_INTERRUPTED, EXIT_TO_BE_RESUMED, EXIT_USER_ERROR, UserError
-from zerofit.recipe.files import shown_path
+from zerofit.recipe.files import counted, read_record, shown_path
 from zerofit.recipe.parse import option_named, parse_recipe, take_words, wants_help
-from zerofit.recipe.parsing import counted, read_record
 from zerofit.recipe.paths import PACKAGES, name_of_recipe
 from zerofit.recipe.tasks import TASKS
 from zerofit.strategy.launch import find_strategies

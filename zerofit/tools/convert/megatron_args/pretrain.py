@@ -13,8 +13,7 @@ from typing import Any
 
 import yaml
 
-from zerofit.recipe.files import place, read_text
-from zerofit.recipe.parsing import parse_json, read_yaml
+from zerofit.recipe.files import parse_json, place, read_text, read_yaml
 from zerofit.strategy.layout import PIPELINE, SEQUENCE, TENSOR, with_degrees
 from zerofit.tools.convert.megatron_args.flags import DATA_PARALLEL, DEGREE, shapes_the_model
 from zerofit.tools.convert.megatron_args.shape import (

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 from zerofit.model.configuration import load_configuration
 from zerofit.model.pretrained_io import silence_libraries
 from zerofit.recipe.errors import UserError, printable
+from zerofit.recipe.files import counted
 from zerofit.recipe.parse import parse_recipe
-from zerofit.recipe.parsing import counted
 from zerofit.recipe.tasks import ClmRecipe
 from zerofit.tools.convert.megatron_args.pretrain import ConvertedScript, convert_pretraining, pair_of
 from zerofit.tools.convert.megatron_args.shape import (
