@@ -334,7 +334,7 @@ class Predictor:
 
     def peak(self, micro_batch: int):
         """The Peak, without the workspace and the unused blocks that the simulated accelerator does not have."""
-        from zerofit.estimate.caching_allocator import Unused
+        from zerofit.estimate.allocations import Unused
         from zerofit.estimate.peak import CUBLAS_WORKSPACE_BYTES, WORKSPACE
         from zerofit.tools.plan import planner
 

@@ -21,8 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from zerofit.cli import main as zerofit  # noqa: F401 - reads the environment before torch is loaded
-from zerofit.estimate.measured_rows import FILE, MeasuredRow, measured_rows
 from zerofit.estimate.planned_model import read_planned_model
+from zerofit.estimate.planned_rows import FILE, MeasuredRow, measured_rows
 from zerofit.recipe.errors import UserError
 from zerofit.record.terminal import table
 from zerofit.tools.plan.plan import make_budget, make_timing

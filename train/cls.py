@@ -24,7 +24,7 @@ from transformers import AutoModelForSequenceClassification
 
 from zerofit.data.collate import Batch, ExampleCollator, multiple_for
 from zerofit.data.labelled.examples import prepare_examples
-from zerofit.data.labelled.samples import class_weights, describe_weights
+from zerofit.data.labelled.labels import class_weights, describe_weights
 from zerofit.model.loss import logits_of_examples, loss_of_examples
 from zerofit.model.tokenizer import check_vocabulary, padding_values, set_padding_token
 from zerofit.recipe.options import make_schedule

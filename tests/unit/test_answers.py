@@ -18,7 +18,7 @@ from zerofit.data.prompts import read_sources
 from zerofit.model.configuration import load_configuration
 from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, parse_recipe
 from zerofit.record.run_folder import RunFolder
-from zerofit.training.stored_model import refuse_a_training_run, refuse_other_answers
+from zerofit.training.run_configuration import refuse_a_training_run, refuse_other_answers
 
 FROM_SCRATCH = "model_type: bert\nconfig_overrides: hidden_size=16\ntrain_tokenizer_vocab_size: 300\nlora_r: 4\n"
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers import recipe_of, refusal
 
-from zerofit.checkpoint.resume import EarlierRuns
-from zerofit.training import auto_compile
-from zerofit.training.auto_compile import choose, decide
+from zerofit.checkpoint.manager import EarlierRuns
+from zerofit.training import run_configuration
+from zerofit.training.run_configuration import choose, decide
 
 CUDA = torch.device("cuda")
 
@@ -61,7 +61,7 @@ def compiler(monkeypatch):
     """compiler(why it fails, or None)."""
 
     def works(fault: str | None) -> None:
-        monkeypatch.setattr(auto_compile, "failing_compiler", lambda device: fault)
+        monkeypatch.setattr(run_configuration, "failing_compiler", lambda device: fault)
 
     works(None)
     return works
@@ -90,7 +90,7 @@ def test_a_compiler_that_fails_is_a_note_under_auto_and_else_an_error(compiler):
 
 
 def test_one_rank_without_a_compiler_leaves_it_out_on_all(compiler, monkeypatch):
-    monkeypatch.setattr(auto_compile, "all_gather_objects", lambda mine: [mine, "Triton is not installed"])
+    monkeypatch.setattr(run_configuration, "all_gather_objects", lambda mine: [mine, "Triton is not installed"])
     recipe = recipe_of()
     _, (note,) = decided(recipe)
     assert recipe.torch_compile is False

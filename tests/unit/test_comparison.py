@@ -14,10 +14,9 @@ from zerofit.cli import main
 from zerofit.data.collate import CausalCollator, ExampleCollator
 from zerofit.recipe.parse import parse_recipe
 from zerofit.tools.compare.candidates import check_overrides, make_recipe, read_candidates
-from zerofit.tools.compare.compare import CompareOptions
+from zerofit.tools.compare.compare import CompareOptions, ComparisonReport
 from zerofit.tools.compare.comparison import StrategyRow, conclusion, spread
 from zerofit.tools.compare.finish import batch_to_train, values_to_finish
-from zerofit.tools.compare.report import ComparisonReport
 from zerofit.tools.compare.search import bounds, next_size
 from zerofit.tools.compare.trial import Journal, TrialMachine, choose_limit, outcome_of
 from zerofit.tools.machine import Device

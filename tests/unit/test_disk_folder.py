@@ -5,7 +5,7 @@ import fcntl
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from helpers import refusal
 
-from zerofit.strategy.disk import check_async_io, own_folder, remove_disk_folder
+from zerofit.strategy.state import check_async_io, own_folder, remove_disk_folder
 
 
 def test_without_libaio_a_run_ends_with_the_remedy(monkeypatch):

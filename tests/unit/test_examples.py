@@ -8,7 +8,7 @@ from datasets import ClassLabel, Dataset, Value
 from helpers import refusal
 
 from zerofit.data.labelled.examples import prepare_examples
-from zerofit.data.labelled.samples import ExampleData
+from zerofit.data.labelled.labels import ExampleData
 from zerofit.model.configuration import load_configuration
 from zerofit.recipe import ClsRecipe, parse_recipe
 

@@ -9,7 +9,7 @@ from zerofit.recipe import ClmRecipe
 from zerofit.recipe.errors import UserError
 from zerofit.record.model_card import model_card
 from zerofit.record.terminal import Bar, log_lines, table
-from zerofit.tools.compare.report import html_page
+from zerofit.tools.compare.compare import html_page
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31mname\r\x08\u202egnp.exe\x7f"
 RAW = set("\x1b\x07\x9b\r\x08\u202e\x7f")

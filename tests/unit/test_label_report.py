@@ -9,8 +9,7 @@ from transformers import AutoConfig
 
 from zerofit.data.collate import ExampleCollator
 from zerofit.data.labelled.examples import prepare_examples
-from zerofit.data.labelled.labels import Labels, label_report
-from zerofit.data.labelled.samples import class_weights
+from zerofit.data.labelled.labels import Labels, class_weights, label_report
 from zerofit.data.order import FILLER
 from zerofit.model.configuration import load_configuration
 from zerofit.model.loss import loss_of_examples

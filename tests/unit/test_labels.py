@@ -10,12 +10,12 @@ from transformers import BertConfig
 
 from zerofit.data.labelled.labels import (
     Labels,
+    class_weights,
     configure_labels,
     find_labels,
     in_model_order,
     trained_labels,
 )
-from zerofit.data.labelled.samples import class_weights
 from zerofit.data.records import BadRecord
 from zerofit.recipe import ClsRecipe, parse_recipe
 

@@ -22,7 +22,7 @@ from zerofit.data.prompts import Renderer, read_sources
 from zerofit.model.configuration import TRAINED_WITH
 from zerofit.model.tokenizer import first_target_tokens, language_codes, set_decoder_start_token, set_languages
 from zerofit.recipe import Seq2SeqRecipe, parse_recipe
-from zerofit.training.stored_model import trained_with
+from zerofit.training.run_configuration import trained_with
 
 MARKS = ["<s>", "<pad>", "</s>", "<unk>"]
 LETTERS = ["▁", *string.ascii_letters, *".,äöü"]

@@ -13,8 +13,7 @@ from helpers import ROOT, environment, tiny_model
 from torch.distributed import DistBackendError
 
 from zerofit.estimate.remedies import Shortage, remedies, state_setup
-from zerofit.health.out_of_memory import explain, measure
-from zerofit.health.out_of_memory_errors import is_out_of_memory
+from zerofit.health.out_of_memory import explain, is_out_of_memory, measure
 from zerofit.model.loss import install_loss
 from zerofit.recipe import ClmRecipe
 from zerofit.record.terminal import size
@@ -79,7 +78,7 @@ import resource, sys, torch
 sys.path.insert(0, {root!r})
 import psutil
 from zerofit.record.terminal import size
-from zerofit.health.out_of_memory_errors import asked_for, is_out_of_memory
+from zerofit.health.out_of_memory import asked_for, is_out_of_memory
 resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**28,) * 2)
 for make in (lambda: torch.empty(2**30), lambda: bytearray(2**32), lambda: torch.arange(2**12).numpy().repeat(2**18)):
     try:

@@ -10,8 +10,7 @@ from scipy import stats
 from sklearn import metrics as sk
 
 from zerofit.checkpoint.writer import BestEvaluation
-from zerofit.data.labelled.labels import Labels
-from zerofit.data.labelled.samples import HeldOut
+from zerofit.data.labelled.labels import HeldOut, Labels
 from zerofit.recipe import ClsRecipe
 from zerofit.record.run_folder import RunFolder
 from zerofit.training.classification import report_classes

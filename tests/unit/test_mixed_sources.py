@@ -10,7 +10,7 @@ from helpers import recipe_of, refusal, write_records
 from transformers import T5Config
 
 from zerofit.data.labelled.examples import prepare_examples
-from zerofit.data.labelled.samples import class_weights
+from zerofit.data.labelled.labels import class_weights
 from zerofit.data.mixture import PLACES, MixtureOrder
 from zerofit.data.pairs import prepare_pairs
 from zerofit.model.configuration import load_configuration

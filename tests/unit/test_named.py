@@ -8,8 +8,14 @@ from helpers import ROOT, check_refusal, launcher_variables, refusal
 
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.strategy import launch as launch_module
-from zerofit.strategy.fsdp import fsdp_problems, read_fsdp
-from zerofit.strategy.launch import check_launch, environment_of, find_launch, find_strategies
+from zerofit.strategy.launch import (
+    check_launch,
+    environment_of,
+    find_launch,
+    find_strategies,
+    fsdp_problems,
+    read_fsdp,
+)
 from zerofit.strategy.read import read_strategy
 
 YAMLS = sorted((ROOT / "accelerate_configs").glob("*.yaml")) + sorted((ROOT / "tests/published").glob("zero*.yaml"))

@@ -10,7 +10,7 @@ from test_saving import Alone, save, saver_of
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
-from zerofit.checkpoint.resume import EarlierRuns, differences_from
+from zerofit.checkpoint.manager import EarlierRuns, differences_from
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import OPTIMIZERS, make_schedule
 from zerofit.record.run_folder import identity_options

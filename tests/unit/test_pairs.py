@@ -11,8 +11,7 @@ from zerofit.strategy import launch as launch_module
 from zerofit.strategy.batches import resolve_batches
 from zerofit.strategy.deepspeed_config import resolve_config
 from zerofit.strategy.deepspeed_json import read_deepspeed_config
-from zerofit.strategy.fsdp import HONOURED
-from zerofit.strategy.launch import Launch, check_launch, find_launch, problems_of_yaml
+from zerofit.strategy.launch import HONOURED, Launch, check_launch, find_launch, problems_of_yaml
 from zerofit.strategy.layout import ParallelLayout, take_degrees
 from zerofit.strategy.read import read_strategy
 

@@ -13,8 +13,8 @@ from zerofit.model.export import export_model
 from zerofit.model.loss import install_loss
 from zerofit.model.stages import check_stages, keep_stage
 from zerofit.recipe import ClmRecipe
-from zerofit.strategy.combinations import check_combinations
 from zerofit.strategy.launch import Launch
+from zerofit.strategy.read import check_combinations
 from zerofit.strategy.strategy import Strategy
 
 LLAMA = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,

@@ -8,7 +8,7 @@ from helpers import recipe_of
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from zerofit.cli import main
-from zerofit.estimate.caching_allocator import unused_bytes
+from zerofit.estimate.allocations import unused_bytes
 from zerofit.estimate.planned_model import read_planned_model
 from zerofit.estimate.planned_rows import Rows
 from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings

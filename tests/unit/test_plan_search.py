@@ -9,8 +9,8 @@ import yaml
 from test_plan import RECIPE
 
 from zerofit.cli import main
-from zerofit.estimate.measured_rows import measured_rows
 from zerofit.estimate.planned_model import read_planned_model
+from zerofit.estimate.planned_rows import measured_rows
 from zerofit.tools.plan import joint_search
 from zerofit.tools.plan import planner as planner_module
 from zerofit.tools.plan.plan import make_budget, make_timing

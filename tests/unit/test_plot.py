@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.figure import Figure
 
-from zerofit.record.plot import plot_run
+from zerofit.record.metrics import plot_run
 
 
 @pytest.mark.parametrize("updates", [1, 5, 300])

@@ -12,9 +12,9 @@ import pytest
 from helpers import ROOT, at_once, environment, refusal
 from torch.distributed import HashStore, PrefixStore
 
-from zerofit.launch import machine_group, rendezvous
+from zerofit.launch import agent, rendezvous
+from zerofit.launch.agent import MachineGroup
 from zerofit.launch.exit_code import code_of_run
-from zerofit.launch.machine_group import MachineGroup
 from zerofit.launch.rendezvous import LIMIT_VARIABLE, RankRendezvous, Rendezvous, open_store, serve_store
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -166,7 +166,7 @@ def test_a_rank_that_fails_before_the_process_group_ends_the_other_machine():
 @pytest.fixture
 def port(monkeypatch) -> int:
     for name, seconds in (("SILENT_S", 3.0), ("GRACE_S", 0.1), ("BEAT_S", 0.1)):
-        monkeypatch.setattr(machine_group, name, seconds)
+        monkeypatch.setattr(agent, name, seconds)
     monkeypatch.setattr(rendezvous, "KNOWN_S", 2.0)
     return free_port()
 
@@ -209,9 +209,9 @@ def test_a_machine_that_has_died_is_replaced_and_one_that_lives_is_not(port):
 def test_a_launcher_ends_with_its_own_code_while_it_gives_signs_of_life(port):
     """Without a pause between them."""
     code = f"""
-from zerofit.launch import machine_group
-machine_group.BEAT_S = 0.0
-group = machine_group.MachineGroup("127.0.0.1", {port}, 0, 1, 5.0)
+from zerofit.launch import agent
+agent.BEAT_S = 0.0
+group = agent.MachineGroup("127.0.0.1", {port}, 0, 1, 5.0)
 raise SystemExit(85)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

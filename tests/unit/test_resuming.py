@@ -8,7 +8,7 @@ import yaml
 from helpers import ROOT, refusal
 from test_run_folder import checkpoint
 
-from zerofit.checkpoint.resume import EarlierRuns, check_data, data_fingerprint, differences_from
+from zerofit.checkpoint.manager import EarlierRuns, check_data, data_fingerprint, differences_from
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.recipe.errors import NothingToDo
 from zerofit.record.run_folder import NAMES, RunFolder, identity_options

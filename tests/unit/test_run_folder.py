@@ -12,15 +12,14 @@ import yaml
 from helpers import ROOT, refusal
 
 from zerofit.checkpoint.directory import ASKED, BEST, CheckpointDirectory
-from zerofit.checkpoint.resume import START_OVER, EarlierRuns
+from zerofit.checkpoint.manager import START_OVER, EarlierRuns
 from zerofit.launch.command import exit_code_of, program_of
 from zerofit.launch.exit_code import ExitCode, Restarts
 from zerofit.model.adapter_folder import AdapterFolder, recorded_base
 from zerofit.recipe import ClmRecipe, UserError, parse_recipe
 from zerofit.recipe.paths import name_of_recipe, output_folder, why_no_model
 from zerofit.recipe.tasks import TASKS, task_of_recipe
-from zerofit.record.metrics import UpdateMetrics
-from zerofit.record.plot import plot_run
+from zerofit.record.metrics import UpdateMetrics, plot_run
 from zerofit.record.run_folder import RunFolder, identity_options
 from zerofit.tools.doctor.doctor import DoctorOptions, read_options
 from zerofit.tools.show import runs_in, table_of_runs

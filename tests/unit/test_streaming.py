@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from helpers import recipe_of, refusal, write_records
 
-from zerofit.checkpoint.resume import data_fingerprint
+from zerofit.checkpoint.manager import data_fingerprint
 from zerofit.data import streaming
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.order import SampleOrder

@@ -9,8 +9,7 @@ from helpers import labelled_recipe, planned_bert, refusal
 
 from zerofit.data.collate import ExampleCollator
 from zerofit.data.labelled.examples import located, prepare_examples
-from zerofit.data.labelled.labels import Labels
-from zerofit.data.labelled.samples import HeldOut
+from zerofit.data.labelled.labels import HeldOut, Labels
 from zerofit.data.order import FILLER
 from zerofit.data.sources import sentences
 from zerofit.model.configuration import load_configuration

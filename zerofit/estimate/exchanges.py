@@ -186,7 +186,7 @@ def first_stages_exchanges(weights: Weights, zero: Any, world_size: int, width: 
 
 
 def third_stage_exchanges(weights: Weights, zero: Any, world_size: int, width: int, keeps_layers: bool) -> Exchanges:
-    """ZeRO-3, which may keep layers between their forward and their backward pass (zero3_weights.py)."""
+    """ZeRO-3, which may keep layers between their forward and their backward pass (`GatheredWeights`)."""
     threshold, half = int(zero.param_persistence_threshold), width < 4
     total, trained_shard = sum(one.size for one in weights.all if one.size > threshold), weights.trained / world_size
     count = sum(weight.size > threshold for weight in weights.all)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerofit.estimate.caching_allocator import Unused
+from zerofit.estimate.allocations import Unused
 from zerofit.estimate.model_states import GradientMemory, States
 from zerofit.estimate.traced_steps import TracedStep
 

@@ -15,8 +15,15 @@ import transformers
 from zerofit.data.collate import multiple_for, round_up
 from zerofit.estimate.planned_rows import LONGEST_BLOCK, OF_WORDS, TASKS, PlannedHead, Rows
 from zerofit.estimate.planned_strategy import PlannedStrategy
-from zerofit.estimate.traced_shares import divide_experts, split_layers
-from zerofit.estimate.traced_steps import WHOLE, Stage, TracedStep, steps_of_stage, weights_of_stage
+from zerofit.estimate.traced_steps import (
+    WHOLE,
+    Stage,
+    TracedStep,
+    divide_experts,
+    split_layers,
+    steps_of_stage,
+    weights_of_stage,
+)
 from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings, outer_lists, reduced_configuration
 from zerofit.estimate.weights import MASTER_BYTES, Weight, Weights
 from zerofit.model.adapter_folder import open_adapter, recorded_base, trained_config
@@ -172,7 +179,7 @@ class PlannedModel:
     @property
     def keeps_layers(self) -> bool:
         """True if ZeRO-3 keeps layers between their forward and their backward pass: not where a loss in chunks is
-        checked by forward passes before training (zero3_weights.py)."""
+        checked by forward passes before training (`GatheredWeights`)."""
         return self.task == "cls" or self.rows.loss_kind == "full"
 
     def dtypes(self, strategy: PlannedStrategy) -> tuple[torch.dtype, torch.dtype]:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerofit.estimate.fully_sharded import FullyShards, fully_sharded_states
 from zerofit.estimate.model_states import States, first_stages_states, third_stage_states, torch_states
-from zerofit.estimate.traced_shares import expert_names
-from zerofit.estimate.traced_steps import Stage
+from zerofit.estimate.traced_steps import Stage, expert_names
 from zerofit.estimate.weights import MASTER_BYTES
 from zerofit.strategy.deepspeed_config import fill_by_sizes
 from zerofit.strategy.layout import ParallelLayout

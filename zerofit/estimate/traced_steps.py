@@ -5,16 +5,41 @@ The stages of a pipeline: which weights each has, and the passes of a micro-batc
 A stage has some of the layers (zerofit/model/stages.py), the first one the embedding too, the last one head and loss.
 Under 1F1B a stage keeps what its backward passes need of several micro-batches at once: `stages - number`, or all of
 an update's (deepspeed/runtime/pipe/schedule.py, TrainSchedule).
+
+What one process on a CPU does not have, stand-ins are for: other ranks, their experts, a GPU's casts, the host's
+memory. Layers are cut by model/tensor_parallel, rows by strategy/sequence.py, experts by strategy/expert_parallel.py,
+as in a run; only the collectives exchange nothing, and the trace notes what they would have exchanged. How many tokens
+reach a rank's experts depends on the routers; here they are balanced.
 """
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from zerofit.estimate.allocations import EXCHANGES, Operation, Segment, Visit
+import torch
+from torch import distributed
+
+from zerofit.compat import replaced
+from zerofit.compat.deepspeed import exchanging_heads_with
+from zerofit.compat.torch import Ring
+from zerofit.compat.transformers import exchanging_tokens_with
+from zerofit.estimate.allocations import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    EXCHANGES,
+    REDUCE_SCATTER,
+    Operation,
+    Segment,
+    Visit,
+)
 from zerofit.estimate.weights import Weights, number_of
 from zerofit.model.families import StagePlan
+from zerofit.model.tensor_parallel import TensorGroup
+from zerofit.strategy import expert_parallel
 
 
 class TracedStep(NamedTuple):
@@ -230,3 +255,263 @@ def _tied_table(steps: list[TracedStep], weights: Weights) -> str:
     would complete; empty: there is none."""
     names = [step.completed for step in steps if step.name == "backward of before" and step.completed]
     return next((name for name in names if name in weights.sizes), "")
+
+
+@dataclass(frozen=True)
+class FakeGroup:
+    """Stands for a process group."""
+
+    size: int
+    group_name: str = "plan"
+
+
+class Collectives:
+    """Stands for torch.distributed and deepspeed.comm where layers and rows are shared.
+
+    Args:
+        note: takes each collective, as an operation.
+        size: ranks of the group.
+    """
+
+    ReduceOp = distributed.ReduceOp
+    ProcessGroup = FakeGroup
+    AsyncCollectiveTensor = type("AsyncCollectiveTensor", (), {})  # whose kind no tensor is here
+
+    def __init__(self, note: Callable[[Operation], None], size: int):
+        self.note, self.size = note, size
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = None, group: Any = None) -> None:
+        self._noted(ALL_REDUCE, tensor, tensor.nbytes)
+
+    def all_gather(self, parts: list[torch.Tensor], own: torch.Tensor, group: Any = None) -> None:
+        self._noted(ALL_GATHER, own, sum(part.nbytes for part in parts))
+
+    def all_gather_into_tensor(self, whole: torch.Tensor, own: torch.Tensor, group: Any = None) -> None:
+        self._noted(ALL_GATHER, own, whole.nbytes)
+
+    def reduce_scatter_tensor(self, own: torch.Tensor, whole: torch.Tensor, group: Any = None) -> None:
+        self._noted(REDUCE_SCATTER, own, whole.nbytes)
+
+    def permute_tensor(self, tensor: torch.Tensor, destinations: list[int], group: Any) -> torch.Tensor:
+        self._noted(ALL_TO_ALL, tensor, tensor.nbytes)
+        return tensor.clone()
+
+    def get_world_size(self, group: Any = None) -> int:
+        return self.size
+
+    def get_rank(self, group: Any = None) -> int:
+        return 0
+
+    def _noted(self, kind: str, tensor: torch.Tensor, size: int) -> None:
+        self.note(Operation(kind, tensor.is_floating_point() and tensor.itemsize < 4, 0, size))
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The context in which they take the place of the real ones."""
+        from zerofit.model import tensor_parallel
+
+        if self.size == 1:
+            yield
+            return
+        with contextlib.ExitStack() as replacements:
+            replacements.enter_context(replaced(tensor_parallel, "distributed", self))
+            for known in (Ring.communicating_with, exchanging_heads_with):
+                with contextlib.suppress(ImportError):
+                    replacements.enter_context(known(self))
+            yield
+
+
+def split_layers(model: Any, size: int) -> None:
+    """Keep one rank's share of the layers: that of the last rank, which has most of a vocabulary that is uneven."""
+    if size > 1:
+        from zerofit.model.tensor_parallel import split_model
+
+        split_model(model, TensorGroup(FakeGroup(size), size - 1, size))
+
+
+@contextlib.contextmanager
+def rows_split(model: torch.nn.Module, size: int) -> Iterator[None]:
+    """The context in which a model with an installed loss computes one rank's part of its rows."""
+    if size == 1:
+        yield
+        return
+    from zerofit.strategy import sequence
+    from zerofit.strategy.layout import ParallelLayout
+
+    class Groups:
+        get_sequence_parallel_group = staticmethod(lambda: FakeGroup(size))
+
+    with replaced(sequence, "sequence_groups", lambda layout: Groups):
+        with contextlib.closing(sequence.SplitRows(model, ParallelLayout(size, sequence=size))):
+            yield
+
+
+@dataclass(frozen=True)
+class FakeMesh:
+    """Stands for a device mesh of one dimension."""
+
+    ranks: int
+    device_type: str = "cpu"
+
+    def size(self) -> int:
+        return self.ranks
+
+    def get_group(self) -> list[int]:
+        return list(range(self.ranks))
+
+
+def expert_names(model: torch.nn.Module) -> frozenset[str]:
+    """The names of the parameters that are divided."""
+    divided = {id(parameter) for module in expert_parallel.experts_of(model) for parameter in module.parameters()}
+    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in divided)
+
+
+def divide_experts(model: torch.nn.Module, ranks: int, dtype: torch.dtype) -> None:
+    """Keep one rank's experts, and let tokens travel to them.
+
+    Args:
+        ranks: 0: they are not divided.
+        dtype: that products are computed in. Experts that are trained are stored in fp32, as their optimizer has them.
+    """
+    if not ranks:
+        return
+    from transformers.distributed import expert_parallel as library
+
+    class Balanced(library.AllToAllEP):
+        """The exchange, whose sizes are on the host before there are any: fake tensors have no values."""
+
+        def __init__(self, experts: Any, mesh: FakeMesh, alone: FakeMesh) -> None:  # in no process group
+            self.experts_forward, self.num_local_experts = experts.forward, experts.num_experts
+            self.ep_mesh: Any = mesh
+            self.tp_mesh: Any = alone
+            self.shares_batch = False
+
+        def __call__(self, hidden_states: Any, top_k_index: torch.Tensor, top_k_weights: Any) -> Any:
+            total = top_k_index.numel()  # in parts that differ by one at most
+            with KnownItems([len(range(part, total, ranks)) for part in range(ranks)]):
+                return super().__call__(hidden_states, top_k_index, top_k_weights)
+
+    half = None if dtype == torch.float32 else dtype
+    for module in expert_parallel.experts_of(model):
+        for name, whole in list(module.named_parameters(recurse=False)):
+            stored = torch.float32 if whole.requires_grad else whole.dtype
+            own = torch.empty(len(whole) // ranks, *whole.shape[1:], dtype=stored, device=whole.device)
+            setattr(module, name, torch.nn.Parameter(own, whole.requires_grad))
+        expert_parallel.dispatch(module, FakeMesh(ranks), FakeMesh(1), half, Balanced)
+
+
+@contextlib.contextmanager
+def tokens_exchanged(ranks: int, note: Callable[[Operation], None]) -> Iterator[None]:
+    """The context in which a model whose experts are divided computes one rank's part. `note`: takes each collective,
+    as an operation."""
+    if not ranks:
+        yield
+        return
+
+    def exchanged(rows: torch.Tensor, received: list[int]) -> torch.Tensor:
+        note(Operation(ALL_TO_ALL, rows.is_floating_point() and rows.itemsize < 4, 0, rows.nbytes))
+        return rows.contiguous().new_empty(sum(received), *rows.shape[1:])
+
+    class Exchange(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, rows: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
+            ctx.sent = sent
+            return exchanged(rows, received)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+            return exchanged(gradient, ctx.sent), None, None
+
+    def all_to_all(rows: torch.Tensor, received: list[int], sent: list[int], group: Any) -> torch.Tensor:
+        return Exchange.apply(rows, received, sent)
+
+    def all_to_all_of_counts(received: torch.Tensor, sent: torch.Tensor, group: Any) -> None:
+        exchanged(sent, [len(sent)])
+
+    # As to_local: its backward comes when all of the module's is done, and gradients wait for it.
+    own = replaced(expert_parallel, "own_experts", lambda parameter: parameter.view_as(parameter))
+    with own, exchanging_tokens_with(all_to_all_of_counts, all_to_all):
+        yield
+
+
+class KnownItems(torch.overrides.TorchFunctionMode):
+    """Lets the host read these numbers of tensors, in turn: fake tensors have no values."""
+
+    def __init__(self, values: list[int]):
+        super().__init__()
+        self.values = itertools.cycle(values)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return next(self.values) if function is torch.Tensor.item else function(*args, **(kwargs or {}))
+
+
+class CudaCasts(torch.overrides.TorchFunctionMode):
+    """Casts to fp32 what autocast casts on a GPU and not on a CPU (torch/amp, "Ops that autocast to float32")."""
+
+    FUNCTIONS = ("layer_norm", "softmax", "log_softmax", "pow", "rms_norm", "group_norm", "cumsum", "sum", "norm")
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(function, "__name__", "") in self.FUNCTIONS and torch.is_autocast_enabled("cpu"):
+            args = [_widened(value) for value in args]
+            kwargs = {name: _widened(value) for name, value in kwargs.items()}
+        return function(*args, **kwargs)
+
+
+class _FusedNorm(torch.autograd.Function):
+    """A GPU's kernel of RMSNorm: what it reads, makes and keeps, by operations that move as many bytes."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight, hidden.new_empty((*hidden.shape[:-1], 1), dtype=torch.float32))
+        return hidden * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden, _, _ = ctx.saved_tensors
+        return gradient * hidden, gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+
+
+def fused_norm(hidden: torch.Tensor, shape: Any, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Stands for torch.nn.functional.rms_norm on a GPU."""
+    return _FusedNorm.apply(hidden, weight)
+
+
+def loss_of_chunk(logits: torch.Tensor, target: Any, gradient: torch.Tensor, *terms: float) -> torch.Tensor:
+    """Stands for the compiled loss of a chunk (chunked_loss.py): logits are read twice, their gradient is written."""
+    gradient.copy_(logits)
+    return logits.amax(-1)
+
+
+def _widened(value: Any) -> Any:
+    half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if half else value
+
+
+class FakeHostStore:
+    """The host's memory: what is saved there leaves the device at once. `offloaded`: is given the bytes of each
+    tensor."""
+
+    def __init__(self) -> None:
+        self.offloaded: Callable[[int], None] = lambda size: None
+
+    def saved(self) -> AbstractContextManager[Any]:
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        self.offloaded(tensor.nbytes)
+        return tensor.size(), tensor.stride(), tensor.dtype, tensor.device
+
+    def _unpack(self, packed: tuple[Any, ...]) -> torch.Tensor:
+        size, stride, dtype, device = packed
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+class LinearOfZero3(torch.overrides.TorchFunctionMode):
+    """Lets linear layers compute as deepspeed.zero.Init lets them (memory_efficient_linear)."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+        function = zero3_linear_wrap if function is torch.nn.functional.linear else function
+        return function(*args, **(kwargs or {}))

@@ -21,17 +21,19 @@ from zerofit.compat.torch import fake_tensors, run_backward
 from zerofit.compat.transformers import multiplying_without_groups
 from zerofit.estimate.allocations import AllocationTracker, FusedLayers, ModuleVisits, Segment
 from zerofit.estimate.planned_rows import Rows, make_inputs
-from zerofit.estimate.traced_shares import (
+from zerofit.estimate.traced_steps import (
     Collectives,
     CudaCasts,
     FakeHostStore,
     LinearOfZero3,
+    TracedStep,
+    compose,
+    extrapolate,
     fused_norm,
     loss_of_chunk,
     rows_split,
     tokens_exchanged,
 )
-from zerofit.estimate.traced_steps import TracedStep, compose, extrapolate
 from zerofit.model.recomputation import enable_recomputation, offload_inputs
 
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",

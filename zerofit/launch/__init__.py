@@ -12,7 +12,7 @@ their comments what they do.
 
 `zerofit launch` (command.py) reads the machines from the scheduler's variables (runs.py). Its process is
 `accelerate launch` with torch's elastic agent (agent.py) and passes signals on (supervisor.py); ranks get SIGTERM when
-it is gone. The agents of several machines meet (machine_group.py), and start their ranks again (exit_code.py). The
+it is gone. The agents of several machines meet (agent.py), and start their ranks again (exit_code.py). The
 ranks of several machines meet before they have a process group (rendezvous.py), also under other launchers.
 
 Which process writes `exit_code` to environment.json, and when: the supervisor and rank 0 remove the code of the launch

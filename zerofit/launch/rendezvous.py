@@ -2,7 +2,7 @@
 
 A process group waits for its members for hours, and names none. So each member says in the store of the rendezvous
 that it is there, and again every second; one that ends before all are ready says why, and all end with it. The first
-member watches all others, these watch the first. `zerofit launch` lets machines meet (machine_group.py), a run on
+member watches all others, these watch the first. `zerofit launch` lets machines meet (agent.py), a run on
 several machines its ranks.
 
 The launcher of a machine ends its ranks when one of them has failed, and under torchrun it knows nothing of the other

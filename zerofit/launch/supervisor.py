@@ -47,7 +47,7 @@ class Supervisor:
 
     def run(self, words: list[str], environment: dict[str, str]) -> int:
         """Launch a program and wait for its end. Returns the exit code on record, or the launcher's where there is
-        none and on machines but the first, to which it has been told (machine_group.py)."""
+        none and on machines but the first, to which it has been told (agent.py)."""
         os.environ.clear()
         os.environ.update(environment)
         from zerofit.launch.agent import launch  # with torch

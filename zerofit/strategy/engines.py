@@ -29,12 +29,20 @@ from zerofit.model.stages import empty_parameters, without_weights
 from zerofit.model.tensor_parallel import join_shares, shard_rows
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.deepspeed_config import fill_bucket_size
-from zerofit.strategy.disk import DiskState, own_folder, remove_disk_folder
 from zerofit.strategy.engine import Bounds, Engine, Outcome
 from zerofit.strategy.expert_parallel import dispatch, experts_of, mesh_of_one
 from zerofit.strategy.layout import initializing_deepspeed
 from zerofit.strategy.optimizers import SHARDED, ReplicatedOptimizerState
-from zerofit.strategy.state import FlatState, OptimizerState, ReplicatedState, RowState, ShardedState
+from zerofit.strategy.state import (
+    DiskState,
+    FlatState,
+    OptimizerState,
+    ReplicatedState,
+    RowState,
+    ShardedState,
+    own_folder,
+    remove_disk_folder,
+)
 
 
 def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:

@@ -12,7 +12,7 @@ PCIE = {3: 16 * GIGA, 4: 31 * GIGA, 5: 63 * GIGA}  # 16 lanes, one direction
 OTHERS = re.compile(r"\b(Laptop|Max-Q|D|Ti|SUPER|HBM2e)\b|-\d+[ABCQ]\b|MI250X/|H800 PCIe")
 SLICE = " MIG "
 # What torch's matrix products and attention reach of the peak in training. Fitted on published runs of V100, A100,
-# H100, H200 and B200 (zerofit/estimate/speeds.py). Of others an assumption: what S. Bekman, "Maximum
+# H100, H200 and B200 (zerofit/estimate/timing.py). Of others an assumption: what S. Bekman, "Maximum
 # Achievable Matmul FLOPS" (stas00/ml-engineering 744d01e, compute/accelerator), measured of one product, times 0.8,
 # which is about what is left of his figures of A100 and H100 in training.
 OF_PEAK, ATTENTION_OF_PEAK = 0.65, 0.36

@@ -13,8 +13,8 @@ from zerofit.compat.deepspeed import without_shared_memory
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.builds import describe_build, drop_abandoned_locks
 from zerofit.strategy.devices import faster_precisions, use_threads_of_share
-from zerofit.strategy.disk import check_async_io
 from zerofit.strategy.launch import SHARES_DEVICES, tell_deepspeed_of_a_cpu
+from zerofit.strategy.state import check_async_io
 from zerofit.strategy.strategy import Strategy
 
 # Longer than anything takes for which ranks wait for one of them: data that another machine prepares, a checkpoint

@@ -1,6 +1,9 @@
-"""Read the strategy of a run from the launcher's environment and files, and check it before any data is read."""
+"""Read the strategy of a run from the launcher's environment and files, and check it before any data is read:
+also settings of a recipe and a strategy that do not go together.
+"""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from zerofit.model.compilation import is_emulated
@@ -8,14 +11,154 @@ from zerofit.recipe.errors import Problems, UserError
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.parse import flag_value
 from zerofit.strategy.batches import resolve_batches
-from zerofit.strategy.combinations import check_combinations
 from zerofit.strategy.deepspeed_config import resolve_config
 from zerofit.strategy.deepspeed_json import read_deepspeed_config, stated_precision
-from zerofit.strategy.fsdp import ONE_PROCESS, UNITS, check_replicas
 from zerofit.strategy.gpus import check_devices
-from zerofit.strategy.launch import Launch, check_launch, find_launch, take_named
-from zerofit.strategy.layout import ParallelLayout, idle_note, offload_device, take_degrees
+from zerofit.strategy.launch import ONE_PROCESS, UNITS, Launch, check_launch, check_replicas, find_launch, take_named
+from zerofit.strategy.layout import (
+    OFFLOADED,
+    PIPELINE,
+    SEQUENCE,
+    TENSOR,
+    ParallelLayout,
+    idle_note,
+    offload_device,
+    take_degrees,
+)
+from zerofit.strategy.optimizers import SHARDED
 from zerofit.strategy.strategy import PrecisionSetting, Strategy
+
+Conflict = tuple[str, str, str]  # a setting with its source, what does not go together with it, the remedy
+
+PARTITIONS = {"zero_hpz_partition_size": 1, "mics_shard_size": -1}  # and the value that means: not used
+MASKS_ONLY = ("eager", "flex_attention")  # attention that cannot do without a mask made by the model
+REMOVE = "Remove one of them"
+WHOLE_MATRICES = "Use --strategy zero1, zero2, zero3 or fsdp2, or --optim adamw"
+
+
+def check_combinations(strategy: Strategy, recipe: TrainingRecipe) -> None:
+    """Raises UserError: all that is asked for and does not go together."""
+    found = [*_of_parallelism(strategy, recipe), *_of_shards(strategy, recipe), *_of_optimizer(strategy, recipe)]
+    if recipe.float8 and recipe.trains:
+        found += _of_float8(strategy, recipe)
+    if found:
+        raise UserError(f"{one} does not go together with {other}. {remedy}" for one, other, remedy in found)
+
+
+def _of_parallelism(strategy: Strategy, recipe: TrainingRecipe) -> Iterator[Conflict]:
+    """Yield the conflicts of tensor, pipeline and sequence parallelism; one that all have is the first one's."""
+    zero, precision = strategy.zero, strategy.precision
+    degrees = {SEQUENCE: strategy.sequence, f"{TENSOR}.autotp_size": strategy.tensor}
+    degrees[f"{PIPELINE}.stages"] = strategy.pipeline
+    stated = {key: f"{strategy.source}: {key} = {degree}" for key, degree in degrees.items() if degree > 1}
+    if not stated:
+        return
+    first, compiled = next(iter(stated.values())), f"torch_compile ({recipe.source('torch_compile')})"
+    sums = f"data_types.grad_accum_dtype in {precision}" if _sums_dtype(strategy) else None
+    if recipe.lora:
+        yield first, f"lora ({recipe.source('lora')})", "Remove it, or use another strategy, such as zero3"
+    if recipe.compiles == "model" and strategy.sequence == 1:
+        yield first, f"torch_compile = model ({recipe.source('torch_compile')})", "Use --torch_compile blocks"
+    settings = [part for part in OFFLOADED if offload_device(zero, part) != "none"]
+    settings += [name for name, unused in PARTITIONS.items() if zero.get(name, unused) != unused]
+    yield from ((first, f"zero_optimization.{setting}", REMOVE) for setting in settings)
+    if strategy.sequence > 1:
+        if recipe.compiles:  # DeepSpeed's exchange of heads looks a group up that a graph has not
+            yield first, compiled, REMOVE
+        if recipe.attn_implementation in MASKS_ONLY:
+            yield first, f"attn_implementation = {recipe.attn_implementation}", "Use --attn_implementation sdpa"
+        # Without it ZeRO-3 divides the gradients of large and small parameters by different numbers (zero/stage3.py).
+        if zero.get("reduce_scatter") is False:
+            yield first, "zero_optimization.reduce_scatter = false", REMOVE
+        # BF16_Optimizer asks for groups that are not there.
+        if sums and zero.get("stage") == 1 and precision == "bf16":
+            yield first, sums, "Remove it"
+        if len(stated) > 1:
+            yield first, " and ".join(key for key in stated if key != SEQUENCE), REMOVE
+    if strategy.pipeline > 1:
+        stages, stage = stated[f"{PIPELINE}.stages"], zero.get("stage")
+        if stage in (2, 3):
+            added = "gradients of many micro-batches are added up in full"
+            yield stages, f"zero_optimization.stage = {stage}: {added}", "Write 1"
+        if zero.get("overlap_comm"):  # DeepSpeed turns it off
+            exchanged = "gradients are exchanged after the last micro-batch"
+            yield stages, f"zero_optimization.overlap_comm: {exchanged}", "Remove it"
+        if getattr(recipe, "predict_file", None):
+            yield stages, "predict_file: no rank has all layers", "Use a strategy without it, such as tp or zero3"
+        # The ends would not add up a tied vocabulary's gradient: runtime/pipe/engine.py reads what stage_1_and_2.py
+        # has moved away.
+        if sums and precision == "fp16":
+            yield stages, sums, "Remove it"
+
+
+def _sums_dtype(strategy: Strategy) -> str | None:
+    """The dtype in which gradients are added up, where it is another one."""
+    return ((strategy.deepspeed or {}).get("data_types") or {}).get("grad_accum_dtype")
+
+
+def _of_shards(strategy: Strategy, recipe: TrainingRecipe) -> Iterator[Conflict]:
+    """Yield the conflicts of FSDP2, ZeRO-3, an optimizer on a disk, and gradients that are rounded."""
+    source, config, compiled = strategy.source, strategy.deepspeed or {}, recipe.source("torch_compile")
+    if strategy.launch.fsdp is not None:  # of one process too
+        if strategy.precision == "fp16":
+            yield f"{source}: FSDP", "precision = fp16", "Use --precision bf16, or --strategy zero3"
+        if recipe.compiles == "model":
+            yield f"{source}: FSDP", f"torch_compile = model ({compiled})", "Use --torch_compile blocks"
+        if recipe.quantised:
+            quantised = f"{recipe.quantised} ({recipe.source(recipe.quantised)})"
+            yield f"{source}: FSDP", quantised, "Use zero2.yaml or ddp.yaml"
+    if recipe.compiles and strategy.shards_parameters:
+        remedy = (
+            "DeepSpeed gathers the weights of each module as it is called, which cuts a layer's graph into pieces. "
+            "Use --strategy fsdp2, which gathers those of a layer, or remove it"
+        )
+        yield f"{source}: zero_optimization.stage = 3", f"torch_compile ({compiled})", remedy
+    if recipe.ema_decay and strategy.optimizer_device == "nvme":
+        remedy = "DeepSpeed brings moments from the disk, and no other tensors. Use --strategy zero3_offload"
+        yield f"{source}: offload_optimizer.device = nvme", f"ema_decay ({recipe.source('ema_decay')})", remedy
+    dtypes = {key: config.get(key) for key in ("communication_data_type", "seq_parallel_communication_data_type")}
+    dtypes["data_types.grad_accum_dtype"] = _sums_dtype(strategy)
+    for key, dtype in dtypes.items():
+        if strategy.precision == "fp32" and dtype not in (None, "fp32"):
+            yield f"{source}: {key} = {json.dumps(dtype)}", "precision = fp32", "Remove it: it rounds gradients"
+
+
+def _of_optimizer(strategy: Strategy, recipe: TrainingRecipe) -> Iterator[Conflict]:
+    """Yield the conflicts where an optimizer would have other matrices, or blocks of them, than in one process."""
+    stated, source = f"optim = {recipe.optim} ({recipe.source('optim')})", strategy.source
+    if recipe.optim not in SHARDED and (strategy.deepspeed is not None or strategy.fully_shards):
+        why = {
+            "adafactor": "It keeps means over the rows and columns of each matrix, which no process has in full",
+            "adamw_8bit": "It rounds blocks of 256 elements, which would be other ones",
+        }
+        yield stated, source, f"{why[recipe.optim]}. Use --strategy ddp, or one process; or --optim adamw"
+    if recipe.optim != "muon" or not recipe.trains:
+        return
+    obstacles = {
+        "lora, whose two factors it would make orthogonal, and not their product": recipe.lora,
+        f"offload ({source}), which makes its matrix products on the CPU": any(
+            offload_device(strategy.zero, part) != "none" for part in OFFLOADED
+        ),
+        f"tensor parallelism ({source}), which cuts its matrices": strategy.tensor > 1,
+        f"a pipeline ({source}), whose stages have different matrices": strategy.pipeline > 1,
+        f"experts that are divided among the ranks ({source})": strategy.divides_experts,
+    }
+    yield from ((stated, obstacle, WHOLE_MATRICES) for obstacle, is_there in obstacles.items() if is_there)
+
+
+def _of_float8(strategy: Strategy, recipe: TrainingRecipe) -> Iterator[Conflict]:
+    stated, source = f"float8 ({recipe.source('float8')})", strategy.source
+    obstacles = {
+        "lora": recipe.lora,
+        "activation_offload": recipe.activation_offload,
+        f"tensor parallelism ({source})": strategy.tensor > 1,
+        f"pipeline parallelism ({source})": strategy.pipeline > 1,
+        f"{source}, which divides experts among the ranks": strategy.divides_experts,
+    }
+    yield from ((stated, obstacle, REMOVE) for obstacle, is_there in obstacles.items() if is_there)
+    if strategy.precision != "bf16":
+        yield stated, f"precision = {strategy.precision}", "Use --precision bf16"
+
 
 FLAG_OF_LAUNCHER = "accelerate launch --mixed_precision"
 OnLayout = Callable[[ParallelLayout], bool]

@@ -15,9 +15,8 @@ from zerofit.model.tensor_parallel import TensorGroup
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.batches import BatchSizes
 from zerofit.strategy.devices import accelerator, has_bf16
-from zerofit.strategy.fsdp import EITHER, EXPERTS, IGNORED, REDUCE, REPLICAS, RESHARDS, SYNCS
 from zerofit.strategy.host_memory import host_memory
-from zerofit.strategy.launch import Launch
+from zerofit.strategy.launch import EITHER, EXPERTS, IGNORED, REDUCE, REPLICAS, RESHARDS, SYNCS, Launch
 from zerofit.strategy.layout import ParallelLayout, model_groups, offload_device
 
 SHARED_FOLDER_REMEDY = "output_dir must be on a file system that all machines share"

@@ -11,8 +11,7 @@ import yaml
 from zerofit.recipe.base import Recipe, option
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import read_yaml, recipe_file
-from zerofit.recipe.foreign_options import REMOVED
-from zerofit.recipe.parse import flag_value, parse_recipe, wants_help
+from zerofit.recipe.parse import REMOVED, flag_value, parse_recipe, wants_help
 from zerofit.recipe.tasks import TASKS, TaskRecipe, task_of_recipe
 from zerofit.record.terminal import log_to_stderr
 

@@ -18,8 +18,7 @@ from transformers import (
 
 from zerofit.data.collate import Batch
 from zerofit.data.labelled.examples import GLUE, located
-from zerofit.data.labelled.labels import THRESHOLD, Labels, configure_labels, pretrained_head
-from zerofit.data.labelled.samples import HeldOut
+from zerofit.data.labelled.labels import THRESHOLD, HeldOut, Labels, configure_labels, pretrained_head
 from zerofit.model.configuration import check_task
 from zerofit.model.load import head_weights
 from zerofit.model.loss import IGNORE, logits_of_examples, loss_of_examples

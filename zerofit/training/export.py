@@ -17,8 +17,7 @@ from zerofit.recipe.errors import EXIT, EXIT_NEEDS_A_PERSON, UserError, first_li
 from zerofit.recipe.files import counted
 from zerofit.recipe.options import Schedule
 from zerofit.record.environment import describe_environment
-from zerofit.record.metrics import UpdateMetrics
-from zerofit.record.plot import plot_run
+from zerofit.record.metrics import UpdateMetrics, plot_run
 from zerofit.record.run_folder import MODEL
 from zerofit.record.terminal import decimals, duration, rounded, screen_width, table
 from zerofit.strategy.gpus import describe_device

@@ -24,7 +24,7 @@ from torch.profiler import profile
 
 from zerofit.data.collate import Batch
 from zerofit.data.pack import Sample
-from zerofit.health.out_of_memory_errors import is_out_of_memory
+from zerofit.health.out_of_memory import is_out_of_memory
 from zerofit.recipe.errors import EXIT_OUT_OF_MEMORY, UserError
 from zerofit.recipe.files import atomic_file
 from zerofit.record.metrics import add_line

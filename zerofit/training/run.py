@@ -139,7 +139,7 @@ class Run:
         stored, mirror, task = None, None, start.task
         start.timeline.mark("imports")
         if not start.recipe.trains:
-            from zerofit.training.stored_model import StoredModel
+            from zerofit.training.run_configuration import StoredModel
 
             stored = StoredModel.open(task, start.recipe)
         elif start.recipe.mirror and not os.environ.get(VARIABLE):

@@ -1,33 +1,156 @@
-"""A run's configuration, resolved once: recipe, launch environment, strategy and earlier run."""
+"""A run's configuration, resolved once: recipe, launch environment, strategy and earlier run; the stored model or
+adapter of a launch that trains nothing; and what `--torch_compile auto` compiles, decided from the recipe and the kind
+of machine, never from a clock.
+"""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from transformers import PretrainedConfig
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from zerofit.checkpoint.resume import EarlierRuns, ResumePlan
-from zerofit.data.lengths import LENGTHS, choose_length, length_warmup
-from zerofit.model.adapter_folder import AdapterFolder, adapter_to_train_on
+from zerofit.checkpoint.manager import EarlierRuns, ResumePlan
+from zerofit.data.collate import GPU_MULTIPLE, round_up
+from zerofit.data.lengths import DEFAULT_BLOCK_SIZE, LENGTHS, choose_length, length_warmup
+from zerofit.model.adapter_folder import (
+    AdapterFolder,
+    adapter_to_train_on,
+    find_base,
+    open_adapter,
+    trained_config,
+)
 from zerofit.model.chat import named_template
-from zerofit.model.compilation import check_float8
-from zerofit.model.configuration import check_quantiser, load_configuration
-from zerofit.model.lora import check_quantisation
+from zerofit.model.compilation import GRAPHS, check_float8, failing_compiler
+from zerofit.model.configuration import (
+    TRAINED_WITH,
+    check_quantiser,
+    is_adapter,
+    load_configuration,
+    model_folder,
+    name_some,
+    work_offline_without_network,
+)
+from zerofit.model.lora import check_quantisation, inject_adapter
 from zerofit.model.stages import check_stages
 from zerofit.model.tensor_parallel import check_split
 from zerofit.recipe.errors import Problems, UserError
-from zerofit.recipe.files import counted
-from zerofit.recipe.paths import output_folder
+from zerofit.recipe.files import counted, read_record
+from zerofit.recipe.paths import answers_folder, output_folder
 from zerofit.recipe.tasks import CAUSAL, TaskRecipe, model_kind
 from zerofit.record.recorder import wanted_trackers
-from zerofit.record.run_folder import RunFolder
+from zerofit.record.run_folder import RunFolder, differing_options, identity_options
 from zerofit.strategy.batches import RESUMED
 from zerofit.strategy.expert_parallel import check_experts
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.optimizers import check_optimizer_installed
 from zerofit.strategy.read import read_strategy
 from zerofit.strategy.sequence import check_sequence_parallel as check_rows
-from zerofit.strategy.strategy import Strategy
+from zerofit.strategy.strategy import Strategy, all_gather_objects
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A trained model or adapter that is evaluated, or answers the records of a file."""
+
+    task: str
+    recipe: TaskRecipe  # it names the model that is loaded: of a run its model/, of an adapter its base
+    asked_for: str  # what --model_name_or_path says
+    base: str  # what is loaded: of an adapter its base
+    adapter: AdapterFolder | None  # None: the model is whole
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, task: str, recipe: TaskRecipe) -> "StoredModel":
+        """See also that no training run's folder is written to. Raises UserError: it would be; the model is an adapter
+        without a base, or for another task."""
+        recipe = recipe.draft()
+        asked_for = recipe.model_name_or_path
+        assert asked_for, "the recipe's own check"
+        if not recipe.is_flag("output_dir"):
+            recipe.adopt("output_dir", answers_folder(task, recipe), "")
+        folder = RunFolder(recipe.output_dir or "")
+        refuse_a_training_run(folder)
+        if not recipe.overwrite_output_dir:
+            refuse_other_answers(folder, recipe)
+        adapter, name = None, model_folder(asked_for)
+        recipe.adopt("lora", is_adapter(name), "")
+        if recipe.lora:
+            adapter = open_adapter(name, "model_name_or_path", task)
+            if adapter.has_tokenizer and not recipe.tokenizer_name:
+                recipe.adopt("tokenizer_name", name, "the adapter")
+            name = find_base(adapter, trust_remote_code=recipe.trust_remote_code).name
+        reads_as = str(adapter.path) if adapter is not None and adapter.has_tokenizer else name
+        notes = recipe.adopt_inputs(trained_with(reads_as))
+        recipe.adopt("model_name_or_path", name, "--model_name_or_path")
+        stored = cls(task, recipe, asked_for, name, adapter, notes)
+        if recipe.evaluate_only and recipe.train_file:
+            stored.notes.append(
+                f"evaluated is what is held out of train_file ({recipe.validation_split_percentage:g} %); "
+                "--validation_file names data of its own"
+            )
+        if recipe.without_effect:
+            stored.notes.append(f"without effect, since nothing is trained: {', '.join(recipe.without_effect)}")
+        return stored
+
+    def configuration(self, config: PretrainedConfig) -> PretrainedConfig:
+        """The configuration that the model was trained with, where the adapter changes that of its base."""
+        if self.adapter is not None:
+            config = trained_config(self.adapter, config, self.recipe.config_overrides)
+        return config
+
+    @property
+    def swapped_in(self) -> list[str]:
+        """Weights of the model that the adapter has and its base has not, or otherwise."""
+        return self.adapter.full_weights if self.adapter else []
+
+    def inject(self, model: torch.nn.Module, strategy: Strategy) -> None:
+        """Put the adapter onto its base. Raises UserError: it was trained on a different base model, or weights of the
+        model are nowhere."""
+        if self.adapter is not None:
+            inject_adapter(self.adapter, model, self.base, strategy)
+        lacking = [name for name in getattr(model, "initialized_weights", ()) if name not in self.swapped_in]
+        if lacking:
+            raise UserError(
+                f"model_name_or_path = {self.asked_for!r} has no weights for {name_some(lacking)}: it would answer at "
+                f"random. Name a model that was trained for {self.task}"
+            )
+
+
+def trained_with(name: str) -> dict[str, Any]:
+    """The options that shaped the inputs of a model in training; empty where nothing says it."""
+    if not Path(name).is_dir():
+        work_offline_without_network()
+    try:
+        found = get_tokenizer_config(name).get(TRAINED_WITH)
+    except (OSError, ValueError):  # what is wrong with it is said when it is loaded
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def refuse_a_training_run(folder: RunFolder) -> None:
+    """Raises UserError where a training run's record would be replaced."""
+    held = [name for name in ("model", "checkpoints") if (folder.path / name).exists()]
+    if held or folder.recorded() is not None:
+        raise UserError(
+            f"output_dir = {str(folder.path)!r} holds a training run, whose record would be replaced. Choose "
+            f"another --output_dir, or leave it out"
+        )
+
+
+def refuse_other_answers(folder: RunFolder, recipe: TaskRecipe) -> None:
+    """Raises UserError where answers of another model, or to other data, would be replaced."""
+    if not (folder.metrics.read() or any(folder.path.glob("predictions*.jsonl"))):
+        return  # nothing was answered
+    asked = ("model_name_or_path", "predict_file", *recipe.names_with(phase="data"))
+    recorded = read_record(folder.path / "recipe.yaml")
+    earlier = {name: value for name, value in recorded.items() if name in asked}
+    if differing := differing_options(identity_options(recipe, 0), earlier):
+        folder.refuse_a_different_run(differing)
 
 
 @dataclass(frozen=True)
@@ -183,3 +306,109 @@ def check_layout(config: Any, strategy: Strategy, recipe: TaskRecipe) -> None:
             with problems.collected():
                 check(config, degree, strategy.source)
     problems.raise_found()
+
+
+MIN_UPDATES = 300  # from here on a graph has paid for its compiling, which takes some 10 s: docs/strategies.md
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # of a configuration of transformers
+
+
+class Compilation(NamedTuple):
+    """The part of a model that is compiled ("blocks", "model", False), and the reason, for the log and the record."""
+
+    value: bool | str
+    why: str
+
+
+def choose(
+    recipe: Any,
+    strategy: Any,
+    config: Any = None,
+    num_updates: int | None = None,
+    missing: str | None = None,
+    *,
+    compiled_before: bool | str | None = None,
+) -> Compilation:
+    """Choose what `--torch_compile auto` compiles for training on CUDA devices.
+
+    Args:
+        num_updates: of the whole run; None: not known, and taken for enough.
+        compiled_before: what was compiled of the run that this one resumes; None: it resumes none.
+    """
+    experts = strategy.divides_experts or any((getattr(config, name, None) or 1) > 1 for name in EXPERTS)
+    widths = widths_of(recipe)
+    reasons = {  # why nothing is compiled: whether that is so
+        "the run that it resumes was not": compiled_before is not None and not compiled_before,
+        f"{strategy.name} gathers the weights of each module as it is called": strategy.shards_parameters,
+        f"{strategy.name} splits rows": strategy.layout.sequence > 1,
+        f"precision is {strategy.precision}": strategy.precision == "fp32",
+        "the model has experts": experts,
+        f"{recipe.quantised} is on": bool(recipe.quantised),
+        "activation_offload is on": recipe.activation_offload,
+        f"{missing}": missing is not None,
+    }
+    if compiled_before is None:
+        reasons |= {
+            "block_size_warmup lets rows grow": getattr(recipe, "block_size_warmup", None),
+            "tokens_per_batch makes batches of many shapes": getattr(recipe, "tokens_per_batch", None),
+            f"rows are padded to up to {widths} widths, more than {GRAPHS}": widths > GRAPHS,
+            f"{num_updates} updates, fewer than {MIN_UPDATES}": num_updates is not None and num_updates < MIN_UPDATES,
+        }
+    if reason := next((reason for reason, holds in reasons.items() if holds), None):
+        return Compilation(False, reason)
+    if compiled_before:
+        return Compilation(compiled_before, "so was the run that it resumes")
+    length = "of" if num_updates is None else f"{num_updates:,} updates in"
+    return Compilation("blocks", f"{length} {strategy.precision}, rows of {counted(widths, 'width')}")
+
+
+def widths_of(recipe: Any) -> int:
+    """Count the widths that the rows of a run may have on a GPU: 1 if they are packed or of a corpus."""
+    is_packed = getattr(recipe, "packing", "none") != "none" and not getattr(recipe, "preference_loss", None)
+    if is_packed or getattr(recipe, "data_path", None):
+        return 1
+    lengths = (getattr(recipe, name) or DEFAULT_BLOCK_SIZE for name in LENGTHS[model_kind(recipe.task)])
+    return math.prod(len(np.unique(round_up(np.arange(1, length + 1), GPU_MULTIPLE))) for length in lengths)
+
+
+def decide(
+    recipe: Any,
+    strategy: Strategy,
+    config: Any,
+    num_updates: int,
+    compiled_before: bool | str | None,
+    *,
+    device: torch.device,
+) -> tuple[str | None, list[str]]:
+    """Give torch_compile its value where it is "auto". All ranks call it together, before weights are loaded.
+
+    Returns: (what was taken and why, for the record; None where nothing was open), notes for the log.
+
+    Raises:
+        UserError: it is on, and torch's compiler does not work.
+    """
+    is_auto, on_gpu = recipe.torch_compile == "auto", recipe.trains and device.type == "cuda"
+    if not (is_auto or on_gpu):
+        return None, []
+    chosen = Compilation(recipe.torch_compile, recipe.source("torch_compile") or "")
+    if is_auto:
+        chosen = Compilation(False, "without a GPU to train on")
+        if on_gpu:
+            chosen = choose(recipe, strategy, config, num_updates, compiled_before=compiled_before)
+    broken = None
+    if on_gpu:
+        faults = all_gather_objects(failing_compiler(device) if chosen.value else None)
+        broken = next(filter(None, faults), None)
+    if not is_auto:
+        if broken:
+            raise UserError(
+                f"torch_compile = {chosen.value} ({chosen.why}): {broken}. Install what is missing, or say "
+                "--torch_compile false"
+            )
+        return None, []
+    if broken:
+        chosen = Compilation(False, broken)
+    recipe.torch_compile = chosen.value
+    note = f"layers are not compiled: {chosen.why}"
+    if chosen.value:
+        note = f"layers are compiled: {chosen.why}; the first update takes longer. --torch_compile false turns it off"
+    return f"auto: {str(chosen.value).lower()}, {chosen.why}", [note] if on_gpu else []

@@ -17,8 +17,7 @@ from transformers import PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from zerofit.checkpoint.exporter import ModelExporter
-from zerofit.checkpoint.manager import CheckpointManager
-from zerofit.checkpoint.resume import data_fingerprint
+from zerofit.checkpoint.manager import CheckpointManager, data_fingerprint
 from zerofit.compat.torch import group_timeout
 from zerofit.data.sources import files_and_sizes
 from zerofit.health.anomaly import AnomalyDetector
@@ -48,10 +47,9 @@ from zerofit.strategy.builds import lock_files
 from zerofit.strategy.devices import pins_memory
 from zerofit.strategy.host_memory import resident_bytes, usable_cores
 from zerofit.strategy.strategy import SHARED_FOLDER_REMEDY, check_same
-from zerofit.training.auto_compile import decide
 from zerofit.training.evaluation import make_best_tracker
 from zerofit.training.measurement import Profiler
-from zerofit.training.run_configuration import RunConfiguration
+from zerofit.training.run_configuration import RunConfiguration, decide
 
 if TYPE_CHECKING:
     from zerofit.training.run import Run

@@ -22,7 +22,12 @@ from zerofit.data import tables
 from zerofit.data.chat.instructions import blank
 from zerofit.data.labelled.labels import (
     INTEGER,
+    ExampleData,
+    HeldOut,
+    LabelledColumns,
+    LabelledRows,
     Labels,
+    encode_parts,
     find_labels,
     in_model_order,
     is_missing,
@@ -31,7 +36,6 @@ from zerofit.data.labelled.labels import (
     refuse_flags,
     trained_labels,
 )
-from zerofit.data.labelled.samples import ExampleData, HeldOut, LabelledColumns, LabelledRows, encode_parts
 from zerofit.data.lengths import choose_length
 from zerofit.data.mixture import MixedSamples, mixed, options_of_sources
 from zerofit.data.options import PREDICT, DataOptions

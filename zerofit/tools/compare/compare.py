@@ -9,28 +9,52 @@ r"""`zerofit compare`: the largest batch that each strategy holds, its memory an
 Every trial is a real launch of the task with the recipe at one batch size; its rows have the greatest length that the
 recipe allows. The journal in the output folder keeps all results: the same command resumes where it was interrupted,
 and repeats nothing. Without a GPU the memory limit is that of simulated devices, and updates are timed on the CPU.
+
+The report is one table of results at the terminal, and report.md, report.html and results.csv. report.html is one file
+with its pictures, which loads nothing from elsewhere, for a wide screen and for a phone.
 """
 
+import base64
+import csv
+import html
+import io
+import math
+import re
 import shlex
 from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from zerofit.launch.runs import ending_in_order
-from zerofit.recipe.errors import UserError
-from zerofit.recipe.files import parse_bytes
+from zerofit.recipe.errors import UserError, printable
+from zerofit.recipe.files import counted, parse_bytes
 from zerofit.recipe.paths import check_paths, name_of_recipe
 from zerofit.record.run_folder import RunFolder, check_folder_of
-from zerofit.record.terminal import log_lines
+from zerofit.record.terminal import duration, log_lines, rounded, screen_width, shortened, size, table
 from zerofit.tools.compare.candidates import CompareOptions, check_overrides, make_recipe, read_candidates
-from zerofit.tools.compare.comparison import Comparison
+from zerofit.tools.compare.comparison import (
+    RATES,
+    Comparison,
+    StrategyRow,
+    common_size,
+    conclusion,
+    load_text,
+    speed_up,
+    spread,
+)
 from zerofit.tools.compare.finish import RECIPE as RECIPE_TO_FINISH
-from zerofit.tools.compare.finish import finish, values_to_finish
-from zerofit.tools.compare.report import ComparisonReport
+from zerofit.tools.compare.finish import Finished, agreement, finish, finished_table, values_to_finish
 from zerofit.tools.compare.trial import (
     NOT_COUNTED,
     choose_limit,
     inspect_trial_machine,
+    peak_bytes,
     recipe_without_weights,
     simulated_machine,
+    timed_precision,
 )
 from zerofit.tools.tool_recipe import read_with_recipe, recipe_text
 
@@ -97,3 +121,298 @@ def main(argv: list[str]) -> int:
             raise
     log_lines("", f"report    {output / 'report.html'}, report.md, results.csv")
     return 1 if comparison.problems or any(run.problem for run in report.finished) else 0
+
+
+# Distinct also for colour-blind people: Okabe and Ito, jfly.uni-koeln.de/color
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933", "#882255")
+MARKERS = "os^Dv<>ph"
+
+
+def memory_plot(rows: list[StrategyRow], limit: int | None) -> Figure:
+    """Peak memory of the rank that needs most against the size: a line as predicted, points as measured, and a cross
+    where memory ran out."""
+    shown = [peak_bytes(line) for row in rows for line in row.fitting] + ([limit] if limit else [])
+    top = max(shown, default=2**20)
+    unit, name = (2**30, "GiB") if top >= 2 * 2**30 else (2**20, "MiB")
+    figure, axes = _figure("batch size", f"peak memory of a process, {name}")
+    predicted = [row for row in rows if row.predicted]
+    for index, row in enumerate(rows):
+        style, lines, fails = _style(index), row.fitting, row.smallest_misfit
+        if row in predicted:
+            line = [(size, peak / unit) for size, peak in sorted(row.predicted.items())]
+            axes.plot(*zip(*line), color=style["color"], linewidth=1.2)
+        sizes, peaks = [line["size"] for line in lines], [peak_bytes(line) / unit for line in lines]
+        axes.plot(
+            sizes, peaks, linestyle="none", label=shortened(row.name if lines else f"{row.name}: none", 40), **style
+        )
+        if fails:
+            axes.plot(
+                [fails["size"]], [(limit or top) / unit], "x", color=style["color"], markersize=9, markeredgewidth=2
+            )
+    if limit:
+        axes.axhline(limit / unit, color="#555555", linestyle="--", linewidth=1, label="limit (x: does not fit)")
+    if predicted:
+        axes.plot([], [], color="#555555", linewidth=1.2, label="predicted (points: measured)")
+    tried = [line["size"] for row in rows for line in row.trials]
+    axes.set_xlim(0, 1.05 * max(tried, default=1))  # predictions may go further
+    axes.set_ylim(0, 1.08 * top / unit)  # from 0, so that heights are in proportion
+    return _with_legend(figure, axes)
+
+
+def throughput_plot(rows: list[StrategyRow]) -> Figure:
+    """Samples a second, over all processes, against the batch size of one."""
+    figure, axes = _figure("batch size", "samples/s")
+    for index, row in enumerate(rows):
+        lines, best, style = row.timed, row.best, _style(index)
+        if best:
+            sizes, rates = [line["size"] for line in lines], [line["samples_per_s"] for line in lines]
+            axes.plot(sizes, rates, linewidth=1.2, label=shortened(row.name, 40), **style)
+            size, rate = best["size"], best["samples_per_s"]
+            axes.plot([size], [rate], "o", color=style["color"], markersize=11, fillstyle="none")
+    axes.set_xlim(0, 1.03 * axes.get_xlim()[1])
+    axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
+    return _with_legend(figure, axes)
+
+
+def svg(figure: Figure) -> bytes:
+    """A picture as SVG, the same each time."""
+    file = io.BytesIO()
+    with rc_context({"svg.hashsalt": "zerofit"}):
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    return file.getvalue()
+
+
+def _style(index: int) -> dict[str, Any]:
+    return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 6}
+
+
+def _figure(x: str, y: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(5.6, 3.4), layout="constrained")  # its text can be read at the width of a phone
+    axes = figure.subplots()
+    axes.set(xlabel=x, ylabel=y)
+    axes.grid(alpha=0.3)
+    axes.locator_params("x", integer=True)
+    return figure, axes
+
+
+def _with_legend(figure: Figure, axes: Axes) -> Figure:
+    """The legend is below the axes: on them it would lie on points."""
+    if labels := axes.get_legend_handles_labels()[1]:
+        columns = 2 if max(map(len, labels)) > 20 else 3
+        figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+        figure.set_figheight(3.4 + 0.2 * math.ceil(len(labels) / columns))
+    return figure
+
+
+PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft")
+STYLE = """
+body { font: 15px/1.5 sans-serif; max-width: 1180px; margin: auto; padding: 1rem; overflow-wrap: anywhere }
+table { border-collapse: collapse }
+th, td { padding: .3rem .5rem; text-align: right; border-bottom: 1px solid #ddd; overflow-wrap: normal }
+th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere }
+img { width: 40rem; max-width: 100% }
+@media (max-width: 800px) { /* a block for each row, its cells below each other */
+  table, tbody, tr { display: block }
+  tr:first-child { display: none }
+  tr { padding: .5rem 0; border-bottom: 1px solid #ddd }
+  td { display: flex; justify-content: space-between; gap: 1rem; padding: 0; border: 0 }
+  td:first-child { font-weight: bold }
+  td:not(:first-child)::before { content: attr(data-label); text-align: left; color: #555 }
+}
+"""
+ReportSection = str | list[tuple[str, ...]] | list[str]  # a heading (# and ##) or a paragraph; a table; bullets
+
+
+class ComparisonReport:
+    """All that is said of a comparison.
+
+    Args:
+        command: the command that made it.
+        notes: lines for the list of what was done.
+    """
+
+    def __init__(self, comparison: Comparison, command: str, notes: list[str]):
+        self.comparison, self.options, self.command, self.notes = comparison, comparison.options, command, notes
+        self.rows = comparison.rows()
+        self.common = common_size(self.rows)
+        self.finished: list[Finished] = []  # the runs of --finish
+
+    def write(self, output: Path) -> None:
+        """Write all files into the folder."""
+        figures = {"memory": memory_plot(self.rows, self.comparison.limit)}
+        if any(row.timed for row in self.rows):
+            figures["throughput"] = throughput_plot(self.rows)
+        pictures = {name: svg(figure) for name, figure in figures.items()}
+        for name, content in pictures.items():
+            (output / f"{name}.svg").write_bytes(content)
+        parts = self._parts()
+        (output / "report.md").write_text(printable(markdown(parts, [*pictures])), encoding="utf-8")
+        (output / "report.html").write_text(html_page(parts, pictures), encoding="utf-8")
+        with (output / "results.csv").open("w", newline="", encoding="utf-8") as file:
+            lines = [self._values(row, line) for row in self.rows for line in row.trials]
+            writer = csv.DictWriter(file, lines[0] if lines else ())
+            writer.writeheader()
+            writer.writerows(lines)
+
+    def for_terminal(self) -> str:
+        """The table and the conclusion; of finished runs theirs."""
+        if self.finished:
+            text = "\n".join(self._about_finished())
+            return "\n\n".join(["trained to the end:", table(finished_table(self.finished), screen_width()), text])
+        problems = [f"{row.name}: {row.problem}" for row in self.rows if row.problem]
+        return "\n".join([table(self.results_table(), screen_width()), "", *problems, conclusion(self.rows)])
+
+    def results_table(self) -> list[tuple[str, ...]]:
+        """A row for each candidate; the others are compared with the first."""
+        columns = [self._cells(row) for row in self.rows]
+        names = [name for name in columns[0] if any(cells[name] != "-" for cells in columns)]
+        return [tuple(names), *(tuple(cells[name] for name in names) for cells in columns)]
+
+    def _cells(self, row: StrategyRow) -> dict[str, str]:
+        first, largest, common, best = self.rows[0], row.at(row.largest), row.at(self.common), row.best
+        faster = speed_up(row, first)
+        return {
+            "strategy": row.name,
+            "largest batch": row.limit_text,
+            "factor": f"{row.largest / first.largest:.2f}" if largest and first.largest else "-",
+            "its peak": size(peak_bytes(largest)) if largest else "-",
+            "predicted": size(row.predicted_peak(row.largest)) if largest and row.predicted else "-",
+            f"peak at {self.common}": size(peak_bytes(common)) if common else "-",
+            f"samples/s at {self.common}": rounded(common["samples_per_s"]) if common in row.timed else "-",
+            "best batch": str(best["size"]) if best else "-",
+            "samples/s there": rounded(best["samples_per_s"]) if best else "-",
+            "spread": spread(best) if best else "-",
+            "load": load_text(best) if best else "-",
+            "tokens/s there": rounded(best["tokens_per_s"]) if best else "-",
+            "speed-up": f"{faster:.2f}" if faster else "-",
+            "an epoch": duration(row.about["num_samples"] / best["samples_per_s"]) if best and row.about else "-",
+        }
+
+    def _parts(self) -> list[ReportSection]:
+        """Return the parts of report.md and report.html, in order."""
+        simulated = ", simulated" if self.comparison.machine.simulated else ""
+        name = name_of_recipe(self.options.source("config"), self.options.task)
+        parts: list[ReportSection] = [f"# Batch sizes{simulated}: {name}", conclusion(self.rows)]
+        parts += [self.results_table(), " ".join(self._about_results())]
+        if self.finished:
+            about = (
+                "A run of the task for each strategy, as the recipe says, at its best batch and without the limit of "
+                "the trials. Training is the sum of all updates' seconds, an evaluation the one of median duration."
+            )
+            parts += [
+                "## Trained to the end",
+                finished_table(self.finished),
+                " ".join([about, *self._about_finished()]),
+            ]
+        return [*parts, self._provenance()]
+
+    def _about_results(self) -> list[str]:
+        said = [f"{row.name}: {row.problem}." for row in self.rows if row.problem]
+        about = next((row.about for row in self.rows if row.about), None)
+        if about is None:
+            return said
+        lengths = " and ".join(f"{length:,}" for length in about["longest"].values())
+        said.append(
+            f"{counted(self.options.num_processes, 'process')}; {about['parameters']:,} parameters, "
+            f"{about['precision']}; all rows have the greatest length of {lengths} tokens (the data: "
+            f"{about['mean_sample']:,} on average); accumulation {about['accumulation']}. Sizes are those of one "
+            "process, rates of all together, factor and speed-up against the first strategy. Peaks are of the process "
+            "that needs most, evaluation included; predicted is the peak of the largest batch by `zerofit plan`. "
+            "Spread is the range of the timed updates, load the machine's load average before and after them."
+        )
+        if timer := self.comparison.timer:
+            precision, why = timed_precision(timer, about["precision"])
+            because = f", for {why}" if why else ""
+            said.append(f"Timed on {timer.describe()} without a memory limit, in {precision}{because}.")
+        return said
+
+    def _about_finished(self) -> list[str]:
+        agree = agreement(self.finished)
+        problems = [f"{run.name}: {run.problem}" for run in self.finished if run.problem]
+        return [f"{agree}.", *problems] if agree else problems
+
+    def _values(self, row: StrategyRow, line: dict[str, Any]) -> dict[str, Any]:
+        """A line of results.csv; empty is what a size that does not fit, or was not timed, does not have."""
+        fits = line["outcome"] == "fits"
+        return {
+            "strategy": row.name,
+            "batch_size": line["size"],
+            "outcome": line["outcome"],
+            "where": line.get("where", ""),
+            "phase": line.get("phase", ""),
+            **{f"{name}_bytes": peak_bytes(line, name) if fits else "" for name in ("allocated", "reserved", "host")},
+            **{name: line.get(name, "") for name in RATES},
+        }
+
+    def _provenance(self) -> list[str]:
+        machine, limit = self.comparison.machine, self.comparison.limit
+        environment = machine.environment
+        packages = environment["packages"]
+        versions = ", ".join(f"{name} {packages[name]}" for name in PACKAGES if name in packages)
+        changed = ", with changes that are not committed" if environment["zerofit_changed"] else ""
+        launches, seconds = sum(row.launches for row in self.rows), sum(row.seconds for row in self.rows)
+        limited = f"{size(limit)} for each process, of what its allocator reserves" if limit else "none"
+        return [
+            f"Command: `{self.command}`",
+            f"Hardware: {machine.describe()}",
+            f"Limit: {limited}; what the driver takes for each process (CUDA: 640 MiB) is extra",
+            f"Versions: zerofit {(environment['zerofit_commit'] or 'unknown')[:12]}{changed}, Python "
+            f"{environment['python']}, {versions}",
+            f"Launches: {launches}, {seconds / 60:.1f} minutes; {self.options.steps} timed updates of each size",
+            *(f"Note: {note}" for note in self.notes),
+        ]
+
+
+def markdown(parts: list[ReportSection], pictures: list[str]) -> str:
+    """The parts as Markdown; the pictures follow the first table."""
+    texts = []
+    for part in parts:
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(part[0], tuple):
+            head, *rest = [[cell.replace("|", "\\|") for cell in row] for row in part]
+            marks = [":--", *["--:"] * (len(head) - 1)]
+            texts.append("\n".join("| " + " | ".join(row) + " |" for row in (head, marks, *rest)))
+            texts += [f"![{name} against batch size]({name}.svg)" for name in pictures]
+            pictures = []
+        else:
+            texts.append("\n".join(f"* {line}" for line in part))
+    return "\n\n".join(texts) + "\n"
+
+
+def html_page(parts: list[ReportSection], pictures: dict[str, bytes]) -> str:
+    """Return the parts as one page, with each picture, by its name, as SVG."""
+    title = next(part for part in parts if isinstance(part, str)).lstrip("# ")
+    lines = [
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width">',
+        f"<title>{_escaped(title)}</title><style>{STYLE}</style></head><body>",
+    ]
+    for part in parts:
+        if isinstance(part, str):
+            level = len(part) - len(part.lstrip("#"))
+            tag = f"h{level}" if level else "p"
+            lines.append(f"<{tag}>{_escaped(part.lstrip('# '))}</{tag}>")
+        elif isinstance(part[0], tuple):
+            lines.append(_html_table(part))
+            for name, content in pictures.items():
+                image = base64.b64encode(content).decode()
+                lines.append(f'<img alt="{name}" src="data:image/svg+xml;base64,{image}">')
+            pictures = {}
+        else:
+            lines += ["<ul>", *(f"<li>{_escaped(line)}</li>" for line in part), "</ul>"]
+    return "\n".join([*lines, "</body></html>"]) + "\n"
+
+
+def _html_table(rows: list[tuple[str, ...]]) -> str:
+    """A table; each cell has the name of its column, which is shown on a narrow screen."""
+    unbroken = [[re.sub(r"(?<=\d) (?=\S+$)", "\N{NO-BREAK SPACE}", cell) for cell in row] for row in rows]  # 1.2 MiB
+    names, *rest = [[_escaped(cell) for cell in row] for row in unbroken]
+    lines = ["".join(f"<th>{name}</th>" for name in names)]
+    lines += ["".join(f'<td data-label="{name}">{cell}</td>' for name, cell in zip(names, row)) for row in rest]
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def _escaped(text: str) -> str:
+    """A text in HTML, with its words in backquotes as code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(printable(text)))

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from zerofit.estimate.peak import CUDA_CONTEXT_BYTES
-from zerofit.health.out_of_memory_errors import memory_in
+from zerofit.health.out_of_memory import memory_in
 from zerofit.launch.runs import LaunchedRun, RunningLaunch, failure, mistake
 from zerofit.model.adapter_folder import find_base, open_adapter
 from zerofit.model.configuration import is_adapter, known_architectures

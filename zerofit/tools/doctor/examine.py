@@ -43,8 +43,7 @@ from zerofit.strategy.read import read_strategy
 from zerofit.strategy.strategy import Strategy
 from zerofit.tools.doctor.report import ERROR, NOTE, WARNING, DoctorOptions, DoctorReport
 from zerofit.tools.machine import RANKS, Machine, environment_of_a_rank, inspect_machine
-from zerofit.training.auto_compile import choose
-from zerofit.training.run_configuration import check_model, resolve
+from zerofit.training.run_configuration import check_model, choose, resolve
 
 SHM = Path("/dev/shm")
 SMALL_SHM = 512 * 2**20  # ds_report's limit

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from zerofit.estimate.peak import CPU_PROGRAM_BYTES, CUDA_CONTEXT_BYTES
 from zerofit.estimate.planned_model import PlannedModel, read_planned_model
-from zerofit.estimate.speeds import STAND_IN, device_speeds, stand_in_speeds
-from zerofit.estimate.timing import Timing
+from zerofit.estimate.timing import STAND_IN, Timing, device_speeds, stand_in_speeds
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import configs, parse_bytes
 from zerofit.recipe.tasks import TaskRecipe

@@ -13,17 +13,17 @@ from typing import Any
 import yaml
 
 from zerofit.estimate.fully_sharded import FullyShards
-from zerofit.estimate.measured_rows import comparable, model_of, run_kind
+from zerofit.estimate.planned_rows import comparable, model_of, run_kind
 from zerofit.launch.command import program_of
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.terminal import rounded, size, table, wrapped
-from zerofit.strategy.fsdp import RESHARDS
 from zerofit.strategy.gpu_table import CPU
+from zerofit.strategy.launch import RESHARDS
 from zerofit.tools.plan.joint_search import words_of
 from zerofit.tools.plan.plan_options import PlanOptions, labelled, read_pair
 from zerofit.tools.plan.planner import LayoutOutcome, Planner, Prediction
-from zerofit.training.auto_compile import choose
+from zerofit.training.run_configuration import choose
 
 EACH_MACHINE = "On each of the {} machines, with MACHINE_RANK=0, 1, ... and MAIN_PROCESS_IP, the address of machine 0."
 RENDEZVOUS = (

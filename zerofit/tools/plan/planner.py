@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from zerofit.estimate.caching_allocator import Unused, unused_bytes
+from zerofit.estimate.allocations import Unused, unused_bytes
 from zerofit.estimate.model_states import States
 from zerofit.estimate.peak import (
     CPU_DEEPSPEED_BYTES,

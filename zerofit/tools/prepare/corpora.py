@@ -21,8 +21,7 @@ from zerofit.recipe.tasks import ClmRecipe
 from zerofit.record.terminal import StatusLine, size
 from zerofit.strategy.host_memory import usable_cores
 from zerofit.tools.meta_tokenizer import tiktoken_ranks, tokenizer_of_file
-from zerofit.tools.prepare.corpus_writer import CorpusWriter, check_free
-from zerofit.tools.prepare.documents import find_input, parts_of
+from zerofit.tools.prepare.documents import CorpusWriter, check_free, find_input, parts_of
 from zerofit.tools.prepare.encode import Encoder, Workers
 
 EDGE_CASES = (" ", "\n", "a b  c \r\n\n d", " naïve e\u0301 日本語、", "\u2581a \xa0 I'LL 3.14 x" + "x" * 70)

@@ -92,7 +92,7 @@ class JoinOptions(Recipe):
 def main(argv: list[str]) -> int:
     if argv and argv[0] == "merge":
         merged = parse_recipe(JoinOptions, argv[1:], prog="zerofit prepare merge", tool=True, hints=HINTS)
-        from zerofit.tools.prepare.corpus_writer import join
+        from zerofit.tools.prepare.documents import join
 
         with ending_in_order():
             join(merged)
