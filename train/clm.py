@@ -6,7 +6,9 @@ r"""Causal language modelling: GPT-2, GPT-NeoX, Llama and every other AutoModelF
     accelerate launch train/clm.py --model_name_or_path gpt2 --train_file notes.txt \
         --block_size 512 --output_dir outputs/notes
 
-Read `main` from top to bottom, and change what you like: docs/own-loop.md has examples.
+Read `main` from top to bottom, and change what you like: docs/own-loop.md has examples. Its order is that of the run:
+data, model, LoRA, optimizer, schedule, strategy, evaluation, the loop of updates, export. All ranks run all of it;
+`run.log_lines` prints on the first one only.
 """
 
 from zerofit.recipe import ClmRecipe
@@ -41,7 +43,8 @@ def main(start: Start) -> int:
     run.log_at_start(check_vocabulary(config, data.tokenizer, recipe), pad_vocabulary(config, recipe))
     run.start(data)  # the number of updates is known; the ranks' process group starts
 
-    # The model: the same weights under every strategy.
+    # The model: the same weights under every strategy. Under ZeRO-3 and FSDP2 a rank has a share of each, and
+    # the whole weight only while its own layer runs.
     model = build_model(AutoModelForCausalLM, config, run)
     add_lora(model, run)  # if the recipe says so; everything else is frozen then
     choose_loss_and_attention(model, run)
@@ -51,6 +54,7 @@ def main(start: Start) -> int:
         marks_filling=model.routing is not None,
     )
 
+    # The optimizer that --optim names, or the one in DeepSpeed's JSON; any other of torch may stand here.
     # Accelerate or DeepSpeed wraps, shards and places model and optimizer as the strategy says.
     optimizer = make_optimizer(model, recipe, run.device, run.strategy)
     schedule = make_schedule(recipe, run.num_updates)  # update -> learning rate
@@ -63,11 +67,15 @@ def main(start: Start) -> int:
         batches = held_out_batches(engine, data.parts, collate, recipe.per_device_eval_batch_size)
         return held_out_loss(engine, batches, model_loss)
 
+    def predict() -> list[str]:  # what it writes after each prompt of predict_file
+        return continue_prompts(engine, data, recipe, run.folder)
+
     run.log_start(data)
     if not recipe.trains:
-        return run.answer(evaluate, lambda: continue_prompts(engine, data, recipe, run.folder), data.num_held_out)
+        return run.answer(evaluate, predict, data.num_held_out)
 
-    # From the first update that is not done. Update k has the same samples under every strategy.
+    # From the first update that is not done. Update k has the same samples under every strategy, and whatever the
+    # number of processes, the micro-batch and the accumulation are.
     for update in run.updates(data, collate, evaluate_first=evaluate):
         # This rank's micro-batches. Their loss is a sum over target tokens, divided by the number of these in the
         # whole global batch: it does not depend on how that is split.
@@ -81,7 +89,9 @@ def main(start: Start) -> int:
         if run.should_save(update):
             run.save(update)
 
-    run.export()  # model/: what from_pretrained loads
+    # model/ is what from_pretrained loads, with tokenizer and card; loss.png, metrics.jsonl and environment.json lie
+    # beside it. A run that was stopped exports nothing: the same command resumes it.
+    run.export()
     run.log_lines(*sample_text(run, data))
     return run.finish()
 

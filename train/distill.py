@@ -4,7 +4,8 @@ r"""Distillation: a causal model learns the distribution of a teacher beside the
     accelerate launch train/distill.py --model_name_or_path gpt2 --teacher gpt2-xl --train_file notes.txt \
         --output_dir outputs/student
 
-Read `main` from top to bottom, and change what you like. It is train/clm.py with another loss.
+Read `main` from top to bottom, and change what you like. It is train/clm.py with another loss: `loss_sum`. The
+held-out loss is that of the data's next tokens alone, so that it compares with other runs.
 """
 
 from zerofit.recipe import DistillRecipe
@@ -13,11 +14,14 @@ from zerofit.training.entry import Start, begin, end
 if __name__ == "__main__":
     start = begin("distill", DistillRecipe)  # a mistake in an option or a path is told before the slow imports
 
+from dataclasses import replace
+
+import torch
 from transformers import AutoModelForCausalLM
 
 from zerofit.data.causal import prepare_causal_data
-from zerofit.data.collate import CausalCollator, multiple_for
-from zerofit.model.loss import model_loss
+from zerofit.data.collate import Batch, CausalCollator, multiple_for
+from zerofit.model.loss import HIDDEN, model_loss
 from zerofit.model.tokenizer import check_vocabulary, pad_vocabulary, padding_token
 from zerofit.recipe.options import make_schedule
 from zerofit.strategy.optimizers import make_optimizer
@@ -56,15 +60,23 @@ def main(start: Start) -> int:
     run.log_at_start(*try_kernels(engine, recipe, collate))
 
     # The teacher, beside the student on each rank, reads each micro-batch as well; the loss compares the two.
-    loss_sum = load_teacher(run, model, data, collate) if recipe.trains else model_loss
+    teacher = load_teacher(run, model, data, collate) if recipe.trains else None
+
+    def loss_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        assert teacher is not None, "a run that trains has one"
+        hidden = teacher.hidden(batch)  # (B, T, H), without gradients: the loss makes logits of it with its head
+        return model_loss(model, replace(batch, inputs={**batch.inputs, HIDDEN: hidden}))
 
     def evaluate() -> dict[str, float]:
         batches = held_out_batches(engine, data.parts, collate, recipe.per_device_eval_batch_size)
         return held_out_loss(engine, batches, model_loss)
 
+    def predict() -> list[str]:  # what it writes after each prompt of predict_file
+        return continue_prompts(engine, data, recipe, run.folder)
+
     run.log_start(data)
     if not recipe.trains:
-        return run.answer(evaluate, lambda: continue_prompts(engine, data, recipe, run.folder), data.num_held_out)
+        return run.answer(evaluate, predict, data.num_held_out)
 
     # From the first update that is not done. Update k has the same samples under every strategy.
     for update in run.updates(data, collate, evaluate_first=evaluate):

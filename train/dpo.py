@@ -4,7 +4,8 @@ r"""Preferences: a causal model learns from pairs of a better and a worse answer
     accelerate launch --config_file accelerate_configs/zero2.yaml \
         train/dpo.py --model_name_or_path outputs/sft/model --train_file pairs.jsonl --lora --output_dir outputs/dpo
 
-Read `main` from top to bottom, and change what you like. It is train/clm.py with another loss over other data.
+Read `main` from top to bottom, and change what you like. It is train/clm.py with another loss over other data:
+`loss_sum` also counts how often the better answer is ahead, and by how much (`accuracy`, `reward_margin`).
 """
 
 from zerofit.recipe import DpoRecipe
@@ -17,11 +18,11 @@ from transformers import AutoModelForCausalLM
 
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.collate import CausalCollator, PreferenceCollator, multiple_for
-from zerofit.model.loss import without_dropout
+from zerofit.model.loss import BETA, PreferenceLoss, without_dropout
 from zerofit.model.tokenizer import check_vocabulary, pad_vocabulary, padding_token
 from zerofit.recipe.options import make_schedule
 from zerofit.strategy.optimizers import make_optimizer
-from zerofit.training.causal import choose_loss_and_attention, measure_reference, preference_loss, try_kernels
+from zerofit.training.causal import choose_loss_and_attention, measure_reference, try_kernels
 from zerofit.training.evaluation import held_out_batches, held_out_loss
 from zerofit.training.generation import continue_prompts, sample_text
 from zerofit.training.run import Run
@@ -39,7 +40,8 @@ def main(start: Start) -> int:
     run.log_at_start(check_vocabulary(config, data.tokenizer, recipe), pad_vocabulary(config, recipe))
     run.start(data)  # the number of updates is known; the ranks' process group starts
 
-    # The model: the same weights under every strategy. With dropout, it would differ from its own reference.
+    # The model: the same weights under every strategy. With dropout, it would differ from its own reference, and the
+    # loss of the first update would not be that of two equal models.
     model = build_model(AutoModelForCausalLM, config, run)
     add_lora(model, run)  # if the recipe says so; everything else is frozen then
     choose_loss_and_attention(model, run)
@@ -52,8 +54,10 @@ def main(start: Start) -> int:
     pad, multiple = padding_token(data.tokenizer), multiple_for(run.device, config)
     run.log_at_start(*try_kernels(engine, recipe, CausalCollator(pad, multiple=multiple)))
 
-    # The loss compares log-probabilities of the two answers with those of the reference: the model as it is now.
-    loss_sum = preference_loss(recipe)
+    # The loss compares log-probabilities of the two answers with those of the reference: the model as it is now. They
+    # are measured once, before training, and kept with the prepared data, so no second model is held.
+    beta = BETA[recipe.preference_loss] if recipe.preference_beta is None else recipe.preference_beta
+    loss_sum = PreferenceLoss(recipe.preference_loss, beta, recipe.simpo_gamma, recipe.preference_label_smoothing)
     collate = PreferenceCollator(pad, multiple)
     if loss_sum.needs_reference and recipe.trains:
         measure_reference(run, engine, {"train": data.train, "validation": data.validation}, collate)
@@ -66,9 +70,12 @@ def main(start: Start) -> int:
         del losses["eval_perplexity"]
         return losses | {"eval_accuracy": found.preference_accuracy, "eval_reward_margin": found.reward_margin}
 
+    def predict() -> list[str]:  # what it writes after each prompt of predict_file
+        return continue_prompts(engine, data, recipe, run.folder)
+
     run.log_start(data)
     if not recipe.trains:
-        return run.answer(evaluate, lambda: continue_prompts(engine, data, recipe, run.folder), data.num_held_out)
+        return run.answer(evaluate, predict, data.num_held_out)
 
     # From the first update that is not done. Update k has the same samples under every strategy.
     figures = ("loss", "accuracy", "reward_margin")

@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from lines import CODE
 
 LIMITS = {  # what there is; the goal of each is behind it
-    "train": 500,  # 800
+    "train": 529,  # 800
     "zerofit": 108,  # cli.py
     "zerofit/recipe": 3_195,  # 2,700
     "zerofit/model": 5_210,  # 4,700
@@ -22,11 +22,11 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/record": 1_425,  # 4,300 with health and checkpoint
     "zerofit/health": 1_280,
     "zerofit/checkpoint": 1_583,
-    "zerofit/training": 3_099,  # 2,000
+    "zerofit/training": 3_088,  # 2,000
     "zerofit/launch": 1_461,  # 1,300
     "zerofit/tools": 10_025,  # 10,600
     "benchmarks": 1_852,  # 1,800
-    "tests": 25_526,  # 21,500
+    "tests": 25_527,  # 21,500
 }
 
 

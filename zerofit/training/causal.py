@@ -3,7 +3,6 @@
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from zerofit.data.order import FILLER, FixedOrder
 from zerofit.data.pack import TextData
 from zerofit.model.attention import choose_attention, packed_rows
 from zerofit.model.configuration import read_config, weights_key
-from zerofit.model.loss import BETA, HIDDEN, PreferenceLoss, log_probabilities, model_loss
+from zerofit.model.loss import log_probabilities
 from zerofit.model.preflight import (
     check_loss,
     check_mask_support,
@@ -32,7 +31,7 @@ from zerofit.model.pretrained_io import read_model
 from zerofit.model.tokenizer import load_named_tokenizer
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import atomic_file, cache_root
-from zerofit.recipe.tasks import ClmRecipe, DpoRecipe
+from zerofit.recipe.tasks import ClmRecipe
 from zerofit.record.terminal import duration
 from zerofit.strategy.engine import Engine
 from zerofit.training.evaluation import eval_batches
@@ -43,7 +42,7 @@ ANOTHER = "Take another teacher"
 
 
 class Teacher:
-    """A frozen model whose distribution the student learns; as a loss: (student, batch) -> the summed loss."""
+    """A frozen model whose distribution the student learns."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.head = model.eval().requires_grad_(False), model.get_output_embeddings()
@@ -55,9 +54,6 @@ class Teacher:
         with packed_rows(batch.packed):
             hidden: torch.Tensor = self.model.base_model(**inputs).last_hidden_state
         return hidden
-
-    def __call__(self, student: Any, batch: Batch) -> torch.Tensor:
-        return model_loss(student, replace(batch, inputs={**batch.inputs, HIDDEN: self.hidden(batch)}))
 
 
 def load_teacher(run: Run, student: Any, data: TextData, collate: Any) -> Teacher:
@@ -103,13 +99,6 @@ def _makes_logits_of_its_head(teacher: Teacher, ids: torch.Tensor) -> bool:
 
 
 STORED_EVERY = 1024  # pairs
-
-
-def preference_loss(recipe: DpoRecipe) -> PreferenceLoss:
-    """The loss that the recipe names."""
-    kind = recipe.preference_loss
-    beta = BETA[kind] if recipe.preference_beta is None else recipe.preference_beta
-    return PreferenceLoss(kind, beta, recipe.simpo_gamma, recipe.preference_label_smoothing)
 
 
 def measure_reference(
