@@ -202,13 +202,6 @@ class TaggedWords(LabelledColumns):
         return words, [self.labels.encode(tag, self.class_names) for tag in tags]
 
 
-def find_tags(texts: list[str] | None, label: str | None, table: Dataset) -> tuple[str, str] | None:
-    """Return (the column of words, that of tags); None for other records."""
-    words = find_words(texts, table)
-    tags = next((name for name in ([label] if label else TAGS) if name != words and _items(table, name)), None)
-    return (words, tags) if words and tags else None
-
-
 def find_words(texts: list[str] | None, table: Dataset) -> str | None:
     return next((name for name in texts or WORDS if _items(table, name) in STRINGS), None)
 
@@ -304,7 +297,15 @@ def prepare_examples(recipe: ClsRecipe, config: PretrainedConfig) -> ExampleData
         for each, (parts, notes) in zip(sources, read):
             prepared.append(encode_parts(each.options, config, parts, labels, length))
             prepared[-1].notes[:0] = [f"data      {each.source.describe(each.reader)}", *labels.notes, *notes]
-    data = _mixed(recipe, dict(zip(own, prepared))) if recipe.mixture else prepared[0]
+    data = prepared[0]
+    if recipe.mixture:
+        by_name, held = dict(zip(own, prepared)), list[HeldOut]()
+        parts_held = [(name, part) for name, each in by_name.items() for part in each.held_out]
+        for suffix in dict.fromkeys(part.suffix for _, part in parts_held):
+            samples = {name: part.samples for name, part in parts_held if part.suffix == suffix}
+            records = [table for _, part in parts_held if part.suffix == suffix for table in part.tables]
+            held.append(HeldOut(MixedSamples(list(samples.values())), records, suffix, samples))
+        data = mixed(by_name, recipe, held_out=held)
     trained = [each.train.labels for each in prepared if each.train is not None]
     held_out = [part.samples.labels for part in data.held_out]
     data.notes += label_report(labels, trained, held_out)
@@ -330,10 +331,12 @@ def _find(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None) -> Lab
             source.parts = {name: tables.with_class_names(table, named) for name, table in source.parts.items()}
             choices = find_choices(recipe, source.first) or choices
         return LabelledSource(options, source, choices)
-    if task is None and (found := find_tags(recipe.text_columns, recipe.label_column, source.first)):
-        words, label = found
-        names = tables.class_names(source.first.features[label])
-        return LabelledSource(options, source, TaggedWords((words,), label, Labels(None, of_words=True), names))
+    words = find_words(recipe.text_columns, source.first)
+    known = (recipe.label_column,) if recipe.label_column else TAGS
+    tags = next((name for name in known if name != words and _items(source.first, name)), None)
+    if task is None and words and tags:
+        names = tables.class_names(source.first.features[tags])
+        return LabelledSource(options, source, TaggedWords((words,), tags, Labels(None, of_words=True), names))
     texts, label = _columns(recipe, source.first, task)
     feature = source.first.features[label]
     if of_sets := tables.holds_lists(feature):
@@ -390,17 +393,6 @@ def _readers(
         )
         for reader in own
     ]
-
-
-def _mixed(recipe: ClsRecipe, sources: dict[str, ExampleData]) -> ExampleData:
-    """The data of several sources with the same labels, by the source's name."""
-    held_out = []
-    for suffix in dict.fromkeys(part.suffix for data in sources.values() for part in data.held_out):
-        parts = {name: part for name, data in sources.items() for part in data.held_out if part.suffix == suffix}
-        own = {name: part.samples for name, part in parts.items()}
-        records = [table for part in parts.values() for table in part.tables]
-        held_out.append(HeldOut(MixedSamples(list(own.values())), records, suffix, own))
-    return mixed(sources, recipe, held_out=held_out)
 
 
 def _prepare_unlabelled(

@@ -4,7 +4,7 @@ samples: texts, pairs, choices and words as rows of token ids, and the held-out 
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, chain, pairwise
@@ -141,7 +141,11 @@ def find_labels(
         return _numbers(present, where)
     if regression is None:
         refuse_unclear(present, where)
-    names = _ordered(present)
+    names, integers = tuple(sorted(present)), [INTEGER.fullmatch(name) for name in present]
+    if all(integers):
+        ordered = sorted(filter(None, integers), key=lambda match: int(match[1]))
+        shortened = not all(match[2] for match in ordered)
+        names = tuple(dict.fromkeys(match[1] if shortened else match[0] for match in ordered))
     if len(names) < 2 or len(names) > MOST_CLASSES:
         what = f"only one label, {names[0]!r}" if len(names) < 2 else f"{len(names):,} different labels"
         raise UserError(f"{where} has {what}: nothing to classify. Correct label_column, or use --regression")
@@ -153,16 +157,6 @@ def find_labels(
         note = "note      the label -1 is a class; if records have it that have no label, as SNLI's, remove these"
         return Labels(names, notes=(note,))
     return Labels(names)
-
-
-def _ordered(names: Collection[str]) -> tuple[str, ...]:
-    """Names of classes in their order: integers as numbers, all others as texts."""
-    integers = [integer for name in names if (integer := INTEGER.fullmatch(name))]
-    if len(integers) < len(names):
-        return tuple(sorted(names))
-    ordered = sorted(integers, key=lambda match: int(match[1]))
-    shortened = not all(match[2] for match in integers)
-    return tuple(dict.fromkeys(match[1] if shortened else match[0] for match in ordered))
 
 
 def _numbers(names: Iterable[str], where: str) -> Labels:
@@ -334,14 +328,6 @@ def _number(value: Any, decimal_comma: bool = False) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def class_counts(labels: Labels, parts: Iterable[np.ndarray]) -> np.ndarray:
-    """Return (classes,) the number of records (words) of each class, in the labels of all these samples."""
-    counts = np.zeros(labels.num_outputs, dtype=np.int64)
-    for own in parts:
-        counts += own.sum(axis=0).astype(np.int64) if labels.of_sets else np.bincount(own, minlength=len(counts))
-    return counts
-
-
 def label_report(labels: Labels, trained: list[np.ndarray], held_out: list[np.ndarray]) -> list[str]:
     """Lines for the log: the records of each class, and classes with few or none.
     `trained, held_out`: the labels of samples; empty where there are no such samples."""
@@ -349,7 +335,10 @@ def label_report(labels: Labels, trained: list[np.ndarray], held_out: list[np.nd
     if names is None or labels.choices or not (trained or held_out):
         return []
     what = "words" if labels.of_words else "records"
-    counts, held = class_counts(labels, trained), class_counts(labels, held_out)
+    counts, held = np.zeros((2, len(names)), dtype=np.int64)
+    for count, parts in ((counts, trained), (held, held_out)):
+        for own in parts:
+            count += own.sum(axis=0).astype(np.int64) if labels.of_sets else np.bincount(own, minlength=len(names))
     both = " + ".join([*(["training"] if trained else []), *(["held out"] if held_out else [])])
     most = sorted(np.argsort(-(counts + held), kind="stable")[:SHOWN])
     columns = [*([counts] if trained else []), *([held] if held_out else [])]
