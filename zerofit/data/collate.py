@@ -106,12 +106,15 @@ class CausalCollator:
         num_tokens = total_length(counts, indices)
         if self.marks_filling and packed:
             inputs["is_token"] = mask(counts, width)
-        ends: dict[str, torch.Tensor | int] = {}
+        ends: dict[str, torch.Tensor | int] = {}  # of documents, as transformers' FlashAttentionKwargs
         if self.flatten and packed:
             if "labels" in inputs:  # else the last token of a row would be trained on the next row's first
                 targets[:, 0] = IGNORE
             inputs = {name: tensor.flatten(0, 1)[None] for name, tensor in inputs.items()}
-            ends = document_lengths(inputs["position_ids"])
+            starts = torch.nonzero(inputs["position_ids"][0] == 0)[:, 0]
+            bounds = torch.cat([starts, torch.tensor([inputs["position_ids"].shape[1]])]).int()
+            longest = int(bounds.diff().max())  # an int, so that no layer waits for the device
+            ends = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
         several = packed and bool((inputs["position_ids"].diff() != 1).any())
         return Batch({**inputs, **ends}, num_targets, num_tokens, len(rows) * width, indices, packed=several)
 
@@ -269,16 +272,6 @@ def mask(lengths: list[int], width: int) -> torch.Tensor:
     return (torch.arange(width)[None] < torch.tensor(lengths)[:, None]).long()
 
 
-def document_lengths(positions: torch.Tensor) -> dict[str, torch.Tensor | int]:
-    """The inputs of flash attention for packed documents (transformers' FlashAttentionKwargs): their ends, (documents
-    + 1,) int32, and the longest length as an int, so that no layer waits for the device. `positions`: (1, T); each
-    document counts from 0."""
-    starts = torch.nonzero(positions[0] == 0)[:, 0]
-    ends = torch.cat([starts, torch.tensor([positions.shape[1]])]).int()
-    longest = int(ends.diff().max())
-    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-
-
 def within_documents(documents: torch.Tensor) -> torch.Tensor:
     """Return (B, 1, T, T) whether a position attends to another: itself or an earlier one of the same document.
     `documents`: (B, T) the number of each position's document."""
@@ -347,14 +340,8 @@ class TokenUpdates:
         )
 
     def _epoch(self, number: int) -> _Epoch:
-        if number not in self._laid_out:
-            laid_out = self._lay_out(number)
-            self._laid_out = {old: self._laid_out[old] for old in sorted(self._laid_out)[-1:]} | {number: laid_out}
-            if number == len(self._updates_before) - 1:
-                self._updates_before.append(self._updates_before[-1] + len(laid_out.ends))
-        return self._laid_out[number]
-
-    def _lay_out(self, number: int) -> _Epoch:
+        if number in self._laid_out:
+            return self._laid_out[number]
         rng = np.random.default_rng([self.seed, number])
         drawn, updates, waiting = rng.permutation(self.num_samples), [], np.zeros(0, dtype=np.int64)
         size = max(1, int(WINDOW * self.full_rows * self.row_tokens / self.widths.sum(axis=1).mean()))
@@ -373,7 +360,11 @@ class TokenUpdates:
             updates += [waiting[-whole:], waiting[:-whole]]
         elif times:
             updates.append(waiting)
-        return _Epoch(np.concatenate(updates), np.cumsum([len(rows) for rows in updates]))
+        laid_out = _Epoch(np.concatenate(updates), np.cumsum([len(rows) for rows in updates]))
+        self._laid_out = {old: self._laid_out[old] for old in sorted(self._laid_out)[-1:]} | {number: laid_out}
+        if number == len(self._updates_before) - 1:
+            self._updates_before.append(self._updates_before[-1] + len(updates))
+        return laid_out
 
     def _cut(self, samples: np.ndarray) -> list[np.ndarray]:
         """The updates that sorted samples make, one after another; the rest is left out."""

@@ -196,21 +196,18 @@ def widened(kind: Kind, value: Any) -> Kind:
         return [of_items]
     if isinstance(value, (dict, list)) or isinstance(kind, (dict, list)) or kind == MIXED:
         return MIXED
-    own = _kind_of(value)
+    if isinstance(value, bool):
+        own = FLAG
+    elif isinstance(value, float):
+        own = NUMBER
+    elif isinstance(value, int) and abs(value) < 2**63:
+        own = INTEGER if abs(value) <= EXACT else LARGE
+    else:
+        own = TEXT
     if kind in (None, own):
         return own
     pair = {kind, own}
     return LARGE if pair == {INTEGER, LARGE} else NUMBER if pair == {INTEGER, NUMBER} else TEXT
-
-
-def _kind_of(value: Any) -> str:
-    if isinstance(value, bool):
-        return FLAG
-    if isinstance(value, float):
-        return NUMBER
-    if isinstance(value, int) and abs(value) < 2**63:
-        return INTEGER if abs(value) <= EXACT else LARGE
-    return TEXT
 
 
 def as_kind(value: Any, kind: Kind) -> Any:

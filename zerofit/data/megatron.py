@@ -149,13 +149,6 @@ class Corpus:
         """Return (tokens,) all ids, mapped."""
         return np.memmap(f"{self.prefix}.bin", dtype=self.dtype, mode="r")
 
-    def id_range(self, one_of: int = 1) -> tuple[int, int]:
-        """Return (smallest, largest) id in one of every `one_of` portions of the corpus."""
-        ids = self.ids()
-        portions = (ids[start : start + PORTION] for start in range(0, len(ids), one_of * PORTION))
-        ranges = [(int(portion.min()), int(portion.max())) for portion in portions]
-        return min(smallest for smallest, _ in ranges), max(largest for _, largest in ranges)
-
 
 def open_corpus(option: str, prefix: str) -> Corpus:
     """Open PREFIX.bin and PREFIX.idx after a check of their sizes. `prefix` may have one of the two suffixes. Raises
@@ -462,8 +455,11 @@ def check_tokenizer(corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase, r
             elif card.eod is None:
                 notes.append(f"hint      {corpus.prefix} has no --append_eod: nothing marks where a document ends")
             continue
-        one_of = max(1, corpus.tokens // LOOKED_AT)
-        smallest, largest = corpus.id_range(one_of)
+        one_of = max(1, corpus.tokens // LOOKED_AT)  # portions, of which one is looked at
+        ids = corpus.ids()
+        portions = (ids[start : start + PORTION] for start in range(0, len(ids), one_of * PORTION))
+        ranges = [(int(portion.min()), int(portion.max())) for portion in portions]
+        smallest, largest = min(low for low, _ in ranges), max(high for _, high in ranges)
         if smallest < 0 or largest >= rows:
             problems.append(beyond_the_vocabulary(smallest if smallest < 0 else largest, rows, corpus.prefix))
         checked = "its ids are" if one_of == 1 else "those of its ids that were looked at are"

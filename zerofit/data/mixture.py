@@ -115,7 +115,10 @@ def options_of_sources(options: DataOptions, recipe: TaskRecipe) -> dict[str, Da
         return {"": options}
     sources: dict[str, DataOptions] = {}
     for _, files in recipe.mixture:
-        name = name_of_source(files[0])
+        # A file's name without its ending and wildcards, or that of its folder: web of web/*.txt.
+        parts = (part.partition(".")[0] for part in reversed(Path(files[0]).parts))
+        stems = (re.sub(r"\[[^]]*\]|[*?{}]", "", part).strip("-_") for part in parts)
+        name = next(filter(None, stems), "source")
         while name in sources:
             name += "_"
         own = replace(options, patterns={"train": files})
@@ -125,15 +128,6 @@ def options_of_sources(options: DataOptions, recipe: TaskRecipe) -> dict[str, Da
             own = replace(own, held_out_fraction=0.0)
         sources[name] = own
     return sources
-
-
-def name_of_source(pattern: str) -> str:
-    """A file's name without its ending and wildcards, or that of its folder: web of web/*.txt."""
-    for part in reversed(Path(pattern).parts):
-        name = re.sub(r"\[[^]]*\]|[*?{}]", "", part.partition(".")[0]).strip("-_")
-        if name:
-            return name
-    return "source"
 
 
 def mixed(sources: Mapping[str, Data], recipe: TaskRecipe, first: Data | None = None, **changes: Any) -> Data:

@@ -55,27 +55,23 @@ class Renderer:
         if system is None and self.uses_template:
             self.system = trained.get("system_prompt")
         chosen = (languages[0] or trained.get("source_lang"), languages[1] or trained.get("target_lang"))
-        self.encoder = self._encoder(raw, chosen) if self.has_encoder and not self.uses_template else None
+        self.encoder: PairEncoder | None = None  # of sources, in the format of training
+        if self.has_encoder and not self.uses_template:
+            positions = usable_positions(config) or sys.maxsize
+            longest = min(trained.get("max_source_length", positions), positions)
+            separator = turn_separator(config, tokenizer, trained.get("turn_separator"))
+            before = set_languages(tokenizer, *chosen, "" if raw else trained.get("source_prefix", ""))
+            before += f"{system}{separator}" if system else ""  # never cut
+            try:
+                self.encoder = PairEncoder(tokenizer, before, separator, (longest, positions))
+            except UserError:
+                raise UserError(f"system_prompt = {system!r} fills {longest} tokens: shorten it") from None
         if self.uses_template:
             self._render([{"role": "user", "content": "a"}])  # finds a broken template before the first prompt
         elif system is not None and not self.has_encoder:
             raise UserError(f"system_prompt = {system!r}: {self._no_template}")
         if any(languages) and not (self.encoder and language_codes(tokenizer)):
             raise UserError(f"source_lang, target_lang: the tokenizer {tokenizer.name_or_path!r} marks no languages")
-
-    def _encoder(self, raw: bool, languages: Languages) -> PairEncoder:
-        """The encoder of sources, in the format of training; the system prompt is never cut."""
-        trained = self.tokenizer.init_kwargs.get(TRAINED_WITH, {})
-        positions = usable_positions(self.config) or sys.maxsize
-        longest = min(trained.get("max_source_length", positions), positions)
-        separator = turn_separator(self.config, self.tokenizer, trained.get("turn_separator"))
-        before = set_languages(self.tokenizer, *languages, "" if raw else trained.get("source_prefix", ""))
-        if self.system:
-            before += f"{self.system}{separator}"
-        try:
-            return PairEncoder(self.tokenizer, before, separator, (longest, positions))
-        except UserError:
-            raise UserError(f"system_prompt = {self.system!r} fills {longest} tokens: shorten it") from None
 
     @property
     def _no_template(self) -> str:

@@ -187,8 +187,7 @@ class StreamedSamples:
     they are needed. Each process has them, and finds the tables that the first one has made. Raises UserError: the
     file of windows is of other shards."""
 
-    lengths = None
-    sort_key = None
+    lengths = sort_key = None
 
     def __init__(
         self,
