@@ -83,14 +83,11 @@ def refuse_preferences(table: Dataset, remedy: str) -> str | None:
     if pair := match_columns(PREFERENCES, table.column_names):
         what = f"the records are preferences ({', '.join(pair)}): train/dpo.py reads them as chosen and rejected"
         raise UserError(f"{what}. Or name columns with {remedy}; {columns_present(table)}")
-    return next((name for name in VERDICTS if name in table.column_names and _holds_booleans(table, name)), None)
-
-
-def _holds_booleans(table: Dataset, name: str) -> bool:
-    """Return whether a column holds true and false; in a .csv file they are texts."""
-    if name in text_columns(table):
-        return {str(value).lower() for value in table[name][:LOOKED_AT]} <= {"true", "false"}
-    return table.features[name] == Value("bool")
+    flags = [name for name, kind in table.features.items() if kind == Value("bool")]
+    for name in set(VERDICTS).intersection(text_columns(table)):  # in a .csv file true and false are texts
+        if {str(value).lower() for value in table[name][:LOOKED_AT]} <= {"true", "false"}:
+            flags.append(name)
+    return match_columns(VERDICTS, flags)
 
 
 def refuse_rejected(record: dict[str, Any], verdict: str | None) -> None:

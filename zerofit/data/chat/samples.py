@@ -120,8 +120,13 @@ class PreferenceForm:
             value = [value]  # one turn
         is_spoken = self.prompt is None or self.prompt.spoken
         turns = turns_in(spoken(value) if is_spoken else value, "assistant", column)
-        if turns and turns[0]["role"] != "assistant":  # a whole conversation
-            begins = [] if turns[0]["role"] == "system" else self._system(record)
+        if turns and turns[0]["role"] == "system":
+            begins = []
+        elif turns and turns[0]["role"] != "assistant":  # a whole conversation, but for the system's turn
+            begins = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+            if self.prompt is not None:
+                with contextlib.suppress(BadRecord):  # the rest of its prompt is not needed
+                    begins = [turn for turn in self.prompt.read(record)[:1] if turn["role"] == "system"]
         elif self.prompt is None:
             raise BadRecord(f"its {column} is an answer without a prompt (a column prompt, question or instruction)")
         else:
@@ -129,13 +134,6 @@ class PreferenceForm:
         conversation = [{name: turn[name] for name in turn if name != "trained"} for turn in (*begins, *turns)]
         check_order(conversation)
         return conversation
-
-    def _system(self, record: dict[str, Any]) -> list[Message]:
-        """The system's turn of a record whose answers are whole conversations without one."""
-        if self.prompt is not None:
-            with contextlib.suppress(BadRecord):  # the rest of its prompt is not needed
-                return [turn for turn in self.prompt.read(record)[:1] if turn["role"] == "system"]
-        return [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
 
 
 def find_preferences(recipe: ClmRecipe, table: Dataset) -> PreferenceForm:
