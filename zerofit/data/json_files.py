@@ -169,16 +169,11 @@ def _records_of_table(held: dict[str, Any]) -> list[dict[str, Any]] | None:
         return values
     if any(value.keys() != inner.keys() for value in values):
         return None
-    if _are_rows(held) or len(held) > max(len(inner), FEW):
+    if all(map(str.isdecimal, held)) or len(held) > max(len(inner), FEW):  # the keys are numbers of rows
         return values
-    if (inner and _are_rows(inner)) or (len(held) > 1 and len(inner) > max(len(held), FEW)):
+    if (inner and all(map(str.isdecimal, inner))) or (len(held) > 1 and len(inner) > max(len(held), FEW)):
         return [{name: column[row] for name, column in held.items()} for row in inner]
     return None
-
-
-def _are_rows(keys: dict[str, Any]) -> bool:
-    """Return whether keys are numbers of rows."""
-    return all(key.isdecimal() for key in keys)
 
 
 def widened(kind: Kind, value: Any) -> Kind:

@@ -80,7 +80,8 @@ def megatron() -> SimpleNamespace:
             )
         except ImportError as error:
             raise UserError(f"pip install '.[megatron]' for megatron-core ({first_line(error)})") from None
-    load_without_pickles((blended_dataset, gpt_dataset), _NumpyWithoutPickles())
+    without_pickles = SimpleNamespace(**{**vars(np), "load": _mapped_array})
+    load_without_pickles((blended_dataset, gpt_dataset), without_pickles)
     UNTIL_THE_RUN_ENDS.callback(megatron.cache_clear)
     return SimpleNamespace(
         builder=blended_megatron_dataset_builder,
@@ -90,20 +91,13 @@ def megatron() -> SimpleNamespace:
     )
 
 
-class _NumpyWithoutPickles:
-    """numpy for megatron-core's datasets."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(np, name)
-
-    @staticmethod
-    def load(path: str, **_: Any) -> np.ndarray:
-        """A mapped array. Raises UserError: the file is not an array."""
-        try:
-            return np.lib.format.open_memmap(path, mode="r")
-        except ValueError as error:
-            problem = f"{path} is not an index: {first_line(error)}"
-            raise UserError(f"{problem}. Remove its folder: it is made again") from None
+def _mapped_array(path: str, **_: Any) -> np.ndarray:
+    """numpy.load for megatron-core's datasets. Raises UserError: the file is not an array."""
+    try:
+        return np.lib.format.open_memmap(path, mode="r")
+    except ValueError as error:
+        problem = f"{path} is not an index: {first_line(error)}"
+        raise UserError(f"{problem}. Remove its folder: it is made again") from None
 
 
 @dataclass(frozen=True)
@@ -415,7 +409,14 @@ def prepare_corpora(
     tokenizer = load_tokenizer(recipe, config)
     rows = producible_tokens(tokenizer)
     notes = check_tokenizer(corpora, tokenizer, rows)
-    eod = end_of_document(resets, corpora, tokenizer)
+    found = [corpus.card.eod if corpus.card else tokenizer.eos_token_id for corpus in corpora]
+    eods = {eod for eod in found if eod is not None}
+    if len(eods) > 1:
+        ends = ", ".join(map(str, sorted(eods)))
+        raise UserError(f"data_path: documents of these corpora end differently ({ends}). Prepare them alike")
+    if resets and not eods:
+        raise UserError(f"{', '.join(resets)}: no token ends documents of {corpora[0].prefix}: use --append_eod")
+    eod = eods.pop() if eods else -1
     blend = Blend(corpora, weights, recipe.split, block_size, recipe.seed)
     blend.check()
     per_epoch = blend.samples_per_epoch(TRAINING)
@@ -467,21 +468,6 @@ def check_tokenizer(corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase, r
     if problems:
         raise UserError(problems)
     return notes
-
-
-def end_of_document(resets: tuple[str, ...], corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id at the end of each document: that of the corpora, else the tokenizer's end-of-text token; -1 if there is
-    none. Raises UserError: there is none, and options need it; or there are several."""
-    found = (corpus.card.eod if corpus.card else tokenizer.eos_token_id for corpus in corpora)
-    eods = {eod for eod in found if eod is not None}
-    if len(eods) > 1:
-        ends = ", ".join(map(str, sorted(eods)))
-        raise UserError(f"data_path: documents of these corpora end differently ({ends}). Prepare them alike")
-    if eods:
-        return eods.pop()
-    if resets:
-        raise UserError(f"{', '.join(resets)}: no token ends documents of {corpora[0].prefix}: use --append_eod")
-    return -1
 
 
 def report(blend: Blend, total: int, validation: CorpusSamples | None) -> list[tuple[str, ...]]:

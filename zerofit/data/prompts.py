@@ -24,7 +24,6 @@ from zerofit.recipe.data_options import OF_MODEL
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.tasks import ClmRecipe, Seq2SeqRecipe
 
-Languages = tuple[str | None, str | None]
 Messages = list[dict[str, Any]]  # [{"role": "user", "content": "..."}, ...]
 Prompt = str | Conversation  # a text, or a conversation that needs a reply
 OF_CHATS, OF_TEXT = ("chat_template", "system_prompt", "train_on_prompt"), ("document_separator", "append_eos")
@@ -43,7 +42,7 @@ class Renderer:
         raw: bool = False,  # use prompts unchanged, without a template
         system: str | None = None,  # the system prompt of every conversation; None: that of training, if there was one
         *,
-        languages: Languages = (None, None),
+        languages: tuple[str | None, str | None] = (None, None),
     ):
         self.tokenizer, self.config, self.system = tokenizer, config, system
         self.left_out = 0  # number of tokens cut from the latest source, as in training

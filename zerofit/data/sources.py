@@ -118,21 +118,17 @@ def _read_parquet(paths: list[Path], cache: str | None) -> Dataset:
     tables = [with_class_names(table, [other.features for other in tables]) for table in tables]
     kinds: dict[str, Any] = {}
     for name, feature in chain.from_iterable(table.features.items() for table in tables):
-        kinds[name] = _common(kinds.get(name, feature), feature)
+        two = (kinds.get(name, feature), feature)
+        schemas = [Features({"": each}).arrow_schema.remove_metadata() for each in two]
+        try:
+            both = pa.unify_schemas(schemas, promote_options="permissive")
+        except pa.ArrowTypeError:  # one has texts and the other numbers
+            kinds[name] = Value("string")
+        else:
+            same = (each for each, schema in zip(two, schemas) if schema == both)
+            kinds[name] = next(same, Features.from_arrow_schema(both)[""])
     return concatenate_datasets(
         [table.cast(Features({name: kinds[name] for name in table.features})) for table in tables]
-    )
-
-
-def _common(one: Any, other: Any) -> Any:
-    """The feature of a column that holds the values of both: texts, if one has texts and the other numbers."""
-    schemas = [Features({"": each}).arrow_schema.remove_metadata() for each in (one, other)]
-    try:
-        both = pa.unify_schemas(schemas, promote_options="permissive")
-    except pa.ArrowTypeError:
-        return Value("string")
-    return next(
-        (each for each, own in zip((one, other), schemas) if own == both), Features.from_arrow_schema(both)[""]
     )
 
 
