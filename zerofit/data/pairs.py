@@ -36,16 +36,6 @@ from zerofit.data.options import PARTS, DataOptions
 from zerofit.data.pack import TaskData, TokenizedDataset
 from zerofit.data.records import BadRecord, RecordSet, read_parts
 from zerofit.data.sources import read_source
-from zerofit.data.tables import (
-    IDS,
-    Columns,
-    derived,
-    one_process_at_a_time,
-    table_key,
-    texts_of,
-    tokenizer_hash,
-    with_class_names,
-)
 from zerofit.model.families import family_of
 from zerofit.model.tokenizer import (
     check_marked,
@@ -77,7 +67,7 @@ LANGUAGE = re.compile(r"[a-z]{2}([-_][A-Za-z]+)?|[a-z]{3}_[A-Z][a-z]{3}")  # en,
 COLUMNS = ("input_ids", "labels")  # of a sample
 NUMBERS = ("truncated", "source_tokens", "target_tokens")
 TABLE = Features(
-    {"input_ids": IDS, "labels": IDS, "target": Value("string"), **dict.fromkeys(NUMBERS, Value("int32"))}
+    {**dict.fromkeys(COLUMNS, tables.IDS), "target": Value("string"), **dict.fromkeys(NUMBERS, Value("int32"))}
 )
 
 
@@ -281,7 +271,7 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> PairData:
     are not found, a text is empty, a reply has no history.
     """
     options, widths = DataOptions.of(recipe), chosen_widths(recipe, config)
-    with one_process_at_a_time(options.cache):
+    with tables.one_process_at_a_time(options.cache):
         sources = {
             name: _prepare_source(recipe, own, config, widths)
             for name, own in options_of_sources(options, recipe).items()
@@ -297,23 +287,23 @@ def _prepare_source(
 ) -> PairData:
     parts, columns, encoder, notes = open_pairs(recipe, options, config, widths)
 
-    def encode(records: list[list[Pair]], names: list[str]) -> Columns:
+    def encode(records: list[list[Pair]], names: list[str]) -> tables.Columns:
         return encoder.encode([pair for pairs in records for pair in pairs])
 
-    tables = {name: part.encode(encode, TABLE, encoder.key, options.cache) for name, part in parts.items()}
-    tables = options.limited(tables)
-    for (part, table), (side, width) in product(tables.items(), zip(("source", "target"), widths)):
+    encoded = {name: part.encode(encode, TABLE, encoder.key, options.cache) for name, part in parts.items()}
+    encoded = options.limited(encoded)
+    for (part, table), (side, width) in product(encoded.items(), zip(("source", "target"), widths)):
         if side == "source" and columns.dialogue:  # its latest turns are kept, which is intended
             continue
         option, lengths = f"max_{side}_length", np.asarray(table.with_format("numpy")[f"{side}_tokens"][:])
         what = f"{PARTS[part]} {side}s are cut at {width} tokens ({option})"
         lost, stops, allowed = int((lengths > width).sum()), side == "target", recipe.allow_data_loss
         notes += report_data_loss(allowed, lost, len(table), what, lengths, option=option, config=config, stops=stops)
-    samples = {name: TokenizedDataset(table, COLUMNS) for name, table in tables.items()}
+    samples = {name: TokenizedDataset(table, COLUMNS) for name, table in encoded.items()}
     data = PairData(train=samples.get("train"), tokenizer=encoder.tokenizer, widths=widths, notes=notes)
     data.validation = samples.get("validation")
-    if "validation" in tables:
-        data.targets = tables["validation"]["target"][:]
+    if "validation" in encoded:
+        data.targets = encoded["validation"]["target"][:]
     return data
 
 
@@ -324,11 +314,11 @@ def open_pairs(
     source = read_source(options, unit_of=(lambda files: "line") if recipe.predict_file else None)
     source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
     columns = find_columns(recipe.columns_in(source.first.column_names), source.first)
-    texts = [texts_of(columns.columns)]  # the names of classes are texts, too
-    source.parts = {part: with_class_names(table, texts) for part, table in source.parts.items()}
+    texts = [tables.texts_of(columns.columns)]  # the names of classes are texts, too
+    source.parts = {part: tables.with_class_names(table, texts) for part, table in source.parts.items()}
     parts, notes = read_parts(source, dict.fromkeys(source.parts, columns), options)
     first = next(iter(parts.values()))
-    tokenizer = get_tokenizer(options.recipe, config, first.texts, table_key(first.table), pairs=True)
+    tokenizer = get_tokenizer(options.recipe, config, first.texts, tables.table_key(first.table), pairs=True)
     prefix = set_languages(tokenizer, recipe.source_lang, recipe.target_lang, recipe.source_prefix)
     separator = turn_separator(config, tokenizer, recipe.turn_separator)
     for option, column in (("source_lang", columns.source), ("target_lang", columns.target)):
@@ -368,7 +358,7 @@ def split_translation_columns(table: Dataset) -> Dataset:
     names = {name: name.removeprefix("translation.") for name in flat.column_names}
     new = list(names.values())
     renamed = {name: other for name, other in names.items() if name != other and new.count(other) == 1}
-    return derived(flat.rename_columns(renamed), table)
+    return tables.derived(flat.rename_columns(renamed), table)
 
 
 def turn_separator(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, said: str | None = None) -> str:
@@ -387,7 +377,7 @@ class PairEncoder:
         self.tokenizer, self.prefix, self.separator, self.widths = tokenizer, prefix, separator, widths
         end_with_eos(tokenizer)
         self.marks = [self._marks(**kind) for kind in ({"text": "a"}, {"text_target": "a"})]
-        self.key = (tokenizer_hash(tokenizer), self.prefix, self.separator, self.marks, widths)
+        self.key = (tables.tokenizer_hash(tokenizer), self.prefix, self.separator, self.marks, widths)
         self.room = widths[0] - sum(map(len, self.marks[0]))  # tokens of a source beside its special tokens
         # The tokens that prefix and separator add to a text; alone they may be more, such as a space at the end.
         text, prefixed, two = map(len, self._ids(["a", f"{self.prefix}a", f"a{self.separator}a"]))
@@ -402,7 +392,7 @@ class PairEncoder:
         place = next(i for i in range(len(marked)) if marked[i : i + len(plain)] == plain)
         return marked[:place], marked[place + len(plain) :]
 
-    def encode(self, pairs: list[Pair]) -> Columns:
+    def encode(self, pairs: list[Pair]) -> tables.Columns:
         """Columns input_ids, labels, target (the full text), truncated (tokens cut), and the numbers of tokens of the
         full source and target."""
         sources, lost = self.sources([pair.source for pair in pairs])

@@ -21,16 +21,8 @@ from typing import Any, NamedTuple
 
 from datasets import Dataset, Value
 
+from zerofit.data import tables
 from zerofit.data.records import BadRecord
-from zerofit.data.tables import (
-    LOOKED_AT,
-    columns_present,
-    holds_lists,
-    match_columns,
-    may_hold_turns,
-    text_columns,
-    text_of,
-)
 from zerofit.model.chat import TEMPLATE_ARGUMENTS, Conversation, Message, check_arguments, tool_definitions
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import parse_json
@@ -80,14 +72,14 @@ FIRST_RECORDS = 100  # that are looked at for turns with roles
 def refuse_preferences(table: Dataset, remedy: str) -> str | None:
     """The column that says whether an answer is good or bad, if there is one. Raises UserError: each record has a
     preferred and a rejected answer."""
-    if pair := match_columns(PREFERENCES, table.column_names):
+    if pair := tables.match_columns(PREFERENCES, table.column_names):
         what = f"the records are preferences ({', '.join(pair)}): train/dpo.py reads them as chosen and rejected"
-        raise UserError(f"{what}. Or name columns with {remedy}; {columns_present(table)}")
+        raise UserError(f"{what}. Or name columns with {remedy}; {tables.columns_present(table)}")
     flags = [name for name, kind in table.features.items() if kind == Value("bool")]
-    for name in set(VERDICTS).intersection(text_columns(table)):  # in a .csv file true and false are texts
-        if {str(value).lower() for value in table[name][:LOOKED_AT]} <= {"true", "false"}:
+    for name in set(VERDICTS).intersection(tables.text_columns(table)):  # in a .csv file true and false are texts
+        if {str(value).lower() for value in table[name][: tables.LOOKED_AT]} <= {"true", "false"}:
             flags.append(name)
-    return match_columns(VERDICTS, flags)
+    return tables.match_columns(VERDICTS, flags)
 
 
 def refuse_rejected(record: dict[str, Any], verdict: str | None) -> None:
@@ -229,7 +221,7 @@ def blank(text: Any) -> bool:
 
 def worded(value: Any) -> Any:
     """A number as text, any other value as it is: an answer of digits is read as a number."""
-    return text_of(value) if isinstance(value, (int, float, Decimal)) else value
+    return tables.text_of(value) if isinstance(value, (int, float, Decimal)) else value
 
 
 def checked_text(value: Any, what: str) -> str:
@@ -442,22 +434,22 @@ def find_form(recipe: ClmRecipe, table: Dataset) -> Form | None:
 def first_form(recipe: ClmRecipe, table: Dataset, answered: bool) -> Form | None:
     """The first of the possible forms whose columns exist. `answered`: whether records must have an answer."""
     names = table.column_names
-    system = match_columns(SYSTEMS, names)
+    system = tables.match_columns(SYSTEMS, names)
     form = partial(Form, system=system, system_prompt=recipe.system_prompt, answered=answered)
-    lists = [name for name in DIALOGUES if name in names and may_hold_turns(table.features[name])]
-    packed = [name for name in DIALOGUES if name in text_columns(table)]
+    lists = [name for name in DIALOGUES if name in names and tables.may_hold_turns(table.features[name])]
+    packed = [name for name in DIALOGUES if name in tables.text_columns(table)]
     for name in (*lists, *packed):
         if name != "history" and _has_roles(table[name][:FIRST_RECORDS]):
             return form("messages", name)
     sure = [name for name in names if "text" not in names or name not in UNSURE]
-    question, answer = match_columns(QUESTIONS, sure), match_columns(ANSWERS, sure)
+    question, answer = tables.match_columns(QUESTIONS, sure), tables.match_columns(ANSWERS, sure)
     if question is None or (answered and answer is None):
-        question, answer = match_columns(SPEAKERS, names) or (None, None)
+        question, answer = tables.match_columns(SPEAKERS, names) or (None, None)
     if question is None:
         return None
     answer = answer if answered else None
     history = "history" if "history" in names and holds_turns(table, "history", LISTS) else None
-    given = match_columns(INPUTS, [name for name in names if name != question])
+    given = tables.match_columns(INPUTS, [name for name in names if name != question])
     turns = [name for name in (question, answer, history) if name and holds_turns(table, name)]
     if question == "instruction" or (given and question not in turns):
         return form("instruction", question, answer, given, history=history)
@@ -480,8 +472,8 @@ def given_columns(table: Dataset) -> tuple[str, ...]:
 def holds_turns(table: Dataset, name: str, form: re.Pattern[str] = TURNS) -> bool:
     """Return whether a column holds turns, and not one text: as a list, an object, or the text of a list of `form`."""
     kind = table.features[name]
-    texts = table[name][:FIRST_RECORDS] if name in text_columns(table) else []
-    return holds_lists(kind) or isinstance(kind, dict) or any(text and form.match(text) for text in texts)
+    texts = table[name][:FIRST_RECORDS] if name in tables.text_columns(table) else []
+    return tables.holds_lists(kind) or isinstance(kind, dict) or any(text and form.match(text) for text in texts)
 
 
 def _has_roles(conversations: list[Any]) -> bool:

@@ -40,16 +40,6 @@ from zerofit.data.records import BadRecord, read_parts
 from zerofit.data.sources import Source
 from zerofit.data.tables import IDS, Columns, columns_present, table_key, texts_of, tokenizer_hash, with_class_names
 from zerofit.model import chat
-from zerofit.model.chat import (
-    BadTemplate,
-    Conversation,
-    Message,
-    install_template,
-    missing_end_token,
-    render,
-    unread_keys,
-    written_twice,
-)
 from zerofit.model.loss import IGNORE
 from zerofit.model.tokenizer import get_tokenizer, padding_token
 from zerofit.recipe.errors import UserError
@@ -57,7 +47,7 @@ from zerofit.recipe.files import counted
 from zerofit.recipe.tasks import ClmRecipe
 
 CHOSEN, REJECTED = "chosen", "rejected"
-Pair = tuple[Conversation, Conversation]
+Pair = tuple[chat.Conversation, chat.Conversation]
 TABLE = Features(
     {"input_ids": IDS, "labels": IDS, "truncated": Value("int32"), "trained": Value("int32"),
      "is_cut": Value("bool"), "unread": Value("string")}
@@ -111,10 +101,10 @@ class PreferenceForm:
             if all(turn.get("masked") for turn in after if turn["role"] == "assistant"):
                 raise BadRecord(f"nothing is compared: all answers are masked ({', '.join(MASKS)})")
             before = [{**turn, "trained": False} if turn["role"] == "assistant" else turn for turn in before]
-            pair.append(Conversation([*before, *after], given))
+            pair.append(chat.Conversation([*before, *after], given))
         return pair[0], pair[1]
 
-    def _conversation(self, record: dict[str, Any], column: str) -> list[Message]:
+    def _conversation(self, record: dict[str, Any], column: str) -> list[chat.Message]:
         value = record[column]
         if isinstance(value, dict) and not any(isinstance(each, list) for each in value.values()):
             value = [value]  # one turn
@@ -167,9 +157,9 @@ def prepare_chat(
     parts = options.limited(parts)
     first_of, first = next(iter(parts.items()))
     tokenizer = get_tokenizer(recipe, config, first.texts, f"{table_key(first.table)} {form}")
-    template, note = install_template(tokenizer, recipe.chat_template, "none" if form.plain else None)
-    notes = [note, form.describe, *notes, *missing_end_token(tokenizer, template)]
-    notes += written_twice(tokenizer, template, islice(first.texts(), FIRST_TEXTS))
+    template, note = chat.install_template(tokenizer, recipe.chat_template, "none" if form.plain else None)
+    notes = [note, form.describe, *notes, *chat.missing_end_token(tokenizer, template)]
+    notes += chat.written_twice(tokenizer, template, islice(first.texts(), FIRST_TEXTS))
     encoder = ChatEncoder(tokenizer, template, block_size, recipe.train_on_prompt and not compares)
     encode, features = (encode_pairs, TABLE_OF_PAIRS) if compares else (encode_conversations, TABLE)
     sets: dict[str, Conversations] = {}
@@ -222,12 +212,13 @@ class ChatEncoder:
         """The text of a conversation, the answers in it, and those that are never trained on. Raises UserError if the
         template fails on it."""
         try:
-            text, spans = render(self.tokenizer, messages)
+            text, spans = chat.render(self.tokenizer, messages)
             if not (self.train_on_prompt and any(message.get("masked") for message in messages)):
                 return text, spans, []
             others = [{**turn, "trained": turn.get("masked", False), "masked": False} for turn in messages]
-            return text, spans, render(self.tokenizer, Conversation(others, getattr(messages, "given", {})))[1]
-        except BadTemplate as bad:
+            _, never = chat.render(self.tokenizer, chat.Conversation(others, getattr(messages, "given", {})))
+            return text, spans, never
+        except chat.BadTemplate as bad:
             raise UserError(f"{where}: {self.template} fails on it: {bad}") from None
 
     def encode(self, rendered: list[Rendered]) -> dict[str, list[Any]]:
@@ -249,9 +240,9 @@ class ChatEncoder:
         return rows
 
 
-def encode_conversations(encoder: ChatEncoder, conversations: list[Conversation], names: list[str]) -> Columns:
+def encode_conversations(encoder: ChatEncoder, conversations: list[chat.Conversation], names: list[str]) -> Columns:
     rendered = [encoder.render(*pair) for pair in zip(conversations, names)]
-    unread = [unread_keys(encoder.tokenizer, each, text) for each, (text, *_) in zip(conversations, rendered)]
+    unread = [chat.unread_keys(encoder.tokenizer, each, text) for each, (text, *_) in zip(conversations, rendered)]
     return {**encoder.encode(rendered), "unread": [" ".join(keys) for keys in unread]}
 
 

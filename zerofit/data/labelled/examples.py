@@ -41,7 +41,6 @@ from zerofit.data.mixture import MixedSamples, mixed, options_of_sources
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.records import BadRecord, read_parts
 from zerofit.data.sources import HELD_OUT, Source, read_source
-from zerofit.data.tables import STRINGS, columns_present, holds_lists, match_columns, text_columns, text_of
 from zerofit.model.configuration import has_head
 from zerofit.model.loss import IGNORE
 from zerofit.recipe.errors import UserError
@@ -135,7 +134,7 @@ class Choices:
 
 
 def _texts(values: Iterable[Any]) -> list[str | None]:
-    return [None if value is None else text_of(value) for value in values]
+    return [None if value is None else tables.text_of(value) for value in values]
 
 
 def find_choices(recipe: ClsRecipe, table: Dataset) -> Choices | None:
@@ -145,15 +144,15 @@ def find_choices(recipe: ClsRecipe, table: Dataset) -> Choices | None:
     choices = tuple(recipe.choice_columns or ()) or known_choices(table)
     if not choices or (recipe.text_columns and not recipe.choice_columns):
         return None
-    texts = set(text_columns(table)) - set(choices)
-    context = tuple(recipe.text_columns or match_columns(CONTEXTS, texts) or ())
-    label = recipe.label_column or match_columns(ANSWERS, {*present} - {*choices})
+    texts = set(tables.text_columns(table)) - set(choices)
+    context = tuple(recipe.text_columns or tables.match_columns(CONTEXTS, texts) or ())
+    label = recipe.label_column or tables.match_columns(ANSWERS, {*present} - {*choices})
     missing = [name for name in (*choices, *context, label) if name and name not in present]
     if not recipe.choice_columns and not (context and label):
         return None  # it may be another kind of data
     is_list = len(choices) > 1 or _is_list(table, choices[0])
     if missing or not (context and label and is_list):
-        found = f"question: {' '.join(context) or 'none'}, label: {label or 'none'}; {columns_present(table)}"
+        found = f"question: {' '.join(context) or 'none'}, label: {label or 'none'}; {tables.columns_present(table)}"
         problem = f"there is no column {missing[0]!r}" if missing else f"name two columns, or one of lists ({found})"
         raise UserError(f"choice_columns = {' '.join(choices)}: {problem}. See also --text_columns and --label_column")
     reader = Choices(context, choices, label)
@@ -176,7 +175,7 @@ def known_choices(table: Dataset) -> tuple[str, ...]:
 
 
 def _is_list(table: Dataset, name: str) -> bool:
-    return holds_lists(table.features[name]) or isinstance(table.features[name], dict)
+    return tables.holds_lists(table.features[name]) or isinstance(table.features[name], dict)
 
 
 class TaggedWords(LabelledColumns):
@@ -203,7 +202,7 @@ class TaggedWords(LabelledColumns):
 
 
 def find_words(texts: list[str] | None, table: Dataset) -> str | None:
-    return next((name for name in texts or WORDS if _items(table, name) in STRINGS), None)
+    return next((name for name in texts or WORDS if _items(table, name) in tables.STRINGS), None)
 
 
 def _items(table: Dataset, name: str) -> str | None:
