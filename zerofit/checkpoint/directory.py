@@ -127,18 +127,17 @@ class CheckpointDirectory:
         # Where nobody knows why it was saved, it counts, and stays as long as any.
         asked = [folder for folder in folders if read_record(folder / MANIFEST).get("why", ASKED) == ASKED]
         states = [folder for folder in folders if (folder / STATE).is_dir()][: self.limit or MIN_CHECKPOINTS]
-        keep = {*asked[: self.limit], *states, *map(self._best_of, states)}
+        keep = {*asked[: self.limit], *states}
+        for state in states:  # with the best checkpoint as of then: a run that resumes from it needs both
+            best = read_record(state / STATE / PROGRESS).get("best")
+            update = best.get("update") if isinstance(best, dict) else None
+            if isinstance(update, int):
+                keep.add(self.folder(update))
         keep |= {link.resolve() for link in (self.best, self.latest) if link.is_symlink()}
         kept = {*self._read, *(folder.name for folder in keep)}
         for folder in folders:
             if folder.name not in kept:
                 _remove(folder)
-
-    def _best_of(self, checkpoint: Path) -> Path:
-        """The best checkpoint as of this one: a run that resumes from it needs both."""
-        best = read_record(checkpoint / STATE / PROGRESS).get("best")
-        update = best.get("update") if isinstance(best, dict) else None
-        return self.folder(update) if isinstance(update, int) else checkpoint  # there was no evaluation yet
 
     @staticmethod
     def point(link: Path, folder: Path) -> None:

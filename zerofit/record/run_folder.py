@@ -89,10 +89,6 @@ class WrittenFiles:
             with atomic_file(self.path / RECORD) as file:
                 file.write(json.dumps(record, indent=1) + "\n")
 
-    def is_ours(self, name: str) -> bool:
-        """Return True if a file may be written under this name: it is ours, or not there."""
-        return name in self.names or not os.path.lexists(self.path / name)
-
     def foreign(self, in_checkpoints: bool) -> Iterator[str]:
         """The names of files and links that no run has written; of those in checkpoints/ only where that is said."""
         names, checkpoints = self.names, self.path / CHECKPOINTS
@@ -371,7 +367,7 @@ class RunFolder:
 
     def claim(self, name: str) -> None:
         """Note that a file of this name is the run's. Raises UserError: there is one which no run has written."""
-        if not self.written.is_ours(name):
+        if name not in self.written.names and os.path.lexists(self.path / name):
             raise UserError(f"{self.path / name} was written by no run, and is not replaced. Move it away")
         self.written.add([name])
 
