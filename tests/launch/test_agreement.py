@@ -212,7 +212,8 @@ CASES = {
 def table(*names: str, layouts: Iterable[str] = OTHERS) -> list:
     """(case, layout) of these cases, the longer part marked."""
     pairs = [(name, layout) for name in names for layout in layouts if _is_possible(name, layout)]
-    return [pytest.param(*pair, marks=() if _is_core(*pair) else pytest.mark.long) for pair in pairs]
+    core = {(name, layout) for name in names if CASES[name].core for layout in (*CASES[name].core, REFERENCE)}
+    return [pytest.param(*pair, marks=() if pair in core else pytest.mark.long) for pair in pairs]
 
 
 def _is_possible(name: str, layout: str) -> bool:
@@ -224,10 +225,6 @@ def _is_possible(name: str, layout: str) -> bool:
     if name == "adafactor" and strategy not in ("single", "ddp"):
         return False
     return strategy[:2] not in SPLIT or name in SPLIT[strategy[:2]][1]
-
-
-def _is_core(name: str, layout: str) -> bool:
-    return layout in CASES[name].core or (layout == REFERENCE and bool(CASES[name].core))
 
 
 RUNS, PREDICTING = (
@@ -246,17 +243,12 @@ def weights(llama, material, cache, tmp_path_factory) -> dict[str, Path]:
     made = {name: folder / name for name in ("deberta", "t5", "blenderbot")}
     made |= {"choices": questions(folder), "classes": rare_words(folder, material), "tags": names(folder, material)}
     made |= {"kinds": answers_that_are_short(folder, material), "sets": words_of_lines(folder, material)}
-    made |= {"body": without_a_head(folder / "body", folder / "deberta")}
-    made |= {"pairs": pairs_of_answers(folder, material)}
+    for auto_class in (AutoModel, AutoTokenizer):  # without its head
+        auto_class.from_pretrained(folder / "deberta").save_pretrained(folder / "body")
+    made |= {"body": folder / "body", "pairs": pairs_of_answers(folder, material)}
     made |= {"teacher": another_model(folder / "teacher", llama), "questions": answered(folder, material)}
     made |= {"adapter": moved_adapter(folder / "adapter", llama), "added": with_more_tokens(folder / "added", llama)}
     return {"llama": llama, "material": material, **made}
-
-
-def without_a_head(body: Path, whole: Path) -> Path:
-    AutoModel.from_pretrained(whole).save_pretrained(body)
-    AutoTokenizer.from_pretrained(whole).save_pretrained(body)
-    return body
 
 
 def questions(folder: Path) -> Path:

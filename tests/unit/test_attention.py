@@ -115,16 +115,12 @@ def test_a_model_with_torch_s_kernel_still_writes(flash):
     assert flash.told == []
 
 
-def engine(model) -> SimpleNamespace:
-    return SimpleNamespace(model=model, module=model, device=CPU)
-
-
 def test_a_kernel_that_nobody_asked_for_is_given_up_where_the_model_does_not_tell_it(flash):
     model = tiny_model("llama", VARLEN)
     original = model.forward
     model.forward = lambda input_ids, position_ids, **lost: original(input_ids=input_ids, position_ids=position_ids)
     collate = CausalCollator(0)
-    note = check_packing(engine(model), ClmRecipe(), collate)
+    note = check_packing(SimpleNamespace(model=model, module=model, device=CPU), ClmRecipe(), collate)
     assert note == "attention sdpa: a llama does not tell its attention how long documents are"
     assert not collate.flatten
     assert kernel_of(model) == "sdpa"

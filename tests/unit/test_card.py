@@ -12,17 +12,10 @@ def card_of(recipe, is_adapter: bool, task: str = "clm", model_class: str = "") 
     return model_card(task, recipe, {"eval_loss": 1.5}, ENVIRONMENT, is_adapter, model_class=model_class)
 
 
-def loaded(card: str):
-    """What the snippet of a card makes."""
-    code = card.split("```python\n")[1].split("```")[0]
-    made = {}
-    exec(code, made)
-    return made
-
-
 def test_a_models_snippet_loads_it(llama, monkeypatch):
     monkeypatch.chdir(llama)
-    made = loaded(card_of(ClmRecipe(config_name="gpt2", train_file=["a.txt"]), is_adapter=False))
+    card, made = card_of(ClmRecipe(config_name="gpt2", train_file=["a.txt"]), is_adapter=False), {}
+    exec(card.split("```python\n")[1].split("```")[0], made)
     assert type(made["model"]).__name__ == "LlamaForCausalLM"
     assert made["tokenizer"]("a text")["input_ids"]
 

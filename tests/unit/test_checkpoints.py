@@ -42,12 +42,6 @@ def test_of_those_that_nobody_asked_for_the_last_two_stay(tmp_path):
     assert there(checkpoints) == [1, 4, 5, 6]
 
 
-def damages(data: bytes) -> dict[str, bytes | None]:
-    flipped = bytearray(data)
-    flipped[len(data) // 2] ^= 1
-    return {"removed": None, "emptied": b"", "truncated": data[:-1], "flipped": bytes(flipped)}
-
-
 def test_every_damage_to_every_file_is_found_and_named(tmp_path):
     checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
     write(checkpoints, 7)
@@ -57,7 +51,10 @@ def test_every_damage_to_every_file_is_found_and_named(tmp_path):
     assert find_damage(folder) is None
     for path in files:
         data = path.read_bytes()
-        for damage, content in damages(data).items():
+        flipped = bytearray(data)
+        flipped[len(data) // 2] ^= 1
+        damages = {"removed": None, "emptied": b"", "truncated": data[:-1], "flipped": bytes(flipped)}
+        for damage, content in damages.items():
             if content is None:
                 path.unlink()
             else:

@@ -42,13 +42,8 @@ FORMS = {  # how it is published: (a record, the texts of its choices, which is 
 
 @pytest.fixture
 def recipe_of(pairs_tokenizer, tmp_path):
-    return lambda path, *flags: _recipe(pairs_tokenizer, path, tmp_path / "cache", *flags)
-
-
-def _recipe(tokenizer, path, cache, *flags):
-    words = ["--model_type", "bert", "--tokenizer_name", str(tokenizer), "--train_file", str(path), "--cache_dir",
-             str(cache), *map(str, flags)]  # fmt: skip
-    return parse_recipe(ClsRecipe, words)
+    words = ["--model_type", "bert", "--tokenizer_name", pairs_tokenizer, "--cache_dir", tmp_path / "cache"]
+    return lambda path, *flags: parse_recipe(ClsRecipe, list(map(str, [*words, "--train_file", path, *flags])))
 
 
 def others(record: dict) -> list[dict]:

@@ -128,13 +128,6 @@ def check_tool(words: list[str]) -> None:
         parse_recipe(TOOLS[name], arguments, tool=True)
 
 
-def check_benchmark(words: list[str]) -> None:
-    source = (ROOT / words[0]).read_text()
-    for word in words[1:]:
-        if word.startswith("--"):
-            assert f'"{word}"' in source or f'"{word[2:]}": ' in source, word
-
-
 def check(words: list[str]) -> None:
     """Raises whatever the program would raise."""
     words = [re.sub(r"^\$[A-Z_]+$|^\$\{[A-Z_]+\}$", "1", word) for word in words]  # of a job's own environment: $RANK
@@ -151,7 +144,10 @@ def check(words: list[str]) -> None:
         targets = re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert words[1] in targets, words[1]
     elif words[0] == "python":
-        check_benchmark(words[1:])
+        source = (ROOT / words[1]).read_text()
+        for word in words[2:]:
+            if word.startswith("--"):
+                assert f'"{word}"' in source or f'"{word[2:]}": ' in source, word
 
 
 FOUND = commands()

@@ -207,14 +207,10 @@ def rows():
     return [StrategyRow(name, trials) for name, trials in of_each.items()]
 
 
-def of_comparison(**changes) -> SimpleNamespace:
-    options = SimpleNamespace(source=lambda name: "recipes/clm/x.yaml", task="clm", num_processes=2, steps=5)
-    common = {"timer": None, "rows": rows, "machine": machine([GPU]), "options": options, "limit": 1000 * MIB}
-    return SimpleNamespace(**{**common, **changes})
-
-
 def test_the_report_has_all_of_it(tmp_path):
-    report = ComparisonReport(of_comparison(), "zerofit compare --config <x>", ["left out"])
+    options = SimpleNamespace(source=lambda name: "recipes/clm/x.yaml", task="clm", num_processes=2, steps=5)
+    done = SimpleNamespace(timer=None, rows=rows, machine=machine([GPU]), options=options, limit=1000 * MIB)
+    report = ComparisonReport(done, "zerofit compare --config <x>", ["left out"])
     report.write(tmp_path)
     page = (tmp_path / "report.html").read_text()
     assert page.count('<img alt="') == 2

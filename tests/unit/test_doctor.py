@@ -33,17 +33,6 @@ output_dir: out
 """
 
 
-def check(machine: Installation = HEALTHY, variables=None, **needs) -> list[tuple[str, str]]:
-    return list(check_machine(machine, variables or {}, **{"processes": 2, "precision": "bf16", **needs}))
-
-
-def change(machine=HEALTHY, **changes) -> Installation:
-    return dataclasses.replace(machine, **changes)
-
-
-BUSY = dataclasses.replace(A100, free=10 * GIB)
-
-
 @pytest.mark.parametrize(
     ("changes", "needs", "level", "words"),
     [
@@ -53,14 +42,20 @@ BUSY = dataclasses.replace(A100, free=10 * GIB)
         ({**vars(CPU), "cores": 1}, {}, "warning", ["2 processes oversubscribe 1 core", "--num_processes 1"]),
         ({**vars(CPU), "bf16_slowdown": 12.4}, {}, "warning", ["12 times", "--precision fp32"]),
         ({"devices": (T4, T4)}, {}, "warning", ["a T4", "--precision fp16"]),
-        ({"devices": (A100, BUSY)}, {}, "warning", ["device 1 (A100): 30.00 GiB of 40.00 GiB"]),
+        (
+            {"devices": (A100, dataclasses.replace(A100, free=10 * GIB))},
+            {},
+            "warning",
+            ["device 1 (A100): 30.00 GiB of 40.00 GiB"],
+        ),
         ({"shm": 64 * 2**20}, {}, "warning", ["/dev/shm has 64.0 MiB", "--shm-size"]),
         ({"disk_free": 2**20}, {}, "warning", ["outputs/x: only 1.0 MiB free", "--output_dir"]),
         ({}, {"num_machines": 2}, "warning", ["file system", "--output_dir"]),
     ],
 )
 def test_what_is_wrong_with_a_machine(changes, needs, level, words):
-    ((found, said),) = check(change(**changes), {"CUDA_VISIBLE_DEVICES": ""}, **needs)
+    machine, needs = dataclasses.replace(HEALTHY, **changes), {"processes": 2, "precision": "bf16", **needs}
+    ((found, said),) = check_machine(machine, {"CUDA_VISIBLE_DEVICES": ""}, **needs)
     assert found == level
     assert all(word in said for word in words), said
 

@@ -30,11 +30,6 @@ def torchao(monkeypatch):
     monkeypatch.setenv(EMULATED, "1")
 
 
-def converted(**changes):
-    model = tiny_model("llama", **changes)
-    return model, convert_to_float8(model, blocks_of(model))
-
-
 def test_linear_layers_of_blocks_have_it_and_parameters_stay(torchao):
     plain = tiny_model("llama")
     before = {name: (id(each), each.shape, each.dtype) for name, each in plain.named_parameters()}
@@ -65,7 +60,8 @@ def test_a_model_without_such_layers_is_refused(torchao, family, changes, said):
 
 
 def test_checks_are_in_bf16_since_rows_of_a_batch_share_a_scale(torchao):
-    model, _ = converted()
+    model = tiny_model("llama")
+    convert_to_float8(model, blocks_of(model))
     plain = tiny_model("llama")
     ids = torch.arange(33)[None]
     with torch.no_grad():

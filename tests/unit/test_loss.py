@@ -64,14 +64,6 @@ def products(request, monkeypatch):
         monkeypatch.setattr(chunked_module, "adds_half_products", lambda device: "not" not in request.param)
 
 
-def in_chunks(hidden, weight, targets, scale):
-    """(loss, the gradients of `scale` times it) by chunked_loss; of copies."""
-    inputs = [one.clone().requires_grad_() for one in (hidden, weight)]
-    loss = chunked_module.chunked_loss(*inputs, None, targets)
-    (loss * scale).backward()
-    return loss.detach(), [one.grad for one in inputs]
-
-
 def test_sums_over_many_chunks_are_of_fp32(products):
     """bf16 in 64 chunks, scaled by what bf16 cannot hold (1 over the number of tokens): gradients are as far from the
     exact ones as one or two roundings to bf16 are, and not all in one direction. Under each policy of torch's own
@@ -80,12 +72,14 @@ def test_sums_over_many_chunks_are_of_fp32(products):
     hidden, weight = (torch.randn(size, 32, generator=generator).bfloat16() for size in (4096, 500))
     targets = torch.randint(0, 500, (4096,), generator=generator)
     targets[::7] = -100
-    loss, gradients = in_chunks(hidden, weight, targets, scale=1 / 1021)
+    inputs = [one.clone().requires_grad_() for one in (hidden, weight)]
+    loss = chunked_module.chunked_loss(*inputs, None, targets)
+    (loss * (1 / 1021)).backward()
     exact = [one.double().requires_grad_() for one in (hidden, weight)]
     expected = F.cross_entropy(exact[0] @ exact[1].T, targets, reduction="sum")
     (expected / 1021).backward()
     assert abs(loss.double() / expected - 1) < 1e-6
-    for gradient, right, most in zip(gradients, (one.grad for one in exact), (4e-3, 2e-3)):
+    for gradient, right, most in zip((one.grad for one in inputs), (one.grad for one in exact), (4e-3, 2e-3)):
         assert gradient.dtype == torch.bfloat16
         assert (gradient.double() - right).norm() / right.norm() < most
         assert abs((gradient.double() * right).sum() / right.square().sum() - 1) < 2e-4
@@ -106,25 +100,15 @@ def test_a_head_with_a_bias(products, dtype):
         assert (ours - right).norm() < (1e-5 if dtype == torch.float32 else 1e-2) * right.norm()
 
 
-@pytest.fixture
-def compiled(products, monkeypatch):
-    """What a GPU compiles, as it stands, in chunks of 64 rows."""
-    monkeypatch.setattr(chunked_module, "compiled_rows", lambda vocab_size: 64)
-    monkeypatch.setattr(chunked_module, "compiled_chunk", lambda device: chunked_module.loss_and_gradient)
-
-
-def smoothed(logits: torch.Tensor, targets: torch.Tensor, terms: TokenLoss) -> torch.Tensor:
-    """The summed loss by torch's own functions."""
-    loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=terms.label_smoothing)
-    return loss + terms.z_loss * logits.logsumexp(-1)[targets != -100].square().sum()
-
-
 @pytest.mark.parametrize("size", [504, 97])
 @pytest.mark.parametrize("terms", [TokenLoss(), TokenLoss(0.1, 0.0), TokenLoss(0.1, 1e-2)])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_a_compiled_chunk(compiled, size, terms, stored):
-    """Loss and gradients against fp64, for weights held in fp32 (the gradient of which is not rounded to bf16) and in
-    half precision; `size` is odd, or not."""
+def test_a_compiled_chunk(products, monkeypatch, size, terms, stored):
+    """What a GPU compiles, as it stands, in chunks of 64 rows. Loss and gradients against torch's own in fp64, for
+    weights held in fp32 (the gradient of which is not rounded to bf16) and in half precision; `size` is odd, or not.
+    """
+    monkeypatch.setattr(chunked_module, "compiled_rows", lambda vocab_size: 64)
+    monkeypatch.setattr(chunked_module, "compiled_chunk", lambda device: chunked_module.loss_and_gradient)
     generator = torch.Generator().manual_seed(0)
     shapes = ((200, 32), torch.bfloat16), ((size, 32), stored), ((size,), stored)
     inputs = [torch.randn(shape, generator=generator).bfloat16().to(dtype).requires_grad_() for shape, dtype in shapes]
@@ -132,7 +116,9 @@ def test_a_compiled_chunk(compiled, size, terms, stored):
     targets[:70] = -100
     loss = chunked_module.chunked_loss(*inputs, targets, terms=terms)
     exact = [each.detach().double().requires_grad_() for each in inputs]
-    expected = smoothed(F.linear(*exact), targets, terms)
+    logits = F.linear(*exact)
+    expected = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=terms.label_smoothing)
+    expected = expected + terms.z_loss * logits.logsumexp(-1)[targets != -100].square().sum()
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
     gradients = torch.autograd.grad(loss / 130, inputs)
     for ours, right, given in zip(gradients, torch.autograd.grad(expected / 130, exact), inputs, strict=True):
@@ -154,18 +140,14 @@ def test_nothing_to_train_on_gives_zero_and_no_nan():
         assert all(parameter.grad.abs().max() == 0 for parameter in model.parameters())
 
 
-def inputs_of_the_check() -> dict[str, torch.Tensor]:
-    tokens = random_tokens(97, torch.device("cpu"), count=2)
-    return {"input_ids": tokens, "labels": tokens.clone()}
-
-
 def test_a_model_that_scales_its_logits_is_found_out():
     for model, is_wrong in (
         (tiny_model("granite", **TINY["llama"], logits_scaling=0.1), True),
         (tiny_model("llama"), False),
     ):
         install_loss(model, "chunked")
-        difference = loss_difference(model, model, inputs_of_the_check())
+        tokens = random_tokens(97, torch.device("cpu"), count=2)
+        difference = loss_difference(model, model, {"input_ids": tokens, "labels": tokens.clone()})
         assert difference > 1e-2 if is_wrong else difference < 1e-5
 
 

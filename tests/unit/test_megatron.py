@@ -42,7 +42,6 @@ MINIMAL = (
     "--max-position-embeddings 64 --micro-batch-size 2 --train-iters 100 --lr 1e-3 --data-path A "
     "--vocab-file v.json --merge-file m.txt "
 )
-OF_LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --hidden-dropout 0 "
 
 
 @pytest.fixture
@@ -239,7 +238,8 @@ def test_sizes_are_those_of_the_weights(flags, stored, said, tmp_path):
     """Four heads; a folder that does not say otherwise has as many of keys and values."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     LlamaConfig(**{**sizes, **stored}).save_pretrained(tmp_path)
-    done = typed(MINIMAL + OF_LLAMA + flags, model_name_or_path=str(tmp_path))
+    llama = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --hidden-dropout 0 "
+    done = typed(MINIMAL + llama + flags, model_name_or_path=str(tmp_path))
     assert [said.replace("FOLDER", str(tmp_path)) in problem for problem in done.problems] == [True] * bool(said)
     assert "config_name" not in done.recipe
 
@@ -272,15 +272,6 @@ def test_the_command_writes_what_can_be_launched(llama, tmp_path, capsys):
     assert zerofit([*line, "--overwrite", "--", *words]) == 0
 
 
-FLAGS = MINIMAL.removeprefix("pretrain_gpt.py ")
-
-
-def with_json(tmp_path, **block) -> list[str]:
-    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, **block}))
-    words = shlex.split(f"torchrun --nproc_per_node 2 pretrain_gpt.py {FLAGS} --deepspeed --deepspeed_config")
-    return ["convert", "megatron-args", "--output", str(tmp_path / "out"), "--", *words, str(tmp_path / "ds.json")]
-
-
 @pytest.mark.parametrize(
     ("block", "said"),
     [
@@ -291,7 +282,9 @@ def with_json(tmp_path, **block) -> list[str]:
     ],
 )
 def test_what_a_run_refuses_is_not_written(tmp_path, block, said, capsys):
-    assert zerofit(with_json(tmp_path, **block)) == 2
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, **block}))
+    words = f"torchrun --nproc_per_node 2 {MINIMAL} --deepspeed --deepspeed_config {tmp_path}/ds.json".split()
+    assert zerofit(["convert", "megatron-args", "--output", str(tmp_path / "out"), "--", *words]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -327,7 +320,7 @@ def test_a_job_that_searches_its_strategy_becomes_a_recipe_and_a_line_of_plan(tm
      ("--nproc_per_node 4 --nnodes 2", 8), ("srun --nodes 3 --ntasks-per-node 2 python", 6)],
 )  # fmt: skip
 def test_processes_are_those_of_the_launcher(launcher, world):
-    done = typed(f"{launcher} x/pretrain_gpt.py {FLAGS} --global-batch-size 48")
+    done = typed(f"{launcher} x/{MINIMAL} --global-batch-size 48")
     assert not done.problems
     assert done.layout.world == world
 

@@ -43,9 +43,10 @@ class Case:
         file.write_text(json.dumps(content))
 
     def edit_weights(self, change) -> None:
-        tensors = load_adapter(self)
+        file = self.adapter / "adapter_model.safetensors"
+        tensors = load_file(file)
         change(tensors)
-        save_file(tensors, self.adapter / "adapter_model.safetensors")
+        save_file(tensors, file)
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +75,6 @@ def _adapted(model, folder: Path, adapter: Path, **settings) -> Case:
         logits = save_adapter(adapter, model, **settings)(input_ids=IDS).logits
     assert (logits - alone).abs().max() > 1e-2, "the adapter does nothing: the test would show nothing"
     return Case(folder, adapter, logits, alone)
-
-
-def load_adapter(case: Case) -> dict[str, torch.Tensor]:
-    return load_file(case.adapter / "adapter_model.safetensors")
 
 
 def merge(case: Case, *flags: str) -> Path:
@@ -251,13 +248,6 @@ def without_tokenizer(case: Case) -> None:
         file.unlink()
 
 
-def first(tensors: dict, part: str) -> str:
-    return next(name for name in tensors if part in name)
-
-
-NAN = float("nan")
-
-
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -269,8 +259,8 @@ NAN = float("nan")
         (config(target_modules=["q_proj", "v_proj"]), ["no place for model.layers.0.mlp.down_proj"]),
         (config(from_the_future=1), ["newer peft", "from_the_future"]),
         (weights(lambda of: of.update({name: torch.empty(0) for name in list(of)[:3]})), ["9 of its 12 tensors"]),
-        (weights(lambda of: [tensor.fill_(NAN) for tensor in of.values()]), ["diverged"]),
-        (weights(lambda of: of.pop(first(of, "lora_A"))), ["no weights", "lora_A"]),
+        (weights(lambda of: [tensor.fill_(torch.nan) for tensor in of.values()]), ["diverged"]),
+        (weights(lambda of: of.pop(next(name for name in of if "lora_A" in name))), ["no weights", "lora_A"]),
         (base(num_hidden_layers=1), ["another base", "no place for model.layers.1."]),
         (base(num_hidden_layers=3), ["another base", "no weights for model.layers.2."]),
         (base(hidden_size=48), ["another base", "has the shape"]),

@@ -119,7 +119,7 @@ def test_the_recipes_choice():
 def test_figures_of_each_class(tmp_path):
     names, draw = ("良い", "so so", "$bad$"), np.random.default_rng(0)
     truth, answers = draw.integers(0, 2, 200), draw.integers(0, 3, 200)  # nothing is of the last class
-    folder, part = RunFolder(tmp_path / "run"), held_out_labels(truth.tolist(), np.int64)
+    folder, part = RunFolder(tmp_path / "run"), HeldOut(SimpleNamespace(labels=truth), [], "")
     folder.path.mkdir()
     folder.write_predictions(
         {"label": names[label], "prediction": names[answer]} for label, answer in zip(truth, answers)
@@ -133,7 +133,3 @@ def test_figures_of_each_class(tmp_path):
     many = tuple(map(str, range(30)))
     folder.write_predictions({"label": name, "prediction": name} for name in many)
     assert "and 10 more" in report_classes(folder, Labels(many), [part])[1]
-
-
-def held_out_labels(values: list, dtype) -> HeldOut:
-    return HeldOut(SimpleNamespace(labels=np.array(values, dtype)), tables=[], suffix="")

@@ -91,22 +91,16 @@ def test_rows_that_fill_a_batch_up_do_not_disturb_mbart():
     torch.testing.assert_close(model(**inputs), expected)
 
 
-def counted_flops(model, source: int, target: int) -> int:
-    """What torch counts in the matrix products of a forward pass."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    inputs = {"input_ids": torch.full((1, source), 5), "labels": torch.full((1, target), 5)}
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(**inputs)
-    return counter.get_total_flops()
-
-
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize(("source", "target"), [(16, 16), (48, 8), (8, 48)])
 def test_flops_are_those_that_torch_counts(name, source, target):
     """A third of a trained token's are the forward pass's."""
+    from torch.utils.flop_counter import FlopCounterMode
+
     model = pair_model(name, attn_implementation="eager")  # the fused kernels of a CPU are not counted
-    expected = 3 * counted_flops(model, source, target) / (source + target)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.full((1, source), 5), labels=torch.full((1, target), 5))
+    expected = 3 * counter.get_total_flops() / (source + target)
     assert flops_per_pair_token(model, source, target) == pytest.approx(expected, rel=1e-6)
 
 

@@ -40,22 +40,16 @@ def batch_of(packed: bool) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels, "attention_mask": (torch.arange(20) < 15).long().repeat(3, 1)}
 
 
-def stages_of(name: str, stages: int, kind: str) -> list[torch.nn.Module]:
-    family, changes = MODELS[name]
-    models = [tiny_model(family, **changes).train() for _ in range(stages)]
-    for stage, model in enumerate(models):
-        keep_stage(model, stage, stages, torch.float32)
-        install_loss(model, kind)
-        model.gradient_checkpointing_enable()
-    return models
-
-
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_stages_one_after_another_find_what_the_full_model_finds(name, stages):
     family, changes = MODELS[name]
     for kind, packed in (("full", False), ("chunked", True)):
-        whole, models = tiny_model(family, **changes).train(), stages_of(name, stages, kind)
+        whole, *models = (tiny_model(family, **changes).train() for _ in range(1 + stages))
+        for stage, model in enumerate(models):
+            keep_stage(model, stage, stages, torch.float32)
+            install_loss(model, kind)
+            model.gradient_checkpointing_enable()
         install_loss(whole, kind)
         inputs = batch_of(packed)
         expected = whole(**inputs)

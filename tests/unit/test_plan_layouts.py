@@ -22,17 +22,8 @@ COMMON = ["--task", "clm", "--block_size", "64", "--precision", "fp32", "--gpu_m
 ALONE, SHARED = ParallelLayout(), ParallelLayout(2, tensor=2)
 
 
-def zero(stage: int) -> DeepSpeedZeroConfig:
-    return DeepSpeedZeroConfig(stage=stage)
-
-
-def model_of(*flags: str) -> PlannedModel:
-    options, _ = read_with_recipe(PlanOptions, [*COMMON, *flags], "test")
-    return read_planned_model(options, "clm", on_gpu=True)
-
-
 def steps_of(model: PlannedModel, layout: ParallelLayout, batch_size: int = 2):
-    return model.tracer(PlannedStrategy("zero2", layout, "fp32", zero(2))).steps(batch_size)
+    return model.tracer(PlannedStrategy("zero2", layout, "fp32", DeepSpeedZeroConfig(stage=2))).steps(batch_size)
 
 
 def total(steps, kind: str, attribute: str) -> int:
@@ -49,7 +40,8 @@ def exchanged(steps, kind: str, phase: str) -> list[int]:
 @pytest.mark.parametrize("flags", [GPT2, LLAMA])
 def test_products_and_tokens_are_shared_and_layers_meet_eight_times(flags):
     """Korthikanti et al. 2022: two all-gathers and two reduce-scatters of (B, T, H) a layer in each pass."""
-    model = model_of(*flags)
+    options, _ = read_with_recipe(PlanOptions, [*COMMON, *flags], "test")
+    model = read_planned_model(options, "clm", on_gpu=True)
     alone, shared = steps_of(model, ALONE), steps_of(model, SHARED)
     assert total(shared, MATRIX, "flops") == pytest.approx(total(alone, MATRIX, "flops") / 2, rel=0.01)
     assert total(shared, ATTENTION, "flops") == total(alone, ATTENTION, "flops") / 2

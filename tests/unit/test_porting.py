@@ -28,11 +28,6 @@ def model_of(folder: Path) -> torch.nn.Module:
     return model.train()
 
 
-def batch() -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, 512, (2, 20), generator=torch.Generator().manual_seed(3))
-    return {"input_ids": ids, "labels": ids}
-
-
 @pytest.fixture
 def folder(tmp_path):
     write_ported_model(tmp_path)
@@ -46,7 +41,7 @@ def test_stages_of_a_pipeline_find_what_the_model_finds(folder):
         keep_stage(model, stage, 2, torch.float32)
     for model in (whole, *stages):
         install_loss(model, "full")
-    inputs = batch()
-    hidden = stages[0].base_model(input_ids=inputs["input_ids"]).last_hidden_state
-    loss = stages[1](inputs_embeds=hidden, labels=inputs["labels"])
-    torch.testing.assert_close(loss, whole(**inputs), rtol=1e-6, atol=0)
+    ids = torch.randint(0, 512, (2, 20), generator=torch.Generator().manual_seed(3))
+    hidden = stages[0].base_model(input_ids=ids).last_hidden_state
+    loss = stages[1](inputs_embeds=hidden, labels=ids)
+    torch.testing.assert_close(loss, whole(input_ids=ids, labels=ids), rtol=1e-6, atol=0)

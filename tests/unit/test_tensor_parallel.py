@@ -11,8 +11,9 @@ from helpers import TINY, forked, loss_and_gradients, refusal, small_sizes, tens
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForTokenClassification
 
 from zerofit.checkpoint.writer import ShardReader, write_shard
+from zerofit.model import chunked_loss
 from zerofit.model.parameters import count_parameters
-from zerofit.model.tensor_parallel import Cut, check_split, cut_for, draw_share, join_shares, split_model
+from zerofit.model.tensor_parallel import check_split, cut_for, draw_share, join_shares, split_model
 from zerofit.strategy.state import KINDS, Shard
 
 RANKS = 2
@@ -78,12 +79,6 @@ def received(family: str) -> dict[str, torch.Tensor]:
     return {name: each.detach() for name, each in draw_share(make, lambda model: None).named_parameters()}
 
 
-def small_chunks() -> None:
-    from zerofit.model import chunked_loss
-
-    chunked_loss.CHUNK_BYTES, chunked_loss.SMALLEST_CHUNK = 4 * 97 * 16, 16
-
-
 def share(rank: int, folder: str) -> None:
     """What each process does."""
     tensor = tensor_group(rank, RANKS, folder)
@@ -92,7 +87,7 @@ def share(rank: int, folder: str) -> None:
         cut = getattr(parameter, "cut", None)
         return gradient if cut is None else join_shares(gradient, cut, tensor)
 
-    small_chunks()
+    chunked_loss.CHUNK_BYTES, chunked_loss.SMALLEST_CHUNK = 4 * 97 * 16, 16
     found = {}
     for name in MODELS:
         model = model_of(name)
@@ -145,16 +140,12 @@ def test_random_weights_of_any_code_are_those_of_one_process(ranks, family):
 SHAPES = {"columns": (12, 5), "rows": (6, 8), "fused": (4, 24), "bias": (24,), "norm": (7,), "vocabulary": (13, 3)}
 
 
-def cut_of(name: str, rank: int, size: int) -> Cut | None:
-    dims = {"columns": (0, 1), "rows": (1, 1), "fused": (1, 3), "bias": (0, 3), "vocabulary": (0, 1)}
-    return cut_for(SHAPES[name], dims[name][0], rank, size, dims[name][1]) if name in dims and size > 1 else None
-
-
 def shards_of(tensor: int, data: int, tensor_rank: int, data_rank: int, owned: bool) -> list[Shard]:
     """What a rank has: of each share an equal part a replica, as ZeRO-3 cuts it."""
-    shards = []
+    shards, dims = [], {"columns": (0, 1), "rows": (1, 1), "fused": (1, 3), "bias": (0, 3), "vocabulary": (0, 1)}
     for name, shape in SHAPES.items():
-        cut = cut_of(name, tensor_rank, tensor)
+        divided = name in dims and tensor > 1
+        cut = cut_for(shape, dims[name][0], tensor_rank, tensor, dims[name][1]) if divided else None
         size = torch.Size(shape).numel() if cut is None else cut.numel
         part = -(-size // data)
         start, stop = min(data_rank * part, size), min((data_rank + 1) * part, size)
