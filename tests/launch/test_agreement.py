@@ -243,12 +243,17 @@ def weights(llama, material, cache, tmp_path_factory) -> dict[str, Path]:
     made = {name: folder / name for name in ("deberta", "t5", "blenderbot")}
     made |= {"choices": questions(folder), "classes": rare_words(folder, material), "tags": names(folder, material)}
     made |= {"kinds": answers_that_are_short(folder, material), "sets": words_of_lines(folder, material)}
-    for auto_class in (AutoModel, AutoTokenizer):  # without its head
-        auto_class.from_pretrained(folder / "deberta").save_pretrained(folder / "body")
-    made |= {"body": folder / "body", "pairs": pairs_of_answers(folder, material)}
+    made |= {"body": without_a_head(folder / "body", folder / "deberta")}
+    made |= {"pairs": pairs_of_answers(folder, material)}
     made |= {"teacher": another_model(folder / "teacher", llama), "questions": answered(folder, material)}
     made |= {"adapter": moved_adapter(folder / "adapter", llama), "added": with_more_tokens(folder / "added", llama)}
     return {"llama": llama, "material": material, **made}
+
+
+def without_a_head(body: Path, whole: Path) -> Path:
+    for auto_class in (AutoModel, AutoTokenizer):
+        auto_class.from_pretrained(whole).save_pretrained(body)
+    return body
 
 
 def questions(folder: Path) -> Path:

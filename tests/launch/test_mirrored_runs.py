@@ -18,7 +18,6 @@ from test_runs import SCRATCH
 from zerofit.checkpoint.directory import find_damage
 from zerofit.checkpoint.mirror import MirrorStore
 
-KILLED = ROOT / "tests" / "launch" / "killed_uploading.py"
 RUN = [*SCRATCH, "--train_file", ROOT / "docs" / "clusters.md", "--document_separator", "line",
        "--max_train_steps", "12", "--save_steps", "2", "--save_total_limit", "2", "--sample_tokens", "0"]  # fmt: skip
 MISSING = [name for name in ("s3fs", "moto", "flask") if importlib.util.find_spec(name) is None]
@@ -38,7 +37,7 @@ def undisturbed(cache, tmp_path_factory) -> list[tuple]:
 def check_disturbed(address: str, seed: int, output: Path, cache: str, expected: list[tuple], **how) -> None:
     """Killed as it uploads, without its folder: the same command makes the run that was left alone."""
     run = [*RUN, "--cache_dir", cache, "--mirror", address]
-    done = launched(output, *run, through=(KILLED, seed), **how)
+    done = launched(output, *run, through=(ROOT / "tests" / "launch" / "killed_uploading.py", seed), **how)
     assert done.returncode, done.stdout[-3000:]
     shutil.rmtree(output)
     whole = any(MirrorStore(address).checkpoints().values())

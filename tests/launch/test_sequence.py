@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 from helpers import forked
 
-SCRIPT = Path(__file__).with_name("split_rows.py")
 KINDS = ("padded", "packed", "mask", "recomputed")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, dict]:
     output = tmp_path_factory.mktemp("rows") / "found.json"
-    forked(SCRIPT, output)
+    forked(Path(__file__).with_name("split_rows.py"), output)
     models = json.loads(output.read_text())
     assert len(models) >= 7
     return models

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from helpers import forked, metrics
 
-SCRIPT = Path(__file__).with_name("several_runs.py")
 SECONDS = ("seconds", "per_s", "mfu", "tflops", "memory")  # parts of the names of what no two runs have alike
 # In this order: what a run leaves behind would change one after it. {name: (task, flags, exit code)}
 RUNS = {
@@ -42,7 +41,7 @@ def folders(llama, material, cache, tmp_path_factory) -> tuple[Path, Path]:
             if name in names
         ]
         file.write_text(json.dumps(runs))
-        forked(SCRIPT, file, processes=1)
+        forked(Path(__file__).with_name("several_runs.py"), file, processes=1)
     return folder / "together", folder / "alone"
 
 

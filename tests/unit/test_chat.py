@@ -11,8 +11,6 @@ from zerofit.data.prompts import Renderer
 from zerofit.model.chat import BadTemplate, named_template, render, written_twice
 from zerofit.model.loss import IGNORE
 
-SAID = [{"role": "user", "content": "Add.\n\n1 2", "instruction": "Add.", "input": "1 2"},
-        {"role": "assistant", "content": "3"}]  # fmt: skip
 WRITTEN = {  # Llama-2's: test_chat_blocks.py
     "chatml": "<|im_start|>user\nAdd.\n\n1 2<|im_end|>\n<|im_start|>assistant\n⟦3<|im_end|></s>⟧",
     "instruction": "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n⟦3</s>⟧",
@@ -25,7 +23,8 @@ WRITTEN = {  # Llama-2's: test_chat_blocks.py
 def test_what_the_templates_write(tokenizer_of, template):
     tokenizer = tokenizer_of("llama")
     tokenizer.chat_template = named_template(template)
-    text, ((start, stop),) = render(tokenizer, SAID)
+    asked = {"role": "user", "content": "Add.\n\n1 2", "instruction": "Add.", "input": "1 2"}
+    text, ((start, stop),) = render(tokenizer, [asked, {"role": "assistant", "content": "3"}])
     begin = text[:start].removeprefix(tokenizer.bos_token)
     assert f"{begin}⟦{text[start:stop]}⟧{text[stop:]}" == WRITTEN[template]
 

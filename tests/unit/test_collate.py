@@ -13,8 +13,6 @@ from zerofit.data.collate import (
 from zerofit.data.order import FILLER
 from zerofit.model.loss import loss_of_examples
 
-PAD = 90
-
 
 def example(length: int, label) -> dict[str, np.ndarray]:
     ids = np.arange(1, length + 1)
@@ -35,7 +33,7 @@ def test_the_loss_of_filled_up_examples_is_the_loss_of_the_others(kind):
     """Value and gradient; a micro-batch of fillers alone gives zeros and no nan."""
     logits = torch.randn(3, 2 if kind is np.int64 else 1, generator=torch.Generator().manual_seed(0))
     rows = [(example(3, kind(1)), 0), (example(4, kind(0)), 1), (example(4, kind(0)), FILLER)]
-    collate = ExampleCollator({"input_ids": PAD})
+    collate = ExampleCollator({"input_ids": 90})
     whole, part = logits.clone().requires_grad_(), logits[:2].clone().requires_grad_()
     loss, expected = loss_of_examples(whole, collate(rows).labels), loss_of_examples(part, collate(rows[:2]).labels)
     torch.testing.assert_close(loss, expected)

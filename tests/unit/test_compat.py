@@ -119,22 +119,20 @@ def check_there(name: str) -> None:
         functools.reduce(getattr, name.partition(":")[2].split("."), module)
 
 
-RESULTS = {"Fragment", "Renamed"}  # what a part returns
-
-
 def parts(library):
     module = importlib.import_module(f"zerofit.compat.{library}")
     of_module = {
         name: part for name, part in vars(module).items() if getattr(part, "__module__", "") == module.__name__
     }
-    return {name: part for name, part in of_module.items() if name not in RESULTS}
+    return {
+        name: part for name, part in of_module.items() if name not in ("Fragment", "Renamed")
+    }  # what a part returns
 
 
 LIBRARIES = sorted({path.stem for path in (ROOT / "zerofit" / "compat").glob("*.py")} - {"__init__"})
-PARTS = [(library, part) for library in LIBRARIES for part in parts(library)]
 
 
-@pytest.mark.parametrize(("library", "part"), PARTS)
+@pytest.mark.parametrize(("library", "part"), [(library, part) for library in LIBRARIES for part in parts(library)])
 def test_the_library_has_it(library, part):
     if library == "megatron":
         pytest.importorskip("megatron.core")

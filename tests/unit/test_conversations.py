@@ -114,11 +114,6 @@ def test_pairs_of_a_record(columns, record, pairs):
         (PairReader("d", None, None), {"d": ["Hi!"]}, "a reply with no history"),
         (PairReader("d", None, None), {"d": "['Hi!' 'Ho!'\n 'Hm.']"}, "is the text of a list that is not valid JSON"),
         (PairReader("d", None, None), {"d": "Hi!"}, "a text, and no list of turns"),
-        (
-            ASKED,
-            {**WHO, "context": {"title": ["x"]}, "answers": {"text": ["y"]}},
-            "its context is a list or an object",
-        ),
         (PairReader("d", None, None), {"d": []}, "a conversation without a turn"),
         (PairReader(None, "s", "t"), {"s": " ", "t": "x"}, "the s is empty"),
         (ASKED, {**WHO, "answers": {"text": []}}, "the answers is empty"),

@@ -23,13 +23,6 @@ from zerofit.training.run_configuration import check_teacher
 VOCABULARY = 97
 
 
-def batch() -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(1))
-    labels = ids.clone()
-    labels[0, 3:9] = -100
-    return {"input_ids": ids, "labels": labels}
-
-
 def expected_loss(logits: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor, terms: TokenLoss) -> torch.Tensor:
     """Written down as the documentation has it."""
     how, logits, teacher, targets = terms.distillation, logits[:, :-1], teacher[:, :-1], labels[:, 1:]
@@ -58,11 +51,15 @@ def expected_loss(logits: torch.Tensor, labels: torch.Tensor, teacher: torch.Ten
 )
 def test_loss_and_gradients(terms, kind, monkeypatch):
     monkeypatch.setattr(chunked_module, "chunk_rows", lambda vocab_size, on_gpu: 7)
-    model, other, inputs = tiny_model("gpt_neox"), tiny_model("llama"), batch()
+    model, other = tiny_model("gpt_neox"), tiny_model("llama")
+    ids = torch.randint(0, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, 3:9] = -100
+    inputs = {"input_ids": ids, "labels": labels}
     exact, exact_teacher = copy.deepcopy(model).double(), copy.deepcopy(other).double()
     with torch.no_grad():
-        of_teacher = exact_teacher(input_ids=inputs["input_ids"]).logits
-    expected = expected_loss(exact(input_ids=inputs["input_ids"]).logits, inputs["labels"], of_teacher, terms)
+        of_teacher = exact_teacher(input_ids=ids).logits
+    expected = expected_loss(exact(input_ids=ids).logits, labels, of_teacher, terms)
     (expected / 7).backward()
     if terms.distillation is None:
         install_loss(model, kind, terms)

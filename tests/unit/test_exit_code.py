@@ -227,19 +227,14 @@ def test_sigterm_of_a_launcher_whose_other_rank_has_died_is_no_stop(tmp_path, de
     assert codes[0] == (143 if dead else 85)
 
 
-def documented() -> dict[str, str]:
-    """{exit code: what a job script does} of the table in docs/resume.md."""
+def test_a_job_is_queued_again_as_the_table_says(tmp_path):
+    """Of docs/resume.md, after five launches that make no update."""
     page = (ROOT / "docs" / "resume.md").read_text()
     table = page.partition("| how the run ended |")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
     assert len(rows) == 9
-    return {code: action for _, code, action in rows}
-
-
-def test_a_job_is_queued_again_as_the_table_says(tmp_path):
-    """After five launches that make no update."""
     expected = {"done": 0, "requeue": 5, "requeue, not after two failures at the same update": 1}
-    for code, action in documented().items():
+    for _, code, action in rows:
         number = 137 if code == "none" else int(code)
         refused = [reason_not_requeued(number, tmp_path / "run", is_first=launch == 0) for launch in range(5)]
         queued = next((launch for launch, why in enumerate(refused) if why), 5)

@@ -8,7 +8,6 @@ from helpers import tiny_model
 
 from zerofit.estimate.allocations import AllocationTracker, FusedLayers
 
-SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 1}
 IDS = torch.arange(2 * 64).view(2, 64) % 97
 
 
@@ -53,5 +52,5 @@ def partitioned(model) -> int:
 
 
 def test_it_is_what_torch_s_partitioner_keeps():
-    model = tiny_model("llama", **SIZES)
+    model = tiny_model("llama", hidden_size=128, intermediate_size=512, num_attention_heads=4, num_key_value_heads=1)
     assert planned(model, True) == pytest.approx(partitioned(model), rel=0.1)

@@ -24,7 +24,6 @@ from zerofit.strategy.optimizers import (
     state_bytes,
 )
 
-CPU = torch.device("cpu")
 SHAPES = ((128, 64), (40, 103), (3, 50, 60), (70,), (5000,), (7, 3))
 
 
@@ -35,13 +34,9 @@ def optim(request):
     return request.param
 
 
-def optimizer_of(module: torch.nn.Module, *flags: str) -> torch.optim.Optimizer:
-    return make_optimizer(module, recipe(*flags), CPU)
-
-
 def test_the_state_is_as_large_as_predicted(optim):
     module = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES)
-    optimizer = optimizer_of(module, "--optim", optim)
+    optimizer = make_optimizer(module, recipe("--optim", optim), torch.device("cpu"))
     for parameter in module:
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
@@ -55,7 +50,9 @@ class Other(Alone):
 
     def __init__(self, optim: str, seed: int = 0, width: int = 640):
         super().__init__(seed, width)
-        self.torch_optimizer = optimizer_of(self.module, "--optim", optim, "--learning_rate", "1e-2")
+        self.torch_optimizer = make_optimizer(
+            self.module, recipe("--optim", optim, "--learning_rate", "1e-2"), torch.device("cpu")
+        )
         self.state = ReplicatedOptimizerState(self, optim)
 
 

@@ -6,9 +6,6 @@ from helpers import tiny_model
 
 from zerofit.model.compilation import blocks_of, round_embeddings
 
-IDS = torch.arange(48).reshape(2, 24)
-PRE_NORM = ["gpt2", "llama"]
-
 
 def entering(model, dtype):
     """The dtypes in which hidden states enter the blocks, under autocast in a dtype."""
@@ -18,11 +15,11 @@ def entering(model, dtype):
             lambda module, args, kwargs: seen.append((args or [*kwargs.values()])[0].dtype), with_kwargs=True
         )
     with torch.autocast("cpu", dtype, enabled=dtype is not None):
-        model(input_ids=IDS).logits.float().sum().backward()
+        model(input_ids=torch.arange(48).reshape(2, 24)).logits.float().sum().backward()
     return set(seen)
 
 
-@pytest.mark.parametrize("family", PRE_NORM)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_it_is_in_bf16_under_autocast_alone(family):
     assert entering(tiny_model(family), torch.bfloat16) == {torch.float32}
     for dtype, expected in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32), (None, torch.float32)):

@@ -73,17 +73,14 @@ def test_bad_records(recipe_of, bad, said):
     assert said in message
 
 
-SEQEVAL = {  # of seqeval 1.2.2, get_entities
-    "B-A I-A O I-B": [("A", 0, 1), ("B", 3, 3)],
-    "I-A B-A I-B I-B": [("A", 0, 0), ("A", 1, 1), ("B", 2, 3)],
-    "S-A B-A I-A E-A E-A O": [("A", 0, 0), ("A", 1, 3), ("A", 4, 4)],
-    "B-A-B I-A-B O": [("A-B", 0, 1)],
-    "U-A U-A B-A I-A L-A L-B O": [("A", 0, 0), ("A", 1, 1), ("A", 2, 4), ("B", 5, 5)],  # BILOU, as spaCy writes it
-}
-
-
 def test_entities_are_those_of_seqeval():
-    for tags, expected in SEQEVAL.items():
+    for tags, expected in {  # of seqeval 1.2.2, get_entities
+        "B-A I-A O I-B": [("A", 0, 1), ("B", 3, 3)],
+        "I-A B-A I-B I-B": [("A", 0, 0), ("A", 1, 1), ("B", 2, 3)],
+        "S-A B-A I-A E-A E-A O": [("A", 0, 0), ("A", 1, 3), ("A", 4, 4)],
+        "B-A-B I-A-B O": [("A-B", 0, 1)],
+        "U-A U-A B-A I-A L-A L-B O": [("A", 0, 0), ("A", 1, 1), ("A", 2, 4), ("B", 5, 5)],  # BILOU, as spaCy has it
+    }.items():
         assert located([[], tags.split()]) == {(1, *entity) for entity in expected}
         assert Labels(tuple(tags.split()), of_words=True).entities
     figures = compute("entities", [["B-A", "I-A", "O", "B-B"]], [["B-A", "O", "O", "B-B"]])
