@@ -170,7 +170,7 @@ def test_every_source_and_target_ends_with_the_end_of_text(blenderbot):
     """Also what was cut: a model that never sees the end of a target never learns to stop."""
     encoder = blenderbot(16, 6)
     pairs = [Pair(LONG[:n], LONG[n]) for n in range(1, 8)] + [Pair(["no"], "yes"), Pair(["word " * 50], "word " * 50)]
-    encoded = encoder.encode(pairs)
+    encoded = encoder.encode([pairs], [])
     end = encoder.tokenizer.eos_token_id
     assert {len(rows) for rows in encoded.values()} == {len(pairs)}
     for name, width in (("input_ids", 16), ("labels", 6)):
@@ -190,7 +190,7 @@ def test_the_latest_turns_are_kept_whole_and_as_many_as_fit(blenderbot, prefix):
     for width in range(needed[0], needed[-1] + 2):
         encoder = blenderbot(width, 8, prefix)
         kept = sum(length <= width for length in needed)
-        encoded = encoder.encode([Pair(LONG, "x")])
+        encoded = encoder.encode([[Pair(LONG, "x")]], [])
         (ids,) = encoded["input_ids"]
         assert len(ids) <= width
         assert decoded(encoder, ids) == (prefix + "  ".join(LONG[-kept:])).strip(), width
@@ -204,7 +204,7 @@ def test_the_latest_turns_are_kept_whole_and_as_many_as_fit(blenderbot, prefix):
 def test_the_prefix_survives_truncation(blenderbot, prefix, turns):
     """And nothing of the old turns with it, where the space at its end belongs to the next token."""
     encoder = blenderbot(14, 8, prefix)
-    (ids,) = encoder.encode([Pair(turns, "x")])["input_ids"]
+    (ids,) = encoder.encode([[Pair(turns, "x")]], [])["input_ids"]
     text = decoded(encoder, ids)
     assert text.startswith(prefix.strip())
     assert "first" not in text

@@ -40,12 +40,23 @@ def prepare_causal_data(recipe: ClmRecipe, config: PretrainedConfig, consumed: C
     options = DataOptions.of(recipe)
     if recipe.predict_file:
         return read_causal_prompts(recipe, options, config, block_size)
+    sources: dict[str, TextData] = {}
     with one_process_at_a_time(options.cache):
         if recipe.streaming:
-            data = _prepare_stream(recipe, options, config, block_size, consumed)
+            sources[""] = _prepare_stream(recipe, options, config, block_size, consumed)
         else:
-            prepare = _prepare_mixture if recipe.mixture else _prepare_text_or_chat
-            data = prepare(recipe, options, config, block_size)
+            for name, own in options_of_sources(options, recipe).items():
+                sources[name] = _prepare_text_or_chat(recipe, own, config, block_size)
+    data = next(iter(sources.values()))
+    if recipe.mixture:
+        are_chats = [each.is_chat for each in sources.values()]
+        for is_chat, names in ((False, OF_CHATS), (True, OF_TEXT)):
+            given = [name for name in names if getattr(recipe, name)]
+            if given and all(each is is_chat for each in are_chats):
+                raise UserError(f"{', '.join(given)}: no effect, every source is {'chats' if is_chat else 'text'}")
+        first = next((each for each in sources.values() if each.is_chat), data)  # whose tokenizer has a template
+        shown = named({name: each.shown for name, each in sources.items()})
+        data = mixed(sources, recipe, first, shown=shown, is_chat=any(are_chats))
     data.kind = f"{block_size} tokens a sample, packing: {recipe.packing}"
     if recipe.preference_loss:
         data.kind = f"pairs of answers, up to {block_size} tokens each"
@@ -79,24 +90,6 @@ def _prepare_text_or_chat(
     data = prepare_text(parts, tokenizer, recipe, options, block_size)
     data.notes[:0] = source.notes
     return data
-
-
-def _prepare_mixture(recipe: ClmRecipe, options: DataOptions, config: PretrainedConfig, block_size: int) -> TextData:
-    """Each source by itself, as if it were the only one; their samples are mixed, and each has a held-out part. Raises
-    UserError: a source cannot be used."""
-    sources = {
-        name: _prepare_text_or_chat(recipe, own, config, block_size)
-        for name, own in options_of_sources(options, recipe).items()
-    }
-    parts = list(sources.values())
-    for is_chat, names in ((False, OF_CHATS), (True, OF_TEXT)):
-        if given := [
-            name for name in names if getattr(recipe, name) and all(each.is_chat is is_chat for each in parts)
-        ]:
-            raise UserError(f"{', '.join(given)}: no effect, every source is {'chats' if is_chat else 'text'}")
-    first = next((data for data in parts if data.is_chat), parts[0])  # whose tokenizer has a template
-    shown = named({name: data.shown for name, data in sources.items()})
-    return mixed(sources, recipe, first, shown=shown, is_chat=any(data.is_chat for data in parts))
 
 
 def _prepare_stream(

@@ -114,7 +114,10 @@ class PairReader:
         if self.answered:
             refuse_rejected(record, self.verdict)
         if self.dialogue is None:
-            return [Pair([self._source(record)], self._target(record))]
+            source = checked_text(record[self.source or ""], f"the {self.source}").strip()
+            if self.context and (given := optional_text(record[self.context], f"its {self.context}")):
+                source = f"question: {source} context: {given.strip()}".strip()
+            return [Pair([source], self._target(record))]
         held = unpacked(record[self.dialogue], f"its {self.dialogue} is") or []
         if isinstance(held, str):
             raise BadRecord(f"its {self.dialogue} is a text, and no list of turns")
@@ -138,12 +141,6 @@ class PairReader:
         if not trained:
             raise BadRecord(f"none of its replies is trained on ({', '.join(MASKS)})")
         return [Pair(texts[:place], texts[place]) for place in trained]
-
-    def _source(self, record: dict[str, Any]) -> str:
-        source = checked_text(record[self.source or ""], f"the {self.source}").strip()
-        if self.context and (given := optional_text(record[self.context], f"its {self.context}")):
-            return f"question: {source} context: {given.strip()}".strip()
-        return source
 
     def _target(self, record: dict[str, Any]) -> str:
         if not self.answered:
@@ -271,40 +268,33 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> PairData:
     are not found, a text is empty, a reply has no history.
     """
     options, widths = DataOptions.of(recipe), chosen_widths(recipe, config)
+    sources: dict[str, PairData] = {}
     with tables.one_process_at_a_time(options.cache):
-        sources = {
-            name: _prepare_source(recipe, own, config, widths)
-            for name, own in options_of_sources(options, recipe).items()
-        }
+        for name, own in options_of_sources(options, recipe).items():
+            parts, columns, encoder, notes = open_pairs(recipe, own, config, widths)
+            encoded = own.limited(
+                {part: held.encode(encoder.encode, TABLE, encoder.key, own.cache) for part, held in parts.items()}
+            )
+            sides = dict(zip(("source", "target"), widths))
+            if columns.dialogue:  # its latest turns are kept, which is intended
+                sides.pop("source")
+            for (part, table), (side, width) in product(encoded.items(), sides.items()):
+                option, lengths = f"max_{side}_length", np.asarray(table.with_format("numpy")[f"{side}_tokens"][:])
+                what = f"{PARTS[part]} {side}s are cut at {width} tokens ({option})"
+                lost, stops, allowed = int((lengths > width).sum()), side == "target", recipe.allow_data_loss
+                notes += report_data_loss(
+                    allowed, lost, len(table), what, lengths, option=option, config=config, stops=stops
+                )
+            samples = {part: TokenizedDataset(table, COLUMNS) for part, table in encoded.items()}
+            data = PairData(train=samples.get("train"), tokenizer=encoder.tokenizer, widths=widths, notes=notes)
+            data.validation = samples.get("validation")
+            if "validation" in encoded:
+                data.targets = encoded["validation"]["target"][:]
+            sources[name] = data
     if not recipe.mixture:
         return sources[""]
     targets = [target for data in sources.values() for target in data.targets]
     return mixed(sources, recipe, targets=targets)
-
-
-def _prepare_source(
-    recipe: Seq2SeqRecipe, options: DataOptions, config: PretrainedConfig, widths: tuple[int, int]
-) -> PairData:
-    parts, columns, encoder, notes = open_pairs(recipe, options, config, widths)
-
-    def encode(records: list[list[Pair]], names: list[str]) -> tables.Columns:
-        return encoder.encode([pair for pairs in records for pair in pairs])
-
-    encoded = {name: part.encode(encode, TABLE, encoder.key, options.cache) for name, part in parts.items()}
-    encoded = options.limited(encoded)
-    for (part, table), (side, width) in product(encoded.items(), zip(("source", "target"), widths)):
-        if side == "source" and columns.dialogue:  # its latest turns are kept, which is intended
-            continue
-        option, lengths = f"max_{side}_length", np.asarray(table.with_format("numpy")[f"{side}_tokens"][:])
-        what = f"{PARTS[part]} {side}s are cut at {width} tokens ({option})"
-        lost, stops, allowed = int((lengths > width).sum()), side == "target", recipe.allow_data_loss
-        notes += report_data_loss(allowed, lost, len(table), what, lengths, option=option, config=config, stops=stops)
-    samples = {name: TokenizedDataset(table, COLUMNS) for name, table in encoded.items()}
-    data = PairData(train=samples.get("train"), tokenizer=encoder.tokenizer, widths=widths, notes=notes)
-    data.validation = samples.get("validation")
-    if "validation" in encoded:
-        data.targets = encoded["validation"]["target"][:]
-    return data
 
 
 def open_pairs(
@@ -392,9 +382,10 @@ class PairEncoder:
         place = next(i for i in range(len(marked)) if marked[i : i + len(plain)] == plain)
         return marked[:place], marked[place + len(plain) :]
 
-    def encode(self, pairs: list[Pair]) -> tables.Columns:
-        """Columns input_ids, labels, target (the full text), truncated (tokens cut), and the numbers of tokens of the
-        full source and target."""
+    def encode(self, records: list[list[Pair]], names: list[str]) -> tables.Columns:
+        """A row for each pair of the records: input_ids, labels, target (the full text), truncated (tokens cut), and
+        the numbers of tokens of the full source and target."""
+        pairs = list(chain.from_iterable(records))
         sources, lost = self.sources([pair.source for pair in pairs])
         before, after = self.marks[1]
         room = self.widths[1] - len(before) - len(after)

@@ -188,7 +188,13 @@ def read_causal_prompts(
     tokenizer = get_tokenizer(recipe, config, lambda: (), "")
     if form is None:
         notes, ends = ["data      each record is a text to continue", *source.notes], []
-        records = _texts(recipe.text_column, source)
+        column = text_column(source.first, recipe.text_column)
+        others = [name for name in source.first.column_names if name != column]
+        rows = kept_columns(source.first.select_columns(others), "prompt", "prediction") if others else repeat({})
+        texts = source.first[column]
+        records = [{**row, "prompt": text} for row, text in zip(rows, texts) if text and text.strip()]
+        if not records:
+            raise UserError(f"{source.where(PREDICT)} holds no text: there is nothing to continue")
         if blank := len(source.first) - len(records):
             notes.append(f"note      {blank:,} of {len(source.first):,} records have no text, and are not continued")
         renderer = Renderer(tokenizer, config, raw=True)
@@ -218,18 +224,6 @@ def read_causal_prompts(
     return TextData(
         tokenizer=tokenizer, block_size=block_size, notes=notes, is_chat=prompts.is_chat, kind=kind, prompts=prompts
     )
-
-
-def _texts(name: str | None, source: Source) -> list[dict[str, Any]]:
-    """The records whose texts are to be continued, each with its `prompt`, without empty lines."""
-    column = text_column(source.first, name)
-    others = [name for name in source.first.column_names if name != column]
-    rows = kept_columns(source.first.select_columns(others), "prompt", "prediction") if others else repeat({})
-    texts = source.first[column]
-    records = [{**row, "prompt": text} for row, text in zip(rows, texts) if text and text.strip()]
-    if not records:
-        raise UserError(f"{source.where(PREDICT)} holds no text: there is nothing to continue")
-    return records
 
 
 def longest_answer(max_new_tokens: int, is_set: bool, config: PretrainedConfig) -> int:

@@ -121,11 +121,6 @@ class Choices:
             return [name_of(choice.get("label")) for choice in held], _texts(choice.get("text") for choice in held)
         return [], _texts(held)
 
-    def _described(self, record: dict[str, Any]) -> tuple[str, int, bool]:
-        """Return (the label, the number of choices, whether the label is the text of one)."""
-        name, (_, texts) = name_of(record[self.label]), self._choices(record)
-        return name, len(texts), name in [text and text.strip() for text in texts]
-
     def _number(self, name: str) -> int:
         if len(name) == 1 and name.isalpha():
             return ord(name.upper()) - ord("A")
@@ -157,7 +152,11 @@ def find_choices(recipe: ClsRecipe, table: Dataset) -> Choices | None:
         raise UserError(f"choice_columns = {' '.join(choices)}: {problem}. See also --text_columns and --label_column")
     reader = Choices(context, choices, label)
     rows = table.select_columns([*dict.fromkeys((*choices, label))])
-    values = {reader._described(row) for row in rows if not is_missing(row[label])}
+    values: set[tuple[str, int, bool]] = set()  # (a label, the number of choices, whether it is the text of one)
+    for row in rows:
+        if not is_missing(row[label]):
+            name, (_, held) = name_of(row[label]), reader._choices(row)
+            values.add((name, len(held), name in [text and text.strip() for text in held]))
     numbers = {(int(match[1]), size) for name, size, _ in values if (match := INTEGER.fullmatch(name))}
     counts_from_one = any(number == size for number, size in numbers) and all(number for number, _ in numbers)
     return replace(reader, start=int(counts_from_one), by_text=all(is_text for _, _, is_text in values))
