@@ -1,6 +1,5 @@
 """Plain text for the causal task: from records to documents, in a training and a held-out part, to packed samples."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from zerofit.recipe.tasks import ClmRecipe
 
 FIRST_RECORDS = 100  # that show which column holds most
 FEW_DOCUMENTS = 20  # with fewer, the held-out part is cut from the texts, not from the list of documents
-GROUP = 4 << 20  # characters
+GROUP = 4 << 20  # characters of the texts that are tokenised together
 BYTES_PER_CHARACTER = 175  # while a text is tokenised: 7.05 GiB for one of 40 MB
 
 
@@ -147,11 +146,23 @@ def prepare_text(
 
 
 def tokenize_texts(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, append_eos: bool, cache: Path) -> Dataset:
-    """Token ids of each document (column `input_ids`, int32), without empty documents."""
+    """Token ids of each document (column `input_ids`, int32), without empty documents. Raises UserError: the memory is
+    too small for a long one."""
 
     def encode(batch: dict[str, list[Any]], _: list[int]) -> dict[str, list[Any]]:
         texts = [text for text in batch["text"] if text and not text.isspace()]
-        ids = list(_token_ids(tokenizer, texts))
+        longest, free = max(map(len, texts), default=0), psutil.virtual_memory().available
+        if BYTES_PER_CHARACTER * longest > free:
+            raise UserError(f"a text of {longest:,} characters needs more than {free / 2**30:.1f} GiB. Cut it up")
+        ids: list[np.ndarray] = []
+        while len(ids) < len(texts):
+            start = len(ids)
+            stop, size = start + 1, len(texts[start])
+            while stop < len(texts) and size + len(texts[stop]) <= GROUP:
+                size += len(texts[stop])
+                stop += 1
+            rows = tokenizer(texts[start:stop], return_attention_mask=False, verbose=False)["input_ids"]
+            ids += [np.array(row, np.int32) for row in rows]
         if append_eos:
             end = tokenizer.eos_token_id
             ids = [row if len(row) and row[-1] == end else np.append(row, np.int32(end)) for row in ids]
@@ -159,20 +170,3 @@ def tokenize_texts(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, append_
 
     columns = Features({"input_ids": tables.IDS})
     return tables.encode_table(dataset, encode, columns, (tables.tokenizer_hash(tokenizer), append_eos), cache)
-
-
-def _token_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[np.ndarray]:
-    """The ids of each text, int32; texts are tokenised in groups of about GROUP characters. Raises UserError if the
-    memory is too small for a long one."""
-    longest, free = max(map(len, texts), default=0), psutil.virtual_memory().available
-    if BYTES_PER_CHARACTER * longest > free:
-        raise UserError(f"a text of {longest:,} characters needs more than {free / 2**30:.1f} GiB. Cut it up")
-    start = 0
-    while start < len(texts):
-        stop, size = start + 1, len(texts[start])
-        while stop < len(texts) and size + len(texts[stop]) <= GROUP:
-            size += len(texts[stop])
-            stop += 1
-        rows = tokenizer(texts[start:stop], return_attention_mask=False, verbose=False)["input_ids"]
-        yield from (np.array(row, np.int32) for row in rows)
-        start = stop

@@ -476,11 +476,9 @@ def encode_parts(
         notes += report_data_loss(
             False, cut, len(part), what, longest, option="max_length", config=config, stops=False
         )
-    suffixes = {
-        name: name.removeprefix("validation").removeprefix(PREDICT) for name in sorted(parts.keys() - {"train"})
-    }
     held = []
-    for name, suffix in suffixes.items():  # all columns for predictions.jsonl, where the label is a name
+    for name in sorted(parts.keys() - {"train"}):  # all columns for predictions.jsonl, where the label is a name
+        suffix = name.removeprefix("validation").removeprefix(PREDICT)
         label, records = getattr(parts[name].reader, "label", None), parts[name].records
         records = records.remove_columns("label") if label == "label" else records
         own = ("prediction", "probability", "probabilities", *(("label",) if label else ()))
