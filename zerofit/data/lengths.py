@@ -50,7 +50,7 @@ def length_warmup(text: str, source: str | None, block_size: int, is_chat: bool)
 
 
 def report_data_loss(
-    is_allowed: bool,  # allow_data_loss
+    is_allowed: bool,  # whether they may be more than half of all, as with allow_data_loss
     lost: int,
     total: int,
     what: str,  # the rest of the sentence: "training samples are skipped: ..."
@@ -58,7 +58,6 @@ def report_data_loss(
     *,
     option: str = "",
     config: "PretrainedConfig | None" = None,
-    stops: bool = True,  # whether to stop the run if they are more than half
 ) -> list[str]:
     """A note about samples that are skipped or truncated; a warning if they are more than a tenth. Raises UserError:
     they are more than half, and that is not allowed. `lengths`: of the full samples, in tokens; a warning then names
@@ -70,7 +69,7 @@ def report_data_loss(
         if positions and positions < needed:
             remedy = f". The model has {positions} positions, which keep {(lengths <= positions).mean():.0%} complete"
     message = f"{lost:,} of {total:,} {what}"
-    if stops and fraction > STOPPED and not is_allowed:
+    if fraction > STOPPED and not is_allowed:
         raise UserError(f"{fraction:.0%}: {message}{remedy}. To train anyway, say --allow_data_loss")
     if fraction > WARNED:
         return [f"WARNING   {fraction:.0%}: {message}{remedy}"]

@@ -281,10 +281,8 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> PairData:
             for (part, table), (side, width) in product(encoded.items(), sides.items()):
                 option, lengths = f"max_{side}_length", np.asarray(table.with_format("numpy")[f"{side}_tokens"][:])
                 what = f"{PARTS[part]} {side}s are cut at {width} tokens ({option})"
-                lost, stops, allowed = int((lengths > width).sum()), side == "target", recipe.allow_data_loss
-                notes += report_data_loss(
-                    allowed, lost, len(table), what, lengths, option=option, config=config, stops=stops
-                )
+                lost, allowed = int((lengths > width).sum()), recipe.allow_data_loss or side == "source"
+                notes += report_data_loss(allowed, lost, len(table), what, lengths, option=option, config=config)
             samples = {part: TokenizedDataset(table, COLUMNS) for part, table in encoded.items()}
             data = PairData(train=samples.get("train"), tokenizer=encoder.tokenizer, widths=widths, notes=notes)
             data.validation = samples.get("validation")

@@ -265,21 +265,8 @@ class StreamedSamples:
     def open(self, window: Window) -> tuple[SampleSet, np.ndarray]:
         """Return (the samples of a window, the order in which they come)."""
         found = self._opened.get(window.number)
-        if found is None:
-            samples = self._samples(window)
-            drawn = np.random.default_rng([self.seed, window.turn, window.index]).permutation(len(samples))
-            found = self._opened[window.number] = samples, drawn
-            for number in list(self._opened)[:-OPENED]:  # those opened first
-                self._opened.pop(number, None)
-            with self._adding:
-                if window.number == len(self.known):
-                    self.known.append(replace(window, samples=len(samples)))
-        return found
-
-    def _folder(self, window: Window) -> Path:
-        return self.folder / f"window-{window.number:06d}"
-
-    def _samples(self, window: Window) -> SampleSet:
+        if found is not None:
+            return found
         folder = self._folder(window)
         self.folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_suffix(".lock")):
@@ -298,7 +285,18 @@ class StreamedSamples:
             shard = self.shards.names[order[window.shard]]
             name = f"the window of the stream from record {window.record + 1} of {shard} on"
             table = keyed(Dataset.from_file(str(records)), *self.made_of.values(), window.number)
-            return self.prepare(table, name, folder)
+            samples = self.prepare(table, name, folder)
+        drawn = np.random.default_rng([self.seed, window.turn, window.index]).permutation(len(samples))
+        found = self._opened[window.number] = samples, drawn
+        for number in list(self._opened)[:-OPENED]:  # those opened first
+            self._opened.pop(number, None)
+        with self._adding:
+            if window.number == len(self.known):
+                self.known.append(replace(window, samples=len(samples)))
+        return found
+
+    def _folder(self, window: Window) -> Path:
+        return self.folder / f"window-{window.number:06d}"
 
     def _read_table(self, resumes: bool, earlier: Path | None) -> list[Window]:
         """The windows that were written down, up to the first line that is damaged: those after it are read again."""

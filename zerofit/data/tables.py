@@ -29,7 +29,6 @@ SPLIT_SEED = 0  # the held-out part stays the same when the run's seed changes
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 LOOKED_AT = 1000  # records whose texts say whether a column holds numbers
 SENTENCE_MARKS = "。、\uff01\uff1f"  # the last two are the full-width ! and ?
-NO_HEADER = " (is the first line a record? A line of names must be before it)"
 WRITTEN_AT_ONCE = 200  # records
 STRINGS = ("string", "large_string", "string_view")  # the types of texts in Arrow
 IDS = List(Value("int32"))  # a column of token ids
@@ -153,7 +152,7 @@ def columns_present(dataset: Dataset) -> str:
     ]
     hint = ""
     if any(map(is_value, names)):
-        hint = NO_HEADER
+        hint = " (is the first line a record? A line of names must be before it)"
     elif len(names) == 1 and ("  " in names[0] or ":" in names[0]):
         hint = f" (what separates the fields of {names[0]!r}? Name it with --delimiter)"
     elif len(dataset) == 1 and inside:

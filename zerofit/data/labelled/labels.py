@@ -473,9 +473,7 @@ def encode_parts(
         what = f"{PARTS.get(name, PARTS['validation'])} texts are cut at {length} tokens (max_length)"
         longest = np.asarray(table.with_format("numpy")["longest"][:])
         cut = int((longest > length).sum())
-        notes += report_data_loss(
-            False, cut, len(part), what, longest, option="max_length", config=config, stops=False
-        )
+        notes += report_data_loss(True, cut, len(part), what, longest, option="max_length", config=config)
     held = []
     for name in sorted(parts.keys() - {"train"}):  # all columns for predictions.jsonl, where the label is a name
         suffix = name.removeprefix("validation").removeprefix(PREDICT)
