@@ -69,7 +69,8 @@ def resolve_batches(
     """The sizes that the recipe states, checked against each other. `replica_size`: processes of each replica.
     `total_stays`: the global batch is that of a run that resumes. Where it is not a multiple of what one pass takes,
     the recipe adopts the largest smaller micro-batch with which it is. Raises UserError where global_batch_size is no
-    multiple of what one pass over all processes takes, or contradicts the accumulation."""
+    multiple of what one pass over all processes takes, or contradicts the accumulation, or where a warm-up begins with
+    what is not whole passes."""
     if total_stays:
         _fit_micro_batch(recipe, replicas, replica_size)
     micro, accumulation = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps
@@ -89,7 +90,24 @@ def resolve_batches(
             f"{total // samples_per_micro_step}. Set one of the two"
         )
     steps = (accumulation or 1) if total is None else total // samples_per_micro_step
-    return _with_warmup(recipe, BatchSizes(micro, steps, replicas, row_tokens=recipe.row_tokens), what)
+    sizes = BatchSizes(micro, steps, replicas, row_tokens=recipe.row_tokens)
+    if recipe.global_batch_warmup is None:
+        return sizes
+    warmup = read_warmup(recipe.global_batch_warmup)
+    assert warmup is not None  # the recipe's own check has read it
+    first, updates = warmup
+    total, one_pass = sizes.global_batch, samples_per_micro_step
+    possible = [size for size in range(one_pass, total, one_pass) if total % size == 0]
+    if first not in possible:
+        stated = f"global_batch_warmup = {recipe.global_batch_warmup} ({recipe.source('global_batch_warmup')})"
+        remedy = (
+            f"Begin with {', '.join(map(str, possible))}" if possible else "Leave it out: an update takes one pass"
+        )
+        raise UserError(
+            f"{stated}: updates cannot begin with {first} samples and grow in steps of {first} to {total}, of passes "
+            f"of per_device_train_batch_size * {what} = {one_pass}. {remedy}"
+        )
+    return replace(sizes, warmup=Warmup(first, total, updates))
 
 
 def _fit_micro_batch(recipe: BatchOptions, replicas: int, replica_size: int) -> None:
@@ -111,24 +129,3 @@ def _fit_micro_batch(recipe: BatchOptions, replicas: int, replica_size: int) -> 
     fitting = [size for size in range(1, recipe.per_device_train_batch_size + 1) if smallest // replicas % size == 0]
     if fitting[-1] != recipe.per_device_train_batch_size:
         recipe.adopt("per_device_train_batch_size", fitting[-1], RESUMED)
-
-
-def _with_warmup(recipe: BatchOptions, sizes: BatchSizes, what: str) -> BatchSizes:
-    """Add the warm-up that the recipe states. Raises UserError where its sizes are not whole passes."""
-    if recipe.global_batch_warmup is None:
-        return sizes
-    warmup = read_warmup(recipe.global_batch_warmup)
-    assert warmup is not None  # the recipe's own check has read it
-    first, updates = warmup
-    stated = f"global_batch_warmup = {recipe.global_batch_warmup} ({recipe.source('global_batch_warmup')})"
-    total, one_pass = sizes.global_batch, sizes.samples_per_micro_step
-    possible = [size for size in range(one_pass, total, one_pass) if total % size == 0]
-    if first not in possible:
-        remedy = (
-            f"Begin with {', '.join(map(str, possible))}" if possible else "Leave it out: an update takes one pass"
-        )
-        raise UserError(
-            f"{stated}: updates cannot begin with {first} samples and grow in steps of {first} to {total}, of passes "
-            f"of per_device_train_batch_size * {what} = {one_pass}. {remedy}"
-        )
-    return replace(sizes, warmup=Warmup(first, total, updates))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -30,7 +30,7 @@ from zerofit.model.tensor_parallel import join_shares, shard_rows
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.deepspeed_config import fill_bucket_size
 from zerofit.strategy.engine import Bounds, Engine, Outcome
-from zerofit.strategy.expert_parallel import dispatch, experts_of, mesh_of_one
+from zerofit.strategy.expert_parallel import dispatch, experts_of
 from zerofit.strategy.layout import initializing_deepspeed
 from zerofit.strategy.optimizers import SHARDED, ReplicatedOptimizerState
 from zerofit.strategy.state import (
@@ -199,7 +199,11 @@ class FullyShardedEngine(TorchEngine):
         half = self.strategy.compute_dtype if self.strategy.precision != "fp32" else None
         reduced = torch.bfloat16 if self.strategy.reduces_in_half else torch.float32 if half else None
         policy = MixedPrecisionPolicy(half, reduced, cast_forward_inputs=False)
-        mesh = self._mesh()
+        shards, replicas = self.layout.shard_size, self.layout.dp_replicate
+        if replicas == 1:
+            mesh = init_device_mesh(self.device.type, (shards,))
+        else:  # ranks that share a replica's weights stand side by side
+            mesh = init_device_mesh(self.device.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
         rows = {name: self._rows(parameter) for name, parameter in model.named_parameters()}
         replace_parameters(model, empty_parameters(model))
         blocks, divided = blocks_of(model), {each for module in experts for each in module.parameters()}
@@ -212,27 +216,26 @@ class FullyShardedEngine(TorchEngine):
         for table in embedding:
             cast(FSDPModule, table).set_unshard_in_backward(False)  # its gradient needs the tokens only
         fully_shard(model, **common)
-        alone = mesh_of_one(mesh) if experts else None
-        for module in experts:
-            dispatch(module, mesh, alone, half)
-        if experts:  # the host waits for the tokens' numbers in each block: what comes next must be under way before
+        if experts:
+            # This rank alone. Each call makes a process group for every rank.
+            alone = init_device_mesh(mesh.device_type, (mesh.size(), 1), mesh_dim_names=("expert", "shared"))["shared"]
+            for module in experts:
+                dispatch(module, mesh, alone, half)
+            # The host waits for the tokens' numbers in each block: what comes next must be under way before.
             for block, following in itertools.pairwise(blocks):
                 cast(FSDPModule, block).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
                 cast(FSDPModule, following).set_modules_to_backward_prefetch([cast(FSDPModule, block)])
-        own = {
-            id(each): torch.nn.Parameter(self._as_shard(rows[name], each, mesh), each.requires_grad)
-            for name, each in model.named_parameters()
-        }
+        own: dict[int, Any] = {}
+        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+        for name, each in model.named_parameters():
+            local = rows[name].to(self.device)
+            shard = DTensor.from_local(
+                local, mesh, placements, run_check=False, shape=each.shape, stride=each.stride()
+            )
+            own[id(each)] = torch.nn.Parameter(shard, each.requires_grad)
         replace_parameters(model, own)
         # Else the first block that is called becomes a root: `generate` calls an encoder before the model.
         cast(Any, fully_shard).state(model)._lazy_init()
-
-    def _mesh(self) -> DeviceMesh:
-        """Make the mesh of all ranks; with replicas (replicas, ranks that share one), the latter side by side."""
-        shards, replicas = self.layout.shard_size, self.layout.dp_replicate
-        if replicas == 1:
-            return init_device_mesh(self.device.type, (shards,))
-        return init_device_mesh(self.device.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
     def _sharing_group(self) -> Any:
         mesh = self.parameters[0].device_mesh
@@ -244,12 +247,6 @@ class FullyShardedEngine(TorchEngine):
             return parameter.detach()
         start, stop = shard_rows(len(parameter), self.layout.shard_rank, self.layout.shard_size)
         return parameter.detach()[start:stop].clone()
-
-    def _as_shard(self, rows: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-        return DTensor.from_local(
-            rows.to(self.device), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
-        )
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         if not self.strategy.syncs_each_batch:

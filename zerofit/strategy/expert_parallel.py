@@ -8,7 +8,6 @@ import re
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from zerofit.recipe.errors import UserError
@@ -40,11 +39,6 @@ def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     endings = [re.escape(pattern).replace(r"\*", r"\d+") for pattern in _patterns(model.config)]
     matching = re.compile(rf"(.*\.)?({'|'.join(endings)})")
     return [module for name, module in model.named_modules() if matching.fullmatch(name)]
-
-
-def mesh_of_one(mesh: DeviceMesh) -> DeviceMesh:
-    """This rank alone. Each call makes a process group for every rank."""
-    return init_device_mesh(mesh.device_type, (mesh.size(), 1), mesh_dim_names=("expert", "shared"))["shared"]
 
 
 def dispatch(
