@@ -41,10 +41,7 @@ SIZED_1 = ("parallelism_config_cp_", "parallelism_config_sp_")  # settings of wh
 ONE_PROCESS = "fsdp2 with one process: there is nobody to share with, so nothing is sharded"
 HONOURED: dict[str, Sequence[str]] = {  # the values of each key that a run honours, the usual one first
     VERSION: ("2",),
-    RESHARDS: (
-        *EITHER,
-        *SIZES[1:],
-    ),  # true; false: weights stay from the forward pass to the backward pass; or sharers
+    RESHARDS: (*EITHER, *SIZES[1:]),  # true; false: weights stay until the backward pass; or sharers
     REDUCE: ("fp32", "bf16"),
     SYNCS: EITHER,  # false reduces gradients once an update, from full gradients
     IGNORED: (EXPERTS,),  # which are divided among the ranks then

@@ -186,15 +186,3 @@ def with_degrees(config: dict[str, Any], tensor: int, pipeline: int, sequence: i
         PIPELINE: {**config.get(PIPELINE, {}), "stages": pipeline},
     }
     return {key: degrees.get(key, value) for key, value in config.items()}
-
-
-def idle_note(stages: int, micro_batches: int) -> str | None:
-    """Return a warning about a pipeline that idles for want of micro-batches: the part of an update's time in which a
-    stage waits for others is (p - 1)/(m + p - 1) (Huang et al. 2019, GPipe)."""
-    if micro_batches >= stages:
-        return None
-    idle = f"(p - 1)/(m + p - 1) = {(stages - 1) / (micro_batches + stages - 1):.0%}"
-    return (
-        f"warning: gradient_accumulation_steps = {micro_batches} is below the {stages} stages of the pipeline, which "
-        f"stand idle {idle} of the time. Use a smaller --per_device_train_batch_size, or a larger --global_batch_size"
-    )

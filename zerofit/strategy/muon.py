@@ -112,11 +112,7 @@ class Muon(torch.optim.AdamW):
             average, gradient = flat(state["exp_avg"]), flat(tensor.grad)
             average.lerp_(gradient, 1 - MOMENTUM)
             gradient.lerp_(average, MOMENTUM)
-        self._orthogonalize([matrix for matrix in self.matrices.values() if id(matrix.held) in tensors])
-        for tensor in tensors.values():
-            flat(tensor).mul_(1 - group["lr"] * group["weight_decay"]).add_(flat(tensor.grad), alpha=-group["lr"])
-
-    def _orthogonalize(self, matrices: Sequence[Matrix]) -> None:
+        matrices = [matrix for matrix in self.matrices.values() if id(matrix.held) in tensors]
         for matrix in matrices:
             if matrix.ranges[self.rank] == (0, matrix.shape.numel()):
                 part = matrix.gradient(self.rank)
@@ -126,6 +122,8 @@ class Muon(torch.optim.AdamW):
         ranks = len(split[0].ranges) if split else 1
         for first in range(0, len(split), ranks):
             self._exchange(split[first : first + ranks])
+        for tensor in tensors.values():
+            flat(tensor).mul_(1 - group["lr"] * group["weight_decay"]).add_(flat(tensor.grad), alpha=-group["lr"])
 
     def _exchange(self, matrices: Sequence[Matrix]) -> None:
         """Each rank gets one of the matrices in full, and sends the others their parts of what it makes of it."""

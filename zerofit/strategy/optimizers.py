@@ -44,12 +44,11 @@ def make_optimizer(
     `device`: where the weights will be: a fused step is made for some devices only."""
     if not recipe.trains:
         return None
-    if strategy is not None and "optimizer" in (strategy.deepspeed or {}):
-        groups = parameter_groups(model, recipe)
-        return DummyOptim(groups, lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
-    if recipe.optim == "muon":
+    if recipe.optim == "muon":  # a block that names AdamW is taken out for it
         return Muon(model, recipe, has_fused_adamw(device))
     groups, rate = parameter_groups(model, recipe), recipe.learning_rate
+    if strategy is not None and "optimizer" in (strategy.deepspeed or {}):
+        return DummyOptim(groups, lr=rate, weight_decay=recipe.weight_decay)
     of_adam: dict[str, Any] = {"lr": rate, "betas": (recipe.adam_beta1, recipe.adam_beta2), "eps": recipe.adam_epsilon}
     if recipe.optim == "adamw":
         return torch.optim.AdamW(groups, **of_adam, fused=has_fused_adamw(device) or None)

@@ -36,7 +36,17 @@ class GradientSchedule(TrainSchedule):
 
 class StageModule(PipelineModule):
     """The layers of this rank's stage. Each rank has the micro-batches of its replica, so nothing but hidden states
-    goes from stage to stage."""
+    goes from stage to stage.
+
+    Attributes:
+        batches: the micro-batches that the next passes read, one after another.
+        last_stage: (the last stage's model, batch) -> what its forward pass returns.
+        phase: is told "forward" as each pass begins.
+    """
+
+    batches: Iterator[Batch]
+    last_stage: LastStage
+    phase: Callable[[str], None]
 
     def __init__(self, model: torch.nn.Module, layout: ParallelLayout):
         groups = model_groups(layout)
@@ -44,7 +54,6 @@ class StageModule(PipelineModule):
             super().__init__(layers=[model] * layout.pipeline, topology=groups.topology(), partition_method="uniform")
             self._share_tied_weight(model, layout)
         self._is_first, self._is_last = layout.pipeline_stage == 0, layout.pipeline_stage == layout.pipeline - 1
-        self._batches: Iterator[Batch] = iter(())
         self._parts = getattr(model, "token_parts", None)  # under tensor parallelism
 
     def _share_tied_weight(self, model: Any, layout: ParallelLayout) -> None:
@@ -65,26 +74,17 @@ class StageModule(PipelineModule):
     def get_tied_weights_and_groups(self) -> Any:
         return self._tied
 
-    def feed(self, batches: Iterable[Batch], last_stage: LastStage, phase: Callable[[str], None]) -> None:
-        """Set the micro-batches that the next passes read, one after another.
-
-        Args:
-            last_stage: (the last stage's model, batch) -> what its forward pass returns.
-            phase: is told "forward" as each pass begins.
-        """
-        self._batches, self._last_stage, self._phase = iter(batches), last_stage, phase
-
     def forward(self, incoming: torch.Tensor) -> torch.Tensor:
         """Run this stage: (B, T) token ids in the first stage, hidden states in others -> hidden states, or of the
         last stage what `last_stage` finds. Hidden states are (B, T, H), or this rank's tokens of them (TokenParts)."""
-        self._phase("forward")
-        model, batch = self.forward_funcs[0], next(self._batches).to(incoming.device)
+        self.phase("forward")
+        model, batch = self.forward_funcs[0], next(self.batches).to(incoming.device)
         inputs: dict[str, Any] = dict(batch.inputs)
         if not self._is_first:
             shape = inputs.pop("input_ids").shape
             inputs["inputs_embeds"] = incoming if self._parts is None else self._parts.receive(incoming, shape)
         if self._is_last:
-            return self._last_stage(model, replace(batch, inputs=inputs))
+            return self.last_stage(model, replace(batch, inputs=inputs))
         for targets in ("labels", "next_tokens"):
             inputs.pop(targets, None)
         with packed_rows(batch.packed):
@@ -152,7 +152,7 @@ class PipelineEngine(DeepSpeedEngine):
         if shapes != self._shapes:
             engine.reset_activation_shape()
         engine.dynamic_shape, self._shapes = len(shapes) > 1, shapes
-        self.stage.feed(batches, last_stage, phase)
+        self.stage.batches, self.stage.last_stage, self.stage.phase = iter(batches), last_stage, phase
         # DeepSpeed would wait for them to be copied.
         engine.set_dataiterator((each.to(self.device, non_blocking=True), None) for each in ids)
         run_schedule(engine, schedule(len(batches), engine.num_stages, engine.stage_id))

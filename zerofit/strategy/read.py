@@ -15,16 +15,7 @@ from zerofit.strategy.deepspeed_config import resolve_config
 from zerofit.strategy.deepspeed_json import read_deepspeed_config, stated_precision
 from zerofit.strategy.gpus import check_devices
 from zerofit.strategy.launch import ONE_PROCESS, UNITS, Launch, check_launch, check_replicas, find_launch, take_named
-from zerofit.strategy.layout import (
-    OFFLOADED,
-    PIPELINE,
-    SEQUENCE,
-    TENSOR,
-    ParallelLayout,
-    idle_note,
-    offload_device,
-    take_degrees,
-)
+from zerofit.strategy.layout import OFFLOADED, PIPELINE, SEQUENCE, TENSOR, ParallelLayout, offload_device, take_degrees
 from zerofit.strategy.optimizers import SHARDED
 from zerofit.strategy.strategy import PrecisionSetting, Strategy
 
@@ -221,8 +212,15 @@ def _read_deepspeed(launch: Launch, recipe: TrainingRecipe, problems: Problems, 
     zero = config["zero_optimization"]
     if zero["stage"] != 3 and offload_device(zero, "offload_param") != "none":
         notes.append(f"{source}: offload_param has no effect under stage {zero['stage']}: weights stay on the device")
-    if recipe.trains:
-        notes += filter(None, [idle_note(pipeline, batches.accumulation)])
+    passes = batches.accumulation
+    if recipe.trains and passes < pipeline:
+        # The part of an update's time in which a stage waits for others (Huang et al. 2019, GPipe).
+        idle = f"(p - 1)/(m + p - 1) = {(pipeline - 1) / (passes + pipeline - 1):.0%}"
+        notes.append(
+            f"warning: gradient_accumulation_steps = {passes} is below the {pipeline} stages of the pipeline, which "
+            f"stand idle {idle} of the time. Use a smaller --per_device_train_batch_size, or a larger "
+            "--global_batch_size"
+        )
     strategy = Strategy(
         launch, batches, precision, config, source, tuple(notes), tuple(stated), tensor, pipeline, sequence
     )
