@@ -57,7 +57,19 @@ class MachineGroup:
         store = open_store(address, port, limit_s)
         self._store = PrefixStore("zerofit", store)
         with asking_machine_0():
-            self._take_part()
+            beats = Heartbeats(self._store)
+            self.round = self._store.add("rounds", 0)  # how often all have met
+            first = beats.beat(number)
+            self._replaces = first > 1
+            while self._replaces and not beats.silent([number], SILENT_S):
+                if beats.beat(number, 0) > first:
+                    raise UserError(
+                        f"machine {number} takes part in this run already, and {platform.node()} has the same number. "
+                        "Give each machine its own --machine_rank"
+                    )
+                time.sleep(BEAT_S / 4)
+        if self._replaces:
+            log(f"machine {number} ({platform.node()}) has been lost and started again: all machines restart")
         self._looked_at = self._waiting_since = 0.0
         self._beat_ends = threading.Event()
         self._beats = threading.Thread(
@@ -70,21 +82,6 @@ class MachineGroup:
         """Give no more signs of life. A thread that is in the store's C++ as Python ends would abort the process."""
         self._beat_ends.set()
         self._beats.join(SILENT_S)
-
-    def _take_part(self) -> None:
-        number, beats = self.number, Heartbeats(self._store)
-        self.round = self._store.add("rounds", 0)  # how often all have met
-        first = beats.beat(number)
-        self._replaces = first > 1
-        while self._replaces and not beats.silent([number], SILENT_S):
-            if beats.beat(number, 0) > first:
-                raise UserError(
-                    f"machine {number} takes part in this run already, and {platform.node()} has the same number. "
-                    "Give each machine its own --machine_rank"
-                )
-            time.sleep(BEAT_S / 4)
-        if self._replaces:
-            log(f"machine {number} ({platform.node()}) has been lost and started again: all machines restart")
 
     def meet(self) -> Any:
         """Wait until all machines have come. Returns the store of this round's ranks. Raises Ended: a machine has

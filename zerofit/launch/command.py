@@ -80,7 +80,17 @@ def main(argv: list[str] | None = None) -> int:
     with Supervisor(exit_code_of(argv) if is_launch else None) as supervisor:
         options, program = read_options(argv)
         words = [*choose_launcher_options(options, program), *program]
-        return 0 if options.dry_run else supervisor.run(words, environment_of_launcher(options))
+        if options.dry_run:
+            return 0
+        # torchrun would read the scheduler's numbers of machines in another sense.
+        machines = SCHEDULERS[GENERIC]
+        environment = {
+            name: value for name, value in os.environ.items() if name not in machines and not name.startswith("PET_")
+        }
+        programs, path = str(Path(sys.executable).parent), environment.get("PATH", os.defpath)
+        if programs not in path.split(os.pathsep):  # those of this Python: DeepSpeed builds with ninja
+            environment["PATH"] = os.pathsep.join((programs, path))
+        return supervisor.run(words, environment | {LIMIT_VARIABLE: f"{60 * options.rendezvous_minutes:g}"})
 
 
 def exit_code_of(argv: list[str]) -> ExitCode:
@@ -196,16 +206,3 @@ def choose_machines(options: LaunchOptions) -> Machines:
     if problems:
         raise UserError(problems)
     return machines
-
-
-def environment_of_launcher(options: LaunchOptions) -> dict[str, str]:
-    """This environment without the scheduler's numbers of machines, which torchrun would read in another sense, and
-    with the programs of this Python on PATH (DeepSpeed builds with ninja)."""
-    machines = SCHEDULERS[GENERIC]
-    environment = {
-        name: value for name, value in os.environ.items() if name not in machines and not name.startswith("PET_")
-    }
-    programs, path = str(Path(sys.executable).parent), environment.get("PATH", os.defpath)
-    if programs not in path.split(os.pathsep):
-        environment["PATH"] = os.pathsep.join((programs, path))
-    return environment | {LIMIT_VARIABLE: f"{60 * options.rendezvous_minutes:g}"}

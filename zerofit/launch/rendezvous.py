@@ -136,8 +136,22 @@ class Rendezvous:
             if self.is_ready and store.check(["all"]):
                 self.machines = json.loads(store.get("all"))
                 return True
-            self._look_for_missing()
-        return False
+            watched = range(1, self.count) if self.number == 0 else [0]
+            missing = self._beats.silent(watched, self.limit_s)
+            if not missing:
+                return False
+            # A machine that was never there may be a mistake; one that was may be there again for the same command.
+            have_come = store.check([f"{number}/machine" for number in missing])
+            is_lost = self.kind == "rank" or self.again or have_come
+            silent = listed([self._described(number) for number in missing])
+            message = (
+                f"no sign of life within {self.limit_s / 60:g} minutes from {silent}. Start all machines, each with "
+                "the same --num_machines, its own --machine_rank and the address of machine 0, and look at the output "
+                "of the one that is silent"
+            )
+            code = EXIT_FAILED if is_lost else EXIT_USER_ERROR
+            self._tell(message, code)
+            raise Ended(message, code)
 
     def stop(self, message: str, code: int) -> None:
         """Tell all others why this member ends, if nobody has ended before; returns when they can know it."""
@@ -160,24 +174,6 @@ class Rendezvous:
         until, others = time.monotonic() + KNOWN_S, self.count - self.here
         while self.store.add("left", 0) < others and time.monotonic() < until:
             time.sleep(0.1)
-
-    def _look_for_missing(self) -> None:
-        watched = range(1, self.count) if self.number == 0 else [0]
-        missing = self._beats.silent(watched, self.limit_s)
-        if not missing:
-            return
-        # A machine that was never there may be a mistake; one that was may be there again for the same command.
-        have_come = self.store.check([f"{number}/machine" for number in missing])
-        is_lost = self.kind == "rank" or self.again or have_come
-        silent = listed([self._described(number) for number in missing])
-        message = (
-            f"no sign of life within {self.limit_s / 60:g} minutes from {silent}. Start all machines, each with the "
-            "same --num_machines, its own --machine_rank and the address of machine 0, and look at the output of the "
-            "one that is silent"
-        )
-        code = EXIT_FAILED if is_lost else EXIT_USER_ERROR
-        self._tell(message, code)
-        raise Ended(message, code)
 
     def _described(self, number: int) -> str:
         if self.store.check([f"{number}/machine"]):

@@ -74,7 +74,19 @@ def read_machines(environment: Mapping[str, str]) -> Machines:
             f"LOCAL_RANK = {environment['LOCAL_RANK']!r} is set: a launcher has started this command, and zerofit "
             "launch is a launcher too. Start it directly, or start train/TASK.py --strategy NAME under torchrun"
         )
-    _check_tasks(environment)
+    slurm_machines = environment.get("SLURM_NNODES", "1")
+    if slurm_machines != "1":
+        remedy = f"Start it once on each: srun --ntasks-per-node=1 zerofit launch ... ({THIS_MACHINE})"
+        count, tasks = environment.get("SLURM_STEP_NUM_NODES"), environment.get("SLURM_STEP_NUM_TASKS")
+        if count is None:
+            raise UserError(f"SLURM_NNODES = {slurm_machines}, and this command runs on one of them. {remedy}")
+        if tasks not in (None, count):
+            raise UserError(f"SLURM_STEP_NUM_TASKS = {tasks} on {count} machines: each needs one launcher. {remedy}")
+    local = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
+    if "OMPI_COMM_WORLD_SIZE" in environment and local != "1":
+        raise UserError(
+            f"OMPI_COMM_WORLD_LOCAL_SIZE = {local}: each machine needs one launcher. Start one on each, {THIS_MACHINE}"
+        )
     named = [machines for name in NAMED if (machines := _read(name, environment)) is not None]
     generic = _read(GENERIC, environment)
     machines = named[0] if named else generic
@@ -115,24 +127,6 @@ def _read(name: str, environment: Mapping[str, str]) -> Machines | None:
     if name == "Slurm":
         first = environment.get("MASTER_ADDR") or first
     return Machines(number_in(environment, count), number, first, own_port or None, f"{', '.join(shown)} ({name})")
-
-
-def _check_tasks(environment: Mapping[str, str]) -> None:
-    """Check that Slurm or OpenMPI starts this command once on each machine. Raises UserError: it does not."""
-    if environment.get("SLURM_NNODES", "1") != "1":
-        remedy = f"Start it once on each: srun --ntasks-per-node=1 zerofit launch ... ({THIS_MACHINE})"
-        count, tasks = environment.get("SLURM_STEP_NUM_NODES"), environment.get("SLURM_STEP_NUM_TASKS")
-        if count is None:
-            raise UserError(
-                f"SLURM_NNODES = {environment['SLURM_NNODES']}, and this command runs on one of them. {remedy}"
-            )
-        if tasks not in (None, count):
-            raise UserError(f"SLURM_STEP_NUM_TASKS = {tasks} on {count} machines: each needs one launcher. {remedy}")
-    local = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
-    if "OMPI_COMM_WORLD_SIZE" in environment and local != "1":
-        raise UserError(
-            f"OMPI_COMM_WORLD_LOCAL_SIZE = {local}: each machine needs one launcher. Start one on each, {THIS_MACHINE}"
-        )
 
 
 def given_machines(count: int, environment: Mapping[str, str]) -> Machines:
