@@ -65,8 +65,15 @@ class AnomalyDetector:
             self.overflows += 1
             again = f"grad_norm is {figures[wrong]:g} in {MAX_OVERFLOWS} updates one after another"
             return f"{again}, whatever the loss scale" if refused else None
+        if refused and wrong:
+            return f"{wrong} is {figures[wrong]:g}"
         if refused:
-            return f"{wrong} is {figures[wrong]:g}" if wrong else self._spike(figures)
+            name = "loss" if figures["loss"] > self._bound("loss") or self.clipped else "grad_norm"
+            value, (middle, scale) = figures[name], self._noise(name)
+            return (
+                f"{name} is {value:.4g}, and its median over the last {len(self.history[name])} updates is "
+                f"{math.exp(middle):.4g} (robust z-score {(math.log(value) - middle) / scale:.0f})"
+            )
         for name, value in figures.items():
             if value > 0:
                 past = self.history.setdefault(name, [])
@@ -87,15 +94,6 @@ class AnomalyDetector:
         past = self.history[name]
         middle = statistics.median(past)
         return middle, max(1.4826 * statistics.median(abs(each - middle) for each in past), FLOOR[name])
-
-    def _spike(self, figures: dict[str, float]) -> str:
-        """Describe a refused update: which of its figures is too large, and what its median was."""
-        name = "loss" if figures["loss"] > self._bound("loss") or self.clipped else "grad_norm"
-        value, (middle, scale) = figures[name], self._noise(name)
-        return (
-            f"{name} is {value:.4g}, and its median over the last {len(self.history[name])} updates is "
-            f"{math.exp(middle):.4g} (robust z-score {(math.log(value) - middle) / scale:.0f})"
-        )
 
 
 @dataclass(frozen=True)

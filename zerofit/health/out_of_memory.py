@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,7 +19,6 @@ from zerofit.health.watchdog_process import ADVICE, RESUME
 from zerofit.recipe.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, first_line, print_last, printable
 from zerofit.record.recorder import MemoryMeter
 from zerofit.record.terminal import size, table
-from zerofit.strategy.engine import Engine
 from zerofit.strategy.host_memory import GIB, host_memory, resident_bytes
 
 if TYPE_CHECKING:
@@ -95,25 +94,43 @@ def explain(error: BaseException, phase: str, update: int | None, run: "Run") ->
             lines += ["what would help, by what it saves:", *rows, f"with a remedy added, {RESUME}"]
         elif found.on_host:
             lines += [f"what would help: {ADVICE}", f"then {RESUME}"]
-        return "\n  ".join([*lines, "what else fits, predicted:", f"  {_plan_command(run, found)}"])
+        world_size, total = launch.world_size, found.total
+        words = ["zerofit", "plan", "--task", run.task, *run.recipe.flags_given(), "--num_gpus", str(world_size)]
+        if world_size > found.local_processes:
+            words += ["--gpus_per_node", str(found.local_processes)]
+        if found.on_host is None:
+            words += ["--gpu", "cpu"]
+            total = total and total // found.local_processes
+        elif found.on_host:
+            words += ["--host_memory", f"{total >> 20}MiB"] if total else []
+            total = torch.accelerator.get_memory_info()[1]
+        command = shlex.join([*words, "--gpu_memory", f"{total >> 20}MiB" if total else "80GiB"])
+        return "\n  ".join([*lines, "what else fits, predicted:", f"  {command}"])
     except Exception as problem:  # a device that has failed may answer nothing any more, and there is no memory left
         return f"out of memory: {at}: {first_line(error)}\n  (no more can be said of it: {first_line(problem)})"
 
 
 def measure(error: BaseException, phase: str, run: "Run") -> Shortage:
     """Measure what this rank holds of the memory that ran out."""
-    engine = run.engine
+    engine, recipe, strategy = run.engine, run.recipe, run.strategy
     on_cpu = engine.device.type == "cpu" if engine is not None else not torch.accelerator.is_available()
     on_host = None if on_cpu else is_out_of_memory(error) != "device"
-    setup = state_setup(run.strategy, run.recipe, run.parameters, engine)
-    of_passes: dict[str, int] = {}
-    tokens = run.row_tokens or sum(getattr(run.recipe, name, None) or 0 for name in LENGTHS)
+    setup = state_setup(strategy, recipe, run.parameters, engine)
+    layers = logits = 0
+    tokens = run.row_tokens or sum(getattr(recipe, name, None) or 0 for name in LENGTHS)
     if engine is None:  # resident memory before the model was loaded is not an activation
         taken = torch.accelerator.memory_allocated() if on_host is False else resident_bytes() - run.program_bytes
         held = StateBytes(max(0, min(taken, setup.held(on_host).weights)))
         rest = max(0, taken - held.weights)
     else:
-        of_passes, sizes = _pass_sizes(engine, run, tokens), engine.held_bytes()
+        module, sizes = engine.module, engine.held_bytes()
+        config = module.config.get_text_config()
+        layers = getattr(config, "num_hidden_layers", 0)
+        layers += getattr(config, "decoder_layers", getattr(config, "num_decoder_layers", 0))
+        if getattr(module, "loss_kind", None) == "full" and module.base_model is not module:
+            rows = strategy.batches.micro_batch * (2 if getattr(recipe, "preference_loss", None) else 1)
+            targets = getattr(recipe, "max_target_length", None) or tokens
+            logits = rows * targets * config.vocab_size * (4 + (4 if strategy.precision == "fp32" else 2))
         held = StateBytes(
             sizes["parameters"] if on_host in (None, setup.offloads >= 2) else 0,
             0 if on_host else sum(each.nbytes for each in engine.gradients()),
@@ -125,15 +142,16 @@ def measure(error: BaseException, phase: str, run: "Run") -> Shortage:
     with contextlib.suppress(Exception):  # after some errors the device answers no more
         free, total = torch.accelerator.get_memory_info() if on_host is False else host_memory()
     return Shortage(
-        recipe=run.recipe,
-        strategy=run.strategy,
+        recipe=recipe,
+        strategy=strategy,
         setup=setup,
         phase=phase,
         row_tokens=tokens,
         on_host=on_host,
         held=held,
         rest=rest + asked_for(error),
-        **of_passes,
+        layers=layers,
+        logits=logits,
         local_processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         free=free,
         total=total,
@@ -158,38 +176,6 @@ def _amounts(error: BaseException, found: Shortage, run: "Run") -> list[str]:
     rows.append((f"{rest}, and the program" if found.on_host is None else rest, size(found.rest - asked)))
     lines = ["; ".join(amounts), f"held by this rank{batch if found.phase in WORKING else ''}:"]
     return [*filter(None, lines), *table(rows).splitlines()]
-
-
-def _plan_command(run: "Run", found: Shortage) -> str:
-    """The command of `zerofit plan` for this run on these devices."""
-    world_size, memory = run.strategy.launch.world_size, found.total
-    words = ["zerofit", "plan", "--task", run.task, *run.recipe.flags_given(), "--num_gpus", str(world_size)]
-    if world_size > found.local_processes:
-        words += ["--gpus_per_node", str(found.local_processes)]
-    if found.on_host is None:
-        words += ["--gpu", "cpu"]
-        memory = memory and memory // found.local_processes
-    elif found.on_host:
-        words += ["--host_memory", f"{memory >> 20}MiB"] if memory else []
-        memory = torch.accelerator.get_memory_info()[1]
-    return shlex.join([*words, "--gpu_memory", f"{memory >> 20}MiB" if memory else "80GiB"])
-
-
-def _pass_sizes(engine: Engine, run: "Run", tokens: int) -> dict[str, int]:
-    """The fields of Shortage that follow from the model's configuration and the micro-batch."""
-    module: Any = engine.module
-    recipe, strategy = run.recipe, run.strategy
-    config = module.config.get_text_config()
-    layers = getattr(config, "num_hidden_layers", 0)
-    layers += getattr(config, "decoder_layers", getattr(config, "num_decoder_layers", 0))
-    element, rows = (4 if strategy.precision == "fp32" else 2), strategy.batches.micro_batch
-    rows *= 2 if getattr(recipe, "preference_loss", None) else 1
-    targets = getattr(recipe, "max_target_length", None) or tokens
-    can_chunk = getattr(module, "loss_kind", None) == "full" and module.base_model is not module
-    return {
-        "layers": layers,
-        "logits": rows * targets * config.vocab_size * (4 + element) if can_chunk else 0,
-    }
 
 
 # What torch.distributed says where another process is gone: gloo (torch 2.13, each seen by killing one of two
