@@ -83,9 +83,13 @@ class FullyShardedMemory(GradientMemory):
         for weight in weights.all:
             if weight.name not in fsdp.divided:
                 members.setdefault(self.place_of(weight.name), []).append(weight)
-        self.groups = {
-            place: _group(several, width, world_size, fsdp.reduce_width) for place, several in members.items()
-        }
+        self.groups: dict[Place | None, ShardedGroup] = {}
+        for place, several in members.items():
+            full = width * sum(one.padded(world_size) for one in several)
+            trained = sum(one.padded(world_size) for one in several if one.trained)
+            cast = full // world_size if width < MASTER_BYTES else 0
+            shard = MASTER_BYTES * trained // world_size
+            self.groups[place] = ShardedGroup(full, cast, fsdp.reduce_width * trained, shard)
         self.kept = 0  # shards of gradients
         self.full: dict[Place | None, int] = {}  # full gradients, until the last micro-batch
 
@@ -184,11 +188,20 @@ class FullyShardedMemory(GradientMemory):
         return self.held - size  # it stays where backward has made it
 
     def _reduce(self, place: Place | None) -> int:
-        """A group's gradients; those of the group before it are free now."""
+        """A group's gradients; those of the group before it are free now. Without an exchange they stay in full, in
+        fp32, and later ones are added to the first."""
         group = self.groups[place]
         self.here.discard(place)
         if not (self.fsdp.syncs or self.last):
-            return self._keep_full(place)
+            made = self.completed.pop(place, 0)
+            cast = MASTER_BYTES * made // self.width
+            if place not in self.full and self.width < MASTER_BYTES:
+                self.gradients += cast
+            most = self.held
+            if place in self.full or self.width < MASTER_BYTES:
+                self.gradients -= made
+            self.full.setdefault(place, cast)
+            return most
         self.buffers = group.reduced
         most = self.held
         self.gradients -= self.completed.pop(place, 0) + self.full.pop(place, 0)
@@ -198,18 +211,6 @@ class FullyShardedMemory(GradientMemory):
             self.gradients += group.shard
         return most
 
-    def _keep_full(self, place: Place | None) -> int:
-        """A group's gradients in fp32; later ones are added to the first."""
-        made = self.completed.pop(place, 0)
-        cast = MASTER_BYTES * made // self.width
-        if place not in self.full and self.width < MASTER_BYTES:
-            self.gradients += cast
-        most = self.held
-        if place in self.full or self.width < MASTER_BYTES:
-            self.gradients -= made
-        self.full.setdefault(place, cast)
-        return most
-
     def finish(self) -> int:
         most = self._leave()
         for place in [*self.here]:  # what is in no block, and blocks into which no gradient goes back
@@ -217,10 +218,3 @@ class FullyShardedMemory(GradientMemory):
         self.arrived = self.arriving = self.buffers = 0
         self.place = None
         return most
-
-
-def _group(weights: list[Weight], width: int, world_size: int, reduce_width: int) -> ShardedGroup:
-    full = width * sum(one.padded(world_size) for one in weights)
-    trained = sum(one.padded(world_size) for one in weights if one.trained)
-    cast = full // world_size if width < MASTER_BYTES else 0
-    return ShardedGroup(full, cast, reduce_width * trained, MASTER_BYTES * trained // world_size)

@@ -138,9 +138,25 @@ def training_moments(
         training: the forward and backward pass of a micro-batch.
         in_flight: of a stage of a pipeline.
     """
+    held, engine = _held(states), states.engine()
     yield Moment("start", {"weights": states.load})
-    yield Moment("optimizer step", _sum(_held(states), states.step))
-    yield from _passes(states, states.engine(), training, accumulation, in_flight)
+    yield Moment("optimizer step", _sum(held, states.step))
+    for number in range(min(accumulation, 2)):  # those between the first and the last one need no more than the last
+        is_last = in_flight is None and (number == accumulation - 1 or number == 1)
+        engine.begin(first=number == 0, last=is_last)
+        moments = [*_moments_of_pass(states, engine, training)]
+        largest = max(moments, key=lambda one: one.total)
+        others: dict[str, int] = {}  # what a stage holds for micro-batches that are not in their backward pass
+        if in_flight:
+            kept = next((step.start for step in training if step.phase == "backward"), 0) + in_flight.received
+            count = min(in_flight.micro_batches, accumulation - number) - 1
+            others = {ACTIVATIONS: count * kept + in_flight.received, "buffers": in_flight.buffers}
+        streams = (max(getattr(one, name) for one in moments) for name in STREAMS)
+        yield Moment(largest.phase, _sum(held, largest.components, others), *streams)
+    if in_flight:  # gradients are exchanged when all passes are done
+        engine.begin(first=False, last=True)
+        exchanged = max([*(engine.complete(step.completed) for step in training if step.completed), engine.finish()])
+        yield Moment("gradients", _sum(held, {"gradients": exchanged, "buffers": in_flight.buffers}))
 
 
 def evaluation_moments(
@@ -180,32 +196,6 @@ def _held(states: States) -> dict[str, int]:
         "optimizer": states.optimizer,
         "buffers": states.buffers,
     }
-
-
-def _passes(
-    states: States, engine: GradientMemory, training: list[TracedStep], accumulation: int, in_flight: InFlight | None
-) -> Iterator[Moment]:
-    held = _held(states)
-    for number in range(min(accumulation, 2)):  # those between the first and the last one need no more than the last
-        is_last = in_flight is None and (number == accumulation - 1 or number == 1)
-        engine.begin(first=number == 0, last=is_last)
-        moments = [*_moments_of_pass(states, engine, training)]
-        largest, others = max(moments, key=lambda one: one.total), _others(in_flight, training, accumulation, number)
-        streams = (max(getattr(one, name) for one in moments) for name in STREAMS)
-        yield Moment(largest.phase, _sum(held, largest.components, others), *streams)
-    if in_flight:  # gradients are exchanged when all passes are done
-        engine.begin(first=False, last=True)
-        exchanged = max([*(engine.complete(step.completed) for step in training if step.completed), engine.finish()])
-        yield Moment("gradients", _sum(held, {"gradients": exchanged, "buffers": in_flight.buffers}))
-
-
-def _others(in_flight: InFlight | None, training: list[TracedStep], accumulation: int, number: int) -> dict[str, int]:
-    """Return what a pipeline's stage holds for micro-batches other than the one that is in its backward pass."""
-    if in_flight is None:
-        return {}
-    kept = next((step.start for step in training if step.phase == "backward"), 0) + in_flight.received
-    others = min(in_flight.micro_batches, accumulation - number) - 1
-    return {ACTIVATIONS: others * kept + in_flight.received, "buffers": in_flight.buffers}
 
 
 def _moments_of_pass(states: States, engine: GradientMemory, steps: list[TracedStep]) -> Iterator[Moment]:

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -212,28 +211,22 @@ class PlannedModel:
 
     def tracer(self, strategy: PlannedStrategy, evaluated: bool = False, rows: Rows | None = None) -> Tracer:
         """A tracer of the passes as they run under a strategy, on the recipe's rows or on others."""
-        settings = self.trace_settings(strategy, evaluated)
         recomputed = not evaluated and self.recipe.gradient_checkpointing
-        key = settings, rows = (
-            replace(settings, recomputed=recomputed),
-            self._rows(rows or self.rows, strategy.precision),
-        )
-        if key not in self._tracers:
-            build = self._build(settings, self.dtypes(strategy)[0], rows)
-            self._tracers[key] = Tracer(self.config, self.full, build, rows, settings)
-        return self._tracers[key]
-
-    def _rows(self, rows: Rows, precision: str) -> Rows:
-        """Packed documents take a mask under sdpa; the flash kernels of a GPU, in half precision, take lengths."""
+        settings = replace(self.trace_settings(strategy, evaluated), recomputed=recomputed)
+        # Packed documents take a mask under sdpa; the flash kernels of a GPU, in half precision, take lengths.
         dropped = any(getattr(self.config, name, 0) for name in ("attention_dropout", "attn_pdrop"))
         named = self.recipe.attn_implementation
-        on_gpu = self.on_gpu and not self.cpu_kernels
-        flash = on_gpu and precision != "fp32" and (named not in ("sdpa", "eager") if named else not dropped)
-        return replace(rows, masked=rows.masked and not flash)
+        in_half = settings.gpu_kernels and strategy.precision != "fp32"
+        flash = in_half and (named not in ("sdpa", "eager") if named else not dropped)
+        rows = rows or self.rows
+        traced_rows = replace(rows, masked=rows.masked and not flash)
+        key = settings, traced_rows
+        if key in self._tracers:
+            return self._tracers[key]
+        trained = self.dtypes(strategy)[0]
 
-    def _build(self, settings: TraceSettings, trained: torch.dtype, rows: Rows) -> Callable[[Any], torch.nn.Module]:
         def build(config: Any) -> torch.nn.Module:
-            model = make_model(config, self.task, settings.dtype, self.recipe.attn_implementation, traced=True)
+            model = make_model(config, self.task, settings.dtype, named, traced=True)
             add_planned_lora(model, self.recipe, self.task)
             split_layers(model, settings.tensor)
             divide_experts(model, settings.experts, settings.dtype)
@@ -243,10 +236,11 @@ class PlannedModel:
             fuse_norms(model)
             if not self.recipe.residual_in_fp32:
                 round_embeddings(model)
-            rows.install(model)
+            traced_rows.install(model)
             return model
 
-        return build
+        self._tracers[key] = Tracer(self.config, self.full, build, traced_rows, settings)
+        return self._tracers[key]
 
 
 def make_model(

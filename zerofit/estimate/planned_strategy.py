@@ -56,7 +56,19 @@ class PlannedStrategy:
         return 1 if self.sharding is None else self.layout.shard_size
 
     def states(self, model: "PlannedModel", accumulates: bool, stage: Stage | None = None) -> States:
-        found, weights, ranks = self._states(model, accumulates, stage), model.weights, self.optimizer_ranks
+        trained, frozen = model.dtypes(self)
+        local, sharers = model.weights_of(self.layout, stage), self.layout.shard_size
+        if isinstance(self.sharding, FullyShards):
+            found = fully_sharded_states(local, sharers, trained, model.on_gpu, self.sharding)
+        elif self.zero is None:
+            found = torch_states(local, sharers, trained, frozen, model.on_gpu, optim=model.recipe.optim)
+        elif self.shards_parameters:
+            found = third_stage_states(
+                local, self.zero, sharers, trained.itemsize, model.on_gpu, keeps_layers=model.keeps_layers
+            )
+        else:
+            found = first_stages_states(local, self.zero, sharers, trained, accumulates, on_gpu=model.on_gpu)
+        weights, ranks = model.weights, self.optimizer_ranks
         if not weights.matrices:
             return found
         half, is_split = self.precision != "fp32", self.shards_weights and ranks > 1
@@ -67,19 +79,6 @@ class PlannedStrategy:
             weights.muon_workspace(half, is_split) + of_gradients * sum(one.size for one in weights.matrices) // ranks
         )
         return replace(found, step={**found.step, "workspace": max(found.step["workspace"], taken)})
-
-    def _states(self, model: "PlannedModel", accumulates: bool, stage: Stage | None = None) -> States:
-        trained, frozen = model.dtypes(self)
-        weights, sharers = model.weights_of(self.layout, stage), self.layout.shard_size
-        if isinstance(self.sharding, FullyShards):
-            return fully_sharded_states(weights, sharers, trained, model.on_gpu, self.sharding)
-        if self.zero is None:
-            return torch_states(weights, sharers, trained, frozen, model.on_gpu, optim=model.recipe.optim)
-        if self.shards_parameters:
-            return third_stage_states(
-                weights, self.zero, sharers, trained.itemsize, model.on_gpu, keeps_layers=model.keeps_layers
-            )
-        return first_stages_states(weights, self.zero, sharers, trained, accumulates, on_gpu=model.on_gpu)
 
 
 def plan_strategy(name: str, strategy: Strategy, model: "PlannedModel") -> PlannedStrategy:

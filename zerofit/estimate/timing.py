@@ -273,9 +273,9 @@ class PassTime:
 def pass_time(
     steps: list[TracedStep],
     speeds: Speeds,
-    exchanged: Callable[[Operation], float] = lambda operation: 0.0,
-    is_compiled: bool = False,
-    is_float8: bool = False,
+    exchanged: Callable[[Operation], float],
+    is_compiled: bool,
+    is_float8: bool,
 ) -> PassTime:
     """Sum up the operations of the passes.
 
@@ -468,6 +468,12 @@ class Timing:
         if not self.speeds.computes(half):
             return None
         passes = self.passes(resolved, micro_batch)
+        handed_over = 0.0
+        if layout.pipeline > 1:  # a stage sends the hidden states of a micro-batch to the next one
+            hidden = self.model.hidden_bytes(resolved, micro_batch)
+            far = world_size > self.gpus_per_node  # some stage has its next one there, and all wait for it
+            both = Collectives(ALL_GATHER, 2 * hidden, 1, half)  # of two: each sends half of it
+            handed_over = self.links.seconds(both, 2, 1 if far else 2)
         time = update_time(
             passes,
             self._exchanges(resolved, accumulation > 1),
@@ -477,7 +483,7 @@ class Timing:
             world_size=layout.shard_size,
             per_machine=max(1, self.gpus_per_node // layout.tensor),
             pipeline=layout.pipeline,
-            handed_over=self._handed_over(resolved, micro_batch),
+            handed_over=handed_over,
         )
         tokens_per_s = self.rows.tokens * micro_batch * accumulation * layout.data_size / time.seconds
         peak = self.speeds.peak_half if half else None
@@ -500,8 +506,14 @@ class Timing:
         """Time of a micro-batch size that is traced already, or was asked for first; else on the line through its
         neighbours."""
         tracer = self.model.tracer(resolved, rows=self.rows)
-        exchanged = self._exchanged(resolved)
         times = self._times.setdefault((tracer, stage), {})
+        layout = resolved.layout
+        # Ranks that share layers or rows stand side by side; those that share experts are all ranks.
+        together = layout.data_size if resolved.divides_experts else layout.tensor * layout.sequence
+
+        def exchanged(operation: Operation) -> float:
+            exchange = Collectives(operation.kind, operation.bytes, 1, operation.half)
+            return self.links.waited * self.links.seconds(exchange, together, self.gpus_per_node)
 
         def add(size: int) -> None:
             if size not in times:
@@ -521,28 +533,6 @@ class Timing:
         place = min(max(bisect.bisect(sizes, micro_batch), 1), len(sizes) - 1)
         low, high = sizes[place - 1], sizes[place]
         return times[low].towards(times[high], (micro_batch - low) / (high - low))
-
-    def _handed_over(self, resolved: PlannedStrategy, micro_batch: int) -> float:
-        """Seconds in which a stage sends the hidden states of a micro-batch to the next one."""
-        layout = resolved.layout
-        if layout.pipeline == 1:
-            return 0.0
-        hidden = self.model.hidden_bytes(resolved, micro_batch)
-        far = layout.world_size > self.gpus_per_node  # some stage has its next one there, and all wait for it
-        both = Collectives(ALL_GATHER, 2 * hidden, 1, resolved.precision != "fp32")  # of two: each sends half of it
-        return self.links.seconds(both, 2, 1 if far else 2)
-
-    def _exchanged(self, resolved: PlannedStrategy) -> Callable[[Operation], float]:
-        """Seconds of a collective of the ranks that share layers or rows, which stand side by side, or experts: these
-        are all ranks."""
-        layout = resolved.layout
-        together = layout.data_size if resolved.divides_experts else layout.tensor * layout.sequence
-
-        def seconds(operation: Operation) -> float:
-            exchange = Collectives(operation.kind, operation.bytes, 1, operation.half)
-            return self.links.waited * self.links.seconds(exchange, together, self.gpus_per_node)
-
-        return seconds
 
     def _exchanges(self, resolved: PlannedStrategy, accumulates: bool) -> Exchanges:
         """The communication of this strategy, kept by its id, with the strategy, so that no other gets the id."""

@@ -230,10 +230,13 @@ def steps_of_stage(
             operations = tuple(one for one in operations if one.kind not in EXCHANGES)
         delta = step.end - step.start
         ends_head = step.name == "backward of after" and (at + 1 == len(steps) or steps[at + 1].name != step.name)
-        tied = _tied_table(steps, weights) if stage.is_last and ends_head and not completed else ""
-        if tied:  # nothing else adds to its gradient here
-            completed, gradient = tied, width * weights.sizes[tied]
-            delta -= gradient
+        if stage.is_last and ends_head and not completed:
+            # The weight that head and embedding have in common: nothing else adds to its gradient here.
+            completed_last = (one.completed for one in steps if one.name == "backward of before")
+            tied = next((name for name in completed_last if name in weights.sizes), "")
+            if tied:
+                completed, gradient = tied, width * weights.sizes[tied]
+                delta -= gradient
         if completed and completed not in weights.sizes:
             completed, gradient = "", 0
         found.append(
@@ -248,13 +251,6 @@ def steps_of_stage(
         )
         live += delta
     return found
-
-
-def _tied_table(steps: list[TracedStep], weights: Weights) -> str:
-    """The weight that head and embedding have in common: the one of the stage that the embedding's backward pass
-    would complete; empty: there is none."""
-    names = [step.completed for step in steps if step.name == "backward of before" and step.completed]
-    return next((name for name in names if name in weights.sizes), "")
 
 
 @dataclass(frozen=True)

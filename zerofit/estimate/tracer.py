@@ -111,9 +111,18 @@ class Tracer:
 
     @functools.cached_property
     def model(self) -> Any:
-        """The model with few layers, of fake tensors."""
+        """The model with few layers, of fake tensors. Its sdpa has a name of its own."""
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        AttentionInterface.register(ATTENTION, sdpa_attention_forward)
+        AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
+        config = reduced_configuration(self.config)
+        for name in ATTENTION_DROPOUTS if self.settings.gpu_kernels else ():
+            if getattr(config, name, 0):  # a GPU's fused kernels keep no mask of dropped weights
+                setattr(config, name, 0.0)
         with torch.device("meta"):  # peft moves what it adds, and fake tensors cannot be moved
-            model = self.build(_with_traced_attention(reduced_configuration(self.config), self.settings.gpu_kernels))
+            model = self.build(config)
         with self.mode:
             _make_fake(model)
         model.train(not self.settings.evaluated)
@@ -177,10 +186,11 @@ class Tracer:
     def trace(self, batch_size: int) -> list[Segment]:
         """The segments of the model with two layers."""
         on_gpu = self.settings.on_gpu
+        places = Counter(parameter for _, parameter in self.model.named_parameters(remove_duplicate=False))
         ledger = AllocationTracker(
             512 if on_gpu else 1,
             thin_masks=on_gpu,
-            tied=_tied_shapes(self.model),
+            tied=frozenset(parameter.shape for parameter, count in places.items() if count > 1),
             is_float8=self.settings.float8,
         )
         with self._as_it_will_run(ledger), contextlib.ExitStack() as hooks:
@@ -305,23 +315,5 @@ def _make_fake(model: torch.nn.Module) -> None:
             setattr(module, name, made[id(tensor)])
 
 
-def _tied_shapes(model: torch.nn.Module) -> frozenset[torch.Size]:
-    places = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
-    return frozenset(parameter.shape for parameter, count in places.items() if count > 1)
-
-
 def _first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
     return next((value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()), None)
-
-
-def _with_traced_attention(config: Any, gpu_kernels: bool) -> Any:
-    """The configuration with sdpa under a name of its own. A GPU's fused kernels keep no mask of dropped weights."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    AttentionInterface.register(ATTENTION, sdpa_attention_forward)
-    AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
-    for name in ATTENTION_DROPOUTS if gpu_kernels else ():
-        if getattr(config, name, 0):
-            setattr(config, name, 0.0)
-    return config
