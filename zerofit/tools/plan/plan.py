@@ -36,10 +36,21 @@ SEARCHED = "outputs/plan"
 def main(argv: list[str]) -> int:
     options, recipe = read_with_recipe(PlanOptions, argv, prog="zerofit plan")
     folder = make_folder(Path(options.write)) if options.write else None
-    planner, outcomes, known = make_planner(options)
+    budget = make_budget(options)
+    names = options.names
+    if names == ["all"]:  # that mean something on this number of processes
+        names = sorted(path.stem for path in configs().glob("*.yaml") if path.stem != SINGLE)
+        if budget.num_gpus == 1:  # nothing is shared; the others may still differ in precision or offload
+            names = [SINGLE, *(name for name in names if read_pair(name).degrees == Degrees())]
+    strategies = find_strategies(names)
+    model = read_planned_model(options, options.task, options.gpu != CPU)
+    planner = Planner(options, model, budget)
+    outcomes = [one for name in strategies for one in planner.layouts(name)]
+    in_half = {one.resolved.precision != "fp32" for one in outcomes if not one.refused}
+    planner.timing, known = make_timing(options, model, budget, in_half)
     if options.search:
         return _search(planner, outcomes, known, recipe, folder or make_folder(Path(SEARCHED)))
-    model, budget, report = planner.model, planner.budget, PlanReport(outcomes, planner)
+    report = PlanReport(outcomes, planner)
     with doing() as say_now:
         find_all(model, outcomes, planner.find, say_now, "tracing")
         if all(outcome.refused for outcome in outcomes):
@@ -55,7 +66,7 @@ def main(argv: list[str]) -> int:
         "machine": f"{budget.num_gpus} x {options.gpu or 'GPU'}, {size(budget.device)} each",
         "speed": known,
     }
-    if not model.on_gpu and True in _halves(outcomes) and (times := bf16_slowdown()):
+    if not model.on_gpu and True in in_half and (times := bf16_slowdown()):
         said["note"] = f"bf16 products take {times:.0f} times as long as fp32 on this CPU. Faster: --precision fp32"
     width = screen_width()
     log_lines(*(wrapped(f"{name:<10}{text}", width, 10) for name, text in said.items()), "")
@@ -71,23 +82,6 @@ def _writes_json(content: object, file: str | None) -> bool:
     elif file:
         print(json.dumps(content, indent=2))
     return file == "-"
-
-
-def make_planner(options: PlanOptions) -> tuple[Planner, list[LayoutOutcome], str]:
-    """Return (the planner with its timing, the layouts of the strategies, what the speed rests on), of options with a
-    task."""
-    budget = make_budget(options)
-    names = list(find_strategies(usual_pairs(budget.num_gpus) if options.names == ["all"] else options.names))
-    model = read_planned_model(options, options.task, options.gpu != CPU)
-    planner = Planner(options, model, budget)
-    outcomes = [one for name in names for one in planner.layouts(name)]
-    planner.timing, known = make_timing(options, model, budget, _halves(outcomes))
-    return planner, outcomes, known
-
-
-def _halves(outcomes: list[LayoutOutcome]) -> set[bool]:
-    """Return whether strategies compute in half precision."""
-    return {one.resolved.precision != "fp32" for one in outcomes if not one.refused}
 
 
 def _search(
@@ -143,19 +137,10 @@ def make_budget(options: PlanOptions) -> Budget:
     return Budget(device, host, options.num_gpus, options.gpus_per_node)
 
 
-def usual_pairs(num_gpus: int) -> list[str]:
-    """All in accelerate_configs/ that mean something on this number of processes. On one, `single` comes first, and
-    nothing is shared; the others may still differ in precision or offload."""
-    names = sorted(path.stem for path in configs().glob("*.yaml"))
-    if num_gpus > 1:
-        return [name for name in names if name != SINGLE]
-    return [SINGLE, *(name for name in names if name != SINGLE and read_pair(name).degrees == Degrees())]
-
-
-def make_timing(options: PlanOptions, model: PlannedModel, budget: Budget, halves: set[bool]) -> tuple[Timing, str]:
-    """Return (the time of updates, what it rests on). `halves`: as `_halves`."""
+def make_timing(options: PlanOptions, model: PlannedModel, budget: Budget, in_half: set[bool]) -> tuple[Timing, str]:
+    """Return (the time of updates, what it rests on). `in_half`: whether strategies compute in half precision."""
     speeds, links, known = device_speeds(options, options.known_gpu, model.on_gpu)
-    if speeds is not None and not all(map(speeds.computes, halves)):
+    if speeds is not None and not all(map(speeds.computes, in_half)):
         speeds, known = None, f"not known of {options.gpu} in fp32"
     is_known = speeds is not None
     if speeds is None:

@@ -163,7 +163,16 @@ class PlanOptions(BatchSizesOptions, SpeedOptions, StrategiesOptions):
         for name in ("global_batch_size", "gradient_accumulation_steps"):
             if self.max_global_batch_size and (self.source(name) or "").startswith("--"):
                 found.append(f"--{name} and --max_global_batch_size: keep one of the two")
-        found += self._problems_of_lengths() if self.lengths else []
+        if self.lengths:
+            given = " ".join(self.lengths)
+            if "auto" in given.split() and given != "auto":
+                found.append(f"lengths = {given}: say auto alone, or lengths")
+            if not hasattr(self, "block_size"):
+                found.append(f"lengths = {given}: only train/clm.py has rows of any length. Remove it")
+            elif (self.source("block_size") or "").startswith("--"):
+                found.append("--block_size and --lengths: keep one of the two")
+            without_use = [name for name in ("batch_sizes", "max_batch_size", "mean_length") if self.source(name)]
+            found += [f"{name} has no effect with lengths = {given}. Remove it" for name in without_use]
         packs = getattr(self, "packing", "none") != "none" or getattr(self, "data_path", None)
         if self.mean_length and self.task in CAUSAL and packs:
             found.append(f"mean_length = {self.mean_length:g} has no effect: packed rows are full. Remove it")
@@ -174,17 +183,6 @@ class PlanOptions(BatchSizesOptions, SpeedOptions, StrategiesOptions):
         """The lengths that were named, ascending: 8k is 8192."""
         texts = [text.strip().lower() for given in self.lengths or () for text in given.split(",") if text]
         return sorted({int(text.removesuffix("k")) * (1024 if text.endswith("k") else 1) for text in texts})
-
-    def _problems_of_lengths(self) -> list[str]:
-        given, problems = " ".join(self.lengths or ()), []
-        if "auto" in given.split() and given != "auto":
-            problems.append(f"lengths = {given}: say auto alone, or lengths")
-        if not hasattr(self, "block_size"):
-            problems.append(f"lengths = {given}: only train/clm.py has rows of any length. Remove it")
-        elif (self.source("block_size") or "").startswith("--"):
-            problems.append("--block_size and --lengths: keep one of the two")
-        without_use = [name for name in ("batch_sizes", "max_batch_size", "mean_length") if self.source(name)]
-        return problems + [f"{name} has no effect with lengths = {given}. Remove it" for name in without_use]
 
 
 FILE = "deepspeed_config_file"  # of an accelerate YAML

@@ -147,7 +147,12 @@ class PlanReport:
         lines, shown = [], self._groups[:top]
         if shown:
             lines += ["what fits, predicted, of the process that needs most:", ""]
-            lines += [self._table([group[0] for group in shown], width, tokens), ""]
+            cells = [self._cells(group[0], tokens) for group in shown]
+            names = [name for name in cells[0] if any(each[name] for each in cells)]
+            rows = [tuple(names), *(tuple(each[name] or "-" for name in names) for each in cells)]
+            legend = "  batch: micro-batch x accumulation; memory: of one device"
+            legend += "; host: of one machine" if "host" in names else ""
+            lines += [f"{table(rows, width)}\n\n{legend}", ""]
             lines += [
                 f"  {', '.join(one.label for one in group[1:])}: the same as {group[0].label}"
                 for group in shown
@@ -163,14 +168,6 @@ class PlanReport:
         lines.append(f"A checkpoint takes {size(self.planner.model.checkpoint_bytes)} of disk.")
         text = "\n".join(line if "\n" in line else wrapped(line, width, 4) for line in lines)
         return re.sub(r"\n{3,}", "\n\n", text)
-
-    def _table(self, rows: list[Prediction], width: int | None, tokens: float | None) -> str:
-        cells = [self._cells(one, tokens) for one in rows]
-        names = [name for name in cells[0] if any(each[name] for each in cells)]
-        lines = [tuple(names), *(tuple(each[name] or "-" for name in names) for each in cells)]
-        legend = "  batch: micro-batch x accumulation; memory: of one device"
-        legend += "; host: of one machine" if "host" in names else ""
-        return "\n".join((table(lines, width), "", legend))
 
     def _cells(self, one: Prediction, tokens: float | None) -> dict[str, str]:
         """{column: cell} of a row; a column whose cells are all empty is left out."""
@@ -315,13 +312,22 @@ class PlanReport:
         """The smallest that does not fit, with the options that make it fit and the batch (or rows) it then has."""
         groups: dict[tuple[object, ...], tuple[Prediction, list[LayoutOutcome]]] = {}
         for one, smallest in self.misfits:
-            needs = [_needs(each) for each in (smallest, *(found for _, found in one.remedies))]
-            key = (*needs, *(str(options) for options, _ in one.remedies))
+            predictions = (smallest, *(found for _, found in one.remedies))
+            key = (*map(_needs, predictions), *(str(options) for options, _ in one.remedies))
             groups.setdefault(key, (smallest, []))[1].append(one)
-        lines, lengths = [], self.planner.lengths
+        lines, lengths, budget = [], self.planner.lengths, self.planner.budget
         for misfit, group in groups.values():
             what = f"rows of {misfit.length:,} tokens" if lengths else f"micro-batch {misfit.micro_batch}"
-            lines += [f"  {', '.join(one.label for one in group)}, {what}: {self._misfit(misfit)}"]
+            needs = []
+            if misfit.peak.needed > budget.device:
+                over = size(misfit.peak.needed - budget.device)
+                largest = dict(sorted(misfit.peak.parts.items(), key=lambda item: -item[1])[:3])
+                parts = _listed(largest, size)
+                needs.append(f"{size(misfit.peak.needed)}, exceeds the limit by {over} (mostly {parts})")
+            if self.planner.model.on_gpu and budget.host is not None and misfit.host_bytes > budget.host:
+                over = size(misfit.host_bytes - budget.host)
+                needs.append(f"{size(misfit.host_bytes)} of host memory, exceeds --host_memory by {over}")
+            lines += [f"  {', '.join(one.label for one in group)}, {what}: {'; '.join(needs)}"]
             for options, found in group[0].remedies:
                 batch = f"{found.length:,} tokens" if lengths else f"{found.micro_batch} x {found.accumulation}"
                 fits = f"{batch} fits, {size(found.peak.needed)}"
@@ -330,17 +336,6 @@ class PlanReport:
             if not group[0].remedies:
                 lines += ["    with no option that saves memory, nor two of them. Take shorter rows, or more GPUs"]
         return ["does not fit:", *lines, ""] if lines else []
-
-    def _misfit(self, one: Prediction) -> str:
-        largest = dict(sorted(one.peak.parts.items(), key=lambda item: -item[1])[:3])
-        found, budget = [], self.planner.budget
-        if one.peak.needed > budget.device:
-            over = size(one.peak.needed - budget.device)
-            found += [f"{size(one.peak.needed)}, exceeds the limit by {over} (mostly {_listed(largest, size)})"]
-        if self.planner.model.on_gpu and budget.host is not None and one.host_bytes > budget.host:
-            over = size(one.host_bytes - budget.host)
-            found += [f"{size(one.host_bytes)} of host memory, exceeds --host_memory by {over}"]
-        return "; ".join(found)
 
     def describe_model(self) -> str:
         """One line: the model's shape and rows."""

@@ -380,31 +380,31 @@ class Planner:
             )
         moments = [*training_moments(states, training, accumulation, in_flight)]
         unused = _unused(states, training, in_flight.micro_batches if in_flight else 1)
-        groups = sum(size > 1 for size in (layout.shard_size, layout.tensor, layout.sequence, layout.pipeline))
+        num_groups = sum(size > 1 for size in (layout.shard_size, layout.tensor, layout.sequence, layout.pipeline))
+        program = CPU_PROGRAM_BYTES
+        if resolved.zero is not None:
+            groups = [count for degree, count in CPU_GROUPS.items() if getattr(layout, degree) > 1]
+            program += CPU_DEEPSPEED_BYTES + CPU_GROUP_BYTES * max(groups, default=0)
         peak_of = partial(
             find_peak,
             states,
             unused=unused,
-            num_groups=groups,
+            num_groups=num_groups,
             on_gpu=model.on_gpu,
-            program=_program_on_cpu(resolved),
+            program=program,
             on_host=pinned([step.offloaded for step in training if step.offloaded]),
         )
         peak = peak_of(moments)
         if peak.needed > self.budget.device:  # whatever an evaluation takes: it is not traced
             return peak
-        evaluation = model.steps(resolved, stage, self.recipe.per_device_eval_batch_size, evaluated=True)
-        generated = self._generated(resolved.precision)
+        recipe, rows = self.recipe, self.recipe.per_device_eval_batch_size
+        evaluation = model.steps(resolved, stage, rows, evaluated=True)
+        generated: dict[str, int] = {}  # beside weights, while texts are generated for an evaluation batch
+        if getattr(recipe, "predict_with_generate", False):
+            beams = getattr(recipe, "num_beams", None) or getattr(model.config, "num_beams", None) or 1
+            width = DTYPES[resolved.precision].itemsize
+            generated = cache_of(model.full).parts(recipe, rows * beams, width)
         return peak_of([*moments, *evaluation_moments(states, training, evaluation, generated)])
-
-    def _generated(self, precision: str) -> dict[str, int]:
-        """{part: bytes} beside weights while texts are generated for an evaluation batch; empty where none are."""
-        recipe, config = self.recipe, self.model.config
-        if not getattr(recipe, "predict_with_generate", False):
-            return {}
-        beams = getattr(recipe, "num_beams", None) or getattr(config, "num_beams", None) or 1
-        cache = cache_of(self.model.full)
-        return cache.parts(recipe, recipe.per_device_eval_batch_size * beams, DTYPES[precision].itemsize)
 
     def speed(self, resolved: PlannedStrategy, micro_batch: int) -> UpdateSpeed | None:
         if self.timing is None:
@@ -492,14 +492,6 @@ def _unused(states: States, training: list[TracedStep], in_flight: int) -> Unuse
         return unused
     gathered = unused_bytes(tuple(states.gathered.blocks(training)))
     return Unused(unused.held + gathered.held, unused.needed + gathered.needed)
-
-
-def _program_on_cpu(resolved: PlannedStrategy) -> int:
-    """Bytes of a process of the CPU beside its tensors, as zerofit/estimate/peak.py has them."""
-    if resolved.zero is None:
-        return CPU_PROGRAM_BYTES
-    groups = [count for degree, count in CPU_GROUPS.items() if getattr(resolved.layout, degree) > 1]
-    return CPU_PROGRAM_BYTES + CPU_DEEPSPEED_BYTES + CPU_GROUP_BYTES * max(groups, default=0)
 
 
 def search(candidates: Sequence[int], predict: Callable[[int], T], limit: int) -> list[T]:
