@@ -282,31 +282,32 @@ def convert_pretraining(call: Call, options: MegatronArgsOptions) -> ConvertedSc
     if call.program not in KNOWN:
         done.wrong("", f"{call.program} is not read: give its line after --, with pretrain_gpt.py in its place")
     done.shape = read_shape(done, call.program)
-    _plain(done)
-    _model(done, options)
-    _tokenizer(done, options)
-    _data(done)
-    (_searched_batches if searched else _batches)(done)
-    _length(done)
-    _evaluation(done)
-    _optimizer(done)
-    _precision(done)
-    _memory(done)
-    _checkpoints(done, options)
-    _trackers(done)
-    for name in done.flags:
-        if name not in {*done.rows, *OPTIONS, *SAME} and shapes_the_model(name):
-            done.wrong(name, "not a known flag, and by its name it changes the model. Remove it if it does not")
-    return done
-
-
-def _plain(done: ConvertedScript) -> None:
     for name, (option, kind, default) in PLAIN.items():
         value: str | float | None = done.has(name) or None
         if kind is not bool:
             value = done.text(name) if kind is str else done.number(name, kind, default)
         if value is not None:
             done.carry(name, option, value, default=default)
+    _model(done, options)
+    _tokenizer(done, options)
+    _data(done)
+    (_searched_batches if searched else _batches)(done)
+    updates = done.recipe["max_train_steps"] = in_updates(done, "train", "max_train_steps")
+    if not (updates or done.problems):
+        done.wrong("", "the length of the run is unknown: --train-iters, --train-samples or --train-tokens")
+    if minutes := done.number("exit_duration_in_mins"):
+        done.carry("exit_duration_in_mins", "max_hours", round(minutes / 60, 4))
+    batches = max(1, done.number("eval_iters", default=100))  # an evaluation cannot be left out
+    done.carry("eval_interval", "eval_steps", done.number("eval_interval", default=1000), default=1000)
+    note = f", {batches} global batches of {done.batch}; the same samples each time, Megatron uses different ones"
+    done.carry("eval_iters", "max_eval_samples", batches * done.batch, note, default=100)
+    _optimizer(done)
+    _precision_and_memory(done)
+    _checkpoints_and_trackers(done, options)
+    for name in done.flags:
+        if name not in {*done.rows, *OPTIONS, *SAME} and shapes_the_model(name):
+            done.wrong(name, "not a known flag, and by its name it changes the model. Remove it if it does not")
+    return done
 
 
 def _model(done: ConvertedScript, options: MegatronArgsOptions) -> None:
@@ -378,21 +379,6 @@ def _batches(done: ConvertedScript) -> None:
     done.batch, done.recipe["per_device_eval_batch_size"] = total, ours
 
 
-def _length(done: ConvertedScript) -> None:
-    updates = done.recipe["max_train_steps"] = in_updates(done, "train", "max_train_steps")
-    if not (updates or done.problems):
-        done.wrong("", "the length of the run is unknown: --train-iters, --train-samples or --train-tokens")
-    if minutes := done.number("exit_duration_in_mins"):
-        done.carry("exit_duration_in_mins", "max_hours", round(minutes / 60, 4))
-
-
-def _evaluation(done: ConvertedScript) -> None:
-    batches = max(1, done.number("eval_iters", default=100))  # an evaluation cannot be left out
-    done.carry("eval_interval", "eval_steps", done.number("eval_interval", default=1000), default=1000)
-    note = f", {batches} global batches of {done.batch}; the same samples each time, Megatron uses different ones"
-    done.carry("eval_iters", "max_eval_samples", batches * done.batch, note, default=100)
-
-
 def _optimizer(done: ConvertedScript) -> None:
     peak = done.number("lr", float)
     if not peak:
@@ -401,14 +387,10 @@ def _optimizer(done: ConvertedScript) -> None:
     done.carry("lr", "learning_rate", peak)
     if done.has("min_lr"):
         done.carry("min_lr", "min_lr_ratio", done.number("min_lr", float, 0.0) / peak, f", of {peak:g}")
-    _schedule(done)
     if done.text("optimizer") not in (None, "adam"):
         done.wrong("optimizer", "AdamW is the only optimizer here")
     if done.text("weight_decay_incr_style") not in (None, "constant"):
         done.wrong("weight_decay_incr_style", "weight decay is constant here")
-
-
-def _schedule(done: ConvertedScript) -> None:
     shape = (done.text("lr_decay_style") or "linear").lower()
     if shape not in STYLES:
         done.wrong("lr_decay_style", f"there are {', '.join(STYLES)}")
@@ -439,7 +421,7 @@ def _schedule(done: ConvertedScript) -> None:
         done.recipe["wsd_decay_ratio"] = updates / length
 
 
-def _precision(done: ConvertedScript) -> None:
+def _precision_and_memory(done: ConvertedScript) -> None:
     both = [name for name in ("fp16", "bf16") if done.has(name)]
     if len(both) == 2:
         done.wrong("fp16", "--bf16 is there as well: keep one of the two")
@@ -448,10 +430,7 @@ def _precision(done: ConvertedScript) -> None:
         done.carried(name, f"precision: {name}")
     if not both:
         done.default("neither --bf16 nor --fp16", "precision: fp32")
-
-
-def _memory(done: ConvertedScript) -> None:
-    """Recomputation. Megatron's --recompute-activations sets the granularity; its older flags mean full layers."""
+    # Recomputation: Megatron's --recompute-activations sets the granularity; its older flags mean full layers.
     value: str | bool = True
     note = ""
     if done.has("recompute_activations") or done.text("recompute_granularity") == "selective":
@@ -467,7 +446,7 @@ def _memory(done: ConvertedScript) -> None:
             done.satisfied("checkpoint_in_cpu", "no layer is recomputed")
 
 
-def _checkpoints(done: ConvertedScript, options: MegatronArgsOptions) -> None:
+def _checkpoints_and_trackers(done: ConvertedScript, options: MegatronArgsOptions) -> None:
     load, model = done.text("load"), options.model_name_or_path
     if load and model:
         done.satisfied("load", f"model_name_or_path: {model}, from the option")
@@ -477,9 +456,6 @@ def _checkpoints(done: ConvertedScript, options: MegatronArgsOptions) -> None:
         done.wrong("load", "Megatron's checkpoints are not read: set --model_name_or_path to a folder")
     elif done.has("finetune") and not model:
         done.wrong("finetune", "weights to begin with are not named: say --model_name_or_path FOLDER")
-
-
-def _trackers(done: ConvertedScript) -> None:
     trackers = {"wandb_project": "wandb", "tensorboard_dir": "tensorboard"}
     if found := [tracker for flag, tracker in trackers.items() if done.has(flag)]:
         done.recipe |= {"with_tracking": True, "report_to": found[0] if len(found) == 1 else "all"}

@@ -13,7 +13,6 @@ import os
 import shlex
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -79,19 +78,37 @@ def _convert(call: Call, folder: Path, options: MegatronArgsOptions) -> None:
     _show(call, done)
     if folder.is_dir() and any(folder.iterdir()) and not options.overwrite:
         raise UserError(f"output = {str(folder)!r} is not empty. Name another folder, or add --overwrite")
-    if searched:
-        lines = plan_lines(done, folder)
+    values, layout = done.recipe, done.layout
+    if searched:  # the lines are the search, which writes the best strategy and its script, and the launch
+        memory = os.environ.get(MEMORY_VARIABLE)
+        pairs = folder / "pairs"
+        gpus = ["--num_gpus", layout.world, "--gpus_per_node", layout.world // layout.machines]
+        gpus += ["--gpu_memory", f"{memory}GB"] if memory else ["--gpu", EXAMPLE]
+        if done.has("max_global_batch_size"):
+            gpus += ["--max_global_batch_size", done.batch]
+        if not memory:
+            done.notes.append(f"no GPU is named: replace {EXAMPLE}, or set {MEMORY_VARIABLE}=40 before")
+        words = ["zerofit", "plan", "--task", "clm", "--config", folder / "recipe.yaml", *gpus]
+        words += ["--top", 1, "--write", pairs]
+        rendezvous = f"MACHINE_RANK={layout.rank} MAIN_PROCESS_IP={layout.address} MAIN_PROCESS_PORT={layout.port} "
+        launch = f"{rendezvous if layout.machines > 1 else ''}sh {shlex.quote(str(pairs))}/*.sh"
+        lines = [shlex.join(map(str, words)), launch]
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "recipe.yaml").write_text(written(done, lines), encoding="utf-8")
         parse_recipe(ClmRecipe, ["--config", str(folder / "recipe.yaml")])  # the strategy is checked by plan
     else:
         check(done)
         lines = [write(done, folder)]
-    values, layout, said = done.recipe, done.layout, ["", *(f"note: {note}" for note in done.notes)]
+    said = ["", *(f"note: {note}" for note in done.notes)]
     if done.vocabulary and "config_name" in values:
         multiple = values["make_vocab_size_divisible_by"]
         rows = -(-done.vocabulary // multiple) * multiple
-        count = parameters_of(values, rows)
+        recipe = ClmRecipe(config_name=values["config_name"], config_overrides=values["config_overrides"])
+        config = load_configuration(recipe)
+        config.vocab_size = rows
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        count = sum(parameter.numel() for parameter in model.parameters())
         said.append(f"model        {count:,} parameters, with {done.vocabulary:,} tokens in {rows:,} rows")
     strategy = "a strategy that zerofit plan chooses" if searched else layout.strategy
     run = f"run          {values['max_train_steps']:,} updates of {done.batch:,} samples, {strategy}"
@@ -137,31 +154,6 @@ def written(done: ConvertedScript, commands: list[str]) -> str:
     lines += [*(f"#   {command}" for command in commands), ""]
     lines += [f"{option}: {json.dumps(value)}" for option, value in done.recipe.items()]
     return "\n".join([*lines, ""])
-
-
-def parameters_of(values: dict[str, Any], vocabulary: int) -> int:
-    """The number of weights of the recipe's model, which is built on the meta device."""
-    recipe = ClmRecipe(config_name=values["config_name"], config_overrides=values["config_overrides"])
-    config = load_configuration(recipe)
-    config.vocab_size = vocabulary
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def plan_lines(done: ConvertedScript, folder: Path) -> list[str]:
-    """The command lines: the search, which writes the best strategy and its script; the launch."""
-    layout, memory, pairs = done.layout, os.environ.get(MEMORY_VARIABLE), folder / "pairs"
-    gpus = ["--num_gpus", layout.world, "--gpus_per_node", layout.world // layout.machines]
-    gpus += ["--gpu_memory", f"{memory}GB"] if memory else ["--gpu", EXAMPLE]
-    if done.has("max_global_batch_size"):
-        gpus += ["--max_global_batch_size", done.batch]
-    if not memory:
-        done.notes.append(f"no GPU is named: replace {EXAMPLE}, or set {MEMORY_VARIABLE}=40 before")
-    words = [*"zerofit plan --task clm --config".split(), folder / "recipe.yaml", *gpus, "--top", 1, "--write", pairs]
-    rendezvous = f"MACHINE_RANK={layout.rank} MAIN_PROCESS_IP={layout.address} MAIN_PROCESS_PORT={layout.port} "
-    launch = f"{rendezvous if layout.machines > 1 else ''}sh {shlex.quote(str(pairs))}/*.sh"
-    return [shlex.join(map(str, words)), launch]
 
 
 def convert_preparation(call: Call, tokenizer: str | None) -> tuple[str, FlagLedger]:
