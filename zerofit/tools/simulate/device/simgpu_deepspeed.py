@@ -1,6 +1,5 @@
 """The simulated device as DeepSpeed's accelerator: its memory, streams and random state, the CPU's built operators."""
 
-from collections.abc import Callable
 from typing import Any
 
 import simgpu
@@ -31,11 +30,6 @@ OTHER = {
     "reset_max_memory_allocated": "reset_peak_memory_stats",
     "reset_max_memory_cached": "reset_peak_memory_stats",
 }
-
-
-def _method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function as a method that gives the same."""
-    return lambda self, *args, **kwargs: function(*args, **kwargs)
 
 
 class SimulatedAccelerator(CPU_Accelerator):
@@ -98,4 +92,4 @@ def _tensor_type(dtype: torch.dtype) -> property:
 for _name, _dtype in TENSOR_TYPES.items():
     setattr(SimulatedAccelerator, _name, _tensor_type(_dtype))
 for _name, _function in {**dict(zip(SAME, SAME)), **OTHER}.items():
-    setattr(SimulatedAccelerator, _name, _method(getattr(simgpu, _function)))
+    setattr(SimulatedAccelerator, _name, staticmethod(getattr(simgpu, _function)))
