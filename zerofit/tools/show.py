@@ -165,26 +165,24 @@ def main(argv: list[str]) -> int:
 def table_of_runs(runs: dict[str, WatchedRun], width: int | None, now: float) -> str:
     """A line for each run, below the names of the columns; `width` in columns, `now` in seconds since 1970."""
     metrics = {run.metric for run in runs.values()}  # that they are judged by
-    held_out = f"eval_{min(metrics)}" if len(metrics) == 1 else "held-out"
-    head = ("run", "state", "update", "loss", held_out, "tokens/s", "memory", "left", "strategy")
-    return table([head, *(_row(name, run, now, len(metrics) > 1) for name, run in runs.items())], width)
-
-
-def _row(name: str, run: WatchedRun, now: float, with_metric: bool) -> tuple[str, ...]:
-    """The cells of one run; `with_metric`: with the name of its held-out figure, as others have another."""
-    state = run.state(now)
-    left = run.seconds_left() if state == RUNNING else None
-    figures = {decimals: run.last("loss"), rounded: run.median("tokens_per_s"), size: run.last("peak_memory_bytes")}
-    loss, speed, memory = ("-" if value is None else shown(value) for shown, value in figures.items())
-    held_out = "-" if run.held_out is None else decimals(run.held_out)
-    return (
-        name,
-        state,
-        f"{run.updates}/{run.num_updates}" if run.num_updates else str(run.updates),
-        loss,
-        f"{run.metric} {held_out}" if with_metric else held_out,
-        speed,
-        memory,
-        "-" if left is None else duration(left),
-        shortened(str(run.strategy.get("name", "-")), STRATEGY),
-    )
+    column = f"eval_{min(metrics)}" if len(metrics) == 1 else "held-out"
+    head = ("run", "state", "update", "loss", column, "tokens/s", "memory", "left", "strategy")
+    rows: list[tuple[str, ...]] = [head]
+    for name, run in runs.items():
+        state = run.state(now)
+        left = run.seconds_left() if state == RUNNING else None
+        loss, speed, memory = run.last("loss"), run.median("tokens_per_s"), run.last("peak_memory_bytes")
+        held_out = "-" if run.held_out is None else decimals(run.held_out)
+        cells = [
+            name,
+            state,
+            f"{run.updates}/{run.num_updates}" if run.num_updates else str(run.updates),
+            "-" if loss is None else decimals(loss),
+            f"{run.metric} {held_out}" if len(metrics) > 1 else held_out,
+            "-" if speed is None else rounded(speed),
+            "-" if memory is None else size(memory),
+            "-" if left is None else duration(left),
+            shortened(str(run.strategy.get("name", "-")), STRATEGY),
+        ]
+        rows.append(tuple(cells))
+    return table(rows, width)

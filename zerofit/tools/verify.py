@@ -278,7 +278,7 @@ class Proof:
         if self.reference.failure:
             return
         for name in self.options.names:
-            outcome = self._run_to_end(_folder_name(name), name, self.options.num_processes)
+            outcome = self._run_to_end(Path(name).stem, name, self.options.num_processes)
             self.agreement.append(outcome)
             if self.options.kills and not outcome.failure:
                 self.resumed.append(self._run_and_kill(name))
@@ -306,7 +306,7 @@ class Proof:
     def _run_and_kill(self, strategy: str) -> ComparedRun:
         """Launch a run, kill it once in each of `kills` equal parts, then let it run to its end. A launch that ends
         before its moment is the last one, and so is one that fails."""
-        options, folder = self.options, _folder_name(strategy)
+        options, folder = self.options, Path(strategy).stem
         trial, undisturbed = self._trial(f"{folder}-killed", strategy, self.save_flags), self.output / folder
         random = Random(folder)
         update_s = median(line["seconds"] for line in _metrics(undisturbed))
@@ -383,7 +383,7 @@ class Proof:
 
     def clear(self) -> None:
         """Remove the runs; the recipe, the report and the logs stay."""
-        for folder in (REFERENCE, *map(_folder_name, self.options.names)):
+        for folder in (REFERENCE, *(Path(name).stem for name in self.options.names)):
             for path in (self.output / folder, self.output / f"{folder}-killed"):
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -405,15 +405,11 @@ def _rows(outcomes: list[ComparedRun], tolerance: float) -> list[tuple[str, ...]
     return rows
 
 
-def _folder_name(strategy: str) -> str:
-    return Path(strategy).stem
-
-
 def _metrics(folder: Path) -> list[dict[str, Any]]:
     return [line for line in JsonlFile(folder / "metrics.jsonl").read() if line["update"] > 0]
 
 
-RECIPE, REPORT = "recipe.yaml", "report.txt"
+RECIPE = "recipe.yaml"
 
 
 def main(argv: list[str]) -> int:
@@ -435,7 +431,7 @@ def main(argv: list[str]) -> int:
     proof = Proof(options, configs, output, output / RECIPE)
     with ending_in_order():
         proof.run()
-    (output / REPORT).write_text(proof.report() + "\n", encoding="utf-8")
+    (output / "report.txt").write_text(proof.report() + "\n", encoding="utf-8")
     log_lines("", proof.report(screen_width()))
     if proof.passed and not options.keep:
         proof.clear()

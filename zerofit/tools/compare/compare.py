@@ -17,7 +17,6 @@ with its pictures, which loads nothing from elsewhere, for a wide screen and for
 import base64
 import csv
 import html
-import io
 import math
 import re
 import shlex
@@ -174,14 +173,6 @@ def throughput_plot(rows: list[StrategyRow]) -> Figure:
     return _with_legend(figure, axes)
 
 
-def svg(figure: Figure) -> bytes:
-    """A picture as SVG, the same each time."""
-    file = io.BytesIO()
-    with rc_context({"svg.hashsalt": "zerofit"}):
-        figure.savefig(file, format="svg", metadata={"Date": None})
-    return file.getvalue()
-
-
 def _style(index: int) -> dict[str, Any]:
     return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 6}
 
@@ -242,14 +233,23 @@ class ComparisonReport:
         figures = {"memory": memory_plot(self.rows, self.comparison.limit)}
         if any(row.timed for row in self.rows):
             figures["throughput"] = throughput_plot(self.rows)
-        pictures = {name: svg(figure) for name, figure in figures.items()}
-        for name, content in pictures.items():
-            (output / f"{name}.svg").write_bytes(content)
+        pictures = {}
+        for name, figure in figures.items():
+            with rc_context({"svg.hashsalt": "zerofit"}):  # the same each time
+                figure.savefig(output / f"{name}.svg", metadata={"Date": None})
+            pictures[name] = (output / f"{name}.svg").read_bytes()
         parts = self._parts()
         (output / "report.md").write_text(printable(markdown(parts, [*pictures])), encoding="utf-8")
         (output / "report.html").write_text(html_page(parts, pictures), encoding="utf-8")
+        lines: list[dict[str, Any]] = []  # empty is what a size that does not fit, or was not timed, does not have
+        for row in self.rows:
+            for trial in row.trials:
+                about = {"strategy": row.name, "batch_size": trial["size"], "outcome": trial["outcome"]}
+                about |= {name: trial.get(name, "") for name in ("where", "phase")}
+                for name in ("allocated", "reserved", "host"):
+                    about[f"{name}_bytes"] = peak_bytes(trial, name) if trial["outcome"] == "fits" else ""
+                lines.append(about | {name: trial.get(name, "") for name in RATES})
         with (output / "results.csv").open("w", newline="", encoding="utf-8") as file:
-            lines = [self._values(row, line) for row in self.rows for line in row.trials]
             writer = csv.DictWriter(file, lines[0] if lines else ())
             writer.writeheader()
             writer.writerows(lines)
@@ -293,56 +293,39 @@ class ComparisonReport:
         simulated = ", simulated" if self.comparison.machine.simulated else ""
         name = name_of_recipe(self.options.source("config"), self.options.task)
         parts: list[ReportSection] = [f"# Batch sizes{simulated}: {name}", conclusion(self.rows)]
-        parts += [self.results_table(), " ".join(self._about_results())]
+        said = [f"{row.name}: {row.problem}." for row in self.rows if row.problem]
+        if about := next((row.about for row in self.rows if row.about), None):
+            lengths = " and ".join(f"{length:,}" for length in about["longest"].values())
+            said.append(
+                f"{counted(self.options.num_processes, 'process')}; {about['parameters']:,} parameters, "
+                f"{about['precision']}; all rows have the greatest length of {lengths} tokens (the data: "
+                f"{about['mean_sample']:,} on average); accumulation {about['accumulation']}. Sizes are those of one "
+                "process, rates of all together, factor and speed-up against the first strategy. Peaks are of the "
+                "process that needs most, evaluation included; predicted is the peak of the largest batch by `zerofit "
+                "plan`. Spread is the range of the timed updates, load the machine's load average before and after "
+                "them."
+            )
+            if timer := self.comparison.timer:
+                precision, why = timed_precision(timer, about["precision"])
+                because = f", for {why}" if why else ""
+                said.append(f"Timed on {timer.describe()} without a memory limit, in {precision}{because}.")
+        parts += [self.results_table(), " ".join(said)]
         if self.finished:
-            about = (
+            of_runs = (
                 "A run of the task for each strategy, as the recipe says, at its best batch and without the limit of "
                 "the trials. Training is the sum of all updates' seconds, an evaluation the one of median duration."
             )
             parts += [
                 "## Trained to the end",
                 finished_table(self.finished),
-                " ".join([about, *self._about_finished()]),
+                " ".join([of_runs, *self._about_finished()]),
             ]
         return [*parts, self._provenance()]
-
-    def _about_results(self) -> list[str]:
-        said = [f"{row.name}: {row.problem}." for row in self.rows if row.problem]
-        about = next((row.about for row in self.rows if row.about), None)
-        if about is None:
-            return said
-        lengths = " and ".join(f"{length:,}" for length in about["longest"].values())
-        said.append(
-            f"{counted(self.options.num_processes, 'process')}; {about['parameters']:,} parameters, "
-            f"{about['precision']}; all rows have the greatest length of {lengths} tokens (the data: "
-            f"{about['mean_sample']:,} on average); accumulation {about['accumulation']}. Sizes are those of one "
-            "process, rates of all together, factor and speed-up against the first strategy. Peaks are of the process "
-            "that needs most, evaluation included; predicted is the peak of the largest batch by `zerofit plan`. "
-            "Spread is the range of the timed updates, load the machine's load average before and after them."
-        )
-        if timer := self.comparison.timer:
-            precision, why = timed_precision(timer, about["precision"])
-            because = f", for {why}" if why else ""
-            said.append(f"Timed on {timer.describe()} without a memory limit, in {precision}{because}.")
-        return said
 
     def _about_finished(self) -> list[str]:
         agree = agreement(self.finished)
         problems = [f"{run.name}: {run.problem}" for run in self.finished if run.problem]
         return [f"{agree}.", *problems] if agree else problems
-
-    def _values(self, row: StrategyRow, line: dict[str, Any]) -> dict[str, Any]:
-        """A line of results.csv; empty is what a size that does not fit, or was not timed, does not have."""
-        fits = line["outcome"] == "fits"
-        return {
-            "strategy": row.name,
-            "batch_size": line["size"],
-            "outcome": line["outcome"],
-            "where": line.get("where", ""),
-            "phase": line.get("phase", ""),
-            **{f"{name}_bytes": peak_bytes(line, name) if fits else "" for name in ("allocated", "reserved", "host")},
-            **{name: line.get(name, "") for name in RATES},
-        }
 
     def _provenance(self) -> list[str]:
         machine, limit = self.comparison.machine, self.comparison.limit
@@ -394,7 +377,12 @@ def html_page(parts: list[ReportSection], pictures: dict[str, bytes]) -> str:
             tag = f"h{level}" if level else "p"
             lines.append(f"<{tag}>{_escaped(part.lstrip('# '))}</{tag}>")
         elif isinstance(part[0], tuple):
-            lines.append(_html_table(part))
+            unbroken = [[re.sub(r"(?<=\d) (?=\S+$)", "\N{NO-BREAK SPACE}", cell) for cell in row] for row in part]
+            names, *rest = [[_escaped(cell) for cell in row] for row in unbroken]  # 1.2 MiB stays on one line
+            rows = ["".join(f"<th>{name}</th>" for name in names)]
+            for row in rest:  # each cell has the name of its column, which is shown on a narrow screen
+                rows.append("".join(f'<td data-label="{name}">{cell}</td>' for name, cell in zip(names, row)))
+            lines.append(f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>")
             for name, content in pictures.items():
                 image = base64.b64encode(content).decode()
                 lines.append(f'<img alt="{name}" src="data:image/svg+xml;base64,{image}">')
@@ -402,15 +390,6 @@ def html_page(parts: list[ReportSection], pictures: dict[str, bytes]) -> str:
         else:
             lines += ["<ul>", *(f"<li>{_escaped(line)}</li>" for line in part), "</ul>"]
     return "\n".join([*lines, "</body></html>"]) + "\n"
-
-
-def _html_table(rows: list[tuple[str, ...]]) -> str:
-    """A table; each cell has the name of its column, which is shown on a narrow screen."""
-    unbroken = [[re.sub(r"(?<=\d) (?=\S+$)", "\N{NO-BREAK SPACE}", cell) for cell in row] for row in rows]  # 1.2 MiB
-    names, *rest = [[_escaped(cell) for cell in row] for row in unbroken]
-    lines = ["".join(f"<th>{name}</th>" for name in names)]
-    lines += ["".join(f'<td data-label="{name}">{cell}</td>' for name, cell in zip(names, row)) for row in rest]
-    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 def _escaped(text: str) -> str:

@@ -241,12 +241,20 @@ class Comparison:
         if self.journal.end_interrupted_launches():
             log_lines("resumes where it was interrupted")
         for candidate in self.candidates:
-            self._predict(candidate)
             self._search(candidate)
         if len(self.problems) == len(self.candidates):
             raise UserError(list(dict.fromkeys(self.problems.values())))
-        while self._try_what_is_missing():
-            pass
+        while True:  # until no limit changes: the sizes of --batch_sizes without a result, and the largest of all
+            rows = self.rows()
+            common = common_size(rows)
+            for candidate, row in zip(self.candidates, rows):
+                wanted = {*(self.options.micro_batches or ()), *filter(None, [common])}
+                for size in sorted(size for size in wanted if size < row.largest and not row.at(size)):
+                    self._try(candidate, size)
+                if self._row(candidate).largest != row.largest:  # a smaller size did not fit: there is a gap below
+                    self._search(candidate)
+            if [row.largest for row in self.rows()] == [row.largest for row in rows]:
+                break
         if self.timer is not None:
             self._time_updates(self.timer)
 
@@ -274,21 +282,18 @@ class Comparison:
 
     # ---------------------------------------------------------------------------------------------------------- search
 
-    def _predict(self, candidate: Candidate) -> None:
-        """Let `zerofit plan` predict where the search begins, unless something is known of it."""
-        row = self._row(candidate)
-        if self.options.micro_batches or row.predicted or row.trials:
-            return
-        try:
-            peaks = predict_peaks(candidate, self.options, self.recipe, self.machine, self.room, sizes=self.sizes)
-        except Exception as error:  # what cannot be predicted is searched
-            log_lines(f"{candidate.name}: not predicted: {first_line(error)}")
-        else:
-            self.journal.add("prediction", key=self.keys[candidate.name], peaks=peaks)
-
     def _search(self, candidate: Candidate) -> None:
-        """Find the largest batch of a candidate, and log it."""
+        """Find the largest batch of a candidate, and log it. `zerofit plan` predicts where the search begins, unless
+        something is known of it."""
         row = self._row(candidate)
+        if not (self.options.micro_batches or row.predicted or row.trials):
+            try:
+                peaks = predict_peaks(candidate, self.options, self.recipe, self.machine, self.room, sizes=self.sizes)
+            except Exception as error:  # what cannot be predicted is searched
+                log_lines(f"{candidate.name}: not predicted: {first_line(error)}")
+            else:
+                self.journal.add("prediction", key=self.keys[candidate.name], peaks=peaks)
+                row = self._row(candidate)
         guess = max((size for size, peak in row.predicted.items() if peak <= self.room), default=0)
         per_sample = row.predicted_peak(guess + 1) - row.predicted_peak(guess) if len(row.predicted) > 1 else None
         while candidate.name not in self.problems:
@@ -307,19 +312,6 @@ class Comparison:
         if fails and fails.get("phase") == "evaluate":
             result += " because of the evaluation: a smaller per_device_eval_batch_size may help"
         log_lines(f"{row.name}: {result} ({row.launches} launches, {duration(row.seconds)})")
-
-    def _try_what_is_missing(self) -> bool:
-        """Try the sizes of --batch_sizes that have no result, and the largest that all hold. Returns whether a limit
-        has changed."""
-        before = [row.largest for row in self.rows()]
-        common = common_size(self.rows())
-        for candidate, row in zip(self.candidates, self.rows()):
-            wanted = {*(self.options.micro_batches or ()), *filter(None, [common])}
-            for size in sorted(size for size in wanted if size < row.largest and not row.at(size)):
-                self._try(candidate, size)
-            if self._row(candidate).largest != row.largest:  # a smaller size did not fit, and so there is a gap below
-                self._search(candidate)
-        return before != [row.largest for row in self.rows()]
 
     def _try(self, candidate: Candidate, size: int) -> None:
         """Measure a size; the result, or why the candidate has none, is known afterwards."""

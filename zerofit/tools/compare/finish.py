@@ -99,30 +99,29 @@ class Finished:
 def finished_table(runs: list[Finished]) -> list[tuple[str, ...]]:
     """A row for each strategy."""
     names = list(dict.fromkeys(name for run in runs for name in run.figures))
-    head = (*HEAD, *(name.removeprefix("eval_") for name in names))
-    return [head, *(_row(run, names) for run in runs)]
-
-
-def _row(run: Finished, names: list[str]) -> tuple[str, ...]:
-    if run.problem or not run.lines:
-        return (run.name, str(run.micro_batch), "failed", *["-"] * (len(HEAD) - 3 + len(names)))
-    last, evaluation, seconds = run.lines[-1], run.evaluation, run.training_s
-    trained = [line for line in run.lines if "seconds" in line]
-    return (
-        run.name,
-        str(run.micro_batch),
-        str(run.global_batch),
-        f"{last['update']:,}",
-        _time(seconds),
-        _time(seconds / last["epoch"]),
-        rounded(last["consumed_samples"] / seconds),
-        str(run.recipe.get("per_device_eval_batch_size")),
-        _time(evaluation["evaluation_seconds"]) if evaluation else "-",
-        rounded(evaluation["evaluation_samples_per_s"]) if evaluation else "-",
-        size(max(line["peak_memory_bytes"] for line in trained)),
-        decimals(trained[-1]["loss"]),
-        *(decimals(run.figures[name]) if name in run.figures else "-" for name in names),
-    )
+    rows: list[tuple[str, ...]] = [(*HEAD, *(name.removeprefix("eval_") for name in names))]
+    for run in runs:
+        if run.problem or not run.lines:
+            rows.append((run.name, str(run.micro_batch), "failed", *["-"] * (len(HEAD) - 3 + len(names))))
+            continue
+        last, evaluation, seconds = run.lines[-1], run.evaluation, run.training_s
+        trained = [line for line in run.lines if "seconds" in line]
+        cells = [
+            run.name,
+            str(run.micro_batch),
+            str(run.global_batch),
+            f"{last['update']:,}",
+            _time(seconds),
+            _time(seconds / last["epoch"]),
+            rounded(last["consumed_samples"] / seconds),
+            str(run.recipe.get("per_device_eval_batch_size")),
+            _time(evaluation["evaluation_seconds"]) if evaluation else "-",
+            rounded(evaluation["evaluation_samples_per_s"]) if evaluation else "-",
+            size(max(line["peak_memory_bytes"] for line in trained)),
+            decimals(trained[-1]["loss"]),
+        ]
+        rows.append((*cells, *(decimals(run.figures[name]) if name in run.figures else "-" for name in names)))
+    return rows
 
 
 def _time(seconds: float) -> str:

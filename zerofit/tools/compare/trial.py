@@ -128,7 +128,6 @@ NOT_COUNTED = (
     "Simulated: not in the peaks are workspaces of kernels and of NCCL, fragmentation, and what the driver takes for "
     "each process (on CUDA 640 MiB). Host memory is not limited"
 )
-NAME = "npu"  # of the device's type, for accelerate has a list of those that it lets train in fp16
 
 
 def timed_precision(machine: TrialMachine, wanted: str) -> tuple[str, str]:
@@ -161,7 +160,7 @@ def simulated_machine(device: str, num_processes: int) -> TrialMachine:
             "SIMGPU_MEMORY": ",".join([str(total)] * num_processes),
             "SIMGPU_WITHOUT_DATA": "1",
             "SIMGPU_MODEL": f"simulated {gpu.name if gpu else f'device of {size(total)}'}",
-            "SIMGPU_NAME": NAME,
+            "SIMGPU_NAME": "npu",  # of the device's type: accelerate has a list of those that it lets train in fp16
         }
     )
 

@@ -27,7 +27,8 @@ class SharedModel(HFLM):
 
 
 def evaluate(options: Any, folder: Path) -> int:
-    """Evaluate, show the table, and write results.json and samples.jsonl.
+    """Evaluate, show the table, and write results.json and samples.jsonl. Raises UserError: a task is unknown, or a
+    file has none.
 
     Args:
         options: EvaluateOptions, whose module imports this one as it starts.
@@ -35,7 +36,13 @@ def evaluate(options: Any, folder: Path) -> int:
     """
     check_folder_of(options.results, RESULTS, "evaluation on tasks")
     base, adapter, tokenizer = find_model(options)
-    known, tasks = _tasks(options.tasks)
+    files = {name: Path(name).resolve() for name in options.tasks if Path(name).suffix in (".yaml", ".yml")}
+    known = TaskManager(include_path=[str(folder) for folder in sorted({file.parent for file in files.values()})])
+    of_files = {str(entry.yaml_path): name for name, entry in known.task_index.items() if entry.yaml_path}
+    asked = [of_files.get(str(files.get(name)), name) for name in options.tasks]
+    missing = [name for name in asked if not known.match_tasks([name])]
+    if missing:
+        raise UserError(f"tasks = {' '.join(missing)}: no such task is known. `lm-eval ls tasks` lists them")
     accelerator = Accelerator()
     if accelerator.device.index is not None:
         torch.accelerator.set_device_index(accelerator.device.index)
@@ -44,7 +51,7 @@ def evaluate(options: Any, folder: Path) -> int:
     model.accelerator = accelerator
     found = simple_evaluate(
         model,
-        tasks=tasks,
+        tasks=known.match_tasks(asked),
         task_manager=known,
         num_fewshot=options.num_fewshot,
         limit=options.limit,
@@ -52,28 +59,25 @@ def evaluate(options: Any, folder: Path) -> int:
     )
     if found is None:  # of every rank but the first
         return 0
-    _write(options.results, options, found)
-    log_lines(table(rows(found, _own_figures(folder)), screen_width()), f"results   {options.results}")
+    options.results.mkdir(parents=True, exist_ok=True)
+    samples = found.pop("samples", {})
+    items = ({"task": task, **line} for task, lines in samples.items() for line in lines)
+    with atomic_file(options.results / "samples.jsonl") as file:
+        file.writelines(json.dumps(item, default=str, ensure_ascii=False) + "\n" for item in items)
+    with atomic_file(options.results / RESULTS) as file:
+        json.dump({"options": options.to_dict(), **found}, file, indent=2, default=str, ensure_ascii=False)
+    log_lines(table(rows(found, folder), screen_width()), f"results   {options.results}")
     return 0
 
 
-def _tasks(names: list[str]) -> tuple[TaskManager, list[str]]:
-    """The harness's tasks, those of the .yaml files among them, and the names of those that are asked for. Raises
-    UserError: a name is unknown, or a file has no task."""
-    files = {name: Path(name).resolve() for name in names if Path(name).suffix in (".yaml", ".yml")}
-    known = TaskManager(include_path=[str(folder) for folder in sorted({file.parent for file in files.values()})])
-    of_files = {str(entry.yaml_path): name for name, entry in known.task_index.items() if entry.yaml_path}
-    asked = [of_files.get(str(files.get(name)), name) for name in names]
-    missing = [name for name in asked if not known.match_tasks([name])]
-    if missing:
-        raise UserError(f"tasks = {' '.join(missing)}: no such task is known. `lm-eval ls tasks` lists them")
-    return known, known.match_tasks(asked)
-
-
-def rows(found: dict[str, Any], own: dict[str, float]) -> list[tuple[str, ...]]:
-    """The table: the run's own held-out figures, and those of each task."""
+def rows(found: dict[str, Any], folder: Path) -> list[tuple[str, ...]]:
+    """The table: the figures of the run's last evaluation, where the model is a run's, and those of each task."""
     lines: list[tuple[str, ...]] = [("task", "figure", "value", "+-", "questions")]
-    lines += [("held out, by the run", name, f"{value:.4g}", "", "") for name, value in own.items()]
+    metrics = RunFolder(folder.parent).metrics.read() if folder.name == "model" else []
+    own: dict[str, Any] = next((line for line in reversed(metrics) if "eval_loss" in line), {})
+    for name, value in own.items():
+        if name.startswith("eval_") and "seconds" not in name and isinstance(value, float):
+            lines.append(("held out, by the run", name, f"{value:.4g}", "", ""))
     for task, figures in found["results"].items():
         for name, value in figures.items():
             figure, _, kind = name.partition(",")
@@ -83,21 +87,3 @@ def rows(found: dict[str, Any], own: dict[str, float]) -> list[tuple[str, ...]]:
                 count = found.get("n-samples", {}).get(task, {}).get("effective", "")
                 lines.append((task, figure, f"{value:.4g}", shown, str(count)))
     return lines
-
-
-def _own_figures(folder: Path) -> dict[str, float]:
-    """The figures of the run's last evaluation; none where the model is not a run's."""
-    metrics = RunFolder(folder.parent).metrics
-    lines = [line for line in metrics.read() if "eval_loss" in line] if folder.name == "model" else []
-    names = [name for name in (lines[-1] if lines else {}) if name.startswith("eval_") and "seconds" not in name]
-    return {name: lines[-1][name] for name in names if isinstance(lines[-1][name], float)}
-
-
-def _write(folder: Path, options: Any, found: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    samples = found.pop("samples", {})
-    items = ({"task": task, **line} for task, lines in samples.items() for line in lines)
-    with atomic_file(folder / "samples.jsonl") as file:
-        file.writelines(json.dumps(item, default=str, ensure_ascii=False) + "\n" for item in items)
-    with atomic_file(folder / RESULTS) as file:
-        json.dump({"options": options.to_dict(), **found}, file, indent=2, default=str, ensure_ascii=False)

@@ -233,7 +233,16 @@ def respond(options: "GenerateOptions") -> int:
     if renderer.uses_template:
         for note in unread_note([], (key for chat in chats for key in unread_keys(tokenizer, chat))):
             log_to_stderr(f"note: {note.removeprefix('note').strip()}")
-    output = _open(options.output)
+    output = None
+    if options.output is not None:
+        path = Path(options.output).expanduser()
+        if path.suffix != ".jsonl":
+            raise UserError(f"output = {options.output!r}: expected the name of a .jsonl file")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            output = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"output = {options.output!r} cannot be written: {error.strerror}") from None
     writer = Writer(load(base, adapter, options), tokenizer, options, renderer.end_of_turn())
     writer.ends_by_itself = renderer.has_encoder or renderer.uses_template
     if options.chat:
@@ -241,20 +250,6 @@ def respond(options: "GenerateOptions") -> int:
     else:
         complete(writer, renderer, prompts, output)
     return 0
-
-
-def _open(name: str | None) -> TextIO | None:
-    """The .jsonl file for generated texts, opened before the model is loaded; None if there is none."""
-    if name is None:
-        return None
-    path = Path(name).expanduser()
-    if path.suffix != ".jsonl":
-        raise UserError(f"output = {name!r}: expected the name of a .jsonl file")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"output = {name!r} cannot be written: {error.strerror}") from None
 
 
 def read_prompts(options: "GenerateOptions") -> list[Prompt]:

@@ -260,7 +260,8 @@ def make_job(options: SubmitOptions, words: list[str]) -> tuple[dict[str, Any], 
 
 
 def _fill(kind: str, options: SubmitOptions, words: list[str], **values: Any) -> str:
-    """Fill in the scheduler's template."""
+    """Fill in the scheduler's template. Raises UserError: the site's file cannot be read, or expands a variable of a
+    task in the script."""
     here = shown_path(Path(sys.executable).with_name("zerofit"))  # from the current folder, where a job starts
     program = options.program or {"slurm": here, "skypilot": ".venv/bin/zerofit"}.get(kind, "zerofit")
     lines: list[list[str]] = []  # an option and its values on one line
@@ -271,9 +272,21 @@ def _fill(kind: str, options: SubmitOptions, words: list[str], **values: Any) ->
     machines = ["--num_machines", str(options.nodes)] if kind == "jobset" else []
     if machines and options.nodes > 1:
         machines += ["--main_process_ip", f"{values['name']}-node-0-0.{values['name']}"]
-    if isinstance(options, SlurmOptions):
-        head, site = _read_site(Path(options.site)) if options.site else ([], [])
-        values |= {"head": head, "site": site}
+    site: list[str] = []  # the cluster's own lines, as they are
+    if isinstance(options, SlurmOptions) and options.site:
+        try:
+            site = Path(options.site).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"site = {options.site!r} cannot be read: {error}") from None
+        found = [match[1] for line in site if not line.lstrip().startswith("# ") for match in OF_A_TASK.finditer(line)]
+        if found:
+            raise UserError(
+                f"site = {options.site!r} expands ${found[0]} in the batch script, which runs on the first node only. "
+                "Remove it: zerofit launch reads it on each node"
+            )
+    values["head"] = [line for line in site if line.startswith("#SBATCH")]
+    before_the_run = "\n".join(line for line in site if not line.startswith(("#SBATCH", "#!")))
+    values["site"] = before_the_run.strip("\n").splitlines()  # without empty lines at both ends
     protocols = {word.partition("://")[0].rpartition("=")[2] for word in words if "://" in word}
     values |= {"packages": sorted({PACKAGES[protocol] for protocol in protocols & PACKAGES.keys()})}
     places = Environment(loader=FileSystemLoader(Path(__file__).with_name("templates")), undefined=StrictUndefined)
@@ -283,21 +296,3 @@ def _fill(kind: str, options: SubmitOptions, words: list[str], **values: Any) ->
     values |= {"lines": [shlex.join(line) for line in lines], "final": FINAL, "resumed": EXIT_TO_BE_RESUMED}
     template = places.get_template(f"{SCHEDULERS[kind][1]}.jinja")
     return template.render(**values, grace_s=GRACE_S, variables=VARIABLES).strip() + "\n"
-
-
-def _read_site(file: Path) -> tuple[list[str], list[str]]:
-    """Return (a site's #SBATCH lines, its others without empty ones at both ends), as they are. Raises UserError: the
-    file cannot be read, or expands a variable of a task in the script."""
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"site = {str(file)!r} cannot be read: {error}") from None
-    head = [line for line in lines if line.startswith("#SBATCH")]
-    rest = [line for line in lines if not line.startswith(("#SBATCH", "#!"))]
-    found = [match[1] for line in lines if not line.lstrip().startswith("# ") for match in OF_A_TASK.finditer(line)]
-    if found:
-        raise UserError(
-            f"site = {str(file)!r} expands ${found[0]} in the batch script, which runs on the first node only. Remove "
-            "it: zerofit launch reads it on each node"
-        )
-    return head, "\n".join(rest).strip("\n").splitlines()
