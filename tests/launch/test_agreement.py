@@ -475,7 +475,7 @@ def test_equal_bleu_and_rouge_are_no_equal_zeros(run):
 
 @pytest.mark.parametrize(("case", "layout"), table("packed", "averaged"))
 def test_the_exported_weights_are_whole_and_the_same(run, case, layout):
-    """And so is the mean of the weights: that it is the mean, test_weight_mean.py."""
+    """And so is the mean of the weights: that it is the mean, test_optimizers.py."""
     for folder in ("model", "model/ema") if case == "averaged" else ("model",):
         check_same_weights(*(run(case, each)[1] / folder for each in (layout, REFERENCE)))
 

@@ -1,4 +1,4 @@
-"""A rank that is slow, or stopped, is named. (That others are not: tests/unit/test_slow_ranks.py.)"""
+"""A rank that is slow, or stopped, is named. (That others are not: tests/unit/test_watchdog.py.)"""
 
 import platform
 import re

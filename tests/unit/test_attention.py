@@ -1,4 +1,5 @@
-"""Packed documents and the kernels of attention: what each is told, and that all of them say the same.
+"""Packed documents and the kernels of attention: what each is told, and that all of them say the same:
+documents do not see each other.
 
 There is no flash kernel on a CPU. Here one stands in for torch's that computes document by document, and notes what it
 was told.
@@ -11,11 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from datasets import Dataset
 from helpers import TINY, refusal, tiny_model
 
 import zerofit.model.attention as attention
 from zerofit.compat.transformers import attention_of
 from zerofit.data.collate import CausalCollator
+from zerofit.data.pack import Documents, PackedBlocks
 from zerofit.model.attention import SDPA, VARLEN, check_attention_installed, choose_attention, kernel_of, takes_lengths
 from zerofit.model.loss import install_loss
 from zerofit.model.preflight import check_packing
@@ -227,3 +230,38 @@ def test_a_kernel_that_is_not_installed_is_refused_with_what_to_install(monkeypa
     problem = refusal(check_attention_installed, name)
     assert f"attn_implementation = {name!r}" in problem
     assert "pip install 'kernels>=" in problem
+
+
+# ----------------------------------------------------------------------------------------------------------- documents
+
+
+A, OTHER, B = [5, 6, 7, 8, 9], [15, 16, 17, 18, 19], [25, 26, 27]
+SDPA_AND_EAGER = [(family, attention) for family in TINY for attention in ("sdpa", "eager")]
+
+
+def logits_of_b(model, first: list[int], batch_size: int, boundaries: bool) -> torch.Tensor:
+    documents = Documents(Dataset.from_dict({"input_ids": [first, B] * batch_size}))
+    blocks = PackedBlocks(documents, 8, boundaries, filler=0)
+    batch = CausalCollator(pad_id=0)([(blocks[index], index) for index in range(batch_size)])
+    inputs = {name: tensor for name, tensor in batch.inputs.items() if name != "labels"}
+    with torch.no_grad():
+        logits = model(**inputs).logits
+    return logits.reshape(batch_size, 8, -1)[:, len(first) :]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+@pytest.mark.parametrize(("family", "attention"), SDPA_AND_EAGER)
+def test_documents_stay_apart(family, attention, batch_size):
+    model = tiny_model(family, attention)
+    with_a, with_other = (logits_of_b(model, first, batch_size, boundaries=True) for first in (A, OTHER))
+    torch.testing.assert_close(with_a, with_other, rtol=0, atol=1e-6)
+    with torch.no_grad():
+        alone = model(input_ids=torch.tensor([B])).logits
+    torch.testing.assert_close(with_a[:1], alone, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("family", "attention"), SDPA_AND_EAGER)
+def test_plain_concatenation_does_let_them_see_each_other(family, attention):
+    model = tiny_model(family, attention)
+    with_a, with_other = (logits_of_b(model, first, 2, boundaries=False) for first in (A, OTHER))
+    assert (with_a - with_other).abs().max() > 1e-3

@@ -1,5 +1,6 @@
 """torch_compile: its values, how many graphs there are, and that a compiled model computes what another one does."""
 
+import contextlib
 import copy
 from collections.abc import Iterator
 
@@ -8,8 +9,9 @@ import torch
 from helpers import refusal, tiny_model
 from torch._dynamo.utils import counters
 
+from zerofit.estimate.allocations import AllocationTracker, FusedLayers
 from zerofit.model.attention import set_attention
-from zerofit.model.compilation import compile_model
+from zerofit.model.compilation import blocks_of, compile_model, round_embeddings
 from zerofit.model.recomputation import enable_recomputation
 from zerofit.training.export import compilation_line
 
@@ -93,3 +95,80 @@ def test_what_the_compiler_fails_at_is_computed_as_it_is():
         else:
             with pytest.raises(Exception, match="no Triton"):
                 loss_and_gradients(model, batch)
+
+
+# ------------------------------------------------------------------------------------------------- the residual stream
+
+
+def entering(model, dtype):
+    """The dtypes in which hidden states enter the blocks, under autocast in a dtype."""
+    seen = []
+    for block in blocks_of(model):
+        block.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.append((args or [*kwargs.values()])[0].dtype), with_kwargs=True
+        )
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        model(input_ids=torch.arange(48).reshape(2, 24)).logits.float().sum().backward()
+    return set(seen)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_it_is_in_bf16_under_autocast_alone(family):
+    assert entering(tiny_model(family), torch.bfloat16) == {torch.float32}
+    for dtype, expected in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32), (None, torch.float32)):
+        model = tiny_model(family)
+        round_embeddings(model)
+        assert entering(model, dtype) == {expected}
+        gradients = {each.grad.dtype for each in model.parameters() if each.grad is not None}
+        assert gradients == {torch.float32}
+
+
+# ------------------------------------------------------------------------------------------- what compiled layers keep
+
+
+IDS = torch.arange(2 * 64).view(2, 64) % 97
+
+
+def planned(model, fuses: bool, is_float8: bool = False) -> int:
+    """Bytes that the second layer keeps beside its output, as a plan counts them."""
+    ledger, alive, handles = AllocationTracker(is_float8=is_float8), [], []
+    ledger.exclude([*model.parameters(), *model.buffers()])
+    layer = model.model.layers[1]
+    if fuses:
+        handles += FusedLayers(ledger).watch(layer)
+    handles.append(layer.register_forward_pre_hook(lambda *_: alive.append(ledger.live)))
+    handles.append(layer.register_forward_hook(lambda *_: alive.append(ledger.live)))
+    with ledger, torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=IDS).logits.sum()
+    loss.backward()
+    for handle in handles:
+        handle.remove()
+    return alive[1] - alive[0] - IDS.numel() * model.config.hidden_size * 4
+
+
+def partitioned(model) -> int:
+    """Bytes that the second layer keeps beside its inputs and weights, compiled with torch's partitioner."""
+    known, kept, handles = set(), {}, []
+    known |= {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
+    layer, hooks = model.model.layers[1], contextlib.ExitStack()
+
+    def pack(tensor):
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    def enter(_, args, kwargs):
+        inputs = torch.utils._pytree.tree_leaves((args, kwargs))
+        known.update(tensor.untyped_storage()._cdata for tensor in inputs if isinstance(tensor, torch.Tensor))
+        hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
+
+    layer.compile(backend="aot_eager_decomp_partition")
+    handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
+    handles.append(layer.register_forward_hook(lambda *_: hooks.close()))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=IDS)
+    return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in known)
+
+
+def test_it_is_what_torch_s_partitioner_keeps():
+    model = tiny_model("llama", hidden_size=128, intermediate_size=512, num_attention_heads=4, num_key_value_heads=1)
+    assert planned(model, True) == pytest.approx(partitioned(model), rel=0.1)

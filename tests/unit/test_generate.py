@@ -11,9 +11,11 @@ import pytest
 import torch
 from folders import save_adapter, save_blenderbot, save_writer, small_tokenizer
 from helpers import tiny_deberta
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from zerofit.cli import main
+from zerofit.recipe import Seq2SeqRecipe, parse_recipe
+from zerofit.training.generation import generation_settings
 
 pytestmark = pytest.mark.usefixtures("tools")
 POSITIONS = 64  # of the tiny models
@@ -316,3 +318,31 @@ def test_prompt_files_that_are_refused(generate, model, tmp_path, content, words
     message = generate("--model", model, "--prompt_file", file, expect=2).err
     for word in words:
         assert word in message, message
+
+
+# ------------------------------------------------------------------------------------------------- where a text is cut
+
+
+def longest(stored, *flags):
+    recipe = parse_recipe(Seq2SeqRecipe, ["--model_name_or_path", "a", *flags])
+    return generation_settings(recipe, (128, recipe.max_target_length), GenerationConfig(**stored))["max_new_tokens"]
+
+
+@pytest.mark.parametrize("flags", [("--predict_file", "a.jsonl"), ("--evaluate_only", "--validation_file", "a.jsonl")])
+def test_a_launch_without_training_takes_the_stored_length(flags):
+    assert longest({"max_new_tokens": 40}, *flags) == 40
+    assert longest({}, *flags) == 128
+    assert longest({"max_new_tokens": 40}, *flags, "--val_max_target_length", "50") == 50
+    assert longest({"max_new_tokens": 40}, *flags, "--max_target_length", "60") == 60
+    assert longest({"max_new_tokens": 40}, "--train_file", "a.jsonl") == 128
+
+
+def test_generate_says_where_an_answer_is_cut(tools, tmp_path, capsys):
+    from zerofit.tools.generate.generate import main
+
+    save_blenderbot(tmp_path / "pairs", small_tokenizer(tmp_path))
+    assert main(["--model", str(tmp_path / "pairs"), "--prompt", "hello", "--max_new_tokens", "2"]) == 0
+    assert "note: the text is cut at max_new_tokens = 2" in capsys.readouterr().err
+    save_writer(tmp_path / "text", small_tokenizer(tmp_path))
+    assert main(["--model", str(tmp_path / "text"), "--prompt", "hello", "--max_new_tokens", "2"]) == 0
+    assert "cut" not in capsys.readouterr().err, "a text that is continued has no end"

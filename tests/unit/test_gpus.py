@@ -1,10 +1,12 @@
-"""A GPU that the machine has and torch does not see: told of before anything is read."""
+"""A GPU that the machine has and torch does not see: told of before anything is read. And the host's threads."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import refusal
+from helpers import ROOT, environment, refusal
 
 from zerofit.strategy import gpus
 
@@ -97,3 +99,24 @@ def test_segments_expand_where_the_driver_can_and_nobody_says_otherwise(
     assert gpus.has_expandable_segments() is found
     changed = {name: gpus.os.environ[name] for name in gpus.ALLOCATOR if name in gpus.os.environ}
     assert changed == ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if found else set_by_user)
+
+
+# -------------------------------------------------------------------------------------------------- the host's threads
+
+
+THREADS = """
+import ctypes, os, torch
+from zerofit.strategy.devices import use_threads_of_share
+assert torch.get_num_threads() == 1
+os.sched_getaffinity = lambda process: range(12)
+use_threads_of_share()
+openmp = ctypes.CDLL("libgomp.so.1")  # what DeepSpeed's CPU Adam is linked with: torch's own, where it has this name
+print(torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], openmp.omp_get_max_threads())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="libgomp.so.1 is Linux's")
+def test_threads_are_given_back_to_torch_and_to_what_is_parallel_through_openmp():
+    ours = environment(OMP_NUM_THREADS="1", LOCAL_WORLD_SIZE="3", PYTHONPATH=str(ROOT))
+    done = subprocess.run([sys.executable, "-c", THREADS], env=ours, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.split() == ["4", "4", "4"], done.stderr

@@ -1,29 +1,44 @@
-"""What strangers hand over runs nothing: an index beside a corpus, caches, a configuration, a manifest, a recipe."""
+"""What strangers hand over runs nothing: an index beside a corpus, caches, a configuration, a manifest, a recipe.
+What would take all time or memory ends in one sentence, and on the terminal no control character is raw."""
 
 import json
 import os
 import pickle
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+import yaml
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tests.helpers import Harmful, refusal, tiny_model
 from zerofit.checkpoint.directory import ASKED, find_damage, seal
 from zerofit.data.megatron import INDICES
-from zerofit.model.configuration import load_configuration, read_config
+from zerofit.data.text import tokenize_texts
+from zerofit.model.adapter_folder import open_adapter
+from zerofit.model.configuration import load_configuration, read_config, read_json
 from zerofit.model.pretrained_io import read_model
 from zerofit.recipe import paths
+from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import cache_root
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.tasks import ClmRecipe
+from zerofit.record.model_card import model_card
+from zerofit.record.run_folder import RunFolder
+from zerofit.record.terminal import Bar, log_lines, table
 from zerofit.strategy.builds import check_compiled_code
+from zerofit.tools.compare.compare import html_page
 from zerofit.tools.doctor.doctor import read_options
+from zerofit.tools.generate.respond import read_prompts
 from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.tool_recipe import read_with_recipe
 
-# ------------------------------------------------------------------------------------------- an index beside a corpus
+# -------------------------------------------------------------------------------------------- an index beside a corpus
 
 
 @pytest.fixture
@@ -125,3 +140,101 @@ def test_a_refused_pickle_is_refused_in_our_own_words(tmp_path):
     assert str(tmp_path) in message
     assert "weights_only" not in message
     assert not (tmp_path / "executed").exists()
+
+
+# ----------------------------------------------------------------------------------------------------- time and memory
+
+
+DEEP = "[" * 100_000
+
+
+ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi")
+)
+
+
+@pytest.mark.parametrize("bomb", [
+    f"{ALIASES}train_file: *i\n", f"train_file: {DEEP}\n", f"train_file: {'{a: ' * 5000}\n",
+    f"max_train_steps: {'9' * 9999}\n", "seed: 2026-99-99\n", "train_file: &x [*x]\n",
+])  # fmt: skip
+def test_yaml(tmp_path, bomb):
+    (tmp_path / "recipe.yaml").write_text(bomb)
+    began = time.process_time()
+    message = refusal(parse_recipe, ClmRecipe, ["--config", str(tmp_path / "recipe.yaml")])
+    assert "recipe.yaml" in message
+    assert len(message) < 2000
+    (tmp_path / "metrics.jsonl").write_text('{"update": 1, "loss": 1.0}\n')
+    assert RunFolder(tmp_path).recorded() is None
+    assert time.process_time() - began < 20
+
+
+def test_json_that_is_nested_too_deeply(tmp_path):
+    for name in ("adapter_config.json", "config.json", "deepspeed.json", "prompts.jsonl"):
+        (tmp_path / name).write_text(f'{{"a": {DEEP}')
+    assert "adapter_config.json" in refusal(open_adapter, str(tmp_path))
+    assert str(tmp_path) in refusal(read_config, "model", str(tmp_path))
+    assert "deepspeed.json" in refusal(read_json, tmp_path / "deepspeed.json")
+    assert "prompts.jsonl" in refusal(read_prompts, SimpleNamespace(prompt_file=str(tmp_path / "prompts.jsonl")))
+
+
+@pytest.fixture
+def tokenizer():
+    words = models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>")
+    backend = Tokenizer(words)
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
+
+
+def test_a_text_that_takes_more_memory_than_there_is(tokenizer, tmp_path, monkeypatch):
+    table = Dataset.from_dict({"text": ["a " * 10**5, "a a"]})
+    assert [len(row) for row in tokenize_texts(table, tokenizer, True, tmp_path)["input_ids"]] == [
+        10**5 + 1,
+        3,
+    ]
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=30 << 20))
+    assert "200,000 characters" in refusal(tokenize_texts, table, tokenizer, False, tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------------- texts and names
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31mname\r\x08\u202egnp.exe\x7f"
+RAW = set("\x1b\x07\x9b\r\x08\u202e\x7f")
+
+
+def test_what_is_printed(capsys):
+    log_lines("data", HOSTILE)
+    log_lines(table([("name", "rows"), (HOSTILE, f"1\n{HOSTILE}")]))
+    Bar(10, 1, main=True).log_lines(HOSTILE)
+    log_lines(UserError([f"column {HOSTILE}", "another"]).report(), UserError(HOSTILE).report())
+    shown = "".join(capsys.readouterr())
+    assert shown.count("name") > 5
+    assert not RAW & set(shown)
+    assert "\n\\x1b" not in table([("name", "rows"), ("x", f"1\n{HOSTILE}")])
+
+
+@pytest.mark.parametrize("name", [
+    'a\nlicense: mit\nextra: [x', "a: b # c", '"\n---\n# Other', f"x{HOSTILE}", "a'); import os; os.system('id') #",
+    'x", trust_remote_code=True) #',
+])  # fmt: skip
+def test_a_name_stays_a_name_in_a_model_card(name):
+    recipe = ClmRecipe(model_name_or_path=name, train_file=[f"{name}.txt"], report_name=name)
+    recipe.remember_sources({option: f"--{option}" for option in ("model_name_or_path", "train_file")})
+    environment = {"packages": {"torch": "2.0"}, "zerofit_commit": None}
+    for is_adapter in (False, True):
+        card = model_card("clm", recipe, {"eval_loss": 1.5}, environment, is_adapter)
+        assert not RAW & set(card)
+        front = yaml.safe_load(card.split("---\n")[1])
+        assert set(front) == {"library_name", "base_model", "tags"}
+        assert front["base_model"] == name
+        assert [line for line in card.splitlines() if line.startswith("# ")] == [card.splitlines()[6]]
+        assert json.loads(card.split("```json\n")[1].split("\n```")[0])["model_name_or_path"] == name
+    code = compile(card.split("```python\n")[1].split("```")[0], "card", "exec")
+    assert name in code.co_consts
+    assert "os" not in code.co_names
+
+
+def test_a_report_in_html():
+    page = html_page([f"# {HOSTILE}", "<script>", [("strategy", "a"), (HOSTILE, "<b>")], [HOSTILE]], {})
+    assert not RAW & set(page)
+    assert "<script>" not in page

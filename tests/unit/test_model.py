@@ -1,4 +1,4 @@
-"""Published architectures, parameter counts, weight decay, vocabulary."""
+"""Published architectures, parameter counts, weight decay, vocabulary, what is special about a family."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from helpers import NOT_SHARDED, check_refusal, refusal, tiny_model
+from helpers import NOT_SHARDED, check_refusal, refusal, small_sizes, tiny_model
 from safetensors.torch import load_file, save_file
 from sentencepiece import SentencePieceProcessor
 from tokenizers import ByteLevelBPETokenizer
@@ -20,7 +20,13 @@ from transformers import (
     M2M100Config,
 )
 
-from zerofit.model.configuration import known_architectures, load_configuration, override, overrides_of
+from zerofit.model.configuration import (
+    known_architectures,
+    load_configuration,
+    override,
+    overrides_of,
+    usable_positions,
+)
 from zerofit.model.load import load_model
 from zerofit.model.parameters import count_parameters
 from zerofit.model.pretrained_io import read_model
@@ -234,7 +240,7 @@ def test_the_stated_kinds_of_layers_stay(tmp_path):
     check_refusal(["config_overrides = 'num_hidden_layers=8'", "layer_types"], load_configuration, recipe)
 
 
-# ----------------------------------------------------------------------------- vocabulary files that have other names
+# ------------------------------------------------------------------------------ vocabulary files that have other names
 
 
 def test_vocabulary_files_of_any_name(data, tmp_path):
@@ -432,3 +438,32 @@ def test_layers_that_are_skipped_at_random_are_refused_on_several_processes(proc
 def test_a_value_of_another_kind_is_refused(family, given):
     """Also where the configuration's class checks no type: T5's, and what stands in rope_parameters."""
     assert given.partition("=")[0] in refusal(override, AutoConfig.for_model(family), given)
+
+
+# ------------------------------------------------------------------------------------------------------------ families
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "positions"),
+    [
+        ("gpt2", {"n_positions": 32}, 32),
+        ("roberta", {"max_position_embeddings": 34, "pad_token_id": 1}, 32),
+        ("xlnet", {}, None),
+        ("deberta-v2", {"position_biased_input": False}, None),
+    ],
+)
+def test_usable_positions(model_type, sizes, positions):
+    assert usable_positions(AutoConfig.for_model(model_type, **sizes)) == positions
+
+
+@pytest.mark.parametrize(
+    "model_type", ["camembert", "data2vec-text", "ibert", "luke", "markuplm", "roberta-prelayernorm", "xlm-roberta-xl"]
+)
+def test_a_row_of_all_usable_positions_has_a_place_in_the_model(model_type):
+    """Positions of a RoBERTa begin after the padding token's id."""
+    sizes = small_sizes(model_type, max_position_embeddings=40)
+    config = AutoConfig.for_model(model_type, **sizes | {"pad_token_id": 1, "vocab_size": 50})
+    model, row = AutoModel.from_config(config).eval(), torch.full((1, usable_positions(config)), 5)
+    assert model(input_ids=row).last_hidden_state.shape[1] == 38
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=torch.full((1, 39), 5))

@@ -1,19 +1,24 @@
 """Pipeline parallelism without launches: stages that are called one after another find what the full model finds, each
 holds its own weights only, and what cannot be done is refused."""
 
+import importlib.util
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from folders import write_ported_model
 from helpers import refusal, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerofit.model.export import export_model
+from zerofit.model.families import BY_MODEL_TYPE
 from zerofit.model.loss import install_loss
 from zerofit.model.stages import check_stages, keep_stage
 from zerofit.recipe import ClmRecipe
 from zerofit.strategy.launch import Launch
+from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.read import check_combinations
 from zerofit.strategy.strategy import Strategy
 
@@ -117,3 +122,61 @@ def test_what_does_not_go_together_is_refused_in_one_message():
     assert "8 problems" in message, "each is named once; torch_compile of ZeRO-3 too"
     message = refusal(check_combinations, replace(strategy, pipeline=1, tensor=1, sequence=1), recipe)
     assert message.count("does not go together") == 1, "compiled layers under ZeRO-3"
+
+
+# ------------------------------------------------------------------------------------------------------ a ported model
+
+
+def model_of(folder: Path) -> torch.nn.Module:
+    """The model with weights that are not zero or one; its family is known from then on."""
+    spec = importlib.util.spec_from_file_location("family_of_the_page", folder / "family.py")
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    BY_MODEL_TYPE.update({name: family for family in module.FAMILIES for name in family.model_types})
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    config.use_cache, config.resid_pdrop, config.embd_pdrop, config.attn_pdrop = False, 0.0, 0.0, 0.0
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return model.train()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_ported_model(tmp_path)
+    yield tmp_path
+    BY_MODEL_TYPE.pop("rms_gpt2", None)
+
+
+def test_stages_of_a_pipeline_find_what_the_model_finds(folder):
+    whole, stages = model_of(folder), [model_of(folder) for _ in range(2)]
+    for stage, model in enumerate(stages):
+        keep_stage(model, stage, 2, torch.float32)
+    for model in (whole, *stages):
+        install_loss(model, "full")
+    ids = torch.randint(0, 512, (2, 20), generator=torch.Generator().manual_seed(3))
+    hidden = stages[0].base_model(input_ids=ids).last_hidden_state
+    loss = stages[1](inputs_embeds=hidden, labels=ids)
+    torch.testing.assert_close(loss, whole(input_ids=ids, labels=ids), rtol=1e-6, atol=0)
+
+
+# ----------------------------------------------------------------------------------------------------- places of ranks
+
+
+def test_places_are_deepspeeds():
+    """DeepSpeed's PipeModelDataParallelTopology numbers its axes pipe, data, model, the last one fastest."""
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
+    for rank in range(8):
+        layout, place = ParallelLayout(8, rank, tensor=2, pipeline=2), topology.get_coord(rank)
+        assert (layout.data_rank, layout.pipeline_stage) == (place.data, place.pipe)
+
+
+def test_each_rank_draws_numbers_of_its_own():
+    """Heads of a layer and parts of a row differ too."""
+    for degrees in ({}, {"tensor": 2}, {"pipeline": 4}, {"sequence": 2}):
+        keys = [ParallelLayout(4, rank, **degrees).dropout_seed_key for rank in range(4)]
+        assert len(set(keys)) == 4
+        assert degrees or keys == [(0,), (1,), (2,), (3,)]

@@ -4,15 +4,19 @@ import json
 
 import pytest
 import torch
+import transformers
 from helpers import recipe_of
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from zerofit.cli import main
-from zerofit.estimate.allocations import unused_bytes
+from zerofit.estimate.allocations import MATRIX, unused_bytes
+from zerofit.estimate.peak import cache_of
 from zerofit.estimate.planned_model import read_planned_model
 from zerofit.estimate.planned_rows import Rows
 from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings
 from zerofit.recipe.errors import UserError
+from zerofit.recipe.tasks import Seq2SeqRecipe
 from zerofit.tools.plan import planner as planner_module
 
 ON_GPUS = ["--gpu", "a100-40gb", "--num_gpus", "16"]
@@ -135,3 +139,87 @@ def test_a_model_from_scratch_has_the_vocabulary_of_the_named_tokenizer(byte_tok
     recipe = recipe_of(config_name="gpt2", config_overrides=overrides, tokenizer_name=str(byte_tokenizer))
     with pytest.raises(UserError, match="vocab_size"):
         read_planned_model(recipe, "clm", on_gpu=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------- time
+
+
+LARGER = ["--block_size", "512", "--config_overrides",
+          "n_layer=3,n_head=16,n_embd=2048,n_positions=512,vocab_size=8192"]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------ the operations
+
+
+def test_traced_products_are_those_of_a_real_pass():
+    model = AutoModelForCausalLM.from_config(gpt2(3), attn_implementation="sdpa")
+    ids = torch.zeros(2, 48, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    steps = tracer(gpt2(3), Rows("clm", 48, loss_kind="full"), dtype=torch.float32).steps(2)
+    traced = sum(one.flops for step in steps for one in step.operations if one.kind == MATRIX)
+    assert traced == counter.get_total_flops() > 0  # it does not know a CPU's attention
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+
+def test_the_parts_of_a_time_add_up_and_a_cpu_has_none(capsys):
+    found = planned(capsys, *ON_GPUS, "--strategies", "ddp", "--batch_sizes", "4")["predictions"][0]
+    assert found["seconds_per_update"] == pytest.approx(sum(found["seconds"].values()))
+    assert found["tokens_per_s"] == pytest.approx(4 * 32 * found["layout"]["data"] / found["seconds_per_update"])
+    assert found["bound"] in found["seconds"]
+    flags = "--gpu cpu --gpu_memory 400MiB --num_gpus 2 --strategies ddp --batch_sizes 4".split()
+    assert planned(capsys, *flags)["predictions"][0]["seconds_per_update"] is None
+
+
+def test_the_fastest_come_first(capsys):
+    found = planned(capsys, *LARGER, *ON_GPUS, "--strategies", "all", "--batch_sizes", "4")
+    of_layouts = {(one["strategy"], *one["layout"].values()): one["tokens_per_s"] for one in found["predictions"]}
+    order = [of_layouts[one["strategy"], *one["layout"].values()] for one in found["best"]]
+    assert order == sorted(order, reverse=True)
+    speeds = {one["strategy"]: one["tokens_per_s"] for one in found["predictions"]}
+    assert len(order) > 6
+    assert speeds["zero3"] > max(speeds["zero3_offload_optimizer"], speeds["zero3_offload"])
+    assert speeds["zero2"] > speeds["zero2_offload"]
+
+
+def test_padded_rows_take_the_time_of_their_mean_length_and_the_memory_of_the_longest(capsys):
+    flags = [*LARGER, *ON_GPUS, "--strategies", "ddp", "--batch_sizes", "4", "--packing", "none"]
+    full, short = (planned(capsys, *flags, *more)["predictions"][0] for more in ([], ["--mean_length", "128"]))
+    assert short["peak_allocated_bytes"] == full["peak_allocated_bytes"]
+    assert short["seconds_per_update"] < full["seconds_per_update"]
+    assert short["tokens_per_s"] == pytest.approx(128 * 4 * 16 / short["seconds_per_update"])
+
+
+# ---------------------------------------------------------------------------------------------------------- generation
+
+
+SMALL = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 3, "encoder_attention_heads": 4,
+         "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 90}  # fmt: skip
+MODELS = {
+    "blenderbot": transformers.BlenderbotConfig(**SMALL),
+    "bart": transformers.BartConfig(**SMALL),
+    "t5": transformers.T5Config(
+        d_model=32, d_kv=16, d_ff=64, num_layers=3, num_heads=4, vocab_size=90, decoder_start_token_id=0
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_keys_and_values_are_those_of_a_search(name):
+    batch, beams, source, target = 3, 2, 7, 5
+    model = transformers.AutoModelForSeq2SeqLM.from_config(MODELS[name]).eval()
+    written = model.generate(
+        torch.full((batch, source), 8), num_beams=beams, min_new_tokens=target, max_new_tokens=target,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    cache = written.past_key_values
+    layers = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+    with torch.device("meta"):
+        counted = cache_of(transformers.AutoModelForSeq2SeqLM.from_config(MODELS[name]))
+    recipe = Seq2SeqRecipe(max_source_length=source, max_target_length=target)
+    parts = counted.parts(recipe, batch * beams, 4)
+    assert parts["keys and values"] == held
+    assert parts["activations"] == batch * beams * source * 32 * 4

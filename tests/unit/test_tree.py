@@ -1,6 +1,9 @@
-"""What holds for every file of the tree: a clone needs nothing beside it, and the documents' links lead somewhere."""
+"""What holds for every file of the tree: a clone needs nothing beside it, the documents' links lead
+somewhere, and pages that scripts write are current."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,3 +56,13 @@ def test_files_that_documents_name_exist(file):
     named = [name for name in named if not PLACEHOLDER.search(name)]
     missing = [name for name in named if not (ROOT / name).exists() and not list(ROOT.glob(name + ".*"))]
     assert not missing, f"{file.relative_to(ROOT)}: {missing}"
+
+
+# -------------------------------------------------------------------------------------------- pages that scripts write
+
+
+@pytest.mark.parametrize("script", ["options_reference", "recipes_index", "licences"])
+def test_the_page_is_current(script):
+    command = [sys.executable, ROOT / "scripts" / f"{script}.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

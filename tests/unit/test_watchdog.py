@@ -1,4 +1,5 @@
-"""How a rank ended, told by its watchdog process: of real processes that are killed, hang, or leave in order."""
+"""How a rank ended, told by its watchdog process: of real processes that are killed, hang, or leave in order. And
+which rank is said to be slow."""
 
 import contextlib
 import os
@@ -9,6 +10,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.distributed.flight_recorder import fr_trace
 from zerofit.health import flight
 from zerofit.health import watchdog_process as watch
 from zerofit.health.out_of_memory import died_elsewhere
+from zerofit.health.slow_ranks import RankSeconds, SlowRanks
 from zerofit.health.watchdog_process import (
     GIB,
     MemoryReading,
@@ -28,6 +31,7 @@ from zerofit.health.watchdog_process import (
     headroom,
     read_memory,
 )
+from zerofit.strategy.layout import ParallelLayout
 
 PRELUDE = """
 import os, signal, sys, time
@@ -132,7 +136,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert "phase backward of update 17" in done.stderr
 
 
-# ------------------------------------------------------------------------------------------- a watch by another clock
+# -------------------------------------------------------------------------------------------- a watch by another clock
 
 QUIET = ((0.5, None),)
 ALIVE = ((0.5, "{}\n"),)
@@ -247,7 +251,7 @@ def test_errors_that_tell_of_another_process(error, elsewhere):
     assert died_elsewhere(wrapped) == elsewhere
 
 
-# ---------------------------------------------------------------------------------------------------- flight recorder
+# ----------------------------------------------------------------------------------------------------- flight recorder
 
 HANGING = """
 import sys, time
@@ -312,3 +316,51 @@ def test_records_of_nccl_are_read(tmp_path):
                     "not come to it, rank 3 has left no record"), "a record runs no code"  # fmt: skip
     assert flight.read_flight_records(str(tmp_path), since=time.time() + 60) == {}, "of a launch before"
     assert flight.describe({2: {"pg_config": config, "entries": of_nccl("completed")}}) == []
+
+
+# ---------------------------------------------------------------------------------------------------------- slow ranks
+
+
+def seconds(data: float = 0.01, own: float = 0.5, positions: float = 512, total: float = 1.0) -> RankSeconds:
+    return RankSeconds(total, data, own / 3, 2 * own / 3, total - data - own, own, positions)
+
+
+def said(layout: ParallelLayout, updates: list[list[RankSeconds]]) -> list[str]:
+    slow = SlowRanks(layout, 1, lambda rank: f"machine {rank // 2} (node), GPU {rank % 2}", "forward")
+    for update, ranks in enumerate(updates, 1):
+        slow.add(update, ranks)
+    return slow.messages()
+
+
+def test_a_slow_rank_is_told_once_and_once_more_when_it_is_no_longer():
+    place = "slow      rank 3 on machine 1 (node), GPU 1: since update"
+    healthy, late = [seconds()] * 4, [seconds()] * 3 + [seconds(own=0.7)]
+    updates = [healthy] * 20 + [late] * 100 + [healthy] * 50 + [late] * 20  # the last do not suffice
+    first, second = said(ParallelLayout(4), updates)
+    assert first == (f"{place} 20 computing (forward) takes 1.40 times as long as on other ranks, which wait 0.2 s "
+                     "an update for it")  # fmt: skip
+    assert second == f"{place} 120 computing (forward) is as fast as on other ranks"
+    assert said(ParallelLayout(4), [healthy] * 20 + [late] * 29) == []
+
+
+def test_a_rank_that_waits_for_its_data():
+    updates = [[seconds(data=0.3), *[seconds()] * 7]] * 40
+    (line,) = said(ParallelLayout(8), updates)
+    assert "rank 0 on machine 0" in line
+    assert "an update waits 0.3 s for its data, 0.01 s on other ranks" in line
+    assert said(ParallelLayout(8), [[seconds(data=0.1), *[seconds()] * 7]] * 40) == [], "a tenth of the update"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_samples_of_other_lengths_are_no_slowness(seed):
+    rng = np.random.default_rng(seed)
+    lengths = rng.lognormal(6, 0.6, (400, 8))
+    updates = [[seconds(own=each / 1000, positions=each) for each in row] for row in lengths]
+    assert said(ParallelLayout(8), updates) == []
+
+
+def test_stages_of_a_pipeline_do_other_work():
+    layout = ParallelLayout(4, pipeline=2)
+    assert said(layout, [[seconds(), seconds(), seconds(own=0.9), seconds(own=0.9)]] * 40) == []
+    (line,) = said(layout, [[seconds(), seconds(own=0.8), seconds(own=0.9), seconds(own=0.9)]] * 40)
+    assert "rank 1 on" in line
