@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from datasets import Dataset
-from helpers import TINY, refusal, tiny_model
+from helpers import TINY, check_refusal, tiny_model
 
 import zerofit.model.attention as attention
 from zerofit.compat.transformers import attention_of
@@ -227,9 +227,7 @@ def test_our_names_stay_in_this_process_and_transformers_own_mean_what_they_mean
 def test_a_kernel_that_is_not_installed_is_refused_with_what_to_install(monkeypatch, name):
     monkeypatch.setattr(transformers.utils.import_utils, "is_kernels_available", lambda: False)
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
-    problem = refusal(check_attention_installed, name)
-    assert f"attn_implementation = {name!r}" in problem
-    assert "pip install 'kernels>=" in problem
+    check_refusal([f"attn_implementation = {name!r}", "pip install 'kernels>="], check_attention_installed, name)
 
 
 # ----------------------------------------------------------------------------------------------------------- documents

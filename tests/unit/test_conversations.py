@@ -4,7 +4,7 @@ import json
 
 import pytest
 from datasets import Dataset
-from helpers import read_data, refusal, write_records
+from helpers import check_refusal, read_data, refusal, write_records
 
 from zerofit.data.pairs import (
     Pair,
@@ -66,9 +66,7 @@ def test_columns_that_are_found(record, options, expected):
     ],
 )
 def test_columns_that_are_not_found(record, options, words):
-    message = refusal(columns_of, record, **options)
-    assert words in message
-    assert f"the columns are {', '.join(record)}" in message
+    check_refusal([words, f"the columns are {', '.join(record)}"], columns_of, record, **options)
 
 
 ASKED, WHO = PairReader(None, "question", "answers", "context"), {"question": "Who?", "context": "Ann did. "}

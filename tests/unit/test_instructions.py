@@ -183,9 +183,7 @@ def test_tools_answer_between_two_turns_of_the_assistant():
     {"conversation_a": TURNS, "conversation_b": TURNS, "winner": "model_a"},
 ])  # fmt: skip
 def test_preferences_are_refused(record):
-    message = refusal(form_of, record)
-    assert "the records are preferences" in message
-    assert "train/dpo.py reads them" in message
+    check_refusal(["the records are preferences", "train/dpo.py reads them"], form_of, record)
     assert form_of({"prompt": "x", **record}, predict_file=["x.jsonl"]).read({"prompt": "x"})[-1]["content"] == "x"
 
 

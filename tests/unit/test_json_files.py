@@ -5,7 +5,7 @@ import json
 
 import pandas as pd
 import pytest
-from helpers import read_data, refusal
+from helpers import check_refusal, read_data, refusal
 
 from zerofit.data.pairs import split_translation_columns
 from zerofit.recipe import ClsRecipe, Seq2SeqRecipe
@@ -115,9 +115,7 @@ def test_keys_have_the_order_of_the_first_record(tmp_path, cache):
 
 def test_a_table_without_names_of_columns_is_refused(tmp_path, cache):
     pd.DataFrame({"text": ["a", "b"]}).to_json(tmp_path / "a.json", orient="values")
-    message = refusal(read, cache, tmp_path / "a.json")
-    assert f"{tmp_path / 'a.json'} is a list of lists" in message
-    assert "orient='records'" in message
+    check_refusal([f"{tmp_path / 'a.json'} is a list of lists", "orient='records'"], read, cache, tmp_path / "a.json")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
@@ -126,8 +124,7 @@ def test_half_of_a_surrogate_pair_is_named_and_can_be_skipped(tmp_path, cache, h
     rows = [f'{{"text": "{half if number == 2 else number}", "label": "a"}}' for number in range(4)]
     path = tmp_path / name
     path.write_text("\n".join(rows) if name.endswith("l") else f"[{', '.join(rows)}]")
-    message = refusal(read, cache, path)
-    assert f"{path}, record 3: a text has half of a surrogate pair" in message
+    assert f"{path}, record 3: a text has half of a surrogate pair" in refusal(read, cache, path)
     source = read_data(ClsRecipe(train_file=[str(path)], cache_dir=cache, skip_bad_records=True))
     assert source.parts["train"]["text"][:] == ["0", "1", "3"]
     assert any("record 3" in note for note in source.notes)

@@ -172,8 +172,7 @@ def test_shards_that_are_other_weights_end_the_run_before_a_save(tmp_path):
     assert not saver.wait()
     engine.state.by = 5
     for act in (saver.check, lambda: save(saver, engine, 3)):
-        message = refusal(act)
-        assert "ds.json: what the optimizer keeps for 0.weight is not what the model has" in message
+        assert "ds.json: what the optimizer keeps for 0.weight is not what the model has" in refusal(act)
     assert saver.choose("auto")[0] == saver.checkpoints.folder(2)
 
 

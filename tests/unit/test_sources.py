@@ -9,7 +9,7 @@ import shutil
 import pyarrow as pa
 import pytest
 from datasets import Dataset, DatasetDict
-from helpers import load_texts, read_data, refusal, write_records
+from helpers import check_refusal, load_texts, read_data, refusal, write_records
 
 from zerofit.data import tables
 from zerofit.data.causal import prepare_causal_data
@@ -145,11 +145,8 @@ def test_files_that_cannot_be_read(tmp_path, cache):
     assert "empty" in refusal(find_files, "train_file", [str(tmp_path / "empty.txt")])
     (tmp_path / "large.txt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9000\n")
     assert "git lfs pull" in refusal(find_files, "train_file", [str(tmp_path / "large.txt")])
-    message = refusal(records, cache, tmp_path / "latin.txt")
-    assert "0xe9 at offset 8 (line 2)" in message
-    assert "--encoding cp1252 or " in message
-    message = refusal(records, cache, tmp_path / "broken.jsonl")
-    assert "broken.jsonl, line 2: not valid JSON" in message
+    check_refusal(["0xe9 at offset 8 (line 2)", "--encoding cp1252 or "], records, cache, tmp_path / "latin.txt")
+    assert "broken.jsonl, line 2: not valid JSON" in refusal(records, cache, tmp_path / "broken.jsonl")
     assert "unknown file extension" in refusal(records, cache, tmp_path / "table.xls")
 
 
@@ -203,9 +200,7 @@ def test_likely_encodings(text, times):
 
 def test_an_encoding_that_would_corrupt_is_refused(tmp_path, cache):
     (tmp_path / "a.txt").write_text("吾輩は猫である。名前はまだ無い。" * 3)
-    message = refusal(records, cache, tmp_path / "a.txt", encoding="latin-1")
-    assert "a.txt is UTF-8" in message
-    assert "--encoding utf-8" in message
+    check_refusal(["a.txt is UTF-8", "--encoding utf-8"], records, cache, tmp_path / "a.txt", encoding="latin-1")
     assert "is not in it" in refusal(records, cache, tmp_path / "a.txt", encoding="ascii")
     assert "sjiss" in read_recipe(ClmRecipe, ["--train_file", "a.txt", "--encoding", "sjiss"])[1][0]
 
@@ -215,8 +210,7 @@ def test_records_under_a_key(tmp_path, cache):
     (tmp_path / "a.json").write_text(json.dumps({"version": "1", "all": {"data": rows}}))
     found = records(cache, tmp_path / "a.json", field="all.data", validation_split_percentage=0)
     assert found.train["text"][:] == ROWS
-    message = refusal(records, cache, tmp_path / "a.json", field="data")
-    assert "has no key 'data'; its keys are version, all" in message
+    assert "has no key 'data'; its keys are version, all" in refusal(records, cache, tmp_path / "a.json", field="data")
     assert "has no list of records there" in refusal(records, cache, tmp_path / "a.json", field="version")
     assert "field = 'data'" in refusal(records, cache, write(tmp_path, "a.csv"), field="data")
 

@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from helpers import labelled_recipe, planned_bert, refusal
+from helpers import check_refusal, labelled_recipe, planned_bert, refusal
 
 from zerofit.data.collate import ExampleCollator
 from zerofit.data.labelled.examples import located, prepare_examples
@@ -68,9 +68,7 @@ def test_tags_stand_at_first_tokens(recipe_of):
 def test_bad_records(recipe_of, bad, said):
     good = {"tokens": WORDS, "ner_tags": TAGS}
     recipe = recipe_of([good] * 8 + [good | bad])
-    message = refusal(prepare_examples, recipe, load_configuration(recipe))
-    assert "record 9" in message
-    assert said in message
+    check_refusal(["record 9", said], prepare_examples, recipe, load_configuration(recipe))
 
 
 def test_entities_are_those_of_seqeval():

@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 
 import pytest
-from helpers import ROOT, refusal
+from helpers import ROOT, check_refusal, refusal
 
 from zerofit.launch.runs import RunningLaunch, failure
 from zerofit.recipe import ClmRecipe, parse_recipe
@@ -192,9 +192,7 @@ def test_locks_that_nobody_holds(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_that_comes_after_the_end_is_refused():
-    said = refusal(options_of, "--save_steps", "12")
-    assert "save_steps = 12 and updates = 12" in said
-    assert "--save_steps 2" in said
+    check_refusal(["save_steps = 12 and updates = 12", "--save_steps 2"], options_of, "--save_steps", "12")
     options_of("--save_steps", "12", "--kills", "0")
     options_of("--save_steps", "11")
 
