@@ -179,7 +179,11 @@ def read_strategy(recipe: TrainingRecipe, on_layout: OnLayout = lambda layout: F
     assert strategy is not None  # else there were problems
     check_combinations(strategy, recipe)
     recipe.precision = strategy.precision
-    return strategy if recipe.trains else strategy.without_optimizer()
+    if recipe.trains or strategy.deepspeed is None:
+        return strategy
+    config = {key: value for key, value in strategy.deepspeed.items() if key not in ("optimizer", "scheduler")}
+    zero = {key: value for key, value in strategy.zero.items() if key != "offload_optimizer"}
+    return replace(strategy, deepspeed={**config, "zero_optimization": zero})
 
 
 def _read_torch(launch: Launch, recipe: TrainingRecipe, problems: Problems, on_layout: OnLayout) -> Strategy:

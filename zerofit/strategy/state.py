@@ -341,26 +341,28 @@ class ShardedState(OptimizerState):
         start = min(self.engine.layout.shard_rank * shard, parameter.ds_numel)
         return start, min(start + shard, parameter.ds_numel)
 
+    @property
+    def _zero(self) -> Any:
+        return self.engine.engine.optimizer
+
     def _held_in(self, parameter: Any) -> tuple[torch.Tensor, int]:
-        zero = self.engine.engine.optimizer
-        number, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
-        return zero.fp32_partitioned_groups_flat[number], offset
+        number, offset, _ = self._zero.grad_position[self._zero.get_param_id(parameter)]
+        return self._zero.fp32_partitioned_groups_flat[number], offset
 
     def _optimized(self) -> list[torch.Tensor]:
-        return list(self.engine.engine.optimizer.fp32_partitioned_groups_flat)
+        return list(self._zero.fp32_partitioned_groups_flat)
 
     def _step(self) -> None:
         for number in range(len(self._optimized())):
-            step_sub_group(self.engine.engine.optimizer, number)
+            step_sub_group(self._zero, number)
 
     def _weights_follow(self) -> None:
-        optimizer = self.engine.engine.optimizer
         self.engine.engine.empty_partition_cache()
         for shard in self._in_memory(self.held()):
             self.parameters[shard.name].ds_tensor[: shard.stop - shard.start].copy_(self.get("weight", shard))
-        optimizer.invalidate_secondary_tensor()  # ZeRO++: copies within a machine, of the weights that were there
-        if optimizer.persistent_parameters:
-            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+        self._zero.invalidate_secondary_tensor()  # ZeRO++: copies within a machine, of the weights that were there
+        if persistent := self._zero.persistent_parameters:
+            persistent[0].all_gather(persistent)
 
 
 PREFIX = "zerofit-"
@@ -413,10 +415,6 @@ class DiskState(ShardedState):
     def __init__(self, engine: Any, folder: Path) -> None:
         super().__init__(engine)
         self.folder = folder
-
-    @property
-    def _zero(self) -> Any:
-        return self.engine.engine.optimizer
 
     def tensors(self) -> dict[str, torch.Tensor]:
         shards = self.own()

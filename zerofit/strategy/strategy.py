@@ -179,14 +179,6 @@ class Strategy:
                 f"precision = fp16 ({sources}) needs a GPU: loss scaling has no CPU kernels. Use bf16 or fp32"
             )
 
-    def without_optimizer(self) -> "Strategy":
-        """Return a copy for a launch that trains nothing."""
-        if self.deepspeed is None:
-            return self
-        config = {key: value for key, value in self.deepspeed.items() if key not in ("optimizer", "scheduler")}
-        zero = {key: value for key, value in self.zero.items() if key != "offload_optimizer"}
-        return replace(self, deepspeed={**config, "zero_optimization": zero})
-
     def with_precision(self, precision: str) -> "Strategy":
         """Return a copy in another precision."""
         config = self.deepspeed
@@ -231,21 +223,20 @@ class Strategy:
         """True if there is a device, and it does not compute in bf16."""
         return has_bf16(accelerator()) is False
 
-    def gathered(self, parameter: torch.Tensor, written: bool = True) -> AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def gathered(self, parameter: torch.Tensor, written: bool = True) -> Iterator[None]:
         """The context in which a parameter is whole on every rank, and what all ranks write into it is kept."""
         if self.fully_shards and hasattr(parameter, "cut"):
-            return self._rows_gathered(parameter)
-        if not self.shards_parameters or not hasattr(parameter, "ds_id"):
-            return contextlib.nullcontext()
-        import deepspeed
+            parameter.data = torch.cat(self.gather(parameter.data))
+            yield
+            parameter.data = parameter.cut.of(parameter.data)  # of keep_rows
+        elif self.shards_parameters and hasattr(parameter, "ds_id"):
+            import deepspeed
 
-        return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if written else None)
-
-    @contextlib.contextmanager
-    def _rows_gathered(self, parameter: torch.Tensor) -> Iterator[None]:
-        parameter.data = torch.cat(self.gather(parameter.data))
-        yield
-        parameter.data = parameter.cut.of(parameter.data)  # type: ignore[attr-defined]  # of keep_rows
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if written else None):
+                yield
+        else:
+            yield
 
     def read_from_outside(self, module: torch.nn.Module, parameter: torch.Tensor) -> None:
         """Let ZeRO-3 know that `module` reads a parameter that is not its own; else it would find it empty."""
