@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,11 +68,7 @@ class Outcome:
     def __init__(
         self, losses: list[torch.Tensor], read: Callable[[], tuple[bool, list[list[float]]]], loss_ranks: Sequence[int]
     ):
-        self.losses, self._read, self._loss_ranks = losses, read, loss_ranks
-
-    @cached_property
-    def _found(self) -> tuple[bool, list[list[float]]]:
-        return self._read()
+        self.losses, self._read, self._loss_ranks = losses, cache(read), loss_ranks
 
     @property
     def skipped(self) -> bool:
@@ -82,22 +78,24 @@ class Outcome:
     @property
     def refused(self) -> bool:
         """True if loss or norm was out of bounds: weights, moments and step counts are as they were."""
-        return self._found[0]
+        return self._read()[0]
 
     @property
     def ranks(self) -> list[list[float]]:
         """The report of each rank."""
-        return [row[2:] for row in self._found[1]]
+        return [row[2:] for row in self._read()[1]]
 
     @property
     def loss_sum(self) -> float:
         """The loss summed over the targets of the global batch."""
-        return sum(self._found[1][rank][0] for rank in self._loss_ranks)
+        rows = self._read()[1]
+        return sum(rows[rank][0] for rank in self._loss_ranks)
 
     @property
     def grad_norm(self) -> float:
         """The 2-norm of all gradients, before clipping; 0 where the update was skipped."""
-        return self._found[1][0][1] if self._found[1] else 0.0
+        rows = self._read()[1]
+        return rows[0][1] if rows else 0.0
 
 
 class Engine:

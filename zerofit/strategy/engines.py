@@ -74,11 +74,7 @@ class TorchEngine(Engine):
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         # The forward pass as well: it is there that DDP decides whether the backward pass brings the ranks together.
-        return (
-            self.accelerator.no_sync(self.model)
-            if self.layout.world_size > 1 and not last
-            else contextlib.nullcontext()
-        )
+        return contextlib.nullcontext() if last else self.accelerator.no_sync(self.model)
 
     def backward(self, loss: torch.Tensor) -> None:
         self.accelerator.backward(loss)

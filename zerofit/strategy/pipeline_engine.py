@@ -123,9 +123,7 @@ class PipelineEngine(DeepSpeedEngine):
             yield from zip(chunk, found or [torch.zeros((), device=self.device) for _ in chunk])
 
     @torch.no_grad()
-    def evaluate(
-        self, batches: Sequence[Batch], last_stage: Callable[[torch.nn.Module, Batch], torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def evaluate(self, batches: Sequence[Batch], last_stage: LastStage) -> list[torch.Tensor]:
         """Return what the last stage finds for each batch, without dropout; nothing on the others."""
         from deepspeed.runtime.pipe.schedule import InferenceSchedule
 
@@ -142,7 +140,7 @@ class PipelineEngine(DeepSpeedEngine):
         return found
 
     def _pass_through(
-        self, schedule: Any, batches: Sequence[Batch], last_stage: Any, phase: Callable[[str], None]
+        self, schedule: Any, batches: Sequence[Batch], last_stage: LastStage, phase: Callable[[str], None]
     ) -> None:
         """All stages have the same micro-batches. So they agree, without a word, on when to exchange shapes, for which
         the host waits: before the first one where all have a new shape in common, before each where they differ."""
