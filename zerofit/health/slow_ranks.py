@@ -107,10 +107,17 @@ class SlowRanks:
         means, self._updates = np.mean(self._updates, axis=0), []
         own = [RankSeconds(*row.tolist()) for row in means]
         others = [RankSeconds(*np.median(means[peers], axis=0).tolist()) for peers in self._others]
-        factors = [_factors(*pair) for pair in zip(own, others)]
-        for rank, of_parts in enumerate(factors):
+        factors: list[dict[str, float]] = []  # by which a rank takes longer than the others
+        for rank, (mine, theirs) in enumerate(zip(own, others)):
+            late = mine.data - theirs.data
+            computing = mine.own / theirs.own if theirs.own else 0.0
+            of_parts = {
+                "data": mine.total / (mine.total - late),
+                "passes": min(computing, computing * theirs.positions / mine.positions),  # longer samples: more work
+            }
+            factors.append(of_parts)
             for part, factor in of_parts.items():
-                self._judge(rank, part, factor, update - self.interval, own[rank], others=others[rank])
+                self._judge(rank, part, factor, update - self.interval, mine, others=theirs)
         slowest = max(range(len(own)), key=lambda rank: max(factors[rank].values()))
         figures: dict[str, float] = {"slowest_rank": slowest}
         for who, seconds in (("slowest", own[slowest]), ("others", others[slowest])):
@@ -146,13 +153,3 @@ class SlowRanks:
             what = f"{computing} takes {factor:.2f} times as long as on other ranks"
         waits = f", which wait {waited:.3g} s an update for it" if is_slow and waited > 0 else ""
         self._notes.append(f"slow      rank {rank} on {self.place_of(rank)}: since update {since[0]} {what}{waits}")
-
-
-def _factors(own: RankSeconds, others: RankSeconds) -> dict[str, float]:
-    """Factors by which a rank takes longer, because of its data and because of its forward and backward passes."""
-    late = own.data - others.data
-    computing = own.own / others.own if others.own else 0.0
-    return {
-        "data": own.total / (own.total - late),
-        "passes": min(computing, computing * others.positions / own.positions),  # longer samples are more work
-    }

@@ -47,11 +47,22 @@ def check_devices() -> None:
         hidden = any(os.environ.get(name) in NO_DEVICE for name in (VISIBLE[maker], *ALSO_VISIBLE[maker]))
         if hidden or num_devices():
             continue
+        import torch
+
         from zerofit.recipe.errors import UserError
 
+        toolkit, version = ("CUDA", torch.version.cuda) if maker == "NVIDIA" else ("ROCm", torch.version.hip)
+        why = (
+            f"torch {torch.__version__} is built for {toolkit} {version}. Either the driver is too old for that "
+            f"(update it, or install a build for the {toolkit} that it serves: {OTHER_BUILD}), or this user or "
+            "container may not use the GPU"
+        )
+        if version is None:
+            remedy = "TORCH=cuda make setup" if maker == "NVIDIA" else OTHER_BUILD
+            why = f"torch {torch.__version__} is built without {toolkit}. Install a build with it: {remedy}"
         raise UserError(
-            f"this machine has {count} {maker} GPU{'s' if count > 1 else ''}, and torch sees none: {_why(maker)}. To "
-            f"train on the CPU all the same, set {VISIBLE[maker]} to nothing: {VISIBLE[maker]}= accelerate launch ..."
+            f"this machine has {count} {maker} GPU{'s' if count > 1 else ''}, and torch sees none: {why}. To train on "
+            f"the CPU all the same, set {VISIBLE[maker]} to nothing: {VISIBLE[maker]}= accelerate launch ..."
         )
 
 
@@ -88,21 +99,6 @@ def num_devices() -> int:
     import torch
 
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-
-
-def _why(maker: str) -> str:
-    """Say why torch sees no GPU of this maker, and what to do about it."""
-    import torch
-
-    toolkit, version = ("CUDA", torch.version.cuda) if maker == "NVIDIA" else ("ROCm", torch.version.hip)
-    if version is None:
-        remedy = "TORCH=cuda make setup" if maker == "NVIDIA" else OTHER_BUILD
-        return f"torch {torch.__version__} is built without {toolkit}. Install a build with it: {remedy}"
-    return (
-        f"torch {torch.__version__} is built for {toolkit} {version}. Either the driver is too old for that (update "
-        f"it, or install a build for the {toolkit} that it serves: {OTHER_BUILD}), or this user or container may not "
-        "use the GPU"
-    )
 
 
 def describe_device(device: Any) -> str:
