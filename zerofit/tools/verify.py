@@ -355,10 +355,8 @@ class Proof:
         """True if every run was made, and equals the run that it must equal."""
         number = len(self.options.names)
         complete = len(self.agreement) == number and len(self.resumed) == (number if self.options.kills else 0)
-        return complete and not any(outcome.problems(self.options.largest_difference) for outcome in self._all())
-
-    def _all(self) -> list[ComparedRun]:
-        return [self.reference, *self.agreement, *self.resumed]
+        outcomes, tolerance = [self.reference, *self.agreement, *self.resumed], self.options.largest_difference
+        return complete and not any(outcome.problems(tolerance) for outcome in outcomes)
 
     def report(self, width: int | None = None) -> str:
         """The tables, the problems and the verdict, for a screen of this width."""
@@ -369,7 +367,7 @@ class Proof:
         ):
             if outcomes:
                 blocks.append(f"{about}\n{table(_rows(outcomes, tolerance), width)}")
-        for outcome in self._all():
+        for outcome in (self.reference, *self.agreement, *self.resumed):
             disturbed = "" if outcome.kills is None else ", killed and resumed"
             problems = [f"{outcome.strategy}{disturbed}: {problem}" for problem in outcome.problems(tolerance)]
             blocks += ["\n".join(problems)] if problems else []

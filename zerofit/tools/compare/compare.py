@@ -44,7 +44,6 @@ from zerofit.tools.compare.comparison import (
     speed_up,
     spread,
 )
-from zerofit.tools.compare.finish import RECIPE as RECIPE_TO_FINISH
 from zerofit.tools.compare.finish import Finished, agreement, finish, finished_table, values_to_finish
 from zerofit.tools.compare.trial import (
     NOT_COUNTED,
@@ -107,10 +106,11 @@ def main(argv: list[str]) -> int:
             report.write(output)
             log_lines("", report.for_terminal())
             if to_finish:
-                (output / RECIPE_TO_FINISH).write_text(recipe_text(to_finish), encoding="utf-8")
+                recipe = output / "recipe-finish.yaml"
+                recipe.write_text(recipe_text(to_finish), encoding="utf-8")
                 rows = zip(candidates, comparison.rows())
                 best = [(candidate, row.best["size"]) for candidate, row in rows if row.best]
-                report.finished = [finish(comparison, output / RECIPE_TO_FINISH, *each) for each in best]
+                report.finished = [finish(comparison, recipe, *each) for each in best]
                 report.write(output)
                 log_lines("", report.for_terminal())
         except KeyboardInterrupt:
@@ -320,22 +320,13 @@ class ComparisonReport:
                 finished_table(self.finished),
                 " ".join([of_runs, *self._about_finished()]),
             ]
-        return [*parts, self._provenance()]
-
-    def _about_finished(self) -> list[str]:
-        agree = agreement(self.finished)
-        problems = [f"{run.name}: {run.problem}" for run in self.finished if run.problem]
-        return [f"{agree}.", *problems] if agree else problems
-
-    def _provenance(self) -> list[str]:
         machine, limit = self.comparison.machine, self.comparison.limit
-        environment = machine.environment
-        packages = environment["packages"]
+        environment, packages = machine.environment, machine.environment["packages"]
         versions = ", ".join(f"{name} {packages[name]}" for name in PACKAGES if name in packages)
         changed = ", with changes that are not committed" if environment["zerofit_changed"] else ""
         launches, seconds = sum(row.launches for row in self.rows), sum(row.seconds for row in self.rows)
         limited = f"{size(limit)} for each process, of what its allocator reserves" if limit else "none"
-        return [
+        provenance = [
             f"Command: `{self.command}`",
             f"Hardware: {machine.describe()}",
             f"Limit: {limited}; what the driver takes for each process (CUDA: 640 MiB) is extra",
@@ -344,6 +335,12 @@ class ComparisonReport:
             f"Launches: {launches}, {seconds / 60:.1f} minutes; {self.options.steps} timed updates of each size",
             *(f"Note: {note}" for note in self.notes),
         ]
+        return [*parts, provenance]
+
+    def _about_finished(self) -> list[str]:
+        agree = agreement(self.finished)
+        problems = [f"{run.name}: {run.problem}" for run in self.finished if run.problem]
+        return [f"{agree}.", *problems] if agree else problems
 
 
 def markdown(parts: list[ReportSection], pictures: list[str]) -> str:

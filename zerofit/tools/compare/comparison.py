@@ -1,7 +1,6 @@
 """The comparison itself, launch after launch, and its results as numbers."""
 
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -139,26 +138,17 @@ def load_text(line: dict[str, Any]) -> str:
 def conclusion(rows: list[StrategyRow]) -> str:
     """The results in one to three sentences."""
     failed, rows = [row.name for row in rows if row.problem], [row for row in rows if not row.problem]
-    sentences = [*_sentences(rows)] if rows else []
-    sentences += [f"{', '.join(failed)}: failed, without a result."] if failed else []
-    return " ".join(sentences)
-
-
-def _sentences(rows: list[StrategyRow]) -> Iterator[str]:
-    first, largest = rows[0], max(row.largest for row in rows)
-    if not largest:
-        yield f"No batch fits within this limit under {', '.join(row.name for row in rows)}."
-        return
-    holders = [row for row in rows if row.largest == largest]
-    against = ""
-    if first.largest not in (0, largest):
-        against = f", {rounded(largest / first.largest)} times the {first.largest:,} of {first.name}"
-    holds = "holds" if len(holders) == 1 else "hold"
-    yield f"{' and '.join(row.name for row in holders)} {holds} the largest batch, {largest:,} per process{against}."
+    said, largest = list[str](), max((row.largest for row in rows), default=0)
+    if largest:
+        first, holders = rows[0], [row for row in rows if row.largest == largest]
+        against = ""
+        if first.largest not in (0, largest):
+            against = f", {rounded(largest / first.largest)} times the {first.largest:,} of {first.name}"
+        holds = f"{' and '.join(row.name for row in holders)} {'holds' if len(holders) == 1 else 'hold'}"
+        said.append(f"{holds} the largest batch, {largest:,} per process{against}.")
+    elif rows:
+        said.append(f"No batch fits within this limit under {', '.join(row.name for row in rows)}.")
     timed = [(row, row.best) for row in rows if row.best]
-    if not timed:
-        return
-    fastest, best = max(timed, key=lambda pair: pair[1]["samples_per_s"])
     disturbed = [
         (row, line)
         for row, line in timed
@@ -166,19 +156,23 @@ def _sentences(rows: list[StrategyRow]) -> Iterator[str]:
     ]
     if disturbed:
         loads = ", ".join(f"{row.name} {load_text(line)}" for row, line in disturbed)
-        yield (
+        said.append(
             f"No strategy is called the fastest: other programs were at work on the {disturbed[0][1]['cores']} "
             f"cores (load average: {loads}). Measure again on a quiet machine."
         )
-        return
-    faster = speed_up(fastest, first)
-    against = f", {rounded(faster)} times {first.name} at its best" if faster and fastest is not first else ""
-    rate = f"{rounded(best['samples_per_s'])} samples/s{against}"
-    yield f"The fastest is {fastest.name} at {best['size']} per process: {rate}."
-    low = rates(best)[0]
-    near = [row.name for row, line in timed if row is not fastest and rates(line)[1] >= low]
-    if near:
-        yield f"From {' and '.join(near)} it differs by no more than the timed updates do among themselves."
+    elif timed:
+        fastest, best = max(timed, key=lambda pair: pair[1]["samples_per_s"])
+        faster = speed_up(fastest, rows[0])
+        against = f", {rounded(faster)} times {rows[0].name} at its best" if faster and fastest is not rows[0] else ""
+        rate = f"{rounded(best['samples_per_s'])} samples/s{against}"
+        said.append(f"The fastest is {fastest.name} at {best['size']} per process: {rate}.")
+        low = rates(best)[0]
+        near = [row.name for row, line in timed if row is not fastest and rates(line)[1] >= low]
+        if near:
+            said.append(f"From {' and '.join(near)} it differs by no more than the timed updates do among themselves.")
+    if failed:
+        said.append(f"{', '.join(failed)}: failed, without a result.")
+    return " ".join(said)
 
 
 LARGEST = 4096  # no larger batch is tried, unless it is named

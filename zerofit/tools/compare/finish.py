@@ -20,8 +20,6 @@ from zerofit.tools.compare.comparison import Comparison
 from zerofit.tools.compare.trial import key_of
 from zerofit.tools.tool_recipe import recipe_values
 
-RECIPE, RUNS = "recipe-finish.yaml", "runs"
-
 
 def values_to_finish(options: CompareOptions, cls: type[TaskRecipe]) -> dict[str, Any]:
     """The user's recipe without the options that each run sets for itself. A global batch sets the accumulation.
@@ -44,7 +42,6 @@ def batch_to_train(best: int, global_batch: int | None, num_processes: int) -> i
     return next(size for size in range(min(best, of_process), 0, -1) if of_process % size == 0)
 
 
-HELD = ("eval_", "test_")  # prefixes of held-out figures
 HEAD = (
     "strategy|batch|global batch|updates|training|an epoch|training samples/s|eval batch|an evaluation|"
     "evaluation samples/s|peak|training loss"
@@ -75,7 +72,7 @@ class Finished:
         """Read a run from its folder."""
         held = RunFolder(folder).environment().get("held_out")
         held = held if isinstance(held, dict) else {}
-        figures = {figure: value for figure, value in held.items() if figure.startswith(HELD)}
+        figures = {figure: value for figure, value in held.items() if figure.startswith(("eval_", "test_"))}
         recipe = read_yaml(folder / "recipe.yaml")
         return cls(name, micro_batch, RunFolder(folder).metrics.read(), figures, recipe, problem)
 
@@ -165,7 +162,7 @@ def finish(comparison: Comparison, recipe: Path, candidate: Candidate, best: int
         num_processes=options.num_processes,
         machine=machine.identity,
     )
-    folder = comparison.output / RUNS / f"{candidate.folder_name}-{size}-{key[:8]}"
+    folder = comparison.output / "runs" / f"{candidate.folder_name}-{size}-{key[:8]}"
     if RunFolder(folder).is_finished:
         log_lines(f"{candidate.name}: trained at {size} per process before ({folder})")
         return Finished.read(candidate.name, size, folder)

@@ -69,7 +69,6 @@ class TrialMachine(Machine):
         }
 
     def describe(self) -> str:
-        """One line."""
         hardware = self.environment["hardware"]
         names = Counter(device.name for device in self.devices)
         devices = [f"{number} x {name}" for name, number in sorted(names.items())]

@@ -72,10 +72,6 @@ class SamplingOptions(Recipe):
     )
 
     @property
-    def samples(self) -> bool:
-        return bool(self.do_sample or self.sampling)
-
-    @property
     def sampling(self) -> dict[str, float]:
         """Those of the options temperature, top_k and top_p that were given."""
         names = ("temperature", "top_k", "top_p")

@@ -111,17 +111,19 @@ class PrintableStreamer(TextStreamer):
 
 
 class Writer:
-    """Lets a model write. `model`: a PreTrainedModel that generates. `stops`: token ids that end a text, besides those
-    of the model and its tokenizer."""
+    """Lets a model write what a renderer asks of it. `model`: a PreTrainedModel that generates."""
 
-    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, options: "GenerateOptions", stops: list[int]):
-        self.positions, self.has_encoder = usable_positions(model.config), model.config.is_encoder_decoder
-        self.model, self.tokenizer = model, tokenizer
+    def __init__(self, model: Any, renderer: Renderer, options: "GenerateOptions"):
+        self.positions, self.has_encoder = usable_positions(model.config), renderer.has_encoder
+        tokenizer = renderer.tokenizer
+        self.model, self.renderer, self.tokenizer = model, renderer, tokenizer
         self.max_new_tokens = options.max_new_tokens
         defaults = model.generation_config
-        ends = defaults.eos_token_id if isinstance(defaults.eos_token_id, list) else [defaults.eos_token_id]
-        self.ends = sorted({token for token in [*ends, tokenizer.eos_token_id, *stops] if token is not None})
-        samples = options.samples
+        stops = defaults.eos_token_id
+        ends = [*stops] if isinstance(stops, list) else [stops]
+        ends += [tokenizer.eos_token_id, *renderer.end_of_turn()]
+        self.ends = sorted({token for token in ends if token is not None})
+        samples = bool(options.do_sample or options.sampling)
         self.settings = {
             "do_sample": samples,
             "num_beams": options.num_beams or 1,
@@ -137,7 +139,8 @@ class Writer:
             if (defaults.num_beams or 1) > 1 and options.num_beams is None and not samples:
                 self.settings["num_beams"] = defaults.num_beams
                 log_to_stderr(f"note: {defaults.num_beams} beams, the model's default; --num_beams 1 is faster")
-        self.ends_by_itself = self.has_encoder  # whether what it writes has an end; other texts go on
+        # Whether what it writes has an end; other texts go on.
+        self.ends_by_itself = self.has_encoder or renderer.uses_template
         self.forced = int(defaults.forced_eos_token_id is not None)  # a last token that comes in any case
         self.seed: int | None = None  # nothing is sampled
         if samples:
@@ -189,13 +192,13 @@ class Writer:
         return text
 
 
-def complete(writer: Writer, renderer: Renderer, prompts: list[Prompt], output: TextIO | None = None) -> None:
+def complete(writer: Writer, prompts: list[Prompt], output: TextIO | None = None) -> None:
     """Continue each prompt by itself, and write a record of each to `output` if there is one. Raises UserError: a
     prompt is too long; raised before any is continued."""
     rows, cut = [], []
     for number, prompt in enumerate(prompts, 1):
-        rows.append(renderer.ids(prompt))
-        cut.append(renderer.left_out)
+        rows.append(writer.renderer.ids(prompt))
+        cut.append(writer.renderer.left_out)
         if writer.room(len(rows[-1])) <= 0:
             which = f"prompt {number} of {len(prompts)}: " if len(prompts) > 1 else ""
             raise UserError(f"{which}{writer.too_long(len(rows[-1]))}")
@@ -243,12 +246,11 @@ def respond(options: "GenerateOptions") -> int:
             output = path.open("w", encoding="utf-8")
         except OSError as error:
             raise UserError(f"output = {options.output!r} cannot be written: {error.strerror}") from None
-    writer = Writer(load(base, adapter, options), tokenizer, options, renderer.end_of_turn())
-    writer.ends_by_itself = renderer.has_encoder or renderer.uses_template
+    writer = Writer(load(base, adapter, options), renderer, options)
     if options.chat:
-        converse(writer, renderer, lines_of_stdin())
+        converse(writer, lines_of_stdin())
     else:
-        complete(writer, renderer, prompts, output)
+        complete(writer, prompts, output)
     return 0
 
 
@@ -314,9 +316,10 @@ def lines_of_stdin() -> Iterator[str]:
             yield input("> ").strip()
 
 
-def converse(writer: Writer, renderer: Renderer, lines: Iterator[str]) -> None:
+def converse(writer: Writer, lines: Iterator[str]) -> None:
     """Answer line after line, each with the conversation before it, until an empty line."""
     history: Messages = []
+    renderer = writer.renderer
     for number, line in enumerate(lines):
         if not line:
             return
@@ -325,7 +328,7 @@ def converse(writer: Writer, renderer: Renderer, lines: Iterator[str]) -> None:
             log_to_stderr("note: what was said is forgotten")
             continue
         messages = [*history, {"role": "user", "content": line}]
-        ids, kept = latest(messages, writer, renderer)
+        ids, kept = latest(messages, writer)
         if ids is None:
             log_to_stderr(f"note: {writer.too_long(len(renderer.ids(messages[-1:])))}; it is ignored")
             continue
@@ -337,14 +340,14 @@ def converse(writer: Writer, renderer: Renderer, lines: Iterator[str]) -> None:
         history = [*kept, {"role": "assistant", "content": reply.strip()}]
 
 
-def latest(messages: Messages, writer: Writer, renderer: Renderer) -> tuple[list[int] | None, Messages]:
+def latest(messages: Messages, writer: Writer) -> tuple[list[int] | None, Messages]:
     """Return (ids, messages) of the latest exchanges that leave room for a reply; at least the last message, without
     ids where it is too long by itself."""
     reply_tokens = 1
     if writer.positions and not writer.has_encoder:
         reply_tokens = min(writer.max_new_tokens, writer.positions // 2)
     while True:
-        ids = renderer.ids(messages)
+        ids = writer.renderer.ids(messages)
         room = writer.room(len(ids))
         if room >= reply_tokens:
             return ids, messages
