@@ -379,12 +379,6 @@ class Proof:
             verdict = f"verified against one process: {', '.join(self.options.names)}; {also} ({after})"
         return "\n\n".join([*blocks, verdict])
 
-    def clear(self) -> None:
-        """Remove the runs; the recipe, the report and the logs stay."""
-        for folder in (REFERENCE, *(Path(name).stem for name in self.options.names)):
-            for path in (self.output / folder, self.output / f"{folder}-killed"):
-                shutil.rmtree(path, ignore_errors=True)
-
 
 def _rows(outcomes: list[ComparedRun], tolerance: float) -> list[tuple[str, ...]]:
     """The head and a row for each outcome; all of them were killed, or none."""
@@ -431,6 +425,8 @@ def main(argv: list[str]) -> int:
         proof.run()
     (output / "report.txt").write_text(proof.report() + "\n", encoding="utf-8")
     log_lines("", proof.report(screen_width()))
-    if proof.passed and not options.keep:
-        proof.clear()
+    if proof.passed and not options.keep:  # the recipe, the report and the logs stay
+        for folder in (REFERENCE, *(Path(name).stem for name in options.names)):
+            for path in (output / folder, output / f"{folder}-killed"):
+                shutil.rmtree(path, ignore_errors=True)
     return 0 if proof.passed else 1

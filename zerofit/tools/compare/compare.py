@@ -134,10 +134,9 @@ def memory_plot(rows: list[StrategyRow], limit: int | None) -> Figure:
     top = max(shown, default=2**20)
     unit, name = (2**30, "GiB") if top >= 2 * 2**30 else (2**20, "MiB")
     figure, axes = _figure("batch size", f"peak memory of a process, {name}")
-    predicted = [row for row in rows if row.predicted]
     for index, row in enumerate(rows):
         style, lines, fails = _style(index), row.fitting, row.smallest_misfit
-        if row in predicted:
+        if row.predicted:
             line = [(size, peak / unit) for size, peak in sorted(row.predicted.items())]
             axes.plot(*zip(*line), color=style["color"], linewidth=1.2)
         sizes, peaks = [line["size"] for line in lines], [peak_bytes(line) / unit for line in lines]
@@ -150,7 +149,7 @@ def memory_plot(rows: list[StrategyRow], limit: int | None) -> Figure:
             )
     if limit:
         axes.axhline(limit / unit, color="#555555", linestyle="--", linewidth=1, label="limit (x: does not fit)")
-    if predicted:
+    if any(row.predicted for row in rows):
         axes.plot([], [], color="#555555", linewidth=1.2, label="predicted (points: measured)")
     tried = [line["size"] for row in rows for line in row.trials]
     axes.set_xlim(0, 1.05 * max(tried, default=1))  # predictions may go further
