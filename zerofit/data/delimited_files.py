@@ -231,33 +231,35 @@ def _broken(path: Path, encoding: str | None, options: Options) -> list[int]:
                 return places
 
 
-def _delimiter(head: list[str], usual: str) -> str:
-    """The delimiter of a file: the usual one of its ending; another one where that leaves a header of one column, and
-    the other as many columns in the header as in the first record."""
-    for delimiter in (usual, *OTHERS):
-        header, *record = islice(chain(filled(csv.reader(head, delimiter=delimiter)), [[]]), 2)
-        if len(header) > 1 and (delimiter == usual or len(record[0]) in (0, len(header))):
-            return delimiter
-    return usual
-
-
 def _options(path: Path, data: DataOptions, is_headless: bool, notes: list[str]) -> Options:
-    """The arguments of `_rows` for a file."""
+    """The arguments of `_rows` for a file. Its delimiter is the usual one of its ending; another one where that leaves
+    a header of one column, and the other as many columns in the header as in the first record."""
     csv.field_size_limit(sys.maxsize)  # a text may be longer than csv's limit
     with _lines(path, data.recipe.encoding) as lines:
         head = list(islice(lines, HEAD))
     usual = DELIMITERS[ending_of(path)]
-    options = {"delimiter": data.recipe.separator or (usual if is_headless else _delimiter(head, usual))}
+    delimiter = data.recipe.separator or usual
+    for possible in () if data.recipe.separator or is_headless else (usual, *OTHERS):
+        header, *record = islice(chain(filled(csv.reader(head, delimiter=possible)), [[]]), 2)
+        if len(header) > 1 and (possible == usual or len(record[0]) in (0, len(header))):
+            delimiter = possible
+            break
+    options = {"delimiter": delimiter}
     if usual == ",":
-        escaped = {**options, "escaped": True}
-        if _has_blanks_before_quotes(head, options["delimiter"]):
+        escaped, begun = {**options, "escaped": True}, list[str]()
+        if re.search(rf'{re.escape(delimiter)} +"(?!")', "".join(head)):
+            rows = csv.reader(head, delimiter=delimiter)
+            begun = [field.strip() for row in rows for field in row if re.match(' +"', field)]
+        # As in `a, "b"`, where the quotes enclose the field: no program writes a text so that begins with a blank and
+        # a quote, and none goes on behind the quote that ends it.
+        if begun and all(field[1:].endswith('"') or '"' not in field[1:] for field in begun):
             notes.append(f'note      {path}: blanks before a field are left out: a, "b"')
             return {**options, "skipinitialspace": True}
         if any('\\"' in line for line in head) and not _is_valid(head, options) and _is_valid(head, escaped):
             notes.append(f'note      {path}: \\" within a field is read as a quote')
             return escaped
         return options
-    is_quoted = has_quoted_fields(path, data.recipe.encoding, options["delimiter"], is_headless)
+    is_quoted = has_quoted_fields(path, data.recipe.encoding, delimiter, is_headless)
     if is_quoted is not None:
         what = "enclose fields, as pandas writes them" if is_quoted else "are parts of the texts, and enclose no field"
         notes.append(f"note      {path}: double quotes {what}")
@@ -270,15 +272,6 @@ def _is_valid(head: list[str], options: Options) -> bool:
         return all(row is not None for row in _rows(head, {**options, "strict": True}))
     except csv.Error as error:
         return "end of data" in str(error) and len(head) == HEAD
-
-
-def _has_blanks_before_quotes(head: list[str], delimiter: str) -> bool:
-    """Return whether fields are written as in `a, "b"`, where the quotes enclose the field: no program writes a text
-    so that begins with a blank and a quote, and none goes on behind the quote that ends it."""
-    if not re.search(rf'{re.escape(delimiter)} +"(?!")', "".join(head)):
-        return False
-    begun = [field.strip() for row in csv.reader(head, delimiter=delimiter) for field in row if re.match(' +"', field)]
-    return bool(begun) and all(field[1:].endswith('"') or '"' not in field[1:] for field in begun)
 
 
 def has_quoted_fields(path: Path, encoding: str | None, delimiter: str, is_headless: bool) -> bool | None:
