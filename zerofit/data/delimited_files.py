@@ -6,7 +6,7 @@ import io
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import IO, Any
@@ -107,22 +107,15 @@ def as_utf8(file: IO[bytes], encoding: str, path: Path) -> Iterator[bytes]:
     read, lines = io.TextIOWrapper(file, encoding=encoding, newline=""), 1
     try:
         while text := read.read(PORTION):
-            if _is_utf8(text, encoding):
+            meant = text
+            with suppress(UnicodeError):
+                meant = text.encode(encoding).decode("utf-8")
+            if meant != text and sum(not letter.isascii() for letter in meant) >= CERTAINLY_UTF8:
                 raise UserError(f"encoding = {encoding!r}: {path} is UTF-8 (line {lines}). Say --encoding utf-8")
             yield (text.lstrip("\ufeff") if lines == 1 else text).encode("utf-8", "replace")
             lines += text.count("\n")
     except UnicodeError:
         raise UserError(f"encoding = {encoding!r}: {path} is not in it (line {lines}). Name another") from None
-
-
-def _is_utf8(text: str, encoding: str) -> bool:
-    """Return whether the bytes of this text were certainly UTF-8."""
-    try:
-        data = text.encode(encoding)
-        meant = data.decode("utf-8")
-    except UnicodeError:
-        return False
-    return meant != text and sum(not letter.isascii() for letter in meant) >= CERTAINLY_UTF8
 
 
 def read_delimited(paths: list[Path], data: DataOptions, header: tuple[str, ...], place: Path) -> list[str]:

@@ -8,6 +8,7 @@ have different keys, or one record has a text and another an object, each value 
 import json
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,11 @@ def json_records(path: Path, data: DataOptions) -> Iterator[tuple[dict[str, Any]
         lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
         first, second = next(lines, (1, "")), next(lines, (1, ""))
         number, rest = first[0], first[1] + second[1]
-        if not data.recipe.field and second[1] and _is_object(first[1]):
+        is_one_a_line = False
+        if not data.recipe.field and second[1]:
+            with suppress(json.JSONDecodeError):
+                is_one_a_line = isinstance(_parsed(first[1]), dict)
+        if is_one_a_line:
             rest = ""
             for number, line in chain((first, second), lines):
                 try:
@@ -92,13 +97,6 @@ def _parsed(text: str) -> Any:
 
 def _constant(name: str) -> float | None:
     return None if name == "NaN" else float(name)
-
-
-def _is_object(line: str) -> bool:
-    try:
-        return isinstance(_parsed(line), dict)
-    except json.JSONDecodeError:
-        return False
 
 
 def _object(record: Any, where: str) -> dict[str, Any]:
