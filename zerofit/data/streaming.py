@@ -108,26 +108,20 @@ def read_window(shards: Shards, order: list[int], start: Place, size: int) -> tu
     Returns:
         None as the second: all shards have been read.
     """
-    read, taken, (shard, record) = dict[int, list[pa.Table]](), 0, start
-    while shard < len(order):
+    read, taken, following, (shard, record) = dict[int, list[pa.Table]](), 0, None, start
+    while shard < len(order) and following is None:
         for table in _batches(shards, order[shard], record):
             if taken >= size:  # and there is more
-                return _joined(shards, read), (shard, record)
+                following = shard, record
+                break
             read.setdefault(order[shard], []).append(table)
             taken += sum(pa.ipc.get_record_batch_size(batch) for batch in table.to_batches())
             record += len(table)
         shard, record = shard + 1, 0
-    return _joined(shards, read), None
-
-
-def _joined(shards: Shards, read: dict[int, list[pa.Table]]) -> pa.Table:
-    """Join records in the order of the shards' numbers, so that one window of all data is the data as a run without
-    windows reads it."""
+    # In the order of the shards' numbers: one window of all data is the data as a run without windows reads it.
     tables = [table for number in sorted(read) for table in read[number]]
-    if not tables:
-        return pa.table({})
     try:
-        return pa.concat_tables(tables, promote_options="permissive")
+        return pa.concat_tables(tables, promote_options="permissive") if tables else pa.table({}), following
     except pa.ArrowException:
         types: dict[str, set[str]] = {}
         for field in chain.from_iterable(table.schema for table in tables):
