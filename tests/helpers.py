@@ -338,6 +338,16 @@ def launcher_variables(config: Path) -> dict[str, str]:
     }
 
 
+def pair_with(folder: Path, strategy: str, config: dict) -> str:
+    """The pair of a strategy with another DeepSpeed JSON, in a folder; its YAML."""
+    folder.mkdir(exist_ok=True)
+    (folder / "mine.json").write_text(json.dumps(config))
+    settings = yaml.safe_load((ROOT / "accelerate_configs" / f"{strategy}.yaml").read_text())
+    settings["deepspeed_config"]["deepspeed_config_file"] = str(folder / "mine.json")
+    (folder / "mine.yaml").write_text(yaml.safe_dump(settings))
+    return str(folder / "mine.yaml")
+
+
 def environment(**changes: str) -> dict[str, str]:
     """This environment without what an outer launcher may have left in it."""
     ours = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "MASTER_")) and k not in

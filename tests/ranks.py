@@ -65,16 +65,19 @@ class RankServer:
         return done
 
 
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
 def rank_environments(environment: dict[str, str], processes: int | None, machines: int = 1) -> list[dict[str, str]]:
     """The environment and what torchrun adds to it on so many machines, for each rank; None: as without a launcher."""
     if processes is None:
         return [environment]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     local = processes // machines
     world = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(local), "MASTER_ADDR": "127.0.0.1",
-             "MASTER_PORT": port}  # fmt: skip
+             "MASTER_PORT": free_port()}  # fmt: skip
     return [{**environment, **world, "RANK": str(rank), "LOCAL_RANK": str(rank % local)} for rank in range(processes)]
 
 

@@ -6,8 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-import yaml
-from helpers import ROOT, check_alike, cut_after, launch, updates
+from helpers import ROOT, check_alike, cut_after, launch, pair_with, updates
 
 RUN = ["--config_name", "gpt2", "--config_overrides", "n_layer=4,n_head=4,n_embd=192,n_positions=64,resid_pdrop=0,"
        "embd_pdrop=0,attn_pdrop=0", "--train_file", ROOT / "docs" / "measurements" / "plan.md",
@@ -17,28 +16,20 @@ RUN = ["--config_name", "gpt2", "--config_overrides", "n_layer=4,n_head=4,n_embd
        "--precision", "fp32", "--sample_tokens", "0"]  # fmt: skip
 
 
-def pair(folder: Path) -> Path:
-    """The pair of the tree, with sub-groups so small that each process has several, and a disk of its own."""
-    config = json.loads((ROOT / "ds_configs" / "zero3_offload_nvme.json").read_text())
-    config["zero_optimization"]["sub_group_size"] = 300_000
-    config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(folder / "disk")
-    (folder / "mine.json").write_text(json.dumps(config))
-    settings = yaml.safe_load((ROOT / "accelerate_configs" / "zero3_offload_nvme.yaml").read_text())
-    settings["deepspeed_config"]["deepspeed_config_file"] = str(folder / "mine.json")
-    (folder / "mine.yaml").write_text(yaml.safe_dump(settings))
-    return folder / "mine.yaml"
-
-
 @pytest.mark.long
 @pytest.mark.skipif(ctypes.util.find_library("aio") is None or not Path("/usr/include/libaio.h").is_file(),
                     reason="DeepSpeed compiles async_io against libaio's headers")  # fmt: skip
 def test_updates_and_checkpoints_are_those_of_zero3(cache, tmp_path):
-    run, on_disk = [*RUN, "--cache_dir", cache], pair(tmp_path)
+    run = [*RUN, "--cache_dir", cache]
+    config = json.loads((ROOT / "ds_configs" / "zero3_offload_nvme.json").read_text())
+    config["zero_optimization"]["sub_group_size"] = 300_000  # so small that each process has several
+    config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(tmp_path / "disk")
+    on_disk = pair_with(tmp_path, "zero3_offload_nvme", config)
     expected = launch(tmp_path / "zero3", *run, strategy="zero3")
     assert len(updates(expected)) == 6
 
-    def check(output: Path, strategy: str | Path) -> None:
-        check_alike(launch(output, *run, strategy=str(strategy), processes=2), expected)
+    def check(output: Path, strategy: str) -> None:
+        check_alike(launch(output, *run, strategy=strategy, processes=2), expected)
 
     check(tmp_path / "disk_run", on_disk)
     left = list((tmp_path / "disk").iterdir())

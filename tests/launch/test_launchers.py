@@ -6,7 +6,6 @@ A launch is compared with the same recipe in one process.
 import json
 import os
 import shutil
-import socket
 import subprocess
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers import BIN, ROOT, check_alike, environment, metrics, write_records
+from ranks import free_port
 
 STORED = ROOT / "tests" / "material" / "checkpoints" / "1-0.1.0"  # tiny random models, and a text
 MODEL = ("--model_name_or_path", f"{STORED}/gpt2-single/checkpoints/update_00000003/model", "--block_size", "24")
@@ -41,12 +41,6 @@ EVERY = ("--max_train_steps", "2", "--global_batch_size", "4", "--per_device_tra
 LAUNCHERS = {"python": 2, "torchrun": 1, "accelerate": 1, "zerofit": 2, "deepspeed": 2}
 TABLE = [(launcher, task, strategy) for launcher in LAUNCHERS for task in TASKS
          for strategy in (("single",) if launcher == "python" else ("ddp", "zero2"))]  # fmt: skip
-
-
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 def command(launcher: str, task: str, strategy: str) -> list[str]:

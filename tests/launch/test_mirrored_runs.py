@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT, completed, launch, launched, metrics, updates
+from ranks import free_port
 from test_runs import SCRATCH
 
 from zerofit.checkpoint.directory import find_damage
@@ -68,8 +69,7 @@ def bucket():
     """A bucket of a server that speaks S3, by its address."""
     if MISSING:
         pytest.skip(f"{', '.join(MISSING)} missing: pip install s3fs 'moto[server]'")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     variables = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ACCESS_KEY_ID": "test",
                  "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}  # fmt: skip
     server = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)], stderr=subprocess.DEVNULL,
@@ -89,8 +89,6 @@ def bucket():
     server.wait()
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, 20))]
-)  # fmt: skip
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, 20))])
 def test_a_run_goes_on_from_s3(seed, bucket, undisturbed, cache, tmp_path):
     check_disturbed(f"{bucket}/{os.getpid()}/{seed}", seed, tmp_path / "run", cache, undisturbed)

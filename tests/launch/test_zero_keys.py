@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from helpers import ROOT, check_alike, completed, cut_after, metrics, recipe_of, refusal
+from helpers import ROOT, check_alike, completed, cut_after, metrics, pair_with, recipe_of, refusal
 
 from zerofit.strategy.read import read_strategy
 
@@ -101,12 +100,7 @@ def pair(folder: Path, key: str, stage: int, each: Tried) -> str:
         if parents == ["zero_optimization"]:
             last = DeepSpeedZeroConfig.model_fields[last].alias or last
         node[last] = copy.deepcopy(value)
-    folder.mkdir(exist_ok=True)
-    (folder / "mine.json").write_text(json.dumps(config))
-    settings = yaml.safe_load((ROOT / "accelerate_configs" / f"zero{stage}.yaml").read_text())
-    settings["deepspeed_config"]["deepspeed_config_file"] = str(folder / "mine.json")
-    (folder / "mine.yaml").write_text(yaml.safe_dump(settings))
-    return str(folder / "mine.yaml")
+    return pair_with(folder, f"zero{stage}", config)
 
 
 def check_key(launched_once, cache: str, folder: Path, key: str, stage: int, each: Tried) -> None:

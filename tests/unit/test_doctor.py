@@ -3,13 +3,16 @@
 import dataclasses
 import json
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import yaml
-from helpers import ROOT, environment, tiny_model
+from helpers import ROOT, environment, main_of, tiny_model
 
+from zerofit import __version__
 from zerofit.cli import main
+from zerofit.record import environment as described
 from zerofit.tools.doctor.doctor import make_report, read_options
 from zerofit.tools.doctor.examine import Installation, check_machine
 from zerofit.tools.doctor.report import DoctorReport
@@ -208,3 +211,20 @@ def test_bad_input(folder, capsys):
     report = examined(*MINE, "--strategy", "zero9")
     assert report.exit_code == 2
     assert "there is no file accelerate_configs/zero9.yaml" in report.messages("error")[0]
+
+
+# ------------------------------------------------------------------------------------------------------------ versions
+
+
+def test_a_version_outside_the_bounds_is_said_in_one_line(monkeypatch, capsys, tmp_path):
+    """Of the packages that everybody has; a run says it before it imports them, and so does zerofit doctor."""
+    assert described.untried_versions() == []
+    needed = ["torch<2.3,>=2.2", "pytest", "peft>=0.1", 'pyyaml<1; extra == "x"', "not-there>=1", "tqdm>=99"]
+    monkeypatch.setattr(described, "requires", lambda name: needed)
+    (line,) = described.untried_versions()
+    installed = f"torch {version('torch')}, tqdm {version('tqdm')}"
+    assert line == f"zerofit {__version__} was not tried with {installed}: pip install 'torch<2.3,>=2.2' 'tqdm>=99'"
+    assert ("warning", line) in make_report(*read_options([]), {}).findings
+    words = f"--config_name gpt2 --tokenizer_name x --train_file {ROOT}/README.md --strategy x --output_dir {tmp_path}"
+    assert main_of("clm")(words.split()) == 2
+    assert f"warning   {line}" in capsys.readouterr().out

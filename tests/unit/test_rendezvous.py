@@ -1,6 +1,5 @@
 """Machines and ranks that meet, restart and agree on a code: threads or processes with a store, and short limits."""
 
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from helpers import ROOT, at_once, environment, refusal
+from ranks import free_port
 from torch.distributed import HashStore, PrefixStore
 
 from zerofit.launch import agent, rendezvous
@@ -23,12 +23,6 @@ from zerofit.strategy import strategy
 from zerofit.strategy.strategy import check_same
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @pytest.fixture
@@ -106,8 +100,8 @@ def test_the_store_of_one_machine_listens_on_the_loopback_interface_only():
     again.set("a", "1")
     assert store.get("a") == b"1"
     assert "--main_process_port" in refusal(serve_store, store.port, everywhere=False)
-    address = f"127.0.0.1:{(free := free_port())}"
-    assert f"has not reached machine 0 at {address}" in refusal(open_store, "127.0.0.1", free, 0.1)
+    free = free_port()
+    assert f"has not reached machine 0 at 127.0.0.1:{free}" in refusal(open_store, "127.0.0.1", int(free), 0.1)
 
 
 # --------------------------------------------------------------------------------------------------------------- ranks
@@ -148,7 +142,7 @@ leave(main(sys.argv[1:]))
 
 def test_a_rank_that_fails_before_the_process_group_ends_the_other_machine():
     """The first has the store, and fails before it has imported torch."""
-    port, processes = str(free_port()), []
+    port, processes = free_port(), []
     for rank, act in enumerate(("early", "meets")):
         variables = {**TORCHRUN, "RANK": str(rank), "MASTER_PORT": port, "PYTHONPATH": str(ROOT),
                      LIMIT_VARIABLE: "30"}  # fmt: skip
@@ -173,7 +167,7 @@ def port(monkeypatch) -> int:
     for name, seconds in (("SILENT_S", 3.0), ("GRACE_S", 0.1), ("BEAT_S", 0.1)):
         monkeypatch.setattr(agent, name, seconds)
     monkeypatch.setattr(rendezvous, "KNOWN_S", 2.0)
-    return free_port()
+    return int(free_port())
 
 
 def groups(port: int, count: int = 2) -> list[MachineGroup]:
