@@ -9,6 +9,7 @@ import bisect
 import functools
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,23 +60,6 @@ class GatheredWeights:
     live: int  # nothing is fetched ahead beyond so much
     reuse: int  # a weight that is needed again within this distance is kept
 
-    @classmethod
-    def of(
-        cls, weights: Weights, zero: Any, width: int, world_size: int, *, keeps: bool, shards_copied: bool
-    ) -> "GatheredWeights":
-        return cls(
-            sizes=tuple((weight.name, weight.size) for weight in weights.all),
-            frozen=frozenset(weight.name for weight in weights.all if not weight.trained),
-            width=width,
-            world_size=world_size,
-            keeps=keeps,
-            shards_copied=shards_copied,
-            threshold=int(zero.param_persistence_threshold),
-            ahead=int(zero.prefetch_bucket_size),
-            live=int(zero.max_live_parameters),
-            reuse=int(zero.max_reuse_distance),
-        )
-
     def follow(self, training: list[TracedStep], evaluation: list[TracedStep] | None = None) -> list[tuple[int, int]]:
         """Return (the most bytes at the visit that it begins with, bytes after that) for each step of a pass.
 
@@ -115,7 +99,7 @@ class KnownPass:
         self.sizes = sizes = dict(rules.sizes)
         self.decided: dict[tuple[str, int], frozenset[str]] = {}
         order = [visit for visit in known if visit.enters]
-        self.queue = [(weight, place) for place, visit in enumerate(order) for weight in visit.weights]
+        self.queue = deque((weight, place) for place, visit in enumerate(order) for weight in visit.weights)
         self.places: dict[str, list[int]] = {}
         for weight, place in self.queue:
             self.places.setdefault(weight, []).append(place)
@@ -128,7 +112,7 @@ class KnownPass:
         self.views: dict[str, int] = {}  # held of weights that were released, until their backward pass is done
         self.backward: dict[str, set[str]] = {}  # modules in their backward pass: frozen weights, computed with again
         self.blocks: list[int] = []  # taken, and (negative) given back, in order
-        self.next = self.step = self.live = self.held = 0
+        self.step = self.live = self.held = 0
 
     def at(self, visit: Visit) -> int:
         """Go through a visit. Returns the most that is held meanwhile; `held` is what is held then."""
@@ -148,21 +132,18 @@ class KnownPass:
             most = max(most, self._wait(weight))
         fresh = {one for one in visit.weights if self.recent.get(one, -1) < self.step}
         passed: set[str] = set()
-        while self.next < len(self.queue) and len(passed) < len(fresh):
-            weight, self.recent[weight] = self._pop()
+        while self.queue and len(passed) < len(fresh):
+            weight, place = self.queue.popleft()
+            self.recent[weight] = place
             passed.add(weight)
         self._fetch_ahead()
         self.step += 1
         return max(most, self.held)
 
-    def _pop(self) -> tuple[str, int]:
-        self.next += 1
-        return self.queue[self.next - 1]
-
     def _fetch_ahead(self) -> None:
         most, size, chosen = min(self.rules.live - self.live, self.rules.ahead), 0, []
-        while self.next < len(self.queue) and size < most:
-            weight, place = self._pop()
+        while self.queue and size < most:
+            weight, place = self.queue.popleft()
             self.recent[weight] = max(self.recent.get(weight, -1), place)
             if weight not in self.here and weight not in self.handles and weight not in chosen:
                 chosen.append(weight)
@@ -508,6 +489,20 @@ def third_stage_states(
     offloads_weights = offload_target(zero.offload_param) != "none"
     copies = world_size > 1 or offloads_weights  # alone, a rank reads its shards in place (_no_gather_coalesced)
     threshold = int(zero.param_persistence_threshold) if copies else 0  # weights up to this size are never sharded
+    gathered = None
+    if copies:
+        gathered = GatheredWeights(
+            sizes=tuple((weight.name, weight.size) for weight in weights.all),
+            frozen=frozenset(weight.name for weight in weights.all if not weight.trained),
+            width=width,
+            world_size=world_size,
+            keeps=keeps_layers,
+            shards_copied=offloads_weights,
+            threshold=threshold,
+            ahead=int(zero.prefetch_bucket_size),
+            live=int(zero.max_live_parameters),
+            reuse=int(zero.max_reuse_distance),
+        )
     persistent = sum(weight.size for weight in weights.all if weight.size <= threshold)
     offloads = offload_target(zero.offload_optimizer) != "none"
     wide = 0 if width == MASTER_BYTES else MASTER_BYTES  # gradients of the step in fp32
@@ -533,11 +528,7 @@ def third_stage_states(
         engine=lambda: BucketGradients(weights, zero, width, 0, part_of if offloads else None),
         gradients=gradients,
         buffers=width * int(zero.reduce_bucket_size) if zero.contiguous_gradients else 0,
-        gathered=GatheredWeights.of(
-            weights, zero, width, world_size, keeps=keeps_layers, shards_copied=offloads_weights
-        )
-        if copies
-        else None,
+        gathered=gathered,
         step={} if offloads else {"workspace": max(NORM_BYTES * largest, (width + wide) * sub_group)},
         load=width * (persistent + (0 if offloads_weights else shard)),  # zero.Init puts shards where they stay
         host=host,
