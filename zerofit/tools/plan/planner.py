@@ -301,13 +301,22 @@ class Planner:
     def find(self, outcome: LayoutOutcome, sizes: list[int] | None = None) -> None:
         """Add the predictions of the micro-batches that the options name, or of the largest that fits and the fastest;
         with --lengths of the longest rows that fit; or why there are none. `sizes` go before those of the options."""
-        if self.lengths:
-            self._find_longest(outcome, self.lengths)
-            return
-        sizes, replicas = sizes or self.recipe.micro_batches, outcome.resolved.layout.data_size
+        lengths, name = self.lengths, "per_device_train_batch_size"
+        sizes = sizes or self.recipe.micro_batches
+        if lengths:  # the micro-batch is the recipe's, else one row
+            sizes = [getattr(self.recipe, name) if self.recipe.source(name) else 1]
+        replicas = outcome.resolved.layout.data_size
         candidates = self.possible(sizes or range(1, self.recipe.max_batch_size + 1), replicas)
+
+        def predict_rows(length: int) -> Prediction:
+            model = self.model.with_options(self.recipe, replace(self.model.rows, length=length))
+            planner = Planner(self.recipe, model, self.budget, self.timing and self.timing.of(model))
+            return planner.predict(outcome.resolved, candidates[0])
+
         if not candidates:
             outcome.refused = self.no_batch(sizes, outcome.resolved.layout)
+        elif lengths:
+            outcome.predictions = search(lengths, predict_rows, self.budget.device)
         elif sizes:
             outcome.predictions = [self.predict(outcome.resolved, size) for size in candidates]
         else:
@@ -333,22 +342,6 @@ class Planner:
             given = " ".join(self.recipe.lengths)
             raise UserError(f"lengths = {given}: the model has {positions} positions. Choose less")
         return named
-
-    def _find_longest(self, outcome: LayoutOutcome, lengths: list[int]) -> None:
-        """Search for the longest rows that fit. The micro-batch is the recipe's, else one row; each length is
-        traced."""
-        name, layout = "per_device_train_batch_size", outcome.resolved.layout
-        size = getattr(self.recipe, name) if self.recipe.source(name) else 1
-        if not self.possible([size], layout.data_size):
-            outcome.refused = self.no_batch([size], layout)
-            return
-
-        def predict(length: int) -> Prediction:
-            model = self.model.with_options(self.recipe, replace(self.model.rows, length=length))
-            planner = Planner(self.recipe, model, self.budget, self.timing and self.timing.of(model))
-            return planner.predict(outcome.resolved, size)
-
-        outcome.predictions = search(lengths, predict, self.budget.device)
 
     def predict(self, resolved: PlannedStrategy, micro_batch: int) -> Prediction:
         """One micro-batch under one strategy."""
