@@ -27,7 +27,8 @@ DEFAULTS: dict[str, Any] = {
     "minimum": None,  # the smallest value allowed
     "at_most": None,  # the largest value allowed
     "below": None,  # the value must be smaller
-    # (a regular expression, or what reads the text: a false result or a ValueError refuses it; what is expected)
+    # (a regular expression, or what reads the text: a false result, ValueError or LookupError refuses it; what is
+    # expected)
     "form": None,
     "required": "",  # what is missing without a value, and what to type: a sentence
     "aliases": (),  # other names of the option, which other programs use
@@ -139,7 +140,7 @@ def broken_rule(value: Any, metadata: typing.Mapping[str, Any]) -> str | None:
 def _is_of_form(text: str, form: str | Callable[[str], Any]) -> bool:
     try:
         return bool(re.fullmatch(form, text) if isinstance(form, str) else form(text))
-    except ValueError:
+    except (ValueError, LookupError):
         return False
 
 

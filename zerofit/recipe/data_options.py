@@ -13,16 +13,8 @@ from zerofit.recipe.paths import is_weight
 WRITTEN = {"tab": "\t", r"\t": "\t"}  # a delimiter as it is typed
 
 
-def is_encoding(name: str) -> bool:
-    """Return whether Python knows a text encoding of this name."""
-    try:
-        "".encode(name)
-    except LookupError:
-        return False
-    return True
-
-
-ENCODING = (is_encoding, "the name of an encoding: cp932, euc_jp, gb18030, cp950, utf-16, cp1252, ...")
+# str.encode raises LookupError where Python knows no text encoding of this name.
+ENCODING = ("a".encode, "the name of an encoding: cp932, euc_jp, gb18030, cp950, utf-16, cp1252, ...")
 
 
 def weighted(words: list[str] | None) -> list[tuple[float, list[str]]]:

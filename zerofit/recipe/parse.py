@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 
 import yaml
 
-from zerofit.recipe.base import Recipe, broken_rule, default_of, from_text, quoted
+from zerofit.recipe.base import Recipe, as_text, broken_rule, default_of, from_text, quoted
 from zerofit.recipe.errors import UserError, did_you_mean
 from zerofit.recipe.files import BoundedLoader, nearest_recipe, read_text, recipe_file
 from zerofit.recipe.options import TrainingRecipe
@@ -51,7 +51,14 @@ def help_text(cls: type, argv: list[str], prog: str, tool: bool) -> str:
     intro = f"A recipe (YAML) and flags set the same options; flags win. The {what}:"
     lines = [usage, "", *textwrap.wrap(intro, width)]
     if short:
-        lines += ["", *(_line(field, width) for field in common)]
+        lines.append("")
+        for field in common:  # each on one line, with the beginning of its text
+            takes, default = value_text(field), default_text(field)
+            head = f"  --{field.name} {takes if len(takes) < LONGEST_CHOICES else 'NAME'}".rstrip() + " "
+            text = re.split(r"(?<!e\.g)\. ", field.metadata["help"])[0].removesuffix(".")
+            text += f" [{default}]" if default not in ("", "false") else ""
+            text = textwrap.shorten(text, width - max(COLUMN, len(head)), placeholder=" ...")
+            lines.append(f"{head:<{COLUMN}}{text}")
         return "\n".join([*lines, "", f"--help_all explains all {sum(map(len, groups.values()))} options."])
     for group, fields in groups.items():
         lines += ["", *textwrap.wrap(heading(group), width)] if fields else []
@@ -84,11 +91,7 @@ def option_groups(cls: type, tool: bool) -> dict[type, list[dataclasses.Field[An
 def default_text(field: dataclasses.Field[Any]) -> str:
     """The default of an option as a user would type it; empty if it has none."""
     default = default_of(field)
-    if default in (None, "", []):
-        return ""
-    if isinstance(default, bool):
-        return str(default).lower()
-    return " ".join(map(str, default)) if isinstance(default, list) else str(default)
+    return "" if default in (None, "", []) else as_text(default)
 
 
 def value_text(field: dataclasses.Field[Any]) -> str:
@@ -105,16 +108,6 @@ def value_text(field: dataclasses.Field[Any]) -> str:
     else:
         words = {int: "N", float: "X"}[kind.base]
     return f"{words} ..." if kind.many else words
-
-
-def _line(field: dataclasses.Field[Any], width: int) -> str:
-    """An option on one line, with the beginning of its text."""
-    takes = value_text(field)
-    head = f"  --{field.name} {takes if len(takes) < LONGEST_CHOICES else 'NAME'}".rstrip() + " "
-    text = re.split(r"(?<!e\.g)\. ", field.metadata["help"])[0].removesuffix(".")
-    default = default_text(field)
-    text += f" [{default}]" if default not in ("", "false") else ""
-    return f"{head:<{COLUMN}}{textwrap.shorten(text, width - max(COLUMN, len(head)), placeholder=' ...')}"
 
 
 def _describe(field: dataclasses.Field[Any], width: int) -> list[str]:
@@ -215,22 +208,19 @@ class _Reader(Generic[R]):
                 config = texts[0]
             elif name == "config":
                 self.problems.append(f"--config takes one recipe file, and was given {' '.join(texts) or 'nothing'}")
-            elif name in self.fields:
-                self._take_flag(name, texts)
-            else:
+            elif name not in self.fields:
                 self._unknown(f"--{name}", name)
+            else:
+                kind = self.fields[name].metadata["kind"]
+                if not texts and kind.base is bool:
+                    texts = ["true"]
+                if kind.optional and texts == ["null"]:  # whatever the file says, it is not stated
+                    self.of_flags[name] = None
+                elif texts:
+                    self._take(name, texts, f"--{name}", f"--{name} {' '.join(texts)}", self.of_flags)
+                else:
+                    self.problems.append(f"--{name} without a value: expected {kind.words}")
         return config
-
-    def _take_flag(self, name: str, texts: list[str]) -> None:
-        kind = self.fields[name].metadata["kind"]
-        if not texts and kind.base is bool:
-            texts = ["true"]
-        if kind.optional and texts == ["null"]:  # whatever the file says, it is not stated
-            self.of_flags[name] = None
-        elif texts:
-            self._take(name, texts, f"--{name}", f"--{name} {' '.join(texts)}", self.of_flags)
-        else:
-            self.problems.append(f"--{name} without a value: expected {kind.words}")
 
     def read_file(self, path: str) -> None:
         """Read the lines of a recipe's file as the texts of flags are read. Raises UserError: it is none."""
@@ -242,25 +232,22 @@ class _Reader(Generic[R]):
             self.lines[name] = line
             if node.tag == NULL and (name in self.fields or name in self.hints):
                 continue  # null: not stated, as in the recipe.yaml of a run, which has all options that there were
-            if name in self.fields:
-                self._take_line(name, node, line)
-            else:
+            if name not in self.fields:
                 self._unknown(f"{line}: {name}", name)
-
-    def _take_line(self, name: str, node: yaml.Node, line: str) -> None:
-        metadata, said = self.fields[name].metadata, f"{line}: {name} is"
-        kind = metadata["kind"]
-        items = node.value if kind.many and isinstance(node, yaml.SequenceNode) else [node]
-        of_words = [item.value for item in items if item.tag == FLAG and item.value not in metadata["choices"]]
-        if kind.base is str and of_words:
-            hint = 'Leave the line out; or, for a text such as no or on, put it in quotes: "no"'
-            self.problems.append(f"{said} {of_words[0]}; expected {kind.words}. {hint}")
-        elif all(isinstance(item, yaml.ScalarNode) and item.tag != NULL for item in items):
-            texts = [item.value for item in items]
-            self._take(name, texts, line, f"{said} {' '.join(map(repr, texts))[:400]}", self.of_file)
-        else:
-            written = "a list" if isinstance(node, yaml.SequenceNode) else "a map"
-            self.problems.append(f"{said} {written}: expected {kind.words}")
+                continue
+            metadata, said = self.fields[name].metadata, f"{line}: {name} is"
+            kind = metadata["kind"]
+            items = node.value if kind.many and isinstance(node, yaml.SequenceNode) else [node]
+            of_words = [item.value for item in items if item.tag == FLAG and item.value not in metadata["choices"]]
+            if kind.base is str and of_words:
+                hint = 'Leave the line out; or, for a text such as no or on, put it in quotes: "no"'
+                self.problems.append(f"{said} {of_words[0]}; expected {kind.words}. {hint}")
+            elif all(isinstance(item, yaml.ScalarNode) and item.tag != NULL for item in items):
+                texts = [item.value for item in items]
+                self._take(name, texts, line, f"{said} {' '.join(map(repr, texts))[:400]}", self.of_file)
+            else:
+                written = "a list" if isinstance(node, yaml.SequenceNode) else "a map"
+                self.problems.append(f"{said} {written}: expected {kind.words}")
 
     def _take(self, name: str, texts: list[str], source: str, said: str, values: dict[str, Any]) -> None:
         """Put the value of an option into `values`, if it has the right type and breaks no rule. `source`: what sets
