@@ -82,28 +82,22 @@ class AdapterFolder:
 def open_adapter(name: str, option: str = "adapter", task: str | None = None) -> AdapterFolder:
     """Read an adapter's settings and weights. `task`: the name of a script of train/ that it is for; None: any. Raises
     UserError where the folder holds no whole LoRA adapter, or one for another script."""
-    path = Path(model_folder(name))
-    if not is_adapter(str(path)):
-        why = why_no_model(str(path)) or "it is no adapter. Name the folder that holds one, e.g. outputs/RUN/model"
-        raise UserError(f"{option} = {name!r} has no adapter_config.json: {why}")
-    settings = read_json(path / "adapter_config.json")
-    if settings.get("peft_type") != "LORA":
-        raise UserError(f"{option} = {name!r} is a {settings.get('peft_type')} adapter; LoRA adapters are supported")
-    task_type = settings.get("task_type")
-    if task_type is not None and task_type not in TASK_TYPES:
-        raise UserError(f"{option} = {name!r} is for the task {task_type}; supported are {', '.join(TASK_TYPES)}")
-    if task_type and task and TASK_TYPES[task_type][0] != model_kind(task):
-        raise UserError(f"{option} = {name!r} is an adapter of train/{TASK_TYPES[task_type][0]}.py: use that")
-    return AdapterFolder(path, option, settings, _read_tensors(path, f"{option} = {name!r}"))
-
-
-def _read_tensors(path: Path, where: str) -> dict[str, "torch.Tensor"]:
-    """{name in the base, without the wrappers that the model had as it was saved: tensor}. Of embeddings that were
-    resized peft writes the base's own as well (original_module), and the trained ones twice."""
     import torch
     from peft import load_peft_weights
     from safetensors import SafetensorError
 
+    path, where = Path(model_folder(name)), f"{option} = {name!r}"
+    if not is_adapter(str(path)):
+        why = why_no_model(str(path)) or "it is no adapter. Name the folder that holds one, e.g. outputs/RUN/model"
+        raise UserError(f"{where} has no adapter_config.json: {why}")
+    settings = read_json(path / "adapter_config.json")
+    if settings.get("peft_type") != "LORA":
+        raise UserError(f"{where} is a {settings.get('peft_type')} adapter; LoRA adapters are supported")
+    task_type = settings.get("task_type")
+    if task_type is not None and task_type not in TASK_TYPES:
+        raise UserError(f"{where} is for the task {task_type}; supported are {', '.join(TASK_TYPES)}")
+    if task_type and task and TASK_TYPES[task_type][0] != model_kind(task):
+        raise UserError(f"{where} is an adapter of train/{TASK_TYPES[task_type][0]}.py: use that")
     file = next((name for name in (WEIGHTS, PICKLED) if (path / name).is_file()), None)
     if file is None:
         raise UserError(f"{where} has no {WEIGHTS}: the adapter's weights are missing. Copy them into the folder")
@@ -118,15 +112,17 @@ def _read_tensors(path: Path, where: str) -> dict[str, "torch.Tensor"]:
     if not tensors or filled < len(tensors):
         stated = f"{where}: {file} is an incomplete adapter"
         raise UserError(f"{stated}: {filled} of its {len(tensors)} tensors hold numbers. Save it again")
+    # By their names in the base, without the wrappers that the model had as it was saved. Of embeddings that were
+    # resized peft writes the base's own as well (original_module), and the trained ones twice.
     named: dict[str, torch.Tensor] = {}
-    for name in sorted(tensors, key=lambda each: ".modules_to_save." in each):
-        plain = NAMED.sub(r"\1", WRAPPED.sub("", name))
+    for key in sorted(tensors, key=lambda each: ".modules_to_save." in each):
+        plain = NAMED.sub(r"\1", WRAPPED.sub("", key))
         plain = plain.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
-        if plain in named and ".modules_to_save." not in name:
+        if plain in named and ".modules_to_save." not in key:
             raise UserError(f"{where}: two of its tensors have the name {plain}. Save one adapter alone")
-        if ".original_module." not in name:
-            named.setdefault(plain, tensors[name])
-    return named
+        if ".original_module." not in key:
+            named.setdefault(plain, tensors[key])
+    return AdapterFolder(path, option, settings, named)
 
 
 def adapter_settings(folder: AdapterFolder) -> "LoraConfig":

@@ -58,7 +58,7 @@ def choose_attention(
     device = device or torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     reason = "as the recipe says"
     if not requested:
-        reason = _why_no_flash(model, precision, device) or _use_flash(model, precision, device)
+        reason = _use_flash(model, precision, device)
     if attention_of(model.config) == "sdpa" and attentions_of(model)[0]:
         set_attention(model, SDPA)
     if takes_lengths(model):
@@ -104,9 +104,11 @@ def takes_lengths(model: Any) -> bool:
     return kernel == VARLEN or is_flash_attention_requested(requested_attention_implementation=kernel)
 
 
-def _why_no_flash(model: "PreTrainedModel", precision: str, device: torch.device) -> str:
-    """Say why no flash kernel can run; empty if one can."""
-    config = model.config.get_text_config()
+def _use_flash(model: "PreTrainedModel", precision: str, device: torch.device) -> str:
+    """Set the first flash kernel that works here. Returns its name in words, or why none works."""
+    from transformers import utils
+
+    config, problems = model.config.get_text_config(), []
     if device.type != "cuda":
         return f"flash kernels are for GPUs, this is a {device.type} device"
     if precision not in HALF:
@@ -120,14 +122,6 @@ def _why_no_flash(model: "PreTrainedModel", precision: str, device: torch.device
         return f"a {config.model_type} attends in chunks, which flash kernels do not support"
     if kernels:
         return f"a {config.model_type} needs its own flash kernel: name it, --attn_implementation {kernels[0]}"
-    return ""
-
-
-def _use_flash(model: "PreTrainedModel", precision: str, device: torch.device) -> str:
-    """Set the first flash kernel that works here. Returns its name in words, or why none works."""
-    from transformers import utils
-
-    config, problems = model.config.get_text_config(), []
     dropout = has_attention_dropout(config)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for version in FASTEST_FIRST.get(torch.cuda.get_device_capability(device)[0], "234"):

@@ -115,12 +115,22 @@ def add_adapter(model: "PreTrainedModel", recipe: TrainingRecipe, task: str, str
     adapter. Raises UserError where a target matches nothing, or cannot have an adapter."""
     if not recipe.lora:
         return None
-    saved, targets = _saved_modules(model, recipe, task), targets_of(model, recipe)
+    # Fully trained are peft's heads, what has random weights, and what the recipe names.
+    names = [name for name, _ in model.named_modules() if name]
+    chosen = [name for name in PEFT_CLASSIFIER_HEADS if task == "cls" and name in names]
+    chosen += [name.rpartition(".")[0] for name in getattr(model, "initialized_weights", ())]
+    chosen += getattr(model, "resized_modules", ())  # their new rows are in no base
+    for requested in _names(recipe.lora_modules_to_save):
+        matching = [name for name in names if name == requested or name.endswith(f".{requested}")]
+        if not matching:
+            raise UserError(_no_match("lora_modules_to_save", requested, {name.rpartition(".")[2] for name in names}))
+        chosen += matching
+    saved, targets = with_tied(model, chosen), targets_of(model, recipe)
     modules, of_experts = split_targets(model, targets)
     if ALL_LINEAR in targets and len(targets) > 1:
         raise UserError(f"lora_target_modules = {' '.join(targets)}: name all-linear alone, or the others")
     for target in modules if ALL_LINEAR not in targets else ():
-        if not any(f".{name}".endswith(f".{target}") for name, _ in model.named_modules()):
+        if not any(f".{name}".endswith(f".{target}") for name in names):
             raise UserError(_no_match("lora_target_modules", target, _linear_names(model)))
     check_expert_targets(of_experts, strategy, recipe)
     torch.manual_seed(recipe.seed)
@@ -230,20 +240,6 @@ def quantisation(recipe: LoraOptions, dtype: torch.dtype) -> dict[str, Any]:
     nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
     config = BitsAndBytesConfig(load_in_4bit=True, **nf4)
     return {"quantization_config": config, "device_map": {"": torch.accelerator.current_device_index()}}
-
-
-def _saved_modules(model: torch.nn.Module, recipe: LoraOptions, task: str) -> list[str]:
-    """Full names of the fully trained modules: peft's heads, those with random weights, those in the recipe."""
-    names = [name for name, _ in model.named_modules() if name]
-    chosen = [name for name in PEFT_CLASSIFIER_HEADS if task == "cls" and name in names]
-    chosen += [name.rpartition(".")[0] for name in getattr(model, "initialized_weights", ())]
-    chosen += getattr(model, "resized_modules", ())  # their new rows are in no base
-    for requested in _names(recipe.lora_modules_to_save):
-        matching = [name for name in names if name == requested or name.endswith(f".{requested}")]
-        if not matching:
-            raise UserError(_no_match("lora_modules_to_save", requested, {name.rpartition(".")[2] for name in names}))
-        chosen += matching
-    return with_tied(model, chosen)
 
 
 def with_tied(model: torch.nn.Module, chosen: list[str]) -> list[str]:

@@ -284,22 +284,19 @@ class TokenParts:
         if not isinstance(module, IdentityLayer):
             return self.join(hidden)
         self._outgoing = hidden
-        return self._placeholder(hidden, self._shape)
+        return hidden.new_zeros(()).expand(*self._shape, hidden.shape[-1])
 
     def receive(self, part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Return a stand-in (B, T, H) for the model's code, in place of a part that comes from the stage before."""
         if not torch.is_grad_enabled():
             return part
         self._incoming = part
-        return self._placeholder(part, shape)
+        return part.new_zeros(()).expand(*shape, part.shape[-1])
 
     def send(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return what the next stage is sent in place of the model's hidden states."""
         outgoing, self._outgoing = self._outgoing, None
         return hidden if outgoing is None else outgoing
-
-    def _placeholder(self, part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        return part.new_zeros(()).expand(*shape, part.shape[-1])
 
     def _return_to(self, shape: torch.Size, gradient: torch.Tensor) -> None:
         self._shape = shape

@@ -195,7 +195,20 @@ def load_named_tokenizer(
         cased = [token for token in words if token != token.lower()]
         if getattr(tokenizer, "do_lower_case", False) and len(cased) > len(tokenizer) / 20:  # of a BERT with capitals
             tokenizer = from_hub_or_folder(option, name, kind.from_pretrained, do_lower_case=False, **more)
-        _check_reads_words(tokenizer, option, name)
+        from sentencepiece import SentencePieceProcessor
+
+        # Files of another class of tokenizer may make one unknown token of a complete sentence, or others than those
+        # of sentencepiece, whose file it is.
+        sentence = "the quick brown fox jumps over the lazy dog."
+        pieces = tokens = tokenizer.convert_ids_to_tokens(tokenizer(sentence, add_special_tokens=False)["input_ids"])
+        for file in folder.glob("*.model"):
+            with suppress(RuntimeError, OSError):  # tiktoken's file is called so, too
+                pieces = SentencePieceProcessor(model_file=str(file)).encode(sentence, out_type=str)
+        if len(tokens) < len(sentence.split()) or tokens != pieces:
+            raise UserError(
+                f"{option} = {name!r} has vocabulary files of another tokenizer than {type(tokenizer).__name__}. Name "
+                "a folder with a tokenizer.json, or GPT-2's two files with --vocab_file and --merge_file"
+            )
     ends = getattr(config, "eos_token_id", None) if option == "model_name_or_path" else None
     ends = [ends] if isinstance(ends, int) else ends
     if ends and tokenizer.eos_token is None:  # a tokenizer.json alone does not name it
@@ -231,23 +244,6 @@ def tokenizer_from_vocabulary_files(vocab_file: str, merge_file: str) -> "PreTra
         raise UserError(f"merge_file = {merge_file!r} is not of vocab_file: {first_line(error)}") from None
     tokenizer.name_or_path = vocab_file
     return tokenizer
-
-
-def _check_reads_words(tokenizer: "PreTrainedTokenizerBase", option: str, name: str) -> None:
-    """Raises UserError if the vocabulary files are of another class of tokenizer: then a complete sentence may become
-    one unknown token, or others than those of sentencepiece, whose file it is."""
-    from sentencepiece import SentencePieceProcessor
-
-    sentence = "the quick brown fox jumps over the lazy dog."
-    pieces = tokens = tokenizer.convert_ids_to_tokens(tokenizer(sentence, add_special_tokens=False)["input_ids"])
-    for file in Path(name).glob("*.model"):
-        with suppress(RuntimeError, OSError):  # tiktoken's file is called so, too
-            pieces = SentencePieceProcessor(model_file=str(file)).encode(sentence, out_type=str)
-    if len(tokens) < len(sentence.split()) or tokens != pieces:
-        raise UserError(
-            f"{option} = {name!r} has vocabulary files of another tokenizer than {type(tokenizer).__name__}. Name a "
-            "folder with a tokenizer.json, or GPT-2's two files with --vocab_file and --merge_file"
-        )
 
 
 def train_tokenizer(

@@ -319,22 +319,19 @@ class Schedule:
         )
 
     def __call__(self, update: int) -> float:
-        return self.peak * self.factor(update)
-
-    def factor(self, update: int) -> float:
         if self.shape == "constant":
-            return 1.0
+            return self.peak
         if update < self.num_warmup:
-            return update / self.num_warmup
+            return self.peak * (update / self.num_warmup)
         if self.shape == "constant_with_warmup":
-            return 1.0
+            return self.peak
         decay_end = self.num_until_minimum or self.num_updates
         if self.shape == "wsd":
-            left = (decay_end - update) / max(1, self.num_decay)
-            return self.min_ratio + (1 - self.min_ratio) * min(1.0, max(0.0, left))
-        done = min(1.0, (update - self.num_warmup) / max(1, decay_end - self.num_warmup))
-        height = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[self.shape]
-        return self.min_ratio + (1 - self.min_ratio) * max(0.0, height)
+            height = (decay_end - update) / max(1, self.num_decay)
+        else:
+            done = min(1.0, (update - self.num_warmup) / max(1, decay_end - self.num_warmup))
+            height = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[self.shape]
+        return self.peak * (self.min_ratio + (1 - self.min_ratio) * min(1.0, max(0.0, height)))
 
 
 def make_schedule(recipe: OptimizerOptions, num_updates: int) -> Schedule | None:
