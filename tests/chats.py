@@ -62,11 +62,9 @@ def short_instructions(data) -> list[dict]:
     return found
 
 
-def encoder_of(
-    tokenizer, form: Form, template: str | None, block_size: int = 4096, whole: bool = False
-) -> ChatEncoder:
+def encoder_of(tokenizer, form: Form, template: str | None, whole: bool = False) -> ChatEncoder:
     default = "none" if form.plain else None
-    encoder = ChatEncoder(tokenizer, install_template(tokenizer, template, default)[0], block_size, whole)
+    encoder = ChatEncoder(tokenizer, install_template(tokenizer, template, default)[0], 4096, whole)
     encoder.form = form  # for `encoded`
     return encoder
 

@@ -67,7 +67,7 @@ def run(model_flags, cache, launched_once):
     return once
 
 
-def test_the_loss_is_that_of_transformers(run, cache, tmp_path):
+def test_the_loss_is_that_of_transformers(run, tmp_path):
     """Of the exported model over the held-out texts."""
     output = run("single")
     flags = "--config", output / "recipe.yaml", "--model_name_or_path", output, "--packing", "none"

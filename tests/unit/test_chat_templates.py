@@ -204,7 +204,7 @@ def test_tools_of_a_record_reach_the_template(tokenizer_with, column, form):
     assert tokenizer.decode(asked) == prompt
 
 
-def test_of_several_templates_that_for_tools_is_taken(tokenizer_of, tmp_path):
+def test_of_several_templates_that_for_tools_is_taken(tokenizer_of):
     plain, tokenizer = CHATML + GENERATION, chatml_tokenizer(tokenizer_of("gpt2"), "", "<|im_end|>")
     tokenizer.chat_template = {"default": plain, "tool_use": HERMES}
     encoder = encoder_of(tokenizer, Form("messages", "messages", given=("tools",)), None)

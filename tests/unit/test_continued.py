@@ -242,7 +242,7 @@ def test_its_own_settings_hold_and_its_dropout_may_change(made):
     assert {each.p for each in model.modules() if isinstance(each, torch.nn.Dropout)} >= {0.25}
 
 
-def test_an_adapter_of_an_adapter_finds_the_base_of_the_first(made, tmp_path, tokenizer, monkeypatch):
+def test_an_adapter_of_an_adapter_finds_the_base_of_the_first(made, tmp_path, monkeypatch):
     """Both name a base by its folder's last name, and the path is in the first run's recipe."""
     folder, _ = made()
     for run, trained_on in (("first", tmp_path / "base"), ("second", tmp_path / "first"), ("third", "second/model")):

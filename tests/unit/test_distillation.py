@@ -82,7 +82,7 @@ def test_loss_and_gradients(terms, kind, monkeypatch):
     )
 
 
-def test_a_plan_counts_the_teacher(byte_tokenizer, teacher):
+def test_a_plan_counts_the_teacher(teacher):
     """Its weights and its logits; and refuses it where a process does not hold what it computes with."""
     recipe = recipe_of(
         config_name="gpt2", tokenizer_name=str(teacher), distill_divergence="forward", teacher=str(teacher),

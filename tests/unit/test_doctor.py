@@ -175,7 +175,7 @@ def test_variables_that_an_earlier_launch_has_left(folder):
     assert "unset RANK" in "\n".join(examined("--strategy", "single").messages("warning"))
 
 
-def test_what_accelerate_reads_without_a_strategy(folder, monkeypatch):
+def test_what_accelerate_reads_without_a_strategy(folder):
     """The user's own file, as for a launch without --config_file; else ddp for several processes."""
     report = examined(*MINE)
     assert values(report)["strategy"] == ("ddp", "accelerate_configs/ddp.yaml")

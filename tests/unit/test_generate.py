@@ -337,7 +337,7 @@ def test_a_launch_without_training_takes_the_stored_length(flags):
     assert longest({"max_new_tokens": 40}, "--train_file", "a.jsonl") == 128
 
 
-def test_generate_says_where_an_answer_is_cut(tools, tmp_path, capsys):
+def test_generate_says_where_an_answer_is_cut(tmp_path, capsys):
     from zerofit.tools.generate.generate import main
 
     save_blenderbot(tmp_path / "pairs", small_tokenizer(tmp_path))

@@ -288,7 +288,7 @@ def test_a_base_of_another_size_where_the_configuration_lies_beside_the_adapter(
     assert "embed_tokens.weight" in refusal(case, capsys)
 
 
-def test_a_head_that_nobody_has(tmp_path, tokenizer, capsys):
+def test_a_head_that_nobody_has(tmp_path, capsys):
     """A base without a pooler, and an adapter that did not save it: it was random, and is lost."""
     base = tmp_path / "base"
     tiny_deberta(base, num_labels=2)

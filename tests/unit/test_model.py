@@ -113,7 +113,7 @@ BAD_FILES = {  # name: (the file, what is in it, words)
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_files_that_transformers_stumbles_over_are_one_sentence(tmp_path, name, monkeypatch):
+def test_files_that_transformers_stumbles_over_are_one_sentence(tmp_path, name):
     file, content, words = BAD_FILES[name]
     config = {"auto_map": {"AutoConfig": "own.C"}} if file == "own.py" else {"model_type": "llama"}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -382,7 +382,7 @@ def test_a_folder_of_vocabulary_files_does_not_hide_an_architecture(tmp_path, mo
     assert load_configuration(ClmRecipe(config_name="gpt2")).n_layer == 3
 
 
-def test_without_a_network_the_hub_is_not_asked(tmp_path, monkeypatch):
+def test_without_a_network_the_hub_is_not_asked(monkeypatch):
     """No waiting for what cannot come."""
     from huggingface_hub import constants
 

@@ -57,7 +57,7 @@ def test_every_recipe_on_every_number_of_nodes(written, kind, strategy, nodes):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_further_options(written, kind, tmp_path):
+def test_further_options(written, kind):
     """All of a scheduler; what looks like a number is a text to Kubernetes."""
     further = {
         "slurm": ("--cpus_per_node", 64, "--time", "1-00:00:00"),
