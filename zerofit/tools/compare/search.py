@@ -23,7 +23,7 @@ def bounds(peaks: Peaks) -> tuple[int, int | None]:
 def next_size(
     sizes: Sequence[int],
     peaks: Peaks,
-    limit: int | None,
+    limit: int,
     guess: int = 0,
     *,
     per_sample: float | None = None,
@@ -32,7 +32,7 @@ def next_size(
 
     Args:
         sizes: all that come into question, ascending.
-        limit: bytes that a peak may have; None where it is not known.
+        limit: bytes that a peak may have.
         guess: the largest size that is predicted to fit; 0: there is no prediction.
         per_sample: bytes by which a peak is predicted to grow with each sample.
     """
@@ -51,14 +51,16 @@ def next_size(
     return _at_most(left, _target(points, fails, limit, per_sample))
 
 
-def _target(points: list[tuple[int, int]], fails: int | None, limit: int | None, per_sample: float | None) -> int:
+def _target(points: list[tuple[int, int]], fails: int | None, limit: int, per_sample: float | None) -> int:
     """The size to try, whether it is one of those in question or not.
 
     Args:
         points: (size, peak) of sizes that fit, ascending.
     """
-    fits = points[-1][0]
-    predicted = predict(points, limit, per_sample)
+    fits, peak = points[-1]
+    if len(points) > 1:  # a straight line through the two largest sizes, else one of the predicted slope
+        per_sample = (peak - points[-2][1]) / (fits - points[-2][0])
+    predicted = fits + int((limit - peak) / per_sample) if per_sample and per_sample > 0 else None
     halfway = FURTHEST * fits if fails is None else (fits + fails) // 2
     if predicted is None or (fails is not None and predicted >= fails):  # no prediction, or a wrong one
         return halfway
@@ -70,17 +72,6 @@ def _target(points: list[tuple[int, int]], fails: int | None, limit: int | None,
         return min(predicted, halfway)
     # Each launch narrows the bracket by an eighth at least, even if predictions are wrong.
     return min(max(predicted, fits + (fails - fits) // 8), fails - (fails - fits) // 8)
-
-
-def predict(points: list[tuple[int, int]], limit: int | None, per_sample: float | None = None) -> int | None:
-    """The largest size with a peak within the limit, by a straight line through the two largest sizes, or through a
-    single one if the slope is known from elsewhere."""
-    if limit is None or not points:
-        return None
-    size, peak = points[-1]
-    if len(points) > 1:
-        per_sample = (peak - points[-2][1]) / (size - points[-2][0])
-    return size + int((limit - peak) / per_sample) if per_sample and per_sample > 0 else None
 
 
 def _at_most(sizes: Sequence[int], size: int) -> int:
