@@ -194,7 +194,7 @@ def tried(size, peak=None, rate=1.0):
         return {"size": size, "outcome": "out_of_memory", "where": "device", "phase": "backward"}
     ranks = [dict.fromkeys(("allocated", "reserved", "host"), peak * MIB - rank) for rank in (1, 0)]
     return {"size": size, "outcome": "fits", "ranks": ranks, "samples_per_s": rate, "tokens_per_s": 100 * rate,
-            "loss": 2.5, "seconds": [1.0], "about": ABOUT}  # fmt: skip
+            "loss": 2.5, "seconds": [1.0], "load": [0.5, 1.0], "cores": 2, "about": ABOUT}  # fmt: skip
 
 
 def rows():

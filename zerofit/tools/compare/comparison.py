@@ -119,9 +119,8 @@ def speed_up(row: StrategyRow, first: StrategyRow) -> float | None:
 
 def rates(line: dict[str, Any]) -> tuple[float, float]:
     """Return (samples a second of the slowest timed update, of the fastest)."""
-    seconds = line.get("seconds") or [1.0]
-    samples = line["samples_per_s"] * statistics.median(seconds)
-    return samples / max(seconds), samples / min(seconds)
+    samples = line["samples_per_s"] * statistics.median(line["seconds"])
+    return samples / max(line["seconds"]), samples / min(line["seconds"])
 
 
 def spread(line: dict[str, Any]) -> str:
@@ -132,7 +131,7 @@ def spread(line: dict[str, Any]) -> str:
 
 def load_text(line: dict[str, Any]) -> str:
     """The machine's load average before the updates and after them."""
-    return " to ".join(f"{load:.1f}" for load in line.get("load") or ()) or "-"
+    return " to ".join(f"{load:.1f}" for load in line["load"])
 
 
 def conclusion(rows: list[StrategyRow]) -> str:
@@ -150,9 +149,7 @@ def conclusion(rows: list[StrategyRow]) -> str:
         said.append(f"No batch fits within this limit under {', '.join(row.name for row in rows)}.")
     timed = [(row, row.best) for row in rows if row.best]
     disturbed = [
-        (row, line)
-        for row, line in timed
-        if max(line.get("load") or [0.0]) > BUSY * max(line.get("cores") or 1, len(line["ranks"]))
+        (row, line) for row, line in timed if max(line["load"]) > BUSY * max(line["cores"], len(line["ranks"]))
     ]
     if disturbed:
         loads = ", ".join(f"{row.name} {load_text(line)}" for row, line in disturbed)

@@ -70,8 +70,7 @@ class Finished:
     @classmethod
     def read(cls, name: str, micro_batch: int, folder: Path, problem: str = "") -> "Finished":
         """Read a run from its folder."""
-        held = RunFolder(folder).environment().get("held_out")
-        held = held if isinstance(held, dict) else {}
+        held = RunFolder(folder).environment().get("held_out") or {}
         figures = {figure: value for figure, value in held.items() if figure.startswith(("eval_", "test_"))}
         recipe = read_yaml(folder / "recipe.yaml")
         return cls(name, micro_batch, RunFolder(folder).metrics.read(), figures, recipe, problem)
