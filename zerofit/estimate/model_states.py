@@ -188,7 +188,16 @@ class KnownPass:
         most, key = self.held, (visit.module, self.step)
         released = self.remembered.get(key)
         if released is None:
-            released = self.decided[key] = self._decide(visit)
+            chosen = set()
+            # __params_to_release: neither what was fetched for a later place, nor what is needed again soon.
+            for weight in visit.weights:
+                if weight in self.persistent or self.recent.get(weight, -1) > self.step:
+                    continue
+                places = self.places[weight]
+                at = bisect.bisect_left(places, self.step)
+                if at == len(places) or self.distance[places[at]] - self.distance[self.step] >= self.rules.reuse:
+                    chosen.add(weight)
+            released = self.decided[key] = frozenset(chosen)
         weights = set(visit.weights)
         if not visit.forward:
             again = self.backward.pop(visit.module, set())
@@ -209,18 +218,6 @@ class KnownPass:
     def _change(self, size: int) -> None:
         self.held += size
         self.blocks.append(size)
-
-    def _decide(self, visit: Visit) -> frozenset[str]:
-        """__params_to_release: not what was fetched for a later place, and not what is needed again soon."""
-        released = set()
-        for weight in visit.weights:
-            if weight in self.persistent or self.recent.get(weight, -1) > self.step:
-                continue
-            places = self.places[weight]
-            at = bisect.bisect_left(places, self.step)
-            if at == len(places) or self.distance[places[at]] - self.distance[self.step] >= self.rules.reuse:
-                released.add(weight)
-        return frozenset(released)
 
 
 @functools.lru_cache(maxsize=64)
