@@ -77,11 +77,6 @@ SHAPING = re.compile(  # parts of names of flags that change the model
 )
 
 
-def shapes_the_model(name: str) -> bool:
-    """Return whether a flag that is not known changes the model, by its name."""
-    return flag_status(name)[0] == "unknown" and bool(SHAPING.search(name))
-
-
 def flag_status(name: str) -> tuple[str, str]:
     """Return (satisfied, no counterpart or unknown; why) of a flag that is not carried over."""
     if name in SATISFIED:

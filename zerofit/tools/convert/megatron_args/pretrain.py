@@ -15,7 +15,7 @@ import yaml
 
 from zerofit.recipe.files import parse_json, place, read_text, read_yaml
 from zerofit.strategy.layout import PIPELINE, SEQUENCE, TENSOR, with_degrees
-from zerofit.tools.convert.megatron_args.flags import DATA_PARALLEL, DEGREE, shapes_the_model
+from zerofit.tools.convert.megatron_args.flags import DATA_PARALLEL, DEGREE, SHAPING, flag_status
 from zerofit.tools.convert.megatron_args.shape import (
     MACHINES,
     OPTIONS,
@@ -288,7 +288,15 @@ def convert_pretraining(call: Call, options: MegatronArgsOptions) -> ConvertedSc
             value = done.text(name) if kind is str else done.number(name, kind, default)
         if value is not None:
             done.carry(name, option, value, default=default)
-    _model(done, options)
+    if options.model_name_or_path:
+        done.recipe["model_name_or_path"] = options.model_name_or_path
+        of_weights(done, done.shape, options.model_name_or_path)
+    elif done.shape:
+        done.recipe["config_name"] = done.shape.family
+        done.recipe["config_overrides"] = done.shape.overrides()
+        name, tensor = "make_vocab_size_divisible_by", done.number("tensor_model_parallel_size", default=1)
+        why = f" (times the {tensor} tensor-parallel processes, as in Megatron)" if tensor > 1 else ""
+        done.carry(name, name, done.number(name, default=128) * tensor, why, default=128)
     _tokenizer(done, options)
     _data(done)
     (_searched_batches if searched else _batches)(done)
@@ -305,21 +313,10 @@ def convert_pretraining(call: Call, options: MegatronArgsOptions) -> ConvertedSc
     _precision_and_memory(done)
     _checkpoints_and_trackers(done, options)
     for name in done.flags:
-        if name not in {*done.rows, *OPTIONS, *SAME} and shapes_the_model(name):
+        is_read = name in {*done.rows, *OPTIONS, *SAME}
+        if not is_read and flag_status(name)[0] == "unknown" and SHAPING.search(name):
             done.wrong(name, "not a known flag, and by its name it changes the model. Remove it if it does not")
     return done
-
-
-def _model(done: ConvertedScript, options: MegatronArgsOptions) -> None:
-    if options.model_name_or_path:
-        done.recipe["model_name_or_path"] = options.model_name_or_path
-        of_weights(done, done.shape, options.model_name_or_path)
-    elif done.shape:
-        done.recipe["config_name"] = done.shape.family
-        done.recipe["config_overrides"] = done.shape.overrides()
-        name, tensor = "make_vocab_size_divisible_by", done.number("tensor_model_parallel_size", default=1)
-        why = f" (times the {tensor} tensor-parallel processes, as in Megatron)" if tensor > 1 else ""
-        done.carry(name, name, done.number(name, default=128) * tensor, why, default=128)
 
 
 def _tokenizer(done: ConvertedScript, options: MegatronArgsOptions) -> None:

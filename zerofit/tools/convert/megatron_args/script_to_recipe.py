@@ -31,7 +31,6 @@ from zerofit.tools.convert.megatron_args.shape import (
     FlagLedger,
     MegatronArgsOptions,
     call_of,
-    ledger_lines,
 )
 from zerofit.tools.machine import strategy_of_a_launch
 from zerofit.tools.plan.plan_options import MEMORY_VARIABLE
@@ -39,6 +38,8 @@ from zerofit.tools.prepare.prepare import HINTS, JoinOptions, PrepareOptions
 from zerofit.training.run_configuration import check_layout, check_strategy_for_task
 
 TOKENIZER = ("tokenizer_type", "tokenizer_name_or_path", "tokenizer_model", "vocab_file", "merge_file", "vocab")
+KINDS = ("carried over", "satisfied", "no counterpart", "unknown")
+WIDTH = 46  # of the column of flags
 EXAMPLE = "a100-80gb"  # where nobody names the GPU
 
 
@@ -66,10 +67,14 @@ def main(argv: list[str]) -> int:
 
 
 def _show(call: Call, flags: FlagLedger) -> None:
-    """Print the table. Raises UserError: a flag cannot be converted."""
+    """Print how many flags there are of each kind, and the table. Raises UserError: a flag cannot be converted."""
     if flags.problems:
         raise UserError(list(dict.fromkeys(flags.problems)))
-    print(printable("\n".join([f"{call.program}:", *ledger_lines(flags.finish())])), flush=True)
+    rows = flags.finish()
+    counts = {kind: sum(row.status == kind for row in rows) for kind in KINDS}
+    lines = [f"{call.program}:", ", ".join(f"{number} {kind}" for kind, number in counts.items() if number), ""]
+    lines += [f"  {row.flag:<{WIDTH}} {row.status:<15} {row.words}".rstrip() for row in rows]
+    print(printable("\n".join(lines)), flush=True)
 
 
 def _convert(call: Call, folder: Path, options: MegatronArgsOptions) -> None:

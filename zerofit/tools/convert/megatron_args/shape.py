@@ -14,7 +14,6 @@ from zerofit.recipe.parse import is_flag
 from zerofit.recipe.tasks import ClmRecipe
 from zerofit.tools.convert.megatron_args.flags import flag_status
 
-WIDTH = 46  # of the column of flags
 PREPARATION = ("preprocess_data.py", "merge_datasets.py")
 SEARCH = "llmacc.pretrain"  # a module that chooses the degrees itself, and then starts pretrain_gpt.py
 PROGRAM = re.compile(
@@ -168,14 +167,6 @@ class FlagLedger:
                 self.rows[name] = FlagRow(self.spelled(name), *flag_status(name))
         given = [self.rows[name] for name in self.flags]
         return given + [row for name, row in self.rows.items() if name not in self.flags]
-
-
-def ledger_lines(rows: list[FlagRow]) -> list[str]:
-    """Lines for a terminal: how many rows there are of each kind, then the rows."""
-    kinds = ("carried over", "satisfied", "no counterpart", "unknown")
-    counts = {kind: sum(row.status == kind for row in rows) for kind in kinds}
-    lines = [", ".join(f"{number} {kind}" for kind, number in counts.items() if number), ""]
-    return lines + [f"  {row.flag:<{WIDTH}} {row.status:<15} {row.words}".rstrip() for row in rows]
 
 
 FAMILIES = {"llama-2-7b": "a Llama", "gpt2": "a GPT-2", "open-calm-1b": "a GPT-NeoX"}  # configurations to begin with
