@@ -8,7 +8,6 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 from zerofit.estimate.allocations import ALL_GATHER, ATTENTION, BY_FLOPS, EXCHANGES, MATRIX, Operation
@@ -211,15 +210,6 @@ def device_speeds(options: Any, gpu: Gpu | None, on_gpu: bool) -> tuple[Speeds |
         )
     between = f"; {network / GIGA:g} GB/s to other machines" if options.num_gpus > local else ""
     return speeds, links, f"{SOURCE}{between}"
-
-
-def stand_in_speeds(options: Any) -> tuple[Speeds, Links]:
-    """Return (speeds, links) to rank layouts with where the device's own are not known."""
-    plain = SimpleNamespace(**vars(options) | dict.fromkeys(OVERRIDES))
-    speeds, links, _ = device_speeds(plain, STAND_IN, on_gpu=True)
-    assert speeds is not None  # its maker states them
-    assert links is not None
-    return speeds, links
 
 
 # Autograd, which runs without Python, starts an operation of the backward pass in this part of the time. Fitted.

@@ -10,12 +10,16 @@ states follow from the strategy pair as a run would resolve it. docs/measurement
 agrees with runs.
 """
 
+import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
+
+import yaml
 
 from zerofit.estimate.peak import CPU_PROGRAM_BYTES, CUDA_CONTEXT_BYTES
 from zerofit.estimate.planned_model import PlannedModel, read_planned_model
-from zerofit.estimate.timing import STAND_IN, Timing, device_speeds, stand_in_speeds
+from zerofit.estimate.timing import OVERRIDES, STAND_IN, Timing, device_speeds
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import configs, parse_bytes
 from zerofit.recipe.tasks import TaskRecipe
@@ -25,7 +29,7 @@ from zerofit.strategy.gpu_table import CPU
 from zerofit.strategy.launch import find_strategies
 from zerofit.tools.plan.joint_search import Remedies, find_best, words_of
 from zerofit.tools.plan.plan_options import Degrees, PlanOptions, read_pair
-from zerofit.tools.plan.plan_report import PlanReport, make_folder, refusals, write_pairs, write_recipe
+from zerofit.tools.plan.plan_report import SET_HERE, PlanReport, make_folder, refusals, write_pairs
 from zerofit.tools.plan.planner import Budget, LayoutOutcome, Planner, find_all
 from zerofit.tools.tool_recipe import read_with_recipe
 
@@ -93,8 +97,13 @@ def _search(
     if not found:
         raise UserError("search: nothing fits. Set a larger --num_gpus or another --gpu, or say --lora")
     (best, prediction), *_ = found
-    file = write_recipe(folder, best.planner.recipe, recipe)
-    (script,) = write_pairs([prediction], folder, best.planner.recipe, recipe, recipe_file=file)
+    best_options = best.planner.recipe
+    # Each option of the task that was set stands in recipe.yaml, in place of a recipe's file and flags.
+    names = [field.name for field in dataclasses.fields(recipe) if best_options.source(field.name)]
+    content = {name: getattr(best_options, name) for name in names if name not in ("config", *SET_HERE)}
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    (script,) = write_pairs([prediction], folder, best_options, recipe, recipe_file=file)
     if _writes_json([{**one.to_dict(), "options": combination.options} for combination, one in found], options.json):
         return 0
     report = PlanReport([], planner)
@@ -144,6 +153,8 @@ def make_timing(options: PlanOptions, model: PlannedModel, budget: Budget, in_ha
         speeds, known = None, f"not known of {options.gpu} in fp32"
     is_known = speeds is not None
     if speeds is None:
-        speeds, links = stand_in_speeds(options)
+        plain = SimpleNamespace(**vars(options) | dict.fromkeys(OVERRIDES))
+        speeds, links, _ = device_speeds(plain, STAND_IN, on_gpu=True)
+        assert speeds is not None  # its maker states them
         known = f"{known} (ranked as on {STAND_IN.name})"
     return Timing(model, budget.gpus_per_node, speeds, links, options.mean_length, is_known=is_known), known

@@ -1,6 +1,5 @@
 """The output of `zerofit plan`: the ranked table, and the pair that is written."""
 
-import dataclasses
 import re
 import shlex
 import statistics
@@ -9,8 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from zerofit.estimate.fully_sharded import FullyShards
 from zerofit.estimate.planned_rows import comparable, model_of, run_kind
@@ -31,17 +28,6 @@ RENDEZVOUS = (
     '--main_process_port "${MAIN_PROCESS_PORT:-29500}"'
 )
 SET_HERE = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size")
-
-
-def write_recipe(folder: Path, options: PlanOptions, recipe: type[TaskRecipe]) -> Path:
-    """recipe.yaml with each option of the task that was set, in place of a recipe's file and flags."""
-    names = [
-        field.name for field in dataclasses.fields(recipe) if options.source(field.name) and field.name != "config"
-    ]
-    file = folder / "recipe.yaml"
-    content = {name: getattr(options, name) for name in names if name not in SET_HERE}
-    file.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-    return file
 
 
 def make_folder(folder: Path) -> Path:
