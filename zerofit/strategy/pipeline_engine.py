@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from deepspeed.pipe import PipelineModule
@@ -52,23 +52,17 @@ class StageModule(PipelineModule):
         groups = model_groups(layout)
         with with_groups(groups), contextlib.redirect_stdout(io.StringIO()):  # it prints the partition
             super().__init__(layers=[model] * layout.pipeline, topology=groups.topology(), partition_method="uniform")
-            self._share_tied_weight(model, layout)
         self._is_first, self._is_last = layout.pipeline_stage == 0, layout.pipeline_stage == layout.pipeline - 1
         self._parts = getattr(model, "token_parts", None)  # under tensor parallelism
-
-    def _share_tied_weight(self, model: Any, layout: ParallelLayout) -> None:
-        """Let the first stage and the last add up the gradients of a weight that both of them hold."""
-        self._tied = []
-        if not is_tied(whole_model(model)):
-            return
+        # The first stage and the last add up the gradients of a tied weight, which both of them hold.
+        self._tied: list[tuple[Any, Any]] = []
         stride = layout.world_size // layout.pipeline
-        for first in range(stride):
+        for first in range(stride) if is_tied(cast(Any, whole_model(model))) else ():
             ends = [first, first + (layout.pipeline - 1) * stride]
             group = torch.distributed.new_group(ends)
             if layout.rank in ends:
-                weight = model.get_input_embeddings().weight
-                # DeepSpeed's mark: its norm counts the weight once
-                weight.ds_pipe_replicated = layout.pipeline_stage > 0
+                weight = cast(Any, model).get_input_embeddings().weight
+                weight.ds_pipe_replicated = not self._is_first  # DeepSpeed's mark: its norm counts the weight once
                 self._tied = [(weight, group)]
 
     def get_tied_weights_and_groups(self) -> Any:
