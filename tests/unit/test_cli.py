@@ -64,8 +64,7 @@ def test_a_mistake_gets_a_hint(words, said, capfd, monkeypatch):
 
 def test_mistakes_are_reported_together_and_speak_of_no_training(capsys):
     assert main(["merge", "--precison", "fp8"]) == 2
-    shown = capsys.readouterr().err
-    assert shown.startswith("error: --precison is not an option. Did you mean precision?")
+    assert capsys.readouterr().err.startswith("error: --precison is not an option. Did you mean precision?")
     assert main(["merge"]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("error: 2 problems, nothing was done\n")

@@ -238,8 +238,6 @@ def test_each_other_name_of_a_setting_is_read_as_deepspeed_reads_it(tmp_path):
     ("section", "words"),
     [
         ({"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2}, ["Did you mean stage3_prefetch_bucket_size?"]),
-        ({"gather_16bit_weights_on_model_save": False, "stage3_gather_16bit_weights_on_model_save": True},
-         ["Did you mean stage3_gather_16bit_weights_on_model_save?"]),
         ({"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}, ["deprecated parameter 'cpu_offload'"]),
         ({"cpu_offload_params": True}, ["cpu_offload_params", "Did you mean offload_param?"]),
         ({"offload_param": "cpu"}, ["expected an object", '{"device": "cpu"}']),

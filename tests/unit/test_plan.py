@@ -112,8 +112,7 @@ def test_a_plan_is_the_same_in_one_process_and_in_two(refuses, monkeypatch, capf
 def test_bad_input_ends_with_code_2_and_one_message(capsys, flags, words):
     strategies = [] if "--strategies" in flags else ["--strategies", "ddp,zero2"]
     assert main(["plan", *RECIPE, *flags, *strategies]) == 2
-    said = capsys.readouterr().err
-    assert said.count(words) == 1  # one reason, however many strategies have it
+    assert capsys.readouterr().err.count(words) == 1  # one reason, however many strategies have it
 
 
 def test_a_model_without_a_configuration_at_hand(capsys):

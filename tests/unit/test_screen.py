@@ -18,7 +18,6 @@ TEXT = "the adapter is loaded by peft, and outputs/a-run-with-a-name/model is wh
     [
         (f"export    {TEXT}", 10),
         (f"held out    {TEXT}", 12),
-        (f"best        {TEXT}", 12),
         (f"run folder  {TEXT}", 12),
         (f"WARNING   {TEXT}", 10),
         (f"    with --lora: {TEXT}", 8),
@@ -99,7 +98,6 @@ def test_a_table_of_any_number_of_columns_fits(columns, width):
     [
         ("cls", "Text,Label", "texts Text, labels Label"),
         ("cls", "Sentence1,Sentence2,LABEL", "texts Sentence1 and Sentence2, labels LABEL"),
-        ("cls", "text,Label", "texts text, labels Label"),
         ("seq2seq", "Source,Target", "source Source, target Target"),
     ],
 )
