@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_445,  # 1,300
     "zerofit/tools": 9_840,  # 10,600
     "benchmarks": 1_852,  # 1,800
-    "tests": 25_229,  # 21,500
+    "tests": 25_219,  # 21,500
 }
 
 
