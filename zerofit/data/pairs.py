@@ -267,14 +267,15 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> PairData:
     The held-out part is drawn by records: no turn of a held-out conversation is trained on. Raises UserError: columns
     are not found, a text is empty, a reply has no history.
     """
-    options, widths = DataOptions.of(recipe), chosen_widths(recipe, config)
+    options = DataOptions.of(recipe)
     sources: dict[str, PairData] = {}
     with tables.one_process_at_a_time(options.cache):
         for name, own in options_of_sources(options, recipe).items():
-            parts, columns, encoder, notes = open_pairs(recipe, own, config, widths)
+            parts, columns, encoder, notes = open_pairs(recipe, own, config)
             encoded = own.limited(
                 {part: held.encode(encoder.encode, TABLE, encoder.key, own.cache) for part, held in parts.items()}
             )
+            widths = encoder.widths
             sides = dict(zip(("source", "target"), widths))
             if columns.dialogue:  # its latest turns are kept, which is intended
                 sides.pop("source")
@@ -296,9 +297,13 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> PairData:
 
 
 def open_pairs(
-    recipe: Seq2SeqRecipe, options: DataOptions, config: PretrainedConfig, widths: tuple[int, int]
+    recipe: Seq2SeqRecipe, options: DataOptions, config: PretrainedConfig
 ) -> tuple[dict[str, RecordSet], PairReader, "PairEncoder", list[str]]:
     """Return (the records of each part, their columns, what makes token ids of them, notes)."""
+    source_width, target_width = (
+        choose_length(option, getattr(recipe, option), recipe.source(option), config)
+        for option in ("max_source_length", "max_target_length")
+    )
     source = read_source(options, unit_of=(lambda files: "line") if recipe.predict_file else None)
     source.parts = {part: split_translation_columns(table) for part, table in source.parts.items()}
     columns = find_columns(recipe.columns_in(source.first.column_names), source.first)
@@ -326,15 +331,7 @@ def open_pairs(
     if (known := [repr(each) for each in prefixes if each.strip()]) and not prefix:  # of T5
         described.append(f"note      source_prefix is empty; the model was trained with {', '.join(known)}")
     notes = described + unread_note(unread, ()) + notes
-    return parts, columns, PairEncoder(tokenizer, prefix, separator, widths), notes
-
-
-def chosen_widths(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> tuple[int, int]:
-    source, target = (
-        choose_length(option, getattr(recipe, option), recipe.source(option), config)
-        for option in ("max_source_length", "max_target_length")
-    )
-    return source, target
+    return parts, columns, PairEncoder(tokenizer, prefix, separator, (source_width, target_width)), notes
 
 
 def split_translation_columns(table: Dataset) -> Dataset:

@@ -12,7 +12,7 @@ from zerofit.data.chat.instructions import KINDS, Form, find_form
 from zerofit.data.chat.samples import unread_note
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.pack import DatasetStats, Sample, TextData
-from zerofit.data.pairs import PairData, PairEncoder, chosen_widths, open_pairs, turn_separator
+from zerofit.data.pairs import PairData, PairEncoder, open_pairs, turn_separator
 from zerofit.data.records import read_parts
 from zerofit.data.sources import Source, read_source
 from zerofit.data.tables import columns_present, kept_columns
@@ -159,9 +159,8 @@ class Prompts:
 def read_sources(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> PairData:
     """The sources of predict_file. A conversation is continued with its next turn; an answer in the file is ignored.
     Raises UserError: no column of sources is found, a text is empty."""
-    widths = chosen_widths(recipe, config)
-    parts, _, encoder, notes = open_pairs(recipe, DataOptions.of(recipe), config, widths)
-    tokenizer = encoder.tokenizer
+    parts, _, encoder, notes = open_pairs(recipe, DataOptions.of(recipe), config)
+    tokenizer, widths = encoder.tokenizer, encoder.widths
     ids, cut_tokens = encoder.sources([pair.source for (pair,) in parts[PREDICT].contents()])
     if cut := sum(map(bool, cut_tokens)):
         notes.append(f"note      {cut:,} of {len(ids):,} sources are cut at max_source_length = {widths[0]}")
