@@ -182,48 +182,45 @@ NOT_MEASURED_WITH = (
 )  # code that a trial does not run
 
 
+@dataclass
 class Comparison:
     """All launches of one `zerofit compare`.
 
     Args:
-        options: of compare.
         limit: bytes that a rank may use of its device; None: all of it.
         recipe: the file of the trials' recipe.
         output: the folder of journal, trials and report.
         timer: the real machine, which times updates where devices are simulated; None: nothing is timed there.
     """
 
-    def __init__(
-        self,
-        options: CompareOptions,
-        candidates: list[Candidate],
-        *,
-        machine: TrialMachine,
-        limit: int | None,
-        recipe: Path,
-        output: Path,
-        timer: TrialMachine | None,
-    ):
-        self.options, self.candidates, self.machine, self.limit = options, candidates, machine, limit
-        self.recipe, self.output, self.timer = recipe, output, timer
-        self.room = limit or min(device.total for device in machine.devices)  # what a peak may have
-        self.journal = Journal(output / "journal.jsonl")
+    options: CompareOptions
+    candidates: list[Candidate]
+    machine: TrialMachine
+    limit: int | None
+    recipe: Path
+    output: Path
+    timer: TrialMachine | None
+
+    def __post_init__(self) -> None:
+        options, machine = self.options, self.machine
+        self.room = self.limit or min(device.total for device in machine.devices)  # what a peak may have
+        self.journal = Journal(self.output / "journal.jsonl")
         self.sizes = options.micro_batches or [*range(options.granularity, LARGEST + 1, options.granularity)]
         self.problems: dict[str, str] = {}
         code = digest_of_code(without=NOT_MEASURED_WITH)
         self.keys = {
             candidate.name: key_of(
                 code=code,
-                recipe=recipe.read_text(encoding="utf-8"),
+                recipe=self.recipe.read_text(encoding="utf-8"),
                 task=options.task,
                 pair=candidate.contents,
                 overrides=candidate.overrides,
                 num_processes=options.num_processes,
-                device=limit,
+                device=self.limit,
                 steps=1 if machine.simulated else options.steps,
                 machine=machine.identity,
             )
-            for candidate in candidates
+            for candidate in self.candidates
         }
 
     def run(self) -> None:

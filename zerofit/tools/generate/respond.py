@@ -23,7 +23,7 @@ from zerofit.data.chat.samples import unread_note
 from zerofit.data.prompts import Messages, Prompt, Renderer
 from zerofit.data.records import BadRecord
 from zerofit.model.adapter_folder import AdapterFolder, Base, find_base, open_adapter
-from zerofit.model.chat import TEMPLATE_ARGUMENTS, Conversation, named_template, unread_keys
+from zerofit.model.chat import TEMPLATE_ARGUMENTS, Conversation, unread_keys
 from zerofit.model.configuration import has_model, is_adapter, model_folder, read_config, usable_positions
 from zerofit.model.lora import load_with_adapter
 from zerofit.model.pretrained_io import read_model, silence_libraries
@@ -222,8 +222,6 @@ def respond(options: "GenerateOptions") -> int:
     """Answer. Returns the exit code."""
     silence_libraries()
     prompts = read_prompts(options)  # every mistake that does not need the weights, which take long
-    if options.chat_template:
-        named_template(options.chat_template)
     base, adapter, tokenizer = find_model(options)
     how = (options.chat_template, options.raw, options.system_prompt)
     languages = (options.source_lang, options.target_lang)
