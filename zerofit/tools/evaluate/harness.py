@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
@@ -37,15 +36,13 @@ def evaluate(options: Any, folder: Path) -> int:
     check_folder_of(options.results, RESULTS, "evaluation on tasks")
     base, adapter, tokenizer = find_model(options)
     files = {name: Path(name).resolve() for name in options.tasks if Path(name).suffix in (".yaml", ".yml")}
-    known = TaskManager(include_path=[str(folder) for folder in sorted({file.parent for file in files.values()})])
+    known = TaskManager(include_path=[str(place) for place in sorted({file.parent for file in files.values()})])
     of_files = {str(entry.yaml_path): name for name, entry in known.task_index.items() if entry.yaml_path}
     asked = [of_files.get(str(files.get(name)), name) for name in options.tasks]
     missing = [name for name in asked if not known.match_tasks([name])]
     if missing:
         raise UserError(f"tasks = {' '.join(missing)}: no such task is known. `lm-eval ls tasks` lists them")
-    accelerator = Accelerator()
-    if accelerator.device.index is not None:
-        torch.accelerator.set_device_index(accelerator.device.index)
+    accelerator = Accelerator()  # from now on this rank's device is the current one
     kind = HFLM if accelerator.num_processes == 1 else SharedModel
     model = kind(load(base, adapter, options).eval(), tokenizer=tokenizer, batch_size=options.batch_size)
     model.accelerator = accelerator
