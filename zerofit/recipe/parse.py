@@ -25,7 +25,7 @@ from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.tasks import TASKS
 
 SHORT, LONG = {"-h", "--help"}, {"--help_all", "--help-all"}
-INDENT, COLUMN, MAX_WIDTH = 2, 36, 100  # columns: where an option begins, where its text begins, where the text ends
+COLUMN, MAX_WIDTH = 36, 100  # columns: where the text of an option begins, and where it ends
 LONGEST_CHOICES = 18  # characters of choices that --help shows
 METAVARS = {"_file": "FILE", "_dir": "FOLDER", "_column": "COLUMN", "_columns": "COLUMN", "_name": "NAME"}
 
@@ -63,7 +63,17 @@ def help_text(cls: type, argv: list[str], prog: str, tool: bool) -> str:
     for group, fields in groups.items():
         lines += ["", *textwrap.wrap(heading(group), width)] if fields else []
         for field in sorted(fields, key=lambda field: not field.metadata["common"]):
-            lines += _describe(field, width)
+            text = field.metadata["help"] + "".join(f" (also --{alias})" for alias in field.metadata["aliases"])
+            if default := default_text(field):
+                text += f" [{default}]"
+            head = f"  --{field.name} {value_text(field)}".rstrip()
+            if len(head) + 2 > COLUMN:  # of many choices, several lines
+                heads = textwrap.wrap(head.replace("|", "| "), width, subsequent_indent=" " * 8)
+                lines += [each.replace("| ", "|") for each in heads]
+                head = ""
+            begin, indent = head.ljust(COLUMN), " " * COLUMN
+            wrapper = textwrap.TextWrapper(width, begin, indent, break_long_words=False, break_on_hyphens=False)
+            lines += wrapper.wrap(text)
     return "\n".join(lines)
 
 
@@ -108,19 +118,6 @@ def value_text(field: dataclasses.Field[Any]) -> str:
     else:
         words = {int: "N", float: "X"}[kind.base]
     return f"{words} ..." if kind.many else words
-
-
-def _describe(field: dataclasses.Field[Any], width: int) -> list[str]:
-    """The lines of an option with all of its text."""
-    text = field.metadata["help"] + "".join(f" (also --{alias})" for alias in field.metadata["aliases"])
-    if default := default_text(field):
-        text += f" [{default}]"
-    lines = textwrap.wrap(text, width - COLUMN, break_long_words=False, break_on_hyphens=False)
-    head = " " * INDENT + f"--{field.name} {value_text(field)}".rstrip()
-    if len(head) + 2 > COLUMN:
-        heads = textwrap.wrap(head.replace("|", "| "), width, subsequent_indent=" " * 8)  # of many choices, several
-        return [*(each.replace("| ", "|") for each in heads), *(" " * COLUMN + line for line in lines)]
-    return [head.ljust(COLUMN) + lines[0], *(" " * COLUMN + line for line in lines[1:])]
 
 
 R = TypeVar("R", bound=Recipe)
