@@ -13,7 +13,7 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 529,  # 800
     "zerofit": 108,  # cli.py
-    "zerofit/recipe": 3_172,  # 2,700
+    "zerofit/recipe": 3_169,  # 2,700
     "zerofit/model": 5_189,  # 4,700
     "zerofit/compat": 597,  # 600
     "zerofit/data": 6_415,  # 6,000
