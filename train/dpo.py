@@ -51,7 +51,8 @@ def main(start: Start) -> int:
     optimizer = make_optimizer(model, recipe, run.device, run.strategy)
     schedule = make_schedule(recipe, run.num_updates)  # update -> learning rate
     engine = run.prepare(model, optimizer, schedule)
-    pad, multiple = padding_token(data.tokenizer), multiple_for(run.device, config)
+    pad = padding_token(data.tokenizer)
+    multiple = multiple_for(run.device, config)
     run.log_at_start(*try_kernels(engine, recipe, CausalCollator(pad, multiple=multiple)))
 
     # The loss compares log-probabilities of the two answers with those of the reference: the model as it is now. They

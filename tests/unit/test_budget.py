@@ -11,18 +11,18 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from lines import CODE
 
 LIMITS = {  # what there is; the goal of each is behind it
-    "train": 529,  # 800
+    "train": 530,  # 800
     "zerofit": 108,  # cli.py
     "zerofit/recipe": 3_169,  # 2,700
     "zerofit/model": 5_189,  # 4,700
-    "zerofit/compat": 597,  # 600
+    "zerofit/compat": 603,  # 600
     "zerofit/data": 6_415,  # 6,000
     "zerofit/strategy": 4_876,  # 4,800
     "zerofit/estimate": 4_310,  # 4,700
-    "zerofit/record": 1_421,  # 4,300 with health and checkpoint
+    "zerofit/record": 1_461,  # 4,300 with health and checkpoint
     "zerofit/health": 1_261,
-    "zerofit/checkpoint": 1_582,
-    "zerofit/training": 3_088,  # 2,000
+    "zerofit/checkpoint": 1_639,
+    "zerofit/training": 3_201,  # 2,000
     "zerofit/launch": 1_445,  # 1,300
     "zerofit/tools": 9_832,  # 10,600
     "benchmarks": 1_852,  # 1,800

@@ -28,10 +28,15 @@ from zerofit.record.run_folder import MANIFEST, UPDATE, files_below, is_inside, 
 # that an earlier one does not need. tests/material/checkpoints/ holds checkpoints of each number. In all of them the
 # manifest has `format` and the checksum of itself.
 FORMAT = 1
-STATE, PROGRESS = "state", "progress.json"
+STATE = "state"
+PROGRESS = "progress.json"
 # Why a checkpoint is written. Those that were asked for stay as long as the recipe says; the others are there to
 # resume from, and the last two of them are enough.
-ASKED, CLOCK, LEAVING, START, BEST = "asked", "clock", "leaving", "start", "best"
+ASKED = "asked"
+CLOCK = "clock"
+LEAVING = "leaving"
+START = "start"
+BEST = "best"
 MIN_CHECKPOINTS = 2  # if the newest has come to harm there is one before it
 
 
@@ -41,7 +46,9 @@ class CheckpointDirectory:
     def __init__(self, path: Path, limit: int | None = None):
         self.path = path
         self.limit = limit  # of those that were asked for so many are kept, the last ones; None: all
-        self.best, self.latest = path / "best", path / "latest"  # links; absent where no such checkpoint was kept
+        # links; absent where no such checkpoint was kept
+        self.best = path / "best"
+        self.latest = path / "latest"
         self._read: list[str] = []  # names of checkpoints that stay while other threads read them
         self._lock = threading.Lock()
         self._newest = 0  # the update of the checkpoint that was written last
@@ -58,7 +65,8 @@ class CheckpointDirectory:
     def finish(self, update: int, why: str, is_best: bool, checked: dict[str, dict[str, Any]]) -> None:
         """Seal what was written, give it its name, point the links there, and drop what is too old. `checked`: {file:
         its entry of the manifest}, of those files that are on the disk already."""
-        folder, partial = self.folder(update), self.partial(update)
+        folder = self.folder(update)
+        partial = self.partial(update)
         seal(partial, why, checked)
         with self._lock:
             _remove(folder)  # of a run that was resumed from before it

@@ -26,9 +26,13 @@ class ModelExporter:
     """Writes model/ of a run and of its checkpoints: the whole model, or the adapter where the run has one."""
 
     def __init__(self, run: "Run") -> None:
-        self._engine, self._adapter, self._tokenizer_of_run = run.engine, run.adapter, run.data.tokenizer
+        self._engine = run.engine
+        self._adapter = run.adapter
+        self._tokenizer_of_run = run.data.tokenizer
         self.writes_all = run.adapter is None  # the whole model, and not only what is trained
-        self._task, self._recipe, self._environment = run.task, run.recipe, run.environment
+        self._task = run.task
+        self._recipe = run.recipe
+        self._environment = run.environment
         self._tokenizer_of_run.init_kwargs[TRAINED_WITH] = run.recipe.inputs
 
     @cached_property
@@ -43,14 +47,16 @@ class ModelExporter:
     def write(self, weights: Weights, held_out: dict[str, float], folder: Path) -> list[str]:
         """Write the folder, on the main process: the weights first, since no other file may cost them. Returns what
         could not be written beside them, each with the reason. Raises Exception: the weights could not be written."""
-        module, is_adapter = self._engine.whole, self._adapter is not None
+        module = self._engine.whole
+        is_adapter = self._adapter is not None
         if self._adapter is not None:
             failed = self._adapter.save(module, dict(weights), self._tokenizer, folder)
         else:
             failed = export_model(module, weights, self._tokenizer, folder)
 
         def card() -> None:
-            base, name = self._adapter.base if self._adapter is not None else None, type(module).__name__
+            base = self._adapter.base if self._adapter is not None else None
+            name = type(module).__name__
             text = model_card(
                 self._task, self._recipe, held_out, self._environment, is_adapter, model_class=name, base=base
             )

@@ -66,7 +66,8 @@ class EarlierRuns:
     @classmethod
     def read(cls, recipe: TrainingRecipe, folder: RunFolder) -> "EarlierRuns":
         """Raises UserError: `resume` names a folder that is not a checkpoint."""
-        own, checkpoints = folder.recorded(), CheckpointDirectory(folder.path / CHECKPOINTS)
+        own = folder.recorded()
+        checkpoints = CheckpointDirectory(folder.path / CHECKPOINTS)
         if own is None and checkpoints.newest_after(folder.written.begun_at) is not None:  # the run's record is lost
             own = next(filter(None, map(_recorded_in, checkpoints.resumable())), None)
         if recipe.resume in ("auto", "never"):
@@ -118,7 +119,8 @@ class EarlierRuns:
         differing = differing_options(now, self.own or {})
         if differing and not recipe.overwrite_output_dir:
             folder.refuse_a_different_run(differing)
-        sources, notes = [], []
+        sources = []
+        notes = []
         inside = self.checkpoint is not None and self.checkpoint.resolve().parents[1] == folder.path.resolve()
         if recipe.resume != "never" and self.own is not None and not differing and not inside:
             if folder.is_finished and not recipe.overwrite_output_dir:
@@ -215,14 +217,20 @@ class CheckpointManager:
     """
 
     def __init__(self, run: "Run", about: dict[str, Any], data: dict[str, Any]) -> None:
-        self.folder, self.recipe, self.state = run.folder, run.recipe, run.state
-        self.mirror, self._best = run.mirror, run.best
+        self.folder = run.folder
+        self.recipe = run.recipe
+        self.state = run.state
+        self.mirror = run.mirror
+        self._best = run.best
         self.resumed_at = 0  # updates that were made before this launch
         self.resumed_from: Path | None = None  # the folder of the run that it resumes
         self._resumes_its_own_folder = False  # and not a run of another folder
         self.directory = CheckpointDirectory(run.folder.path / "checkpoints", run.recipe.save_total_limit)
         self.writer = AsyncCheckpointWriter(self.directory, run.engine, run.exporter.writes_all, run.recipe.save_async)
-        self._engine, self._exporter, self._about, self._data = run.engine, run.exporter, about, data
+        self._engine = run.engine
+        self._exporter = run.exporter
+        self._about = about
+        self._data = data
         self._starts_over = False  # this run is in the folder, and has left no state
         self._interval_s = 0.0 if run.recipe.save_strategy == "no" else 60 * run.recipe.save_minutes
         self._saved_at = time.time()
@@ -234,7 +242,8 @@ class CheckpointManager:
     def resume(self, plan: ResumePlan) -> None:
         """Restore the run that is in the folder, or the checkpoint that is named, where there is one. Raises
         UserError: none of the folder's checkpoints can be used, or it is of another run."""
-        began, checkpoint = time.perf_counter(), None
+        began = time.perf_counter()
+        checkpoint = None
         for source in plan.sources:
             checkpoint, warnings = self.writer.choose(source)
             self._log(*warnings)
@@ -258,7 +267,8 @@ class CheckpointManager:
         run = self._restore(checkpoint)["run"]
         if source == "auto" and (differing := differing_options(plan.identity, run)):
             self.folder.refuse_a_different_run(differing)
-        self.resumed_at, self.resumed_from = self.state.updates, checkpoint.parents[1]
+        self.resumed_at = self.state.updates
+        self.resumed_from = checkpoint.parents[1]
         self._resumes_its_own_folder = self.resumed_from.resolve() == self.folder.path.resolve()
         size = sum(file.stat().st_size for file in (checkpoint / STATE).iterdir())
         self._log(
@@ -282,7 +292,8 @@ class CheckpointManager:
     def restore_best_checkpoint(self) -> None:
         """Check that the best checkpoint so far is in the folder; if it is missing, or was the best by another figure,
         best-metric tracking restarts."""
-        best, is_here = self.state.best, True
+        best = self.state.best
+        is_here = True
         if best.metric not in ("", self._best.metric):
             self._log(
                 f"note      metric_for_best_model was {best.metric}, and is {self._best.metric} now: the next "
@@ -314,7 +325,8 @@ class CheckpointManager:
 
     def start(self) -> None:
         """Say when checkpoints are written; where an anomaly leads back to one, write the first now."""
-        recipe, free = self.recipe, shutil.disk_usage(self.folder.path).free
+        recipe = self.recipe
+        free = shutil.disk_usage(self.folder.path).free
         strategy = recipe.save_strategy or ("steps" if recipe.save_steps else None)
         asked = {"epoch": "at the end of each epoch", "steps": f"every {recipe.save_steps} updates"}
         when = [asked[strategy]] if strategy in asked else []
@@ -411,7 +423,8 @@ class CheckpointManager:
 
     def messages(self) -> list[str]:
         """Lines on checkpoints since the last call, for the log of the main process."""
-        messages, self.writer.messages = self.writer.messages, []
+        messages = self.writer.messages
+        self.writer.messages = []
         return messages + (self.mirror.messages() if self.mirror is not None else [])
 
     def finish(self, after_anomaly: bool) -> None:

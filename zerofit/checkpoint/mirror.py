@@ -109,7 +109,8 @@ class Mirror:
 
     def __init__(self, store: MirrorStore):
         self.store = store
-        self._wanted, self._ending = threading.Event(), threading.Event()
+        self._wanted = threading.Event()
+        self._ending = threading.Event()
         self._messages: list[str] = []
         self._is_reported = False
         self._made: set[str] = set()  # names of checkpoints
@@ -121,7 +122,9 @@ class Mirror:
     def start(self, folder: Path, directory: CheckpointDirectory, updates: int) -> None:
         """Copy the checkpoints of this folder from now on. Those in the store that are of later updates than `updates`
         are removed, as in the folder; -1: all are."""
-        self._folder, self._directory, self._updates = folder, directory, updates
+        self._folder = folder
+        self._directory = directory
+        self._updates = updates
         directory.finished.append(self.wake)
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
         self._thread.start()
@@ -135,7 +138,8 @@ class Mirror:
 
     def messages(self) -> list[str]:
         """Lines for the log since the last call."""
-        messages, self._messages = self._messages, []
+        messages = self._messages
+        self._messages = []
         return messages
 
     def finish(self) -> list[str]:
@@ -146,7 +150,8 @@ class Mirror:
             self._thread.join(FINISH_S)
             if self._thread.is_alive():
                 self._report(f"it was not ready {FINISH_S / 60:g} minutes after training")
-        number, missing = counted(len(self._mirrored), "checkpoint"), len(self._made - self._mirrored)
+        number = counted(len(self._mirrored), "checkpoint")
+        missing = len(self._made - self._mirrored)
         return [*self.messages(), f"mirror      {number} mirrored, {missing} not: {self.store.address}"]
 
     def _work(self) -> None:
@@ -165,7 +170,8 @@ class Mirror:
                 self._report(reason(error))
                 pause_s = RETRY_S
                 continue
-            self._is_reported, pause_s = False, None
+            self._is_reported = False
+            pause_s = None
             if is_last:
                 return
 
@@ -197,7 +203,8 @@ class Mirror:
         for folder in self._directory.folders():
             with self._directory.reading(folder):  # it stays in the folder meanwhile
                 self._copy_checkpoint(folder, there.get(folder.name))
-        kept, whole = {folder.name for folder in self._directory.folders()}, 0
+        kept = {folder.name for folder in self._directory.folders()}
+        whole = 0
         for name, manifest in self.store.checkpoints().items():
             whole += manifest is not None  # of those that are no longer in the folder the newest whole ones stay
             if name not in kept and (manifest is None or whole > MIN_CHECKPOINTS):
@@ -209,7 +216,9 @@ class Mirror:
     def _copy_checkpoint(self, folder: Path, there: bytes | None) -> None:
         """Copy a checkpoint, the manifest last, unless it is in the store: then its manifest is `there`."""
         assert self._known is not None, "of a store that was looked at"
-        name, place, manifest = folder.name, f"{CHECKPOINTS}/{folder.name}", _manifest(folder)
+        name = folder.name
+        place = f"{CHECKPOINTS}/{folder.name}"
+        manifest = _manifest(folder)
         if manifest is None:
             return  # it is gone
         self._made.add(name)
@@ -244,7 +253,9 @@ def open_mirror(recipe: TrainingRecipe, folder: RunFolder) -> tuple[Mirror, list
     folder has files of somebody else. Raises ConnectionError: it cannot be reached, and there is nothing to resume
     from without it."""
     assert recipe.mirror is not None, "of a run with a mirror"
-    mirror, until, is_reported = Mirror(MirrorStore(recipe.mirror)), time.monotonic() + OUTAGE_S, False
+    mirror = Mirror(MirrorStore(recipe.mirror))
+    until = time.monotonic() + OUTAGE_S
+    is_reported = False
     while True:
         try:
             return mirror, _restore(mirror.store, recipe, folder)
@@ -270,7 +281,8 @@ def _restore(store: MirrorStore, recipe: TrainingRecipe, folder: RunFolder) -> l
     """Bring back the newest whole checkpoint, where the folder has none or only earlier ones, and the run's record.
     Returns notes for the log. Raises as open_mirror, and whatever the store raises."""
     directory = CheckpointDirectory(folder.path / CHECKPOINTS)
-    newest, there = next(directory.resumable(), None), store.checkpoints()
+    newest = next(directory.resumable(), None)
+    there = store.checkpoints()
     candidates = [name for name, manifest in there.items() if manifest and (newest is None or name > newest.name)]
     if not candidates:
         return []

@@ -78,7 +78,8 @@ class RunState:
     def restore(self, saved: dict[str, Any]) -> None:
         """Take the values of state/progress.json, in place: whoever holds this object sees them. A field that the
         version which wrote the file did not have begins as in a new run."""
-        new, saved_best = RunState(), saved.get("best", {})
+        new = RunState()
+        saved_best = saved.get("best", {})
         for each in fields(self):
             if each.name != "best":
                 setattr(self, each.name, saved.get(each.name, getattr(new, each.name)))
@@ -95,7 +96,8 @@ def lay_out(sizes: dict[str, int]) -> tuple[list[int], dict[str, tuple[int, int]
     and takes the largest tensors first. Returns the bytes of each block, and {tensor: (block, first byte in it)}."""
     rounded = {name: -(-size // ALIGNMENT) * ALIGNMENT for name, size in sizes.items()}
     left = sorted(rounded, key=rounded.__getitem__, reverse=True)
-    blocks, places = list[int](), dict[str, tuple[int, int]]()
+    blocks: list[int] = []
+    places: dict[str, tuple[int, int]] = {}
     while left:
         total = sum(rounded[name] for name in left)
         block = max(1 << total.bit_length() >> 1, 1 << (rounded[left[0]] - 1).bit_length(), SMALLEST_COPY)
@@ -125,7 +127,9 @@ class HostCopies:
         """The tensors on the CPU, contiguous; the next call writes over them."""
         kinds = {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors.items()}
         if kinds != self._kinds:
-            self._kinds, self._room = {}, {}  # what there was is given back first
+            # what there was is given back first
+            self._kinds = {}
+            self._room = {}
             pinned = {name: tensor.nbytes for name, tensor in tensors.items() if pins_memory(tensor.device)}
             sizes, places = lay_out(pinned)
             blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
@@ -172,7 +176,8 @@ class ShardReader:
 
     def problems(self, parameters: dict[str, torch.nn.Parameter]) -> list[str]:
         """Lines on trained parameters of a model that are not here, or have another shape."""
-        here, there = self.shapes, {name: tuple(true_shape(parameter)) for name, parameter in parameters.items()}
+        here = self.shapes
+        there = {name: tuple(true_shape(parameter)) for name, parameter in parameters.items()}
         return [
             f"{name} is {here.get(name, 'absent')} in it, and {there.get(name, 'not trained')} here"
             for name in {**there, **here}
@@ -193,7 +198,8 @@ class ShardReader:
             common = list(overlaps(shard, written))
             if not common:
                 continue
-            begin, end = common[0][1], common[-1][1] + common[-1][2]
+            begin = common[0][1]
+            end = common[-1][1] + common[-1][2]
             part = self._of(rank).get_slice(f"{kind}/{shard.name}")[begin:end]
             for first, there, length in common:
                 values[first : first + length] = part[there - begin : there - begin + length]
@@ -230,9 +236,13 @@ class AsyncCheckpointWriter:
     def __init__(
         self, checkpoints: CheckpointDirectory, engine: Engine, whole: bool = True, asynchronous: bool | None = None
     ):
-        self.checkpoints, self.engine, self._asynchronous = checkpoints, engine, asynchronous
-        parameters, trained = list(engine.whole.parameters()), list(engine.state.whole.values())
-        exported, self._whole = parameters if whole else trained, whole
+        self.checkpoints = checkpoints
+        self.engine = engine
+        self._asynchronous = asynchronous
+        parameters = list(engine.whole.parameters())
+        trained = list(engine.state.whole.values())
+        exported = parameters if whole else trained
+        self._whole = whole
         self.bytes_of_weights = sum(true_numel(each) * each.element_size() for each in exported)
         self._state_has_all = len(exported) == len(trained)
         self._save: _Save | None = None
@@ -267,11 +277,14 @@ class AsyncCheckpointWriter:
         """
         began = time.perf_counter()
         self.wait()
-        engine, copied = self.engine, self.copies_before_writing()
-        shards, tensors = list[Shard](), dict[str, torch.Tensor]()
+        engine = self.engine
+        copied = self.copies_before_writing()
+        shards: list[Shard] = []
+        tensors: dict[str, torch.Tensor] = {}
         if progress is not None:
             engine.state.initialize_moments()
-            shards, tensors = engine.state.own(), {**engine.state.tensors(), **engine.state.whole_tensors()}
+            shards = engine.state.own()
+            tensors = {**engine.state.tensors(), **engine.state.whole_tensors()}
             if copied:
                 tensors = self._state_copies.of(tensors)
             else:
@@ -283,7 +296,8 @@ class AsyncCheckpointWriter:
         exported = {} if from_state else dict(weights())
         exported |= {name: buffer.to("cpu", copy=True) for name, buffer in buffers.items()}  # training changes them
         dtypes = {name: parameter.dtype for name, parameter in engine.state.whole.items()} if from_state else {}
-        rank, world_size = engine.layout.rank, engine.layout.world_size
+        rank = engine.layout.rank
+        world_size = engine.layout.world_size
         self._save = save = _Save(self.checkpoints, update, why, is_best, rank, world_size=world_size, began=began)
         fill_on_main = fill if engine.is_main else None
         work = functools.partial(save.write, shards, tensors, progress, fill_on_main, exported, dtypes=dtypes)
@@ -299,7 +313,8 @@ class AsyncCheckpointWriter:
         in the state as it is written (`tensors`), or as it is. Returns these of the model, on the main process. Raises
         UserError: they differ: shards are not mapped to weights as assumed, and a checkpoint would be wrong."""
         engine = self.engine
-        of_model, of_shards = engine.weight_samples(), engine.state.samples(tensors)
+        of_model = engine.weight_samples()
+        of_shards = engine.state.samples(tensors)
         is_first = engine.layout.data_rank == 0  # of the replicas, which have the same
         weights: dict[str, list[float]] = {}
         kept: dict[tuple[str, int], float] = {}
@@ -326,7 +341,8 @@ class AsyncCheckpointWriter:
 
     def wait(self) -> bool:
         """Wait for the save under way, on all ranks. Returns whether it failed; nothing is left of it then."""
-        save, engine = self._save, self.engine
+        save = self._save
+        engine = self.engine
         if save is None:
             return False
         save.shard_is_written.wait()
@@ -348,7 +364,8 @@ class AsyncCheckpointWriter:
                     f"warning   update {save.update}: the checkpoint could not be written ({failure}); {left}"
                 )
         failed = engine.from_main(failure) is not None
-        self._save, self.last_failed = None, failed
+        self._save = None
+        self.last_failed = failed
         return failed
 
     # -------------------------------------------------------------------------------------------------------- reading
@@ -372,7 +389,8 @@ class AsyncCheckpointWriter:
 
     def _flaw(self, folder: Path) -> str | None:
         """Find what is wrong with a checkpoint. Each rank reads a part of its files, and must see what rank 0 sees."""
-        engine, manifest = self.engine, folder / MANIFEST
+        engine = self.engine
+        manifest = folder / MANIFEST
         problem = named_checkpoint_problem(folder) or (None if is_there(manifest) else f"{MANIFEST} is missing")
         if problem := engine.from_main(problem):
             return problem

@@ -42,7 +42,9 @@ class SplitStep:
     """
 
     def __init__(self, optimizer: Any, is_sharded: bool, faster: Callable[[Any], Any]):
-        self.optimizer, self.faster, self.taken = optimizer, faster, None
+        self.optimizer = optimizer
+        self.faster = faster
+        self.taken = None
         self.is_bf16 = not hasattr(optimizer, "_update_scale")
         self.name = "_get_norm_groups" if is_sharded else "scaled_global_norm"
         if not self.is_bf16:
@@ -103,7 +105,8 @@ def fragment_of(parameter: Any) -> Fragment | None:
     mapping = parameter._hp_mapping
     if mapping is None:
         return None
-    lp, hp = mapping.lp_fragment_address, mapping.hp_fragment_address
+    lp = mapping.lp_fragment_address
+    hp = mapping.hp_fragment_address
     return Fragment(lp.start, lp.numel, mapping.param_group_index, hp.start)
 
 
@@ -138,7 +141,8 @@ def run_schedule(engine: Any, schedule: Any | None) -> None:
     if schedule is None:
         engine._exec_optimizer_step()
         return
-    engine.total_loss, engine._compute_loss = None, True
+    engine.total_loss = None
+    engine._compute_loss = True
     engine._exec_schedule(schedule)
 
 

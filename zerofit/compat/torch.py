@@ -92,7 +92,8 @@ def flight_record() -> dict[str, Any]:
     record = pickle.loads(dump(includeStackTraces=False))  # stacks would import torch._inductor first: seconds
     world = distributed_c10d._world
     for group, ranks in world.pg_group_ranks.items():
-        name, members = world.pg_names[group], sorted(ranks)
+        name = world.pg_names[group]
+        members = sorted(ranks)
         record["pg_config"].setdefault(name, {"name": name, "desc": group.group_desc, "ranks": str(members)})
     record["pg_config"].pop("", None)
     return record

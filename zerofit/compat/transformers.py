@@ -36,7 +36,8 @@ class Renamed:
     `with_attention`."""
 
     def __init__(self, wrapped: Any, changes: Mapping[str, Any]) -> None:
-        self._wrapped, self._changes = wrapped, changes
+        self._wrapped = wrapped
+        self._changes = changes
 
     def __getattr__(self, name: str) -> Any:
         return self._changes[name] if name in self._changes else getattr(self._wrapped, name)

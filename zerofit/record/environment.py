@@ -68,7 +68,7 @@ def describe_environment(command: list[str], device: "torch.device") -> dict[str
 
     from zerofit.strategy.devices import device_name
 
-    packages = dict[str, str]()
+    packages: dict[str, str] = {}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             packages[name] = version(name)
@@ -98,7 +98,7 @@ def describe_environment(command: list[str], device: "torch.device") -> dict[str
 def untried_versions() -> list[str]:
     """One line on the installed packages whose version is outside the bounds of zerofit's own metadata; none where all
     are within them, or where zerofit runs from a clone that is not installed. Packages of an extra do not count."""
-    outside = list[Requirement]()
+    outside: list[Requirement] = []
     with contextlib.suppress(PackageNotFoundError):
         for needed in map(Requirement, requires("zerofit") or ()):
             if needed.marker is None and needed.specifier:

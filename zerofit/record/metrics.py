@@ -25,7 +25,8 @@ class JsonlFile:
     """
 
     def __init__(self, path: Path, parse: Parse | None = None):
-        self.path, self._parse = path, parse or line_of_update
+        self.path = path
+        self._parse = parse or line_of_update
         self._file: io.FileIO | None = None
         self._waiting = b""
 
@@ -85,7 +86,8 @@ class LineReader:
     """The whole lines of a file to which others append. Each is returned once."""
 
     def __init__(self, file: Path, parse: Parse = json.loads):
-        self.file, self._parse = file, parse
+        self.file = file
+        self._parse = parse
         self.position = 0  # bytes that were read
 
     def poll(self) -> list[dict[str, Any]]:
@@ -282,6 +284,7 @@ def _draw(axes: Any, lines: list[dict[str, Any]], name: str, **style: Any) -> No
 
 def _smooth(train: list[dict[str, Any]]) -> list[float]:
     """Mean over a window around each loss, a fortieth of the run wide; at the ends the window is what there is."""
-    half, losses = max(2, len(train) // 80), [line["loss"] for line in train]
+    half = max(2, len(train) // 80)
+    losses = [line["loss"] for line in train]
     windows = (losses[max(0, place - half) : place + half + 1] for place in range(len(losses)))
     return [sum(window) / len(window) for window in windows]

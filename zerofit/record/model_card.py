@@ -26,7 +26,8 @@ def model_card(
     """The text, which names no folder of this machine. `base`: of an adapter that was trained on; None: what the
     recipe names."""
     public = recipe.to_publish()
-    began, library = public["model_name_or_path"], "peft" if is_adapter else "transformers"
+    began = public["model_name_or_path"]
+    library = "peft" if is_adapter else "transformers"
     base = without_folders(base) if base else began
     quoted = _quoted(base)
     front = ["---", f"library_name: {library}", *([f"base_model: {quoted}"] if base else []), "tags: [zerofit]", "---"]

@@ -119,16 +119,22 @@ def wanted_trackers(recipe: TrackingOptions) -> list[str]:
 
 def start_trackers(run: "Run") -> list[str]:
     """Open the trackers, and continue the runs there. Returns notes. Raises UserError: one does not start."""
-    recipe, folder, state, trackers = run.recipe, run.folder, run.state, run.config.trackers
+    recipe = run.recipe
+    folder = run.folder
+    state = run.state
+    trackers = run.config.trackers
     accelerator = run.engine.accelerator
-    project, name, notes = recipe.report_name or f"zerofit-{run.task}", folder.path.name, []
+    project = recipe.report_name or f"zerofit-{run.task}"
+    name = folder.path.name
+    notes = []
     if trackers and accelerator.is_main_process:
         folder.written.add([f"{project}/", *(IN_THE_FOLDER[each] for each in trackers if each in IN_THE_FOLDER)])
     login = os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY") or get_netrc_auth(WANDB)
     if "wandb" in trackers and not login:
         os.environ["WANDB_MODE"] = "offline"
         notes.append(f"wandb: no login found, so the run is kept in {folder.path}/wandb; `wandb sync` sends it later")
-    goes_on, path = state.updates > 0, folder.path
+    goes_on = state.updates > 0
+    path = folder.path
     options: dict[str, dict[str, Any]] = {
         "wandb": {"name": name, "dir": str(path)},
         "swanlab": {"name": name, "log_dir": str(path / "swanlog")},
@@ -163,13 +169,18 @@ class RunRecorder:
     """The record of one run. All ranks call its methods together; only the main process writes."""
 
     def __init__(self, run: "Run", bar: Bar) -> None:
-        self.folder, self.environment = run.folder, run.environment
-        self._engine, self._timeline, self.bar, self._data = run.engine, run.timeline, bar, run.data
+        self.folder = run.folder
+        self.environment = run.environment
+        self._engine = run.engine
+        self._timeline = run.timeline
+        self.bar = bar
+        self._data = run.data
         self._is_first = True
 
     def write(self, metrics: UpdateMetrics) -> None:
         """A line of metrics.jsonl and of the trackers."""
-        accelerator, line = self._engine.accelerator, metrics.to_line()
+        accelerator = self._engine.accelerator
+        line = metrics.to_line()
         if accelerator.trackers:
             ranks = {f"rank_seconds/{name}": value for name, value in line.get("rank_seconds", {}).items()}
             figures = {name: value for name, value in line.items() if name not in ("update", "rank_seconds")}
@@ -187,7 +198,9 @@ class RunRecorder:
 
     def write_anomaly(self, anomaly: "Anomaly", action: str) -> None:
         """A line of anomalies.jsonl: an update that was refused, what is done about it, and how its samples begin."""
-        layout, samples, tokenizer = self._engine.layout, self._data.train, self._data.tokenizer
+        layout = self._engine.layout
+        samples = self._data.train
+        tokenizer = self._data.tokenizer
         losses = zip(anomaly.batches, anomaly.losses)
         own = [{"rank": layout.rank, "loss": loss, "samples": batch.samples} for batch, loss in losses]
         ranks = self._engine.gather_objects(own)

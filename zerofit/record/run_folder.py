@@ -39,8 +39,13 @@ from zerofit.recipe.files import (
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.record.metrics import JsonlFile, line_of_metrics
 
-RECORD, LOCK, MODEL, CHECKPOINTS = "files.json", ".lock", "model", "checkpoints"
-MANIFEST, LINKS = "manifest.json", ("best", "latest")  # in checkpoints/
+RECORD = "files.json"
+LOCK = ".lock"
+MODEL = "model"
+CHECKPOINTS = "checkpoints"
+# in checkpoints/
+MANIFEST = "manifest.json"
+LINKS = ("best", "latest")
 UPDATE = re.compile(r"update_\d{8}")  # the name of a checkpoint
 # What every run may write; names that follow from the data are added when the files are written.
 NAMES = {
@@ -91,10 +96,12 @@ class WrittenFiles:
 
     def foreign(self, in_checkpoints: bool) -> Iterator[str]:
         """The names of files and links that no run has written; of those in checkpoints/ only where that is said."""
-        names, checkpoints = self.names, self.path / CHECKPOINTS
+        names = self.names
+        checkpoints = self.path / CHECKPOINTS
         sealed = {path.parent.name: sealed_files(path.parent) for path in checkpoints.glob(f"*/{MANIFEST}")}
         for name in files_below(self.path, self.path):
-            path, (top, *below) = self.path / name, name.split("/")
+            path = self.path / name
+            (top, *below) = name.split("/")
             plain, is_temporary = _plain(top)
             if not below:
                 of_runs = {*names, RECORD, LOCK, *(NAMES if is_temporary else ())}
@@ -174,7 +181,9 @@ class RunFolder:
     model/; samples.jsonl where it was asked for, anomalies.jsonl where there was one."""
 
     def __init__(self, path: str | Path, option: str = "output_dir"):
-        self.path, self.option = Path(path), option  # what messages call it
+        # what messages call it
+        self.path = Path(path)
+        self.option = option
         self.model = self.path / MODEL
         self.metrics = JsonlFile(self.path / "metrics.jsonl", line_of_metrics)
         self.samples = JsonlFile(self.path / "samples.jsonl")
@@ -198,7 +207,8 @@ class RunFolder:
         """Check that nothing in the folder is in the way of a run, and, where no run has been there yet and it is not
         to `overwrite`, that it is empty. `in_checkpoints`: look into checkpoints/ as well: the run starts over. Raises
         UserError: it names the first files."""
-        foreign, stays = self.written.foreign(in_checkpoints), overwrite or bool(self.written.names)
+        foreign = self.written.foreign(in_checkpoints)
+        stays = overwrite or bool(self.written.names)
         names = list(islice(filter(_is_in_the_way, foreign) if stays else foreign, SHOWN + 1))
         if names:
             more = " and more" if len(names) > SHOWN else ""
@@ -383,7 +393,8 @@ class RunFolder:
     def new_model(self, below: str = "") -> Iterator[Path]:
         """The folder to write model/ in, or one below it, which gets its name at the end of the block: its weights are
         complete, or it is not there."""
-        folder, partial = self.model / below, temporary_path(self.model)
+        folder = self.model / below
+        partial = temporary_path(self.model)
         try:
             partial.mkdir(parents=True)
             yield partial
@@ -439,5 +450,6 @@ def differing_options(now: dict[str, Any], recorded: dict[str, Any]) -> list[str
 
 def identity_options(recipe: Recipe, global_batch: int | None) -> dict[str, Any]:
     """The options that make a run the run that it is."""
-    names, options = recipe.names_with(identity=True), recipe.to_dict()
+    names = recipe.names_with(identity=True)
+    options = recipe.to_dict()
     return {**{name: options[name] for name in names}, "global_batch_size": global_batch}

@@ -17,7 +17,9 @@ from zerofit.record.metrics import UpdateMetrics
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # collections.abc has it from Python 3.12 on
 
-AT_A_TERMINAL_S, ELSEWHERE_S = 0.5, 30.0  # between two status lines
+# between two status lines
+AT_A_TERMINAL_S = 0.5
+ELSEWHERE_S = 30.0
 READABLE = 28  # characters of a path that tell which one it is
 LABEL = re.compile(r"(?! )(?=.{4,16}\S)[^ ]+(?: [^ ]+)?  +")  # `held out    ` before a text
 
@@ -86,7 +88,8 @@ def fitted(pieces: list[str], width: int | None) -> str:
 
 def shortened(text: str, width: int) -> str:
     """A text (a path, say) without its middle, where it takes more than `width` columns: most of its end stays."""
-    kept, shown = min(len(text), width), text
+    kept = min(len(text), width)
+    shown = text
     while columns_of(shown) > width and kept > 3:
         head = (kept - 3) // 3
         shown = f"{text[:head]}...{text[len(text) - (kept - 3 - head) :]}"
@@ -107,7 +110,8 @@ def wrapped(line: str, width: int | None, indent: int | None = None) -> str:
     if indent is None:
         named = LABEL.match(line)
         indent = len(named[0]) if named else len(line) - len(line.lstrip()) + 4
-    words, lines = line.split(" "), [""]
+    words = line.split(" ")
+    lines = [""]
     for place, word in enumerate(words):
         longer = f"{lines[-1]} {word}" if place else word
         if columns_of(longer) > width and lines[-1].strip():
@@ -184,7 +188,9 @@ class StatusLine:
     """Progress on stderr: one line that is rewritten at a terminal, else a line now and then."""
 
     def __init__(self) -> None:
-        self.renewed, self.shown, self.width = sys.stderr.isatty(), time.perf_counter(), 0
+        self.renewed = sys.stderr.isatty()
+        self.shown = time.perf_counter()
+        self.width = 0
 
     def is_due(self) -> bool:
         """Return True if the last line is old enough."""
@@ -192,7 +198,8 @@ class StatusLine:
 
     def show(self, pieces: list[str]) -> None:
         """Print as many of the pieces, by priority, as fit."""
-        self.shown, width = time.perf_counter(), screen_width(sys.stderr)
+        self.shown = time.perf_counter()
+        width = screen_width(sys.stderr)
         line = printable(fitted(pieces, width and width - 1))
         if not self.renewed:
             print(line, file=sys.stderr, flush=True)
@@ -228,18 +235,22 @@ class Bar(StatusLine):
 
     def __init__(self, total: int, every: int, main: bool):
         super().__init__()
-        self.total, self.every, self.main = total, every, main
+        self.total = total
+        self.every = every
+        self.main = main
         self.figures: list[str] = []
 
     def begin(self, done: int) -> None:
         """Begin at, or go back to, the update after `done`."""
-        self.done, self.started = done, time.perf_counter()
+        self.done = done
+        self.started = time.perf_counter()
 
     def update(self, metrics: UpdateMetrics) -> None:
         """One update more; its figures are shown, unless it was not applied."""
         if not self.main:
             return
-        number, shown = metrics.update, not (metrics.anomaly or metrics.skipped)
+        number = metrics.update
+        shown = not (metrics.anomaly or metrics.skipped)
         if shown and metrics.loss is not None:
             left = (time.perf_counter() - self.started) / (number - self.done) * (self.total - number)
             self.figures = [

@@ -45,7 +45,8 @@ class Teacher:
     """A frozen model whose distribution the student learns."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.head = model.eval().requires_grad_(False), model.get_output_embeddings()
+        self.model = model.eval().requires_grad_(False)
+        self.head = model.get_output_embeddings()
 
     @torch.no_grad()
     def hidden(self, batch: Batch) -> torch.Tensor:
@@ -65,9 +66,13 @@ def load_teacher(run: Run, student: Any, data: TextData, collate: Any) -> Teache
     """
     recipe: Any = run.recipe  # a DistillRecipe
     device = run.device
-    name, trust, precision = recipe.teacher, recipe.trust_remote_code, run.strategy.precision
-    config, stated = read_config("teacher", name, trust), f"teacher = {name!r}"
-    rows, own = config.vocab_size, student.config.vocab_size
+    name = recipe.teacher
+    trust = recipe.trust_remote_code
+    precision = run.strategy.precision
+    config = read_config("teacher", name, trust)
+    stated = f"teacher = {name!r}"
+    rows = config.vocab_size
+    own = student.config.vocab_size
     if rows != own:
         raise UserError(f"{stated}: its vocabulary has {rows:,} rows, and the student's {own:,}. {ANOTHER}")
     if load_named_tokenizer("teacher", name, config, trust).get_vocab() != data.tokenizer.get_vocab():
@@ -112,7 +117,8 @@ def measure_reference(
         return
     recipe: Any = run.recipe  # a DpoRecipe
     # All that the reference model depends on: its log-probabilities are stored under it.
-    name, precision = recipe.model_name_or_path, "float8" if recipe.float8 else run.strategy.precision
+    name = recipe.model_name_or_path
+    precision = "float8" if recipe.float8 else run.strategy.precision
     weights = recipe.seed if name is None else weights_key(name)
     origin = f"{weights} {precision} {recipe.quantised} {torch.__version__} {engine.whole.config.to_json_string()}"
     if run.config.adapter is not None:  # the model before training is base and adapter

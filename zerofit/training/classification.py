@@ -35,7 +35,8 @@ def choose_head(config: Any, labels: Labels, recipe: ClsRecipe) -> tuple[Any, li
     """Choose the head of the model. The configuration gets the labels. Returns (the Auto class of transformers, the
     names of its weights that are drawn anew, notes for the log). Raises UserError: there is no such head for this kind
     of model; the pretrained head has another number of labels."""
-    pretrained, notes = recipe.model_name_or_path, list[str | None]()
+    pretrained = recipe.model_name_or_path
+    notes: list[str | None] = []
     if labels.choices:
         auto_class: Any = AutoModelForMultipleChoice
         check_task(recipe, config, auto_class)
@@ -81,7 +82,8 @@ def evaluate_examples(
     Args:
         batches: of each source of the part by its name; of several, each has a loss of its own as well.
     """
-    own, answers = {}, list[Any]()
+    own = {}
+    answers: list[Any] = []
     for name, of_source in batches.items():
         loss, targets, of_examples = _answered(engine, of_source, labels)
         own[name] = loss, targets
@@ -112,7 +114,9 @@ def _answered(
     engine: Engine, batches: Iterator[Batch], labels: Labels
 ) -> tuple[torch.Tensor, float, list[Any] | None]:
     """Return (summed loss and number of targets of this rank, the answer to each example on the main process)."""
-    loss, targets, answers = torch.zeros((), device=engine.device), 0.0, dict[int, Any]()
+    loss = torch.zeros((), device=engine.device)
+    targets = 0.0
+    answers: dict[int, Any] = {}
     for batch in batches:
         logits = logits_of_examples(engine.model, batch).float()  # (B, classes)
         assert batch.labels is not None, "a batch of examples"
@@ -166,7 +170,8 @@ def _lines(part: HeldOut, truth: list[Any] | None, answers: list[Any], labels: L
     for index, (record, (answer, probabilities)) in enumerate(zip(chain.from_iterable(part.tables), answers)):
         line = {**record}
         if labels.of_words:
-            sample, predicted = part.samples[index], iter(answer)
+            sample = part.samples[index]
+            predicted = iter(answer)
             if truth is not None:
                 line["label"] = [names[tag] for tag in sample["tags"]]
             line["prediction"] = [names[next(predicted)] if start >= 0 else None for start in sample["starts"]]
@@ -193,21 +198,25 @@ def report_classes(folder: RunFolder, labels: Labels, held_out: list[HeldOut]) -
     whose labels are not classes."""
     if labels.names is None or labels.choices:
         return []
-    lines, keys = [], ("label", "prediction")
+    lines = []
+    keys = ("label", "prediction")
     for part in held_out:
         rows = folder.predictions(part.suffix, keys)
         if not rows:  # of an earlier launch, and damaged since
             continue
-        names, what = labels.names, ("class", "words" if labels.of_words else "examples")
+        names = labels.names
+        what = ("class", "words" if labels.of_words else "examples")
         truth: set[Any]
         predicted: set[Any]
         if labels.entities:
-            heading, what = "entities    of the held-out sentences, by kind", ("kind", "entities")
+            heading = "entities    of the held-out sentences, by kind"
+            what = ("kind", "entities")
             sentences = [_words(row) for row in rows]
             truth, predicted = (located([[word[key] for word in words] for words in sentences]) for key in keys)
             names = tuple(sorted({kind for _, kind, *_ in truth | predicted}))
         elif labels.of_sets:
-            heading, what = "labels      of the held-out examples", ("label", "examples")
+            heading = "labels      of the held-out examples"
+            what = ("label", "examples")
             truth, predicted = ({(place, name) for place, row in enumerate(rows) for name in row[key]} for key in keys)
         else:
             rows = [word for row in rows for word in _words(row)] if labels.of_words else rows
@@ -238,7 +247,8 @@ def _recognized(names: tuple[str, ...], what: tuple[str, str], truth: set[Any], 
     rows: list[tuple[str, ...]] = [(what[0], "precision", "recall", "f1", what[1], "predicted")]
     commonest = sorted(names, key=examples.__getitem__, reverse=True)[:MAX_ROWS]
     for name in sorted(commonest, key=names.index):
-        precision, recall = right[name] / max(found[name], 1), right[name] / max(examples[name], 1)
+        precision = right[name] / max(found[name], 1)
+        recall = right[name] / max(examples[name], 1)
         f1 = 2 * right[name] / max(examples[name] + found[name], 1)
         rows.append((name, *map(decimals, (precision, recall, f1)), f"{examples[name]:,}", f"{found[name]:,}"))
     more = len(names) - MAX_ROWS

@@ -35,12 +35,16 @@ class BestMetricTracker:
 
     def record_evaluation(self, update: int, figures: dict[str, float]) -> bool:
         """Take an evaluation's figures into account. Returns whether it is the best so far; a NaN never is."""
-        value, best = figures[f"eval_{self.metric}"], self.best
+        value = figures[f"eval_{self.metric}"]
+        best = self.best
         best.metric = self.metric
         sign = -1 if self.metric.partition("_")[0] in LOWER_IS_BETTER else 1
         better = value == value if best.update is None else sign * (value - best.value) > 0
         if better:
-            best.update, best.value, best.figures, best.worse_in_a_row = update, value, figures, 0
+            best.update = update
+            best.value = value
+            best.figures = figures
+            best.worse_in_a_row = 0
         else:
             best.worse_in_a_row += 1
         return better
@@ -96,7 +100,9 @@ def eval_batches(
     Args:
         start, stop: the places of the samples in the order of an evaluation; by default all.
     """
-    count, key, layout = len(samples), samples.sort_key, engine.layout
+    count = len(samples)
+    key = samples.sort_key
+    layout = engine.layout
     order = FixedOrder(count, key)
     stop = count if stop is None else stop
     micro_batches = rank_batches(
@@ -127,7 +133,8 @@ def held_out_loss(
     """
     own = {}
     for name, part in batches.items():
-        loss, targets = torch.zeros((), dtype=torch.float32, device=engine.device), 0.0
+        loss = torch.zeros((), dtype=torch.float32, device=engine.device)
+        targets = 0.0
         for batch, of_batch in engine.losses(part, loss_sum):
             loss += of_batch
             targets += batch.num_targets

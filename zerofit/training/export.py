@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 def about_the_run(run: "Run", data: Any) -> list[str]:
     """Lines for the log before the first update: the model, the strategy, the data, and what was noted."""
-    recipe, strategy, schedule, length = run.recipe, run.strategy, run.schedule, list[str]()
+    recipe = run.recipe
+    strategy = run.strategy
+    schedule = run.schedule
+    length: list[str] = []
     if run.stored is not None:
         base = f" on {run.stored.base}" if run.stored.adapter else ""
         model = [f"model     {run.stored.asked_for}{base}: {run.parameters:,} parameters"]
@@ -40,7 +43,8 @@ def about_the_run(run: "Run", data: Any) -> list[str]:
         origin = recipe.model_name_or_path or f"{recipe.config_name or recipe.model_type} from scratch"
         share = f"{run.trainable:,} ({run.trainable / run.parameters:.2%})"
         trained = "all" if run.trainable == run.parameters else share
-        model, layout = [f"model     {origin}: {run.parameters:,} parameters, {trained} trained"], strategy.describe
+        model = [f"model     {origin}: {run.parameters:,} parameters, {trained} trained"]
+        layout = strategy.describe
         if run.adapter is not None:
             model.append(f"adapter   {run.adapter.note}")
         if run.adapter is not None and not recipe.model_name_or_path:
@@ -102,9 +106,12 @@ def compilation_line() -> str:
 def summary(run: "Run", remarks: list[str]) -> list[str]:
     """Lines on the outcome of a run that reached its end; `remarks`: what the task has to say of the held-out
     figures."""
-    state, best, lines = run.state, run.best, [_trained(run)]
+    state = run.state
+    best = run.best
+    lines = [_trained(run)]
     loads_best = best.loads and best.best.update is not None
-    before, after = state.held_out_before, best.best.figures if loads_best else state.held_out
+    before = state.held_out_before
+    after = best.best.figures if loads_best else state.held_out
     for name, value in after.items():
         was = f"{decimals(before[name])} -> " if name in before else ""
         lines.append(f"held out    {name.removeprefix('eval_')} {was}{decimals(value)}")
@@ -116,7 +123,9 @@ def summary(run: "Run", remarks: list[str]) -> list[str]:
 
 
 def _trained(run: "Run") -> str:
-    state, throughput, made = run.state, run.throughput, run.state.updates - run.checkpoints.resumed_at
+    state = run.state
+    throughput = run.throughput
+    made = run.state.updates - run.checkpoints.resumed_at
     seconds = (run.seconds or 0.0) - sum(each.seconds for each in throughput.evaluations)
     if not made:
         return f"trained     {counted(state.updates, 'update')}, all of them before: there was nothing left to train"
@@ -143,7 +152,9 @@ def export_run(run: "Run", remarks: Callable[[], list[str]] = list) -> None:
     if run.measurement:
         return
     run.end_loop()  # where the script has left the loop itself
-    recipe, state, checkpoints = run.recipe, run.state, run.checkpoints
+    recipe = run.recipe
+    state = run.state
+    checkpoints = run.checkpoints
     if run.stopped:
         run.watchdog.phase("leave", patience=math.inf)
         if run.is_main:
@@ -200,7 +211,8 @@ def _export_model(run: "Run", best: Path | None) -> list[str]:
 
 def _export_weights(run: "Run", held_out: dict[str, float], below: str = "") -> None:
     """Write the engine's weights to model/, or to a folder below it, on all ranks together."""
-    broken, name = list[Exception](), "/".join(filter(None, [MODEL, below]))
+    broken: list[Exception] = []
+    name = "/".join(filter(None, [MODEL, below]))
 
     def gathered() -> Weights:
         try:
@@ -232,9 +244,10 @@ def _export_record(run: "Run", loads_best: bool, remarks: Callable[[], list[str]
                 written.write(file.read_bytes())
     with folder.noting("loss.png"), folder.new_file("loss.png", "wb") as picture:
         of_quality = (name for name in (run.best.metric, *run.figures) if name not in ("loss", "perplexity"))
-        merit, resumed = next(of_quality, "loss"), run.environment.get("resumed_after", ())
+        merit = next(of_quality, "loss")
+        resumed = run.environment.get("resumed_after", ())
         plot_run(folder.metrics.read(), picture, run.unit, merit, resumed=resumed)
-    said = list[str]()
+    said: list[str] = []
     if not folder.missing:
         with folder.noting("the report of the held-out examples"):
             said = remarks()
@@ -247,7 +260,8 @@ def finish_run(run: "Run") -> int:
     if run.measurement:
         run.engine.close()
         return 0
-    checkpoints, folder = run.checkpoints, run.folder
+    checkpoints = run.checkpoints
+    folder = run.folder
     code = EXIT_NEEDS_A_PERSON if folder.missing else run.stop_reason.exit_code(checkpoints.saved_latest)
     if run.is_main:
         is_whole = not any(each.startswith(MODEL) for each in folder.missing.values())
@@ -293,7 +307,9 @@ def answer_held_out(
         predict: () -> the files that the main process has written.
         remarks: () -> lines for the end of the log.
     """
-    engine, recipe, folder = run.engine, run.recipe, run.folder
+    engine = run.engine
+    recipe = run.recipe
+    folder = run.folder
     if not recipe.predict_file and not num_held_out:
         raise UserError("evaluate_only: nothing is held out. Name a validation_file")
     if run.is_main:
@@ -301,7 +317,8 @@ def answer_held_out(
         options = {**recipe.to_dict(), "model_name_or_path": run.stored.asked_for}
         folder.start_answers(options, engine.effective_strategy(), environment)
     run.watchdog.phase("evaluate", patience=LONG)
-    began, figures = time.perf_counter(), dict[str, float]()
+    began = time.perf_counter()
+    figures: dict[str, float] = {}
     if recipe.predict_file:
         files = predict()
     else:

@@ -47,7 +47,8 @@ def evaluate_generation(
     engine: Engine, batches: Iterator[Batch], data: PairData, folder: RunFolder, settings: dict[str, Any]
 ) -> dict[str, float]:
     """BLEU and ROUGE of the generated texts against the whole targets; the main process also writes them down."""
-    written, figures = _written(engine, batches, data.tokenizer, settings), dict[str, float]()
+    written = _written(engine, batches, data.tokenizer, settings)
+    figures: dict[str, float] = {}
     if written is not None:
         texts = [text.strip() for text, _ in written]
         data.cut = sum(is_cut for _, is_cut in written)
@@ -61,7 +62,9 @@ def sample_text(run: Any, data: TextData) -> list[str]:
     """Lines for the log: what the model with its present weights writes after `sample_prompt` (in a chat: its answer),
     as long as its positions allow. All ranks call it together; nothing without `sample_tokens`, or where the run has
     stopped."""
-    recipe, engine, tokenizer = run.recipe, run.engine, data.tokenizer
+    recipe = run.recipe
+    engine = run.engine
+    tokenizer = data.tokenizer
     if not recipe.sample_tokens or run.stopped:
         return []
     if engine.layout.pipeline > 1:
@@ -94,7 +97,8 @@ def continue_prompts(engine: Engine, data: TextData, recipe: ClmRecipe, folder: 
     """Write predictions.jsonl: how a causal model continues each prompt of predict_file, or answers it in a chat.
     Returns the files."""
     prompts: Any = data.prompts
-    config, tokenizer = engine.module.config, data.tokenizer
+    config = engine.module.config
+    tokenizer = data.tokenizer
     own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     ends = sorted({token for token in [*own, tokenizer.eos_token_id, *prompts.ends] if token is not None})
     settings = {  # the likeliest token each time
@@ -113,8 +117,10 @@ def predict_texts(
 ) -> list[str]:
     """Write predictions.jsonl: what the model writes for each prompt or source of predict_file. Returns the files."""
     prompts: Any = data.prompts
-    config, in_pairs = engine.module.config, engine.module.config.is_encoder_decoder
-    pad, multiple = padding_token(data.tokenizer), multiple_for(engine.device, config)
+    config = engine.module.config
+    in_pairs = engine.module.config.is_encoder_decoder
+    pad = padding_token(data.tokenizer)
+    multiple = multiple_for(engine.device, config)
     batches = eval_batches(engine, prompts, PromptCollator(pad, left=not in_pairs, multiple=multiple), batch_size)
     written = _written(engine, batches, data.tokenizer, settings)
     if written is None:
@@ -137,7 +143,8 @@ def _written(
     ends = set(stops if isinstance(stops, list) else [stops])
     ends -= {None}
     for batch in batches:
-        ids, mask = batch.tensor("input_ids"), batch.tensor("attention_mask")
+        ids = batch.tensor("input_ids")
+        mask = batch.tensor("attention_mask")
         written = engine.generate(ids, mask, **settings)
         begin = 1 if engine.module.config.is_encoder_decoder else ids.shape[1]
         longest = settings["max_new_tokens"] - (own.forced_eos_token_id is not None)  # it comes last in any case
@@ -164,10 +171,12 @@ def _lines(data: PairData, texts: list[str]) -> Iterator[dict[str, str]]:
 
 def prediction_lines(run: Any, recipe: Seq2SeqRecipe) -> list[str]:
     """The first generated text of each of the first batches, for the log; nothing where the run has stopped."""
-    batch_size, num_batches = recipe.per_device_eval_batch_size, recipe.n_val_batch_generations
+    batch_size = recipe.per_device_eval_batch_size
+    num_batches = recipe.n_val_batch_generations
     if run.stopped or not run.data.num_held_out or not recipe.predict_with_generate or not run.is_main:
         return []
-    lines, fields = [], ("source", "target", "prediction")
+    lines = []
+    fields = ("source", "target", "prediction")
     for row in run.folder.predictions(fields=fields)[: batch_size * num_batches : batch_size]:
         lines += [
             "",

@@ -46,7 +46,8 @@ class Profiler:
 
     def __init__(self, run: "Run") -> None:
         self.updates = run.recipe.profiled_updates
-        self.log_lines, self.device = run.recorder.bar.log_lines, run.device.type
+        self.log_lines = run.recorder.bar.log_lines
+        self.device = run.device.type
         names = ["profile_rank0.json.gz", *(["memory_rank0.pickle"] if self.device == "cuda" else [])]
         for name in names:
             run.folder.claim(name)
@@ -65,7 +66,8 @@ class Profiler:
         """Called after an update; `stops`: it is the last one of this launch."""
         if self._running is None or not (stops or update >= self.updates[-1]):
             return
-        profiler, self._running = self._running, None
+        profiler = self._running
+        self._running = None
         profiler.stop()
         trace, *snapshots = self.files
         with tempfile.TemporaryDirectory() as folder:
@@ -93,8 +95,11 @@ class Measurement:
 
     def __init__(self, request: Path):
         about = json.loads(request.read_text(encoding="utf-8"))
-        self.steps, self.limit, self.answers = about["steps"], about["memory_limit"], request.with_name(ANSWERS)
-        self.rank, self.device = int(os.environ.get("RANK", "0")), torch.device("cpu")
+        self.steps = about["steps"]
+        self.limit = about["memory_limit"]
+        self.answers = request.with_name(ANSWERS)
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.device = torch.device("cpu")
         self.done = 0  # updates
         self.seconds: list[float] = []
         self.figures = {"loss": 0.0, "grad_norm": 0.0}  # of the latest update
@@ -125,11 +130,16 @@ class Measurement:
         something is held out, and writes the answer."""
         if self.rank == 0:
             add_line(self.answers, {"event": "begins"})
-        engine, schedule = run.engine, run.schedule
+        engine = run.engine
+        schedule = run.schedule
         assert schedule is not None, "a run that trains has one"
         run.folder.path.mkdir(parents=True, exist_ok=True)
-        sizes, layout, self.load = run.strategy.batches, engine.layout, [os.getloadavg()[0]]
-        rows, to_warm_up, totals = sizes.micro_batch, WARM_UP, Totals(0, 0, 0)
+        sizes = run.strategy.batches
+        layout = engine.layout
+        self.load = [os.getloadavg()[0]]
+        rows = sizes.micro_batch
+        to_warm_up = WARM_UP
+        totals = Totals(0, 0, 0)
         self.scaled = run.strategy.precision == "fp16"
         engine.phase = lambda phase: run.enter(phase, self.done + 1)
         engine.model.train()
@@ -174,7 +184,8 @@ class Measurement:
             evaluate()
         peaks = measured_peaks(engine.device)
         ranks = [dict(zip(peaks, map(int, rank))) for rank in engine.per_rank([*peaks.values()])]
-        typical, samples = statistics.median(self.seconds), run.data.train
+        typical = statistics.median(self.seconds)
+        samples = run.data.train
         answer = {
             "event": "fits",
             "ranks": ranks,
@@ -223,7 +234,8 @@ def measured_peaks(device: torch.device) -> dict[str, int]:
 
 def longest_rows(run: "Run", size: int, start: int) -> Batch:
     """A batch of the samples `start`, `start` + 1 and so on (after the last comes the first), each stretched."""
-    samples, longest = run.data.train, run.data.longest
+    samples = run.data.train
+    longest = run.data.longest
     indices = [(start + place) % len(samples) for place in range(size)]
     batch: Batch = run.collate([(stretched(samples[index], longest), index) for index in indices])
     return batch

@@ -20,7 +20,8 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 class _Metric(evaluate.Metric):
     """Predictions and references are values of one type."""
 
-    dtype, feature = "", None
+    dtype = ""
+    feature = None
 
     def _info(self) -> evaluate.MetricInfo:
         features = {name: self.feature or datasets.Value(self.dtype) for name in ("predictions", "references")}
@@ -55,7 +56,8 @@ class LabelSets(_Metric):
         self, predictions: list[list[int]], references: list[list[int]], num_labels: int = 2
     ) -> dict[str, float]:
         flags = MultiLabelBinarizer(classes=range(num_labels))
-        truth, predicted = flags.fit_transform(references), flags.fit_transform(predictions)
+        truth = flags.fit_transform(references)
+        predicted = flags.fit_transform(predictions)
         micro = {"average": "micro", "zero_division": 0.0}
         return {
             "f1_micro": float(f1_score(truth, predicted, **micro)),
@@ -73,7 +75,8 @@ class Regression(_Metric):
     dtype = "float"
 
     def _compute(self, predictions: list[float], references: list[float]) -> dict[str, float]:
-        predicted, truth = np.asarray(predictions, np.float64), np.asarray(references, np.float64)
+        predicted = np.asarray(predictions, np.float64)
+        truth = np.asarray(references, np.float64)
         correlates = all(np.isfinite(numbers).all() and np.ptp(numbers) > 0 for numbers in (predicted, truth))
         return {
             "pearson": float(pearsonr(truth, predicted).statistic) if correlates else float("nan"),
@@ -89,8 +92,10 @@ class Entities(_Metric):
     feature = datasets.List(datasets.Value("string"))
 
     def _compute(self, predictions: list[list[str]], references: list[list[str]]) -> dict[str, float]:
-        found, there = located(predictions), located(references)
-        right, pairs = len(found & there), [pair for rows in zip(predictions, references) for pair in zip(*rows)]
+        found = located(predictions)
+        there = located(references)
+        right = len(found & there)
+        pairs = [pair for rows in zip(predictions, references) for pair in zip(*rows)]
         return {
             "f1": 2 * right / max(len(found) + len(there), 1),
             "precision": right / max(len(found), 1),

@@ -104,18 +104,24 @@ class Run:
     throughput: ThroughputMeter
 
     def __init__(self, config: RunConfiguration, start: "Start", stored: Any, mirror: Mirror | None) -> None:
-        self.config, self.stored, self.mirror = config, stored, mirror
+        self.config = config
+        self.stored = stored
+        self.mirror = mirror
         self.recipe: TaskRecipe = config.recipe
         self.strategy: Strategy = config.strategy
         self.folder: RunFolder = config.folder
-        self.task, self.timeline, self.watchdog, self.ranks = config.task, start.timeline, start.watchdog, start.ranks
+        self.task = config.task
+        self.timeline = start.timeline
+        self.watchdog = start.watchdog
+        self.ranks = start.ranks
         request = os.environ.get(VARIABLE) if self.recipe.trains else None
         self.measurement = Measurement(Path(request)) if request else None  # None: an ordinary run
         self.hub: HubRepository | None = None
         self.shutdown = ShutdownHandler(self.recipe.max_hours, start.timeline.started, start.watchdog.stop_requested)
         self.engine: Any = None  # once it is prepared
         self.row_tokens = self.program_bytes = self.parameters = 0  # for a report on memory that ran out
-        self.notes, self.lines = list(config.notes), list[str]()
+        self.notes = list(config.notes)
+        self.lines: list[str] = []
         self.starting = ExitStack()  # contexts that `prepare` closes
         self.adapter: Any = None  # LoRA's, of this run
         self.length: Any = None  # a RunLength, once the data is known
@@ -123,7 +129,8 @@ class Run:
         self.model_configuration: Any = None
         self.data: Any = None  # a TaskData, once the loop begins
         self.warmup: Any = None  # sequence-length warm-up; None: all rows at full length
-        self.state, self.stop_reason = RunState(), StopReason.NONE
+        self.state = RunState()
+        self.stop_reason = StopReason.NONE
         self.anomaly: Anomaly | None = None
         self.schedule: Any = None  # (update, from 0) -> its learning rate; None where nothing is trained
         self._totals: Totals | None = None  # of this global batch, or the next; None: not known, or it is skipped
@@ -136,7 +143,9 @@ class Run:
     def open(cls, start: "Start") -> "Run":
         """Resolve the recipe, the strategy and an earlier run to resume, and see that the output folder is free.
         Raises UserError: anything that can be found wrong before data is read."""
-        stored, mirror, task = None, None, start.task
+        stored = None
+        mirror = None
+        task = start.task
         start.timeline.mark("imports")
         if not start.recipe.trains:
             from zerofit.training.run_configuration import StoredModel
@@ -232,7 +241,8 @@ class Run:
                 is trained, and `schedule` with it.
             schedule: (update, counted from 0) -> its learning rate: a Schedule, any function, or a LambdaLR.
         """
-        recipe, strategy = self.recipe, self.strategy
+        recipe = self.recipe
+        strategy = self.strategy
         if isinstance(schedule, LambdaLR):
             schedule = rates_of(schedule)
         if schedule is not None and not callable(schedule):
@@ -255,7 +265,8 @@ class Run:
         if recipe.trains:
             self.notes += filter(None, [without_mfu(self.device, strategy.precision)])
         self.parameters, self.trainable = count_parameters(whole_model(model))
-        self.engine, self.schedule = prepare_engine(strategy, self.accelerator, model, recipe, optimizer), schedule
+        self.engine = prepare_engine(strategy, self.accelerator, model, recipe, optimizer)
+        self.schedule = schedule
         self.starting.close()
         if isinstance(schedule, Schedule) and schedule.warning:
             self.log_lines(f"warning: {schedule.warning}")
@@ -299,7 +310,10 @@ class Run:
             counter: a loss that reports figures of its own (PreferenceLoss), in place of a mixture's routers.
             evaluate_first: () -> the held-out figures; called before the first update, with `eval_on_start`.
         """
-        self.data, self.collate, self.figures, self.unit = data, collate, tuple(figures), unit
+        self.data = data
+        self.collate = collate
+        self.figures = tuple(figures)
+        self.unit = unit
         self.counters = [counter] if counter is not None else self.counters
         if self.measurement:
             yield from self.measurement.updates(self, evaluate_first)
@@ -332,7 +346,8 @@ class Run:
 
     def _begin(self, evaluate: Callable[[], dict[str, float]] | None) -> None:
         """Begin with the update after those that are done: evaluate, if that is asked for before the first one."""
-        state, recipe = self.state, self.recipe
+        state = self.state
+        recipe = self.recipe
         self.detector.begin(state.anomaly_history)
         self.recorder.bar.begin(state.updates)
         if recipe.eval_on_start and not state.updates and evaluate is not None and self.data.num_held_out:
@@ -344,11 +359,14 @@ class Run:
             self.recorder.write(UpdateMetrics.of_evaluation(figures, timing))
         self.engine.model.train()
         self.memory.reset()
-        self._stream, self._following, self._totals = update_batches(self), None, None
+        self._stream = update_batches(self)
+        self._following = None
+        self._totals = None
 
     def _next_update(self, number: int) -> Update:
         """The update with its micro-batches; its learning rate is set, its dropout is seeded."""
-        batches, self._following = self._following or next(self._stream), None
+        batches = self._following or next(self._stream)
+        self._following = None
         if self.profiler:
             self.profiler.begin(number)
         self._now.began = time.perf_counter()
@@ -408,8 +426,12 @@ class Run:
         if self.measurement:
             self.measurement.log(update, outcome)
             return
-        number, state, totals, now = update.number, self.state, update.totals, self._now
-        figures, anomaly = dict[str, Any](), None
+        number = update.number
+        state = self.state
+        totals = update.totals
+        now = self._now
+        figures: dict[str, Any] = {}
+        anomaly = None
         if not outcome.skipped:
             figures, anomaly = self._read(update, outcome)
         seconds = time.perf_counter() - now.began
@@ -422,11 +444,14 @@ class Run:
             self.recorder.bar.log_lines(f"anomaly   update {number}: {anomaly.reason}. {ACTIONS[action]}")
             now.is_abandoned = self.checkpoints.rewind(anomaly)
             if not now.is_abandoned and (action != "skip" or state.anomalies_in_a_row >= MAX_IN_A_ROW):
-                self.stop_reason, self.anomaly, now.is_abandoned = StopReason.ANOMALY, anomaly, True
+                self.stop_reason = StopReason.ANOMALY
+                self.anomaly = anomaly
+                now.is_abandoned = True
         if now.is_abandoned:
             return
         state.updates = number
-        state.tokens, state.positions = state.tokens + totals.tokens, state.positions + totals.positions
+        state.tokens = state.tokens + totals.tokens
+        state.positions = state.positions + totals.positions
         consumed = self.length.consumed(number)
         if not outcome.skipped:
             samples = consumed - self.length.consumed(number - 1)
@@ -453,7 +478,9 @@ class Run:
     def _read(self, update: Update, outcome: Outcome) -> tuple[dict[str, Any], Anomaly | None]:
         """Wait for the device, and take in what the ranks told each other with the loss of an update. Returns (its
         figures, why it was refused)."""
-        number, now, targets = update.number, self._now, update.totals.targets
+        number = update.number
+        now = self._now
+        targets = update.totals.targets
         if not all(outcome.ranks):
             raise UserError("engine.step got bounds without the ranks' reports: give it run.bounds()")
         reports = [RankReport.of_numbers(numbers) for numbers in outcome.ranks]  # waits for the device
@@ -577,4 +604,6 @@ class Run:
         return explain_failure(error, self)
 
     # Afterwards (export.py)
-    export, finish, answer = export_run, finish_run, answer_held_out
+    export = export_run
+    finish = finish_run
+    answer = answer_held_out

@@ -77,7 +77,8 @@ class StoredModel:
         refuse_a_training_run(folder)
         if not recipe.overwrite_output_dir:
             refuse_other_answers(folder, recipe)
-        adapter, name = None, model_folder(asked_for)
+        adapter = None
+        name = model_folder(asked_for)
         recipe.adopt("lora", is_adapter(name), "")
         if recipe.lora:
             adapter = open_adapter(name, "model_name_or_path", task)
@@ -181,11 +182,13 @@ def resolve(task: str, recipe: TaskRecipe) -> RunConfiguration:
         UserError: any contradiction between recipe, YAML, JSON and earlier run, with both values and both sources.
         NothingToDo: the output folder holds this very run, and it is finished.
     """
-    recipe, problems = recipe.draft(), Problems()
+    recipe = recipe.draft()
+    problems = Problems()
     adapter = adapter_to_train_on(recipe, task)
     folder = RunFolder(output_folder(task, recipe))
     earlier = EarlierRuns.read(recipe, folder)
-    given_for, notes = 1, list[str]()
+    given_for = 1
+    notes: list[str] = []
 
     def keep_global_batch(layout: ParallelLayout) -> bool:
         nonlocal given_for
@@ -233,7 +236,8 @@ def check_model(task: str, recipe: TaskRecipe, strategy: Strategy | None, auto_c
     Args:
         strategy: None: it is not known.
     """
-    config, problems = load_configuration(recipe, auto_class), Problems()
+    config = load_configuration(recipe, auto_class)
+    problems = Problems()
     if recipe.model_name_or_path:
         with problems.collected():
             check_quantiser("model_name_or_path", recipe.model_name_or_path, config)
@@ -386,7 +390,8 @@ def decide(
     Raises:
         UserError: it is on, and torch's compiler does not work.
     """
-    is_auto, on_gpu = recipe.torch_compile == "auto", recipe.trains and device.type == "cuda"
+    is_auto = recipe.torch_compile == "auto"
+    on_gpu = recipe.trains and device.type == "cuda"
     if not (is_auto or on_gpu):
         return None, []
     chosen = Compilation(recipe.torch_compile, recipe.source("torch_compile") or "")

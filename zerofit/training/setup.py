@@ -68,7 +68,8 @@ def build_model(auto_class: Any, config: PretrainedConfig, run: "Run", ignored_w
     Args:
         ignored_weights: names of weights that are drawn anew whatever the checkpoint has.
     """
-    recipe, strategy = run.recipe, run.strategy
+    recipe = run.recipe
+    strategy = run.strategy
     continued = run.config.adapter
     if run.stored is not None:
         ignored_weights = [*ignored_weights, *run.stored.swapped_in]
@@ -147,7 +148,8 @@ def open_process_group(run: "Run") -> tuple[Accelerator, list[str]]:
         remedy = "a build is at work, or was killed. If nothing is being compiled, delete that file"
         run.log_lines(*(f"warning: {lock} is there: {remedy}" for lock in lock_files()))
     if distributed.is_initialized():
-        size, backend = distributed.get_world_size(), distributed.get_backend()
+        size = distributed.get_world_size()
+        backend = distributed.get_backend()
         watchdog.record_collectives(run.folder.path, size, backend, run.ranks.machines)
     check_float8_device(run.recipe)
     run.program_bytes = resident_bytes()
@@ -198,7 +200,10 @@ def prepare_activations(model: Any, recipe: Any, device: torch.device, falls_bac
 
 def open_record(run: "Run") -> None:
     """Resume the run that is in the folder, if one is, and begin its record and its checkpoints."""
-    recipe, engine, state, samples = run.recipe, run.engine, run.state, run.data.train
+    recipe = run.recipe
+    engine = run.engine
+    state = run.state
+    samples = run.data.train
     lengths = samples.lengths
     run.row_tokens = len(samples[0]["input_ids"]) if lengths is None else int(lengths.max())
     run.best = make_best_tracker(recipe, run.figures, bool(run.data.num_held_out), state.best)
@@ -211,7 +216,8 @@ def open_record(run: "Run") -> None:
     run.log_lines(*(f"note      {note}" for note in notes))
     listen(run.shutdown.receive)
     run.checkpoints.start()
-    run.memory, run.clock = MemoryMeter(engine.device), RankClock(engine)
+    run.memory = MemoryMeter(engine.device)
+    run.clock = RankClock(engine)
     run.detector = AnomalyDetector(recipe.spike_threshold, recipe.max_grad_norm > 0, run.strategy.precision == "fp16")
     if run.task == "seq2seq":
         flops = flops_per_pair_token(engine.whole, *samples.stats.pair_lengths)
@@ -228,7 +234,9 @@ def open_record(run: "Run") -> None:
 
 def _resume(run: "Run") -> None:
     """Make the run's checkpoints, and continue from one; the record goes on from its update."""
-    config, engine, recipe = run.config, run.engine, run.recipe
+    config = run.config
+    engine = run.engine
+    recipe = run.recipe
     data = data_fingerprint(run.data.train, getattr(recipe, "length_grouping", "none"))
     check_same({"training data": data}, "Give all machines the same data and the same packages")
     about = {

@@ -159,8 +159,12 @@ def counts_of(micro_batches: list[Batch]) -> list[float]:
 
 def update_batches(run: "Run") -> Iterator[list[Batch]]:
     """This rank's micro-batches of each update after those that are done; the ranks of one replica get the same."""
-    length, recipe, layout, samples = run.length, run.recipe, run.engine.layout, run.data.train
-    done, sizes = run.state.updates, length.batches
+    length = run.length
+    recipe = run.recipe
+    layout = run.engine.layout
+    samples = run.data.train
+    done = run.state.updates
+    sizes = length.batches
     grouping = "none" if length.by_tokens else getattr(recipe, "length_grouping", "none")
     lengths_to_group = samples.lengths if grouping == "window" else None
     lengths = None  # of each micro-batch's samples
@@ -182,7 +186,8 @@ def update_batches(run: "Run") -> Iterator[list[Batch]]:
         lengths=lengths,
         ends=map(length.consumed, itertools.count(done + 1)) if length.by_tokens else None,
     )
-    workers, pin = recipe.dataloader_num_workers or 0, pins_memory(run.engine.device)
+    workers = recipe.dataloader_num_workers or 0
+    pin = pins_memory(run.engine.device)
     batches = loader(samples, micro, run.collate, workers, pin)
     for update in range(done + 1, length.num_updates + 1):
         yield [next(batches) for _ in range(sizes.accumulation_of(update))]
