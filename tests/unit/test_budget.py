@@ -13,8 +13,8 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 530,  # 800
     "zerofit": 108,  # cli.py
-    "zerofit/recipe": 3_169,  # 2,700
-    "zerofit/model": 5_189,  # 4,700
+    "zerofit/recipe": 3_204,  # 2,700
+    "zerofit/model": 5_284,  # 4,700
     "zerofit/compat": 603,  # 600
     "zerofit/data": 6_415,  # 6,000
     "zerofit/strategy": 4_876,  # 4,800

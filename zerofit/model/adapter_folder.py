@@ -86,7 +86,8 @@ def open_adapter(name: str, option: str = "adapter", task: str | None = None) ->
     from peft import load_peft_weights
     from safetensors import SafetensorError
 
-    path, where = Path(model_folder(name)), f"{option} = {name!r}"
+    path = Path(model_folder(name))
+    where = f"{option} = {name!r}"
     if not is_adapter(str(path)):
         why = why_no_model(str(path)) or "it is no adapter. Name the folder that holds one, e.g. outputs/RUN/model"
         raise UserError(f"{where} has no adapter_config.json: {why}")
@@ -210,9 +211,11 @@ def find_base(
     """Find the base of an adapter. `base`: its folder or hub name, of this option; None: the one that the adapter
     names. Raises UserError where the adapter names no base, or the base cannot be read."""
     file = folder.path / "adapter_config.json"
-    name, revision = base, None
+    name = base
+    revision = None
     if not base:
-        option, name = f"base_model_name_or_path in {file}", recorded_base(folder)
+        option = f"base_model_name_or_path in {file}"
+        name = recorded_base(folder)
         revision = folder.settings.get("revision") or None
     if not name:
         raise UserError(f"{file} names no base. Write its folder or hub name there, as base_model_name_or_path")
@@ -253,14 +256,16 @@ def trained_config(folder: AdapterFolder, base: "PretrainedConfig", overrides: s
             config = read_config("adapter", str(folder.path))
         refusal = f"{folder.where} is for another base than {base.name_or_path!r}"
         for size in ("model_type", *SIZES):
-            own, of_base = getattr(config, size, None), getattr(base, size, None)
+            own = getattr(config, size, None)
+            of_base = getattr(base, size, None)
             if own != of_base:
                 raise UserError(f"{refusal}: for one with {size} = {own}, and this one has {of_base}")
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         if getattr(base, "quantization_config", None) is not None:
             config.quantization_config = base.quantization_config
-        config.dtype, config.use_cache = base.dtype, getattr(base, "use_cache", True)
+        config.dtype = base.dtype
+        config.use_cache = getattr(base, "use_cache", True)
         override(config, overrides)
     elif folder.classifies:
         endings = tuple(f".{head}.weight" for head in LABEL_ROWS)

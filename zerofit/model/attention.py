@@ -108,7 +108,8 @@ def _use_flash(model: "PreTrainedModel", precision: str, device: torch.device) -
     """Set the first flash kernel that works here. Returns its name in words, or why none works."""
     from transformers import utils
 
-    config, problems = model.config.get_text_config(), []
+    config = model.config.get_text_config()
+    problems = []
     if device.type != "cuda":
         return f"flash kernels are for GPUs, this is a {device.type} device"
     if precision not in HALF:
@@ -186,7 +187,8 @@ def varlen_attention(
 
     Shapes: query (1, H, T, D), key and value (1, H or fewer, T, D) -> ((1, T, H, D), None).
     """
-    lengths, sliding_window = [kwargs.get(name) for name in LENGTHS], kwargs.get("sliding_window")
+    lengths = [kwargs.get(name) for name in LENGTHS]
+    sliding_window = kwargs.get("sliding_window")
     if lengths[0] is None:  # in generation nothing is packed
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -197,7 +199,8 @@ def varlen_attention(
         raise ValueError(f"{VARLEN} has no dropout, no softcap and no sinks. Use --attn_implementation sdpa")
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
-    padded_width, width = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8, value.shape[-1]
+    padded_width = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
+    width = value.shape[-1]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     missing = [(part, padded_width - part.shape[-1]) for part in (query, key, value)]
     parts = [F.pad(part, (0, columns)) if columns else part for part, columns in missing]  # a padding by 0 is a copy

@@ -231,7 +231,8 @@ def apply_template(
     try:
         return apply(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **(given or {}))
     except Exception as error:  # an expression in a template can raise anything
-        line, syntax = getattr(error, "lineno", None), isinstance(error, TemplateSyntaxError)
+        line = getattr(error, "lineno", None)
+        syntax = isinstance(error, TemplateSyntaxError)
         frames = [
             frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"
         ]
@@ -267,7 +268,8 @@ def render(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> tup
                 body, mark, _ = so_far[len(prompt) :].rpartition(tokenizer.eos_token)
                 added = body + mark or so_far[len(prompt) :].rstrip()
         if added and text.startswith(prompt + added):
-            start, stop = len(prompt), len(prompt) + len(added)
+            start = len(prompt)
+            stop = len(prompt) + len(added)
         else:
             start, stop = _place_in(text, tokenizer, conversation, turn, prompt=prompt, begin=stop)
         for call in message.get("tool_calls", ()):
@@ -309,7 +311,8 @@ def _place_in(
 
 def _ends_with(written: str, message: Message) -> bool:
     """Return whether what a template wrote ends with an answer, or with what follows its reasoning."""
-    answer, written = message["content"].rstrip(), written.rstrip()
+    answer = message["content"].rstrip()
+    written = written.rstrip()
     if "tool_calls" in message or not answer:
         return True
     same = _in_common(answer[::-1], written[::-1])
@@ -343,7 +346,8 @@ def missing_end_token(tokenizer: "PreTrainedTokenizerBase", template: str) -> li
 
 def written_twice(tokenizer: "PreTrainedTokenizerBase", template: str, texts: Iterable[str]) -> list[str]:
     """A warning if a text has in it what the template writes before a question: a template has written it already."""
-    placeholder, before = PLACEHOLDER.format(0), ""
+    placeholder = PLACEHOLDER.format(0)
+    before = ""
     with suppress(BadTemplate):  # it accepts other conversations only
         before = apply_template(tokenizer, [{"role": "user", "content": placeholder}]).partition(placeholder)[0]
     mark = before.removeprefix(tokenizer.bos_token or "").strip().rpartition("\n")[2]

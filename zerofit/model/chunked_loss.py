@@ -20,9 +20,13 @@ Share: TypeAlias = "VocabularyShare | None"  # None: no tensor parallelism
 IGNORE = -100
 CHUNK_BYTES = 128 * 2**20  # of fp32 logits: large enough for full speed, small compared with a model's activations
 SMALLEST_CHUNK = 64  # rows
-GPU_CHUNK_BYTES, GPU_CHUNK_ROWS = 2**30, (1024, 2048)  # with each chunk the head's whole gradient is read and written
+# with each chunk the head's whole gradient is read and written
+GPU_CHUNK_BYTES = 2**30
+GPU_CHUNK_ROWS = (1024, 2048)
 GPU_VOCABULARY = 64  # products are made of a multiple of this many tokens
-COMPILED_BYTES, COMPILED_ROWS = 5 * 2**29, 4096  # of logits and their gradient: what the chunks above take at most
+# of logits and their gradient: what the chunks above take at most
+COMPILED_BYTES = 5 * 2**29
+COMPILED_ROWS = 4096
 
 
 class Distillation(NamedTuple):
@@ -175,7 +179,8 @@ class _Chunked(torch.autograd.Function):
             for tensor, needed, dtype in zip((hidden, weight, bias), needs_grad, (hidden.dtype, *2 * [torch.float32]))
         ]
         for start in chunk_starts(len(hidden), rows):
-            chunk, target = hidden[start : start + rows].to(weight.dtype), targets[start : start + rows]
+            chunk = hidden[start : start + rows].to(weight.dtype)
+            target = targets[start : start + rows]
             is_ignored = (target == IGNORE)[:, None]
             if compiled is not None:
                 gradient = _padded_gradient(weight, len(chunk), size)
@@ -211,7 +216,8 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients = ctx.gradients
+        ctx.gradients = None
         scaled = (
             None if gradient is None else gradient.float().mul_(scale).to(dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes)
@@ -228,12 +234,14 @@ class _ChunkedTokens(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rows: int, share: Share
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.rows, ctx.share = rows, share
+        ctx.rows = rows
+        ctx.share = share
         losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         size = len(weight)
         weight, bias = _cast(hidden, weight, bias)
         for start in chunk_starts(len(hidden), rows):
-            chunk, target = hidden[start : start + rows].to(weight.dtype), targets[start : start + rows]
+            chunk = hidden[start : start + rows].to(weight.dtype)
+            target = targets[start : start + rows]
             found, target, *_ = _scores(chunk, weight, bias, target, share=share, size=size)
             losses[start : start + rows] = F.nll_loss(found, target, ignore_index=IGNORE, reduction="none")
         return losses if share is None else share.summed(losses)
@@ -242,14 +250,16 @@ class _ChunkedTokens(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, scales: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
-        dtypes, needs = [None if each is None else each.dtype for each in (weight, bias)], ctx.needs_input_grad
+        dtypes = [None if each is None else each.dtype for each in (weight, bias)]
+        needs = ctx.needs_input_grad
         size = len(weight)
         weight, bias = _cast(hidden, weight, bias)
         grad_hidden = torch.zeros_like(hidden) if needs[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needs[2] else None
         for start in chunk_starts(len(hidden), ctx.rows):
-            chunk, target = hidden[start : start + ctx.rows].to(weight.dtype), targets[start : start + ctx.rows]
+            chunk = hidden[start : start + ctx.rows].to(weight.dtype)
+            target = targets[start : start + ctx.rows]
             scale = scales[start : start + ctx.rows].masked_fill(target == IGNORE, 0)[:, None]
             scores = _scores(chunk, weight, bias, target, share=ctx.share, size=size)
             gradient = _gradient_of_logits(scores).mul_(scale)
@@ -306,7 +316,8 @@ def loss_and_gradient(
     the gradient is written once (10 bytes a logit in half precision). As separate operations the same takes 22 to
     28."""
     log_sums = logits.logsumexp(-1)
-    is_kept, columns = target != IGNORE, torch.arange(logits.shape[1], device=logits.device)
+    is_kept = target != IGNORE
+    columns = torch.arange(logits.shape[1], device=logits.device)
     at_target = logits.gather(1, target.clamp(min=0)[:, None])[:, 0]
     losses = log_sums - (1 - label_smoothing) * at_target
     slope = (logits - log_sums[:, None]).exp()
@@ -392,7 +403,8 @@ def _gradient_of_logits(
     """Probabilities, less 1 at the target, in the memory of the log probabilities; `terms` and teacher add theirs.
     `soft`: (N, V) the gradient of the divergence. It adds up to 0 over the vocabulary, so it is that of the logits."""
     log_probabilities, targets, at_target, log_sums = scores
-    target, gradient = targets[:, None], log_probabilities.exp_()
+    target = targets[:, None]
+    gradient = log_probabilities.exp_()
     if terms.z_loss or soft is not None:
         factor = terms.hard_weight * (1 + 2 * terms.z_loss * log_sums)
         gradient.mul_(factor)
@@ -421,7 +433,8 @@ def has_half_matmul(device: torch.device) -> bool:
 def adds_half_products(device: torch.device) -> bool:
     """Return whether a device adds products of half-precision matrices to a matrix in fp32, in place (torch before
     pytorch/pytorch#167931 did not)."""
-    total, half = torch.ones(8, 8, device=device), torch.ones(8, 8, dtype=torch.bfloat16, device=device)
+    total = torch.ones(8, 8, device=device)
+    half = torch.ones(8, 8, dtype=torch.bfloat16, device=device)
     try:
         torch.addmm(total, half, half, out_dtype=torch.float32, out=total)
     except RuntimeError:

@@ -173,7 +173,8 @@ def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     layers: dict[str, torch.nn.Module] = {}
     others: dict[str, torch.nn.Module] = {}
     for name, module in model.named_modules():
-        is_layer, is_undivided = isinstance(module, GradientCheckpointingLayer), type(module).__name__ in undivided
+        is_layer = isinstance(module, GradientCheckpointingLayer)
+        is_undivided = type(module).__name__ in undivided
         for found, is_one in ((layers, is_layer), (others, is_undivided)):
             if is_one and module is not model and not any(name.startswith(f"{outer}.") for outer in found):
                 found[name] = module
@@ -183,12 +184,15 @@ def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 def ends_of(model: "PreTrainedModel") -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
     """Return ([the embedding], [the final norm, the head]) of a model that predicts tokens: what is gathered for
     itself, as torchtitan does, beside the blocks; empty where other modules share a weight of it, as tied ends do."""
-    blocks, embedding, head = blocks_of(model), model.get_input_embeddings(), model.get_output_embeddings()
+    blocks = blocks_of(model)
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     if not blocks or head is None:
         return [], []
     sharers = Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
     own = [all(sharers[id(each)] == 1 for each in end.parameters()) for end in (embedding, head)]
-    modules, within = list(model.modules()), set(head.modules())
+    modules = list(model.modules())
+    within = set(head.modules())
     after = modules[modules.index([*blocks[-1].modules()][-1]) + 1 :]
     norms = [each for each in after if each not in within and any(True for _ in each.parameters(recurse=False))]
     first: list[torch.nn.Module] = [embedding] if own[0] and isinstance(embedding, torch.nn.Embedding) else []
@@ -224,7 +228,9 @@ def _fused(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """The forward pass that a norm is given in place of its own: the norm in the dtype that transformers' has; under
     autocast in that of the products behind it, each of which would cast it. torch's kernel wants input and weight in
     one dtype: the weight is cast as a product's is."""
-    weight, device, epsilon = self.weight, hidden_states.device.type, self.variance_epsilon
+    weight = self.weight
+    device = hidden_states.device.type
+    epsilon = self.variance_epsilon
     is_cast = torch.is_autocast_enabled(device)
     if device not in DEVICES or (hidden_states.dtype != weight.dtype and not is_cast):
         return type(self).forward(self, hidden_states)

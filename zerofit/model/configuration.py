@@ -212,7 +212,8 @@ def read_config(
     """The transformers configuration of a stored model."""
     from transformers import AutoConfig
 
-    folder, load = Path(name), AutoConfig.from_pretrained
+    folder = Path(name)
+    load = AutoConfig.from_pretrained
     if folder.is_dir() and not (folder / "config.json").is_file() and not why_no_model(name):
         within = [file for kind in ("", "adapter_") for file in folder.glob(f"*/{kind}config.json")]
         latest = f". Name {max(within, key=os.path.getmtime).parent}" if within else ""
@@ -285,7 +286,9 @@ def override(config: "PretrainedConfig", text: str | None) -> None:
     overrides = overrides_of(text)
     if not overrides:
         return
-    problems, head_size, before = [], _head_size(config), config.to_dict()
+    problems = []
+    head_size = _head_size(config)
+    before = config.to_dict()
     for name, value in overrides.items():
         rope = getattr(config, "rope_parameters", None) or {}
         in_rope = name in rope and not hasattr(config, name)
@@ -323,7 +326,8 @@ def _derive_again(config: "PretrainedConfig", before: dict[str, Any], changed: s
     overrides set."""
     from transformers.utils import logging as of_transformers
 
-    kind, layers = type(config), config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    kind = type(config)
+    layers = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
 
     def gives_all(fields: dict[str, Any]) -> bool:
         try:
@@ -354,7 +358,8 @@ def _derive_again(config: "PretrainedConfig", before: dict[str, Any], changed: s
 
 
 def _head_size(config: "PretrainedConfig") -> int | None:
-    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+    hidden = getattr(config, "hidden_size", None)
+    heads = getattr(config, "num_attention_heads", None)
     return hidden // heads if hidden and heads else None
 
 

@@ -32,7 +32,8 @@ class Routing:
     with experts. Its auxiliary loss counts if its configuration has output_router_logits."""
 
     def __init__(self, model: Any):
-        self.num_experts, self.top_k = model.num_experts, model.num_experts_per_tok
+        self.num_experts = model.num_experts
+        self.top_k = model.num_experts_per_tok
         self.coefficient = model.router_aux_loss_coef if model.config.output_router_logits else 0.0
         self._auxiliary_loss = sys.modules[type(model).__module__].load_balancing_loss_func
         self._logits: list[torch.Tensor] | None = None  # (B * T, E) of each layer, while a forward pass is watched

@@ -120,7 +120,8 @@ def _write_weights(written: Any, weights: Weights, folder: Path) -> None:
     expected = {name for name, _ in written.named_parameters()}
     tied = {name for name, _ in written.named_parameters(remove_duplicate=False)} - expected
     in_parts = family_of(written.config).stage_plan is not None
-    rows, padded = written.config.__dict__.pop("unpadded_vocab_size", None), set[int]()
+    rows = written.config.__dict__.pop("unpadded_vocab_size", None)
+    padded: set[int] = set()
     if rows is not None:  # a padded vocabulary's extra rows are not written
         written.config.vocab_size = rows
         over_tokens = (written.get_input_embeddings(), written.get_output_embeddings())
@@ -137,7 +138,8 @@ def _write_weights(written: Any, weights: Weights, folder: Path) -> None:
         if in_parts and part and size + tensor.nbytes > LARGEST_FILE:
             _save_weights_alone(written, part, folder)
             files.append((folder / "model.safetensors").rename(folder / f"part_{len(files)}.safetensors"))
-            part, size = {}, 0
+            part = {}
+            size = 0
         part[name] = tensor[:rows].contiguous() if name in cut else tensor
         expected.discard(name)
         size += part[name].nbytes
@@ -163,7 +165,8 @@ def _save_weights_alone(written: Any, part: dict[str, torch.Tensor], folder: Pat
     and one that it refuses would cost the weights."""
     alone = weights_alone(written)
     alone.save_pretrained(folder, state_dict=part)
-    written.config.dtype, written.config.architectures = alone.config.dtype, alone.config.architectures
+    written.config.dtype = alone.config.dtype
+    written.config.architectures = alone.config.architectures
 
 
 def save_generation_settings(model: Any, folder: Path) -> None:
@@ -188,7 +191,8 @@ def valid_settings(stored: dict[str, Any]) -> tuple[GenerationConfig, dict[str, 
     """Return (the settings that are valid together, the others, as a temperature without sampling, which published
     models have). Some need another, so those are tried again."""
     valid: dict[str, Any] = {}
-    rest, before = dict(stored), len(stored) + 1
+    rest = dict(stored)
+    before = len(stored) + 1
     while len(rest) < before:
         before = len(rest)
         for name, value in list(rest.items()):

@@ -40,7 +40,8 @@ class StagePlan:
 
 def _width_of_heads(config: "PretrainedConfig") -> int:
     """The channels of all heads together: `head_dim` of a configuration need not divide hidden_size (Qwen3, Gemma)."""
-    head, heads = getattr(config, "head_dim", None), getattr(config, "num_attention_heads", None)
+    head = getattr(config, "head_dim", None)
+    heads = getattr(config, "num_attention_heads", None)
     is_compressed = hasattr(config, "qk_rope_head_dim")  # DeepSeek's, whose head_dim is that of the positions alone
     return config.hidden_size if not head or not heads or is_compressed else head * heads
 

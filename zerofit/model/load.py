@@ -180,7 +180,8 @@ def _ignoring(names: Sequence[str], strategy: "Strategy") -> dict[str, Any]:
 def _check_names(model: torch.nn.Module, missing: Iterable[str], name: str) -> None:
     """Raises UserError if not one weight of the model was loaded: it would train from random ones."""
     if not {each for each, _ in model.named_parameters()} - set(missing):
-        first, kind = next(model.named_parameters())[0], type(model).__name__
+        first = next(model.named_parameters())[0]
+        kind = type(model).__name__
         raise UserError(
             f"model_name_or_path = {name!r}: its files have none of the weights of a {kind}, such as {first}. Store "
             "them under these names, as save_pretrained does; to train from scratch name it with --config_name"
@@ -190,7 +191,8 @@ def _check_names(model: torch.nn.Module, missing: Iterable[str], name: str) -> N
 def head_weights(auto_class: Any, config: "PretrainedConfig", num_labels: int) -> list[str]:
     """The weights of a classifier whose shapes depend on the number of labels; `num_labels` is another one than the
     configuration has."""
-    other, shapes = copy.deepcopy(config), []
+    other = copy.deepcopy(config)
+    shapes = []
     other.num_labels = num_labels
     for candidate in (config, other):
         with torch.device("meta"):
@@ -209,7 +211,8 @@ def _initialize_missing(
     torch.manual_seed(seed)
     names = sorted(set(missing) & parameters.keys())
     for name in names:
-        parameter, (owner, _, attribute) = parameters[name], name.rpartition(".")
+        parameter = parameters[name]
+        (owner, _, attribute) = name.rpartition(".")
         module = model.get_submodule(owner)
         drawn = torch.nn.Parameter(torch.empty(true_shape(parameter), dtype=dtype or parameter.dtype))
         initialize(model, module, attribute, drawn)

@@ -125,7 +125,8 @@ def add_adapter(model: "PreTrainedModel", recipe: TrainingRecipe, task: str, str
         if not matching:
             raise UserError(_no_match("lora_modules_to_save", requested, {name.rpartition(".")[2] for name in names}))
         chosen += matching
-    saved, targets = with_tied(model, chosen), targets_of(model, recipe)
+    saved = with_tied(model, chosen)
+    targets = targets_of(model, recipe)
     modules, of_experts = split_targets(model, targets)
     if ALL_LINEAR in targets and len(targets) > 1:
         raise UserError(f"lora_target_modules = {' '.join(targets)}: name all-linear alone, or the others")
@@ -205,7 +206,8 @@ def make_trainable(
                 if parameter.requires_grad or is_norm:
                     parameter.data = parameter.data.float()
     count = sum(hasattr(module, "lora_A") for module in model.modules())
-    kind, scale = "DoRA" if config.use_dora else "LoRA", "rank-stabilised, " if config.use_rslora else ""
+    kind = "DoRA" if config.use_dora else "LoRA"
+    scale = "rank-stabilised, " if config.use_rslora else ""
     fully = f"; fully trained: {', '.join(saved)}" if saved else ""
     note = (
         f"{kind} of rank {config.r}, alpha {config.lora_alpha:g}, {scale}dropout {config.lora_dropout:g}, bias "
@@ -268,7 +270,8 @@ def split_targets(model: torch.nn.Module, targets: Collection[str]) -> tuple[lis
 
 def check_expert_targets(targets: list[str], strategy: "Strategy", recipe: LoraOptions | None = None) -> None:
     """Raises UserError if experts are to get an adapter that peft, or the strategy, cannot give them."""
-    problems, stated = [], f"lora_target_modules = {' '.join(targets)}: an adapter on experts"
+    problems = []
+    stated = f"lora_target_modules = {' '.join(targets)}: an adapter on experts"
     if targets and (strategy.shards_parameters or strategy.fully_shards):
         # peft reads its own weights, and the frozen one, outside of the modules that they are gathered for.
         problems.append(f"{stated} needs weights that are not sharded. Use zero2, ddp or single")

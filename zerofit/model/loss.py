@@ -56,7 +56,8 @@ def install_loss(model: Any, kind: str, terms: TokenLoss = PLAIN) -> None:
     `teacher_hidden` (B, T, H) is what a teacher's head makes logits of; read in training where `terms` distil.
     Without labels the model works as before. Can be called again to change the kind.
     """
-    model.loss_kind, model.loss_terms = kind, terms
+    model.loss_kind = kind
+    model.loss_terms = terms
     if "original_forward" not in model.__dict__:
         model.original_forward = model.forward
         model.routing = Routing(model) if family_of(model.config).has_experts else None
@@ -74,14 +75,16 @@ def _forward_with_loss(
     of_rows: bool = False,
     **inputs: Any,
 ) -> Any:
-    is_token, mask = inputs.pop("is_token", None), inputs.get("attention_mask")
+    is_token = inputs.pop("is_token", None)
+    mask = inputs.get("attention_mask")
     teacher = inputs.pop(HIDDEN).flatten(0, 1) if HIDDEN in inputs else None
     if next_tokens is not None:
         targets = next_tokens
     elif labels is None:
         return self.original_forward(*args, **inputs)
     elif self.config.is_encoder_decoder:
-        inputs["decoder_input_ids"], targets = shifted_right(self, labels), labels
+        inputs["decoder_input_ids"] = shifted_right(self, labels)
+        targets = labels
     else:
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
     if self.routing is not None:
@@ -136,7 +139,8 @@ def model_loss(model: Any, batch: "Batch") -> torch.Tensor:
 
 def shifted_right(model: Any, labels: torch.Tensor) -> torch.Tensor:
     """The ids that the decoder reads to predict `labels` (B, U): the start token, then each label but the last."""
-    start, padding = model.config.decoder_start_token_id, model.config.pad_token_id
+    start = model.config.decoder_start_token_id
+    padding = model.config.pad_token_id
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):  # some families begin differently
         empty = (labels == IGNORE).all(dim=1, keepdim=True)  # a row that fills a batch up: mBART wants a last token
         return model.prepare_decoder_input_ids_from_labels(labels.masked_fill(empty, int(padding == 0)))
@@ -154,7 +158,8 @@ def _head_forward(
 ) -> Any:
     if targets is None:
         return self.original_forward(hidden)
-    weight, bias = self.weight, self.bias
+    weight = self.weight
+    bias = self.bias
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))  # and the weight with it, in its loss
     share = getattr(self, "share", None)
@@ -184,7 +189,8 @@ def loss_of_examples(
         present = ~labels[:, 0].isnan()
         losses = F.binary_cross_entropy_with_logits(logits[present].float(), labels[present], reduction="none")
         return losses.mean(dim=-1).sum()
-    logits, labels = logits.flatten(0, -2).float(), labels.flatten()
+    logits = logits.flatten(0, -2).float()
+    labels = labels.flatten()
     if labels.dtype == torch.int64:
         losses = F.cross_entropy(
             logits, labels, class_weights, ignore_index=IGNORE, reduction="none", label_smoothing=label_smoothing
@@ -287,7 +293,9 @@ class PreferenceLoss:
     def _losses(self, gained: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
         """Return (P,) the loss of each pair. `gained`: (P, 2) on the reference, where there is one; `mean`: per
         token."""
-        wrong, ahead, mean_ahead = self.label_smoothing, gained[:, 0] - gained[:, 1], mean[:, 0] - mean[:, 1]
+        wrong = self.label_smoothing
+        ahead = gained[:, 0] - gained[:, 1]
+        mean_ahead = mean[:, 0] - mean[:, 1]
         match self.kind:
             case "dpo":
                 logits = self.beta * ahead

@@ -110,7 +110,8 @@ def flops_per_pair_token(model: "PreTrainedModel", source_length: float, target_
     and its target. Source tokens pass through the encoder and the decoder's keys and values of the source, target
     tokens through the rest of the decoder and the head."""
     config = model.config
-    encoder, decoder = model.get_encoder(), model.get_decoder()
+    encoder = model.get_encoder()
+    decoder = model.get_decoder()
     layers = getattr(config, "encoder_layers", config.num_hidden_layers)
     decoder_layers = getattr(config, "decoder_layers", getattr(config, "num_decoder_layers", layers))
     width = family_of(config).attention_width(config)
@@ -152,7 +153,8 @@ def check_finite(model: torch.nn.Module, origin: str, gather: Callable[[Any], li
     own = []
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
-        values, shard = parameter.detach(), getattr(parameter, "ds_tensor", None)
+        values = parameter.detach()
+        shard = getattr(parameter, "ds_tensor", None)
         if shard is not None:  # of ZeRO-3, without the padding of the last one
             before = torch.distributed.get_rank() * shard.numel()
             values = shard.flatten()[: max(0, vars(parameter)["ds_numel"] - before)]

@@ -80,7 +80,8 @@ def check_packing(engine: "Engine", recipe: ModelOptions, collate: "CausalCollat
     """Check that the documents of a packed row stay apart. Sets `collate.flatten` (rows are laid out for a flash
     kernel), and may switch the model's attention to sdpa. Returns a line for the log, or nothing. Raises UserError
     where a document sees the one before it."""
-    kind, note = engine.module.config.model_type, ""
+    kind = engine.module.config.model_type
+    note = ""
     collate.flatten = takes_lengths(engine.module)
     engine.model.eval()
     leak = documents_leak(engine.model, collate, *_sizes(engine))
@@ -148,7 +149,8 @@ def documents_leak(
     pairs, as in training. `length`: tokens of each document."""
     generator = torch.Generator().manual_seed(0)
     first, other, second = torch.randint(0, vocab_size, (3, NUM_ROWS, length), generator=generator).numpy()
-    positions, logits = np.tile(np.arange(length), 2), []
+    positions = np.tile(np.arange(length), 2)
+    logits = []
     for documents in (first, other):
         rows = np.concatenate([documents, second], axis=1)
         batch = collate([({"input_ids": row, "labels": row, "position_ids": positions}, 0) for row in rows])

@@ -49,7 +49,8 @@ def check_recomputation(model: "PreTrainedModel", which: bool | str) -> None:
     """Raises UserError where a model (not a stage of it) cannot recompute what gradient_checkpointing says."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    name, option = f"a {model.config.model_type} ({type(model).__name__})", "gradient_checkpointing"
+    name = f"a {model.config.model_type} ({type(model).__name__})"
+    option = "gradient_checkpointing"
     if not model.supports_gradient_checkpointing:
         raise UserError(f"{option}: {name} cannot compute blocks again. Remove it, or use a smaller batch")
     if which is not True and not any(isinstance(each, GradientCheckpointingLayer) for each in model.modules()):
@@ -79,7 +80,8 @@ class Selected(DispatchMode):
 
     def __init__(self, context: DispatchMode, keeps_attention: bool):
         super().__init__()
-        self.context, self.keeps_attention = context, keeps_attention
+        self.context = context
+        self.keeps_attention = keeps_attention
         self.kept: dict[int, torch.UntypedStorage] = {}  # by id: views have their tensor's storage object
 
     def __exit__(self, *error: Any) -> None:
@@ -89,7 +91,8 @@ class Selected(DispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs, kind = kwargs or {}, _kind(operator)
+        kwargs = kwargs or {}
+        kind = _kind(operator)
         keeps = kind == "product"
         if kind == "change":
             keeps = isinstance(args[0], torch.Tensor) and id(args[0].untyped_storage()) in self.kept

@@ -46,7 +46,8 @@ def cut_layers(model: "PreTrainedModel", stages: int) -> list[range]:
     least 2.
     """
     layers = getattr(model.base_model, require_plan(family_of(model.config).stage_plan).layers)
-    count, head = len(layers), model.get_output_embeddings().weight.numel()
+    count = len(layers)
+    head = model.get_output_embeddings().weight.numel()
     head_in_layers = head * count / sum(parameter.numel() for parameter in layers.parameters())
 
     def slowest(last: int) -> float:
@@ -70,8 +71,11 @@ def keep_stage(model: "PreTrainedModel", stage: int, stages: int, dtype: torch.d
     """Keep this stage's part of a causal model; `whole_model` knows the rest from then on. `dtype`: of the weights
     when the model is loaded."""
     model.__dict__["whole"] = without_weights(model, dtype)
-    plan, body = require_plan(family_of(model.config).stage_plan), model.base_model
-    is_first, is_last, table = stage == 0, stage == stages - 1, model.get_input_embeddings()
+    plan = require_plan(family_of(model.config).stage_plan)
+    body = model.base_model
+    is_first = stage == 0
+    is_last = stage == stages - 1
+    table = model.get_input_embeddings()
     layers = getattr(body, plan.layers)
     for index in set(range(len(layers))).difference(cut_layers(model, stages)[stage]):
         layers[index] = IdentityLayer()

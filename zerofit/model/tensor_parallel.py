@@ -112,7 +112,8 @@ class Cut:
 
     def put(self, whole: torch.Tensor, share: torch.Tensor) -> None:
         """Write the share, in any shape, to its place in the whole parameter."""
-        width, at = sum(stop - start for start, stop in self.ranges), 0
+        width = sum(stop - start for start, stop in self.ranges)
+        at = 0
         share = share.view(*self.shape[: self.dim], width, *self.shape[self.dim + 1 :])
         for start, stop in self.ranges:
             whole.narrow(self.dim, start, stop - start).copy_(share.narrow(self.dim, at, stop - start))
@@ -208,7 +209,8 @@ class ReduceScatterTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, share: torch.Tensor, bias: torch.Tensor | None, tensor: TensorGroup) -> torch.Tensor:
-        ctx.shape, ctx.tensor = share.shape[:2], tensor
+        ctx.shape = share.shape[:2]
+        ctx.tensor = tensor
         part = _scatter(share, tensor)
         return part if bias is None else part.add_(bias)
 
@@ -252,7 +254,8 @@ class TokenParts:
         self._shape = hidden.shape[:2] if torch.is_grad_enabled() else None
         if self._shape is None:
             return hidden
-        received, self._incoming = self._incoming, None
+        received = self._incoming
+        self._incoming = None
         if received is not None:
             return received
         return CollectiveFunction.apply(hidden, self._own, partial(_gather, shape=self._shape, tensor=self.tensor))
@@ -295,7 +298,8 @@ class TokenParts:
 
     def send(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return what the next stage is sent in place of the model's hidden states."""
-        outgoing, self._outgoing = self._outgoing, None
+        outgoing = self._outgoing
+        self._outgoing = None
         return hidden if outgoing is None else outgoing
 
     def _return_to(self, shape: torch.Size, gradient: torch.Tensor) -> None:
@@ -314,7 +318,9 @@ class RowLinear(nn.Module):
 
     def __init__(self, layer: Any, parts: TokenParts):
         super().__init__()
-        self.weight, self.bias, self.parts = layer.weight, layer.bias, parts
+        self.weight = layer.weight
+        self.bias = layer.bias
+        self.parts = parts
         self.is_transposed = is_transposed(layer)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -331,11 +337,14 @@ class SharedNorm(nn.Module):
 
     def __init__(self, norm: Any, tensor: TensorGroup):
         super().__init__()
-        self.weight, self.eps, self.tensor = norm.weight, norm.variance_epsilon, tensor
+        self.weight = norm.weight
+        self.eps = norm.variance_epsilon
+        self.tensor = tensor
         self.channels = norm.weight.cut.shape[0]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        wide, add_up = hidden.float(), partial(all_reduced, group=self.tensor.group)
+        wide = hidden.float()
+        add_up = partial(all_reduced, group=self.tensor.group)
         squares = CollectiveFunction.apply(wide.pow(2).sum(-1, keepdim=True), add_up, add_up)
         return (self.weight * (wide * torch.rsqrt(squares / self.channels + self.eps))).to(hidden.dtype)
 
@@ -350,8 +359,10 @@ class VocabularyShare:
 
     def __init__(self, tensor: TensorGroup, vocab_size: int):
         edges = [vocab_size * rank // tensor.size for rank in range(tensor.size + 1)]
-        self.tensor, self.sizes = tensor, [stop - start for start, stop in itertools.pairwise(edges)]
-        self.start, self.stop = edges[tensor.rank], edges[tensor.rank + 1]
+        self.tensor = tensor
+        self.sizes = [stop - start for start, stop in itertools.pairwise(edges)]
+        self.start = edges[tensor.rank]
+        self.stop = edges[tensor.rank + 1]
 
     def own(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (ids as rows of this share, whether they are in it); rows that are not in it are 0."""
@@ -389,11 +400,13 @@ class VocabularyEmbedding(nn.Embedding):
     """
 
     def __init__(self, table: nn.Embedding, tensor: TensorGroup, vocab_size: int):
-        share, padding = VocabularyShare(tensor, vocab_size), table.padding_idx
+        share = VocabularyShare(tensor, vocab_size)
+        padding = table.padding_idx
         padding = padding - share.start if padding is not None and share.start <= padding < share.stop else None
         rows, width = table.weight.shape
         super().__init__(rows, width, padding_idx=padding, _weight=table.weight.detach())
-        self.weight, self.share = table.weight, share
+        self.weight = table.weight
+        self.share = share
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows, is_own = self.share.own(ids)
@@ -410,7 +423,8 @@ class VocabularyHead(nn.Module):
 
     def __init__(self, head: Any, tensor: TensorGroup, vocab_size: int):
         super().__init__()
-        self.weight, self.bias = head.weight, head.bias
+        self.weight = head.weight
+        self.bias = head.bias
         self.share = VocabularyShare(tensor, vocab_size)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -423,7 +437,8 @@ class VocabularyHead(nn.Module):
 def check_split(config: "PretrainedConfig", size: int, source: str) -> None:
     """Raises UserError where `size` ranks cannot share the layers of a model: its family has no plan, or they do not
     divide its heads or its MLP's channels evenly."""
-    plan, degree = family_of(config).tensor_plan, f"{source}: tensor_parallel.autotp_size = {size}"
+    plan = family_of(config).tensor_plan
+    degree = f"{source}: tensor_parallel.autotp_size = {size}"
     otherwise = "Use a strategy without it, such as zero3"
     if plan is None:
         raise UserError(f"{degree}: tensor parallelism does not support {config.model_type}. {otherwise}")
@@ -441,7 +456,8 @@ def check_split(config: "PretrainedConfig", size: int, source: str) -> None:
 def split_model(model: "PreTrainedModel", tensor: TensorGroup) -> None:
     """Keep this rank's share of a causal model, whose weights are the same on all ranks of the group; between the
     layers that are cut, the ranks share the tokens of its `token_parts`."""
-    plan, parts = require_plan(family_of(model.config).tensor_plan), TokenParts(tensor)
+    plan = require_plan(family_of(model.config).tensor_plan)
+    parts = TokenParts(tensor)
     vars(model)["token_parts"] = parts
     readers = set()
     for path, layer in list(model.named_modules()):
@@ -467,7 +483,9 @@ def split_model(model: "PreTrainedModel", tensor: TensorGroup) -> None:
     for owner in readers:
         model.get_submodule(owner).register_forward_pre_hook(partial(_join_input, parts), with_kwargs=True)
     _share_tokens(model, parts)
-    table, head, rows = model.get_input_embeddings(), model.get_output_embeddings(), model.config.vocab_size
+    table = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    rows = model.config.vocab_size
     over_tokens = {id(each): each for module in (table, head) for each in module.parameters()}
     for parameter in over_tokens.values():  # tied ones once
         cut_parameter(parameter, cut_for(parameter.shape, 0, tensor.rank, tensor.size))
@@ -488,8 +506,10 @@ def _join_input(
 def _share_tokens(model: "PreTrainedModel", parts: TokenParts) -> None:
     """From the dropout of the embeddings, or the first layer, to the last norm each rank has a part of the tokens. Of
     a norm's weights it finds a part of the gradients, which add up."""
-    body, plan = model.base_model, require_plan(family_of(model.config).stage_plan)
-    layers, last = getattr(body, plan.layers), getattr(body, plan.after[-1])
+    body = model.base_model
+    plan = require_plan(family_of(model.config).stage_plan)
+    layers = getattr(body, plan.layers)
+    last = getattr(body, plan.after[-1])
     dropouts = [module for name in plan.before if isinstance(module := getattr(body, name), torch.nn.Dropout)]
     first = dropouts[0] if dropouts else layers[0]
     first.register_forward_pre_hook(lambda module, args: (parts.enter(args[0]), *args[1:]))

@@ -172,7 +172,9 @@ def load_named_tokenizer(
     import transformers
     from transformers import AutoTokenizer
 
-    folder, kind, more = Path(name), AutoTokenizer, {"trust_remote_code": trust_remote_code}
+    folder = Path(name)
+    kind = AutoTokenizer
+    more = {"trust_remote_code": trust_remote_code}
     self_describing = ("tokenizer.json", "tokenizer_config.json")
     is_bare = folder.is_dir() and not any((folder / file).exists() for file in self_describing)
     if is_bare:
@@ -188,7 +190,8 @@ def load_named_tokenizer(
                 "training name their folder with --tokenizer_name"
             )
         if own and config is not None:
-            kind, more = own, dict(family_of(config).bare_tokenizer_options)
+            kind = own
+            more = dict(family_of(config).bare_tokenizer_options)
     tokenizer = from_hub_or_folder(option, name, kind.from_pretrained, **more)
     if is_bare:
         words = tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)
@@ -288,7 +291,9 @@ def check_vocabulary(
     a pretrained one its size, with resize_embeddings. Returns a sentence for the log."""
     from_scratch = not recipe.model_name_or_path
     vocab_size_is_set = "vocab_size" in overrides_of(recipe.config_overrides)
-    tokens, rows, max_padding = producible_tokens(tokenizer), config.vocab_size, 1024
+    tokens = producible_tokens(tokenizer)
+    rows = config.vocab_size
+    max_padding = 1024
     special = ("bos_token_id", "eos_token_id", "pad_token_id")
     # If they are the same, the tokenizer is the published one of this architecture.
     if from_scratch and any(getattr(config, name, None) != getattr(tokenizer, name) for name in special):
@@ -323,11 +328,13 @@ def check_vocabulary(
 def pad_vocabulary(config: "PretrainedConfig", recipe: "ClmRecipe") -> str | None:
     """Round the vocabulary of a model from scratch up to a multiple of make_vocab_size_divisible_by; export removes
     the added rows. Returns a sentence for the log if there are some."""
-    tokens, multiple = config.vocab_size, recipe.make_vocab_size_divisible_by
+    tokens = config.vocab_size
+    multiple = recipe.make_vocab_size_divisible_by
     rows = -(-tokens // (multiple or 1)) * (multiple or 1)
     if rows == tokens:
         return None
-    config.vocab_size, config.unpadded_vocab_size = rows, tokens
+    config.vocab_size = rows
+    config.unpadded_vocab_size = tokens
     return f"note      vocabulary: {tokens:,} tokens, padded to {rows:,} rows; model/ has {tokens:,} again"
 
 
@@ -339,7 +346,8 @@ def padding_token(tokenizer: "PreTrainedTokenizerBase") -> int:
 def end_with_eos(tokenizer: "PreTrainedTokenizerBase") -> None:
     """Let the tokenizer end every text with its end-of-text token, if it adds no special token: encoder-decoder models
     are trained with it. The exported tokenizer does so, too."""
-    end, backend = tokenizer.eos_token, getattr(tokenizer, "backend_tokenizer", None)
+    end = tokenizer.eos_token
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     bare = tokenizer("a")["input_ids"] == tokenizer("a", add_special_tokens=False)["input_ids"]
     if bare and end is not None and backend is not None:
         backend.post_processor = TemplateProcessing(

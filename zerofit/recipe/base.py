@@ -16,7 +16,8 @@ from typing import Annotated, Any, NamedTuple, Self
 from zerofit.recipe.files import without_folders
 
 WRITTEN_OUT = (r"[^$]+", "a folder; variables such as $HOME are not replaced here")
-TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+TRUE = ("true", "yes", "on", "1")
+FALSE = ("false", "no", "off", "0")
 
 
 # What may be said of an option, and what holds where nothing is said. `phase` and what follows it may also be said of
@@ -189,7 +190,8 @@ class Recipe(Findings):
 
     def remember_sources(self, sources: dict[str, str], unset: Iterable[str] = ()) -> None:
         """Record what set each option, and which options of the recipe's file a flag has set to null."""
-        self._sources, self.unset = dict(sources), frozenset(unset)
+        self._sources = dict(sources)
+        self.unset = frozenset(unset)
 
     def source(self, name: str) -> str | None:
         """Return what set this option: `--flag`, `file.yaml, line 3`, a file of the strategy; None: nothing did."""

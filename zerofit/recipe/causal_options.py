@@ -181,7 +181,8 @@ class PreferenceOptions(InferenceOptions, TextOptions, OfOtherGroups):
     )
 
     def problems(self) -> list[str]:
-        problems, loss = super().problems(), self.preference_loss
+        problems = super().problems()
+        loss = self.preference_loss
         if not self.trains and not self.predict_file and loss in WITH_REFERENCE:
             problems.append(
                 f"evaluate_only is not supported with preference_loss = {loss}: the reference is the model before "
@@ -230,7 +231,8 @@ class StreamOptions(Recipe, OfOtherGroups):
     )
 
     def problems(self) -> list[str]:
-        problems, stated = super().problems(), f"streaming = {self.streaming}"
+        problems = super().problems()
+        stated = f"streaming = {self.streaming}"
         if not self.streaming:
             return problems
         if self.trains and not self.train_file:

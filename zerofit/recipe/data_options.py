@@ -273,7 +273,9 @@ class BatchOptions(Recipe, phase="train"):
             self.adopt("global_batch_size", rows, f"tokens_per_batch = {self.tokens_per_batch}")
 
     def clashes(self) -> list[Clash]:
-        found, tokens, row = super().clashes(), self.tokens_per_batch, self.row_tokens
+        found = super().clashes()
+        tokens = self.tokens_per_batch
+        row = self.row_tokens
         if tokens and row and not tokens % row and self.global_batch_size != tokens // row:
             text = (
                 f"tokens_per_batch = {tokens} and global_batch_size = {self.global_batch_size}: set one of the two "
@@ -283,7 +285,9 @@ class BatchOptions(Recipe, phase="train"):
         return found
 
     def problems(self) -> list[str]:
-        problems, tokens, row = super().problems(), self.tokens_per_batch, self.row_tokens
+        problems = super().problems()
+        tokens = self.tokens_per_batch
+        row = self.row_tokens
         stated = f"tokens_per_batch = {tokens}"
         if tokens and hasattr(self, "max_length"):
             problems.append(
@@ -332,7 +336,9 @@ class InferenceOptions(SourceOptions, ModelOptions):
 
     def adopt_inputs(self, trained: dict[str, Any]) -> list[str]:
         """Read as in training, but for what the user has set. Returns notes. `trained`: the `inputs` of training."""
-        used, notes, of_data = [], [], self.names_with(phase="data")
+        used = []
+        notes = []
+        of_data = self.names_with(phase="data")
         for name, value in trained.items():
             of_other_data = name in of_data and (self.predict_file or not getattr(self, "data_path", None))
             if name not in self.inputs or value == getattr(self, name) or of_other_data:
@@ -347,7 +353,8 @@ class InferenceOptions(SourceOptions, ModelOptions):
 
     def columns_in(self, present: Iterable[str]) -> Self:
         """Return this recipe without the columns of training that data of another form lacks: its own are found."""
-        present, other = set(present), self
+        present = set(present)
+        other = self
         for name, value in self.inputs.items():
             if self.source(name) != OF_MODEL or not name.endswith(("_column", "_columns")):
                 continue

@@ -159,7 +159,8 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
             EXIT.code = main(*arguments)
             return EXIT.code
         except UserError as error:
-            rank, message = int(os.environ.get("RANK", "0")), error.report()
+            rank = int(os.environ.get("RANK", "0"))
+            message = error.report()
             record_code(EXIT_USER_ERROR, message)
             if rank:
                 EXIT.tell(message, EXIT_USER_ERROR)

@@ -138,7 +138,8 @@ def counted(number: int | str, noun: str) -> str:
 
 
 PACKAGE = Path(__file__).resolve().parents[1]
-CONFIGS, RECIPES = Path("accelerate_configs"), Path("recipes")
+CONFIGS = Path("accelerate_configs")
+RECIPES = Path("recipes")
 
 
 @functools.cache

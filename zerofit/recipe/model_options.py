@@ -186,7 +186,8 @@ class LoraOptions(ModelOptions, phase="train", needs="lora"):
         for name, value in theirs.items():
             value = [value] if isinstance(value, str) and name == "lora_target_modules" else value
             value = int(value) if name == "lora_alpha" and isinstance(value, float) else value
-            ours, source = getattr(self, name), self.source(name)
+            ours = getattr(self, name)
+            source = self.source(name)
             if value is None and name not in ("lora_target_modules", "lora_modules_to_save"):
                 value = self._default(name)
             if source is None:

@@ -339,7 +339,8 @@ def make_schedule(recipe: OptimizerOptions, num_updates: int) -> Schedule | None
     is not over when the decay has ended."""
     if not num_updates:
         return None
-    warmup, decay_steps = warmup_updates(recipe, num_updates), recipe.lr_decay_steps
+    warmup = warmup_updates(recipe, num_updates)
+    decay_steps = recipe.lr_decay_steps
     decays = recipe.lr_scheduler_type not in ("constant", "constant_with_warmup")
     if decay_steps and decays and warmup >= decay_steps:
         raise UserError(

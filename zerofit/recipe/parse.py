@@ -24,8 +24,11 @@ from zerofit.recipe.files import BoundedLoader, nearest_recipe, read_text, recip
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.tasks import TASKS
 
-SHORT, LONG = {"-h", "--help"}, {"--help_all", "--help-all"}
-COLUMN, MAX_WIDTH = 36, 100  # columns: where the text of an option begins, and where it ends
+SHORT = {"-h", "--help"}
+LONG = {"--help_all", "--help-all"}
+# columns: where the text of an option begins, and where it ends
+COLUMN = 36
+MAX_WIDTH = 100
 LONGEST_CHOICES = 18  # characters of choices that --help shows
 METAVARS = {"_file": "FILE", "_dir": "FOLDER", "_column": "COLUMN", "_columns": "COLUMN", "_name": "NAME"}
 
@@ -53,7 +56,8 @@ def help_text(cls: type, argv: list[str], prog: str, tool: bool) -> str:
     if short:
         lines.append("")
         for field in common:  # each on one line, with the beginning of its text
-            takes, default = value_text(field), default_text(field)
+            takes = value_text(field)
+            default = default_text(field)
             head = f"  --{field.name} {takes if len(takes) < LONGEST_CHOICES else 'NAME'}".rstrip() + " "
             text = re.split(r"(?<!e\.g)\. ", field.metadata["help"])[0].removesuffix(".")
             text += f" [{default}]" if default not in ("", "false") else ""
@@ -71,7 +75,8 @@ def help_text(cls: type, argv: list[str], prog: str, tool: bool) -> str:
                 heads = textwrap.wrap(head.replace("|", "| "), width, subsequent_indent=" " * 8)
                 lines += [each.replace("| ", "|") for each in heads]
                 head = ""
-            begin, indent = head.ljust(COLUMN), " " * COLUMN
+            begin = head.ljust(COLUMN)
+            indent = " " * COLUMN
             wrapper = textwrap.TextWrapper(width, begin, indent, break_long_words=False, break_on_hyphens=False)
             lines += wrapper.wrap(text)
     return "\n".join(lines)
@@ -121,7 +126,8 @@ def value_text(field: dataclasses.Field[Any]) -> str:
 
 
 R = TypeVar("R", bound=Recipe)
-NULL, FLAG = "tag:yaml.org,2002:null", "tag:yaml.org,2002:bool"
+NULL = "tag:yaml.org,2002:null"
+FLAG = "tag:yaml.org,2002:bool"
 
 
 def parse_recipe(cls: type[R], argv: list[str] | None = None, **of_program: Any) -> R:
@@ -157,7 +163,8 @@ def read_recipe(
     if config is not None:
         config = recipe_file(config)
         reader.read_file(config)
-    recipe, problems = reader.recipe(config), reader.problems
+    recipe = reader.recipe(config)
+    problems = reader.problems
     if tool and getattr(recipe, "trust_remote_code", False) and not recipe.is_flag("trust_remote_code"):
         problems.append(
             f"trust_remote_code = true ({recipe.source('trust_remote_code')}) would run Python code of others here. "
@@ -175,17 +182,21 @@ class _Reader(Generic[R]):
     """
 
     def __init__(self, cls: type[R], hints: dict[str, str]) -> None:
-        self.cls, self.hints = cls, hints
+        self.cls = cls
+        self.hints = hints
         self.fields = {field.name: field for field in dataclasses.fields(cls)}
         aliases = {alias: name for name, field in self.fields.items() for alias in field.metadata["aliases"]}
         self.names = {name: name for name in self.fields} | aliases  # {what is written: the option}
-        self.of_flags, self.of_file = dict[str, Any](), dict[str, Any]()
-        self.lines = dict[str, str]()
-        self.problems = list[str]()
+        self.of_flags: dict[str, Any] = {}
+        self.of_file: dict[str, Any] = {}
+        self.lines: dict[str, str] = {}
+        self.problems: list[str] = []
 
     def read_flags(self, argv: list[str]) -> str | None:
         """Read `--name value`, `--name=value`, `--flag`, `--list a b c`. Returns the value of --config."""
-        config, spelled, words = None, dict[str, str](), list(argv)
+        config = None
+        spelled: dict[str, str] = {}
+        words = list(argv)
         while words:
             word = words.pop(0)
             if not word.startswith("--"):
@@ -222,7 +233,8 @@ class _Reader(Generic[R]):
     def read_file(self, path: str) -> None:
         """Read the lines of a recipe's file as the texts of flags are read. Raises UserError: it is none."""
         for key, node in _lines_of(path):
-            written, line = str(key.value), f"{path}, line {key.start_mark.line + 1}"
+            written = str(key.value)
+            line = f"{path}, line {key.start_mark.line + 1}"
             name = self.names.get(written, written)
             if name in self.lines:
                 self.problems.append(f"{line}: {written} is set twice, keep one of the two")
@@ -232,7 +244,8 @@ class _Reader(Generic[R]):
             if name not in self.fields:
                 self._unknown(f"{line}: {name}", name)
                 continue
-            metadata, said = self.fields[name].metadata, f"{line}: {name} is"
+            metadata = self.fields[name].metadata
+            said = f"{line}: {name} is"
             kind = metadata["kind"]
             items = node.value if kind.many and isinstance(node, yaml.SequenceNode) else [node]
             of_words = [item.value for item in items if item.tag == FLAG and item.value not in metadata["choices"]]
@@ -356,7 +369,9 @@ def flag_value(words: list[str], name: str) -> str | None:
 def take_words(options: type[Recipe], argv: list[str]) -> tuple[list[str], list[str]]:
     """Return (options of `options` with their values, the other words), each in the order of the command line."""
     kinds = {field.name: field.metadata["kind"] for field in dataclasses.fields(options)}
-    taken, rest, words = list[str](), list[str](), list(argv)
+    taken: list[str] = []
+    rest: list[str] = []
+    words = list(argv)
     while words:
         word = words.pop(0)
         name = option_named(word)
@@ -479,7 +494,8 @@ def foreign_option_hints(cls: type, tool: bool) -> dict[str, str]:
     launch does not start."""
     if not issubclass(cls, TrainingRecipe):
         return REMOVED
-    names, hints = {field.name for field in dataclasses.fields(cls)}, dict[str, str]()
+    names = {field.name for field in dataclasses.fields(cls)}
+    hints: dict[str, str] = {}
     for task, kind in reversed(TASKS.items()):
         hints |= {
             field.name: f"it is one of train/{task}.py"

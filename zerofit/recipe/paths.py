@@ -69,7 +69,8 @@ def check_paths(recipe: "TrainingRecipe", output: Path, output_option: str = "ou
 def find_files(option: str, patterns: list[str]) -> list[Path]:
     """The files that paths and globs name, in a fixed order. `{stdlib}` is the folder of Python's standard library.
     Raises UserError: something is missing, a folder, or empty."""
-    problems, files_with_content = [], []
+    problems = []
+    files_with_content = []
     for pattern in filter(lambda word: not is_weight(word), patterns):
         if is_address(pattern):
             problems.append(
@@ -218,7 +219,8 @@ def why_no_model(name: str) -> str | None:
     if not (folder / ENVIRONMENT).is_file() or is_run(folder) or (folder / "config.json").is_file():
         return None
     found = read_record(folder / ENVIRONMENT)
-    code, reason = found.get("exit_code"), found.get("exit_reason")
+    code = found.get("exit_code")
+    reason = found.get("exit_reason")
     if code is None:
         return "this run has no model yet: it has not ended"
     what = f"this run has no model: it ended with code {code}"

@@ -144,7 +144,8 @@ class ClassLossOptions(Recipe, phase="train"):
         return {name: float(weight) for name, _, weight in pairs if name}
 
     def problems(self) -> list[str]:
-        problems, words = super().problems(), self.class_weights or []
+        problems = super().problems()
+        words = self.class_weights or []
         if len(self.weight_of_class) < len(words) and words != [BALANCED]:
             problems.append(f"class_weights = {' '.join(words)}: name each class once, or say {BALANCED} alone")
         return problems
@@ -262,7 +263,8 @@ class ClsRecipe(TaskRecipe, PaddingOptions, ClassLossOptions, LabelOptions):
     def __post_init__(self) -> None:
         others = () if self.trains else (self.validation_file, self.predict_file)
         if self.task_name and not any((self.dataset_name, self.train_file, *others)):
-            self.dataset_name, self.dataset_config_name = "nyu-mll/glue", self.task_name
+            self.dataset_name = "nyu-mll/glue"
+            self.dataset_config_name = self.task_name
 
 
 @dataclass
