@@ -18,13 +18,13 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/compat": 603,  # 600
     "zerofit/data": 6_415,  # 6,000
     "zerofit/strategy": 4_876,  # 4,800
-    "zerofit/estimate": 4_310,  # 4,700
+    "zerofit/estimate": 4_467,  # 4,700
     "zerofit/record": 1_461,  # 4,300 with health and checkpoint
     "zerofit/health": 1_261,
     "zerofit/checkpoint": 1_639,
     "zerofit/training": 3_201,  # 2,000
     "zerofit/launch": 1_445,  # 1,300
-    "zerofit/tools": 9_832,  # 10,600
+    "zerofit/tools": 9_935,  # 10,600
     "benchmarks": 1_852,  # 1,800
     "tests": 25_219,  # 21,500
 }

@@ -26,15 +26,23 @@ from zerofit.compat.torch import DispatchMode, number_of_tensors
 
 aten = torch.ops.aten
 
-MATRIX, ATTENTION, MEMORY, MATH, RANDOM = "matrix products", "attention", "memory", "functions", "random numbers"
-ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = "all_reduce", "all_gather", "reduce_scatter", "all_to_all"
+MATRIX = "matrix products"
+ATTENTION = "attention"
+MEMORY = "memory"
+MATH = "functions"
+RANDOM = "random numbers"
+ALL_REDUCE = "all_reduce"
+ALL_GATHER = "all_gather"
+REDUCE_SCATTER = "reduce_scatter"
+ALL_TO_ALL = "all_to_all"
 EXCHANGES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)  # between ranks; their bytes are of the full buffers
 BY_FLOPS = (MATRIX, ATTENTION)  # what they take is counted in FLOPs, of the others in bytes
 ROWS_EXCHANGED = "dim_zero_all_to_all"  # DeepSpeed's operator of Ulysses (deepspeed/sequence/layer.py)
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 FLASH_BACKWARD = f"{FLASH}_backward"
 # Matrix products of experts, as the tracer lets them run (tracer.py): (S, K) rows with (E, K, N) weights.
-EXPERTS, EXPERTS_BACKWARD = "grouped_mm_fallback", "grouped_mm_fallback_backward"
+EXPERTS = "grouped_mm_fallback"
+EXPERTS_BACKWARD = "grouped_mm_fallback_backward"
 # They make no tensor, or one that nothing is written into.
 FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "detach", "lift_fresh",
@@ -72,13 +80,15 @@ def operation_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], r
     if name == ROWS_EXCHANGED:
         return Operation(ALL_TO_ALL, _is_half(args, result), 0, _bytes(result))
     if name in (EXPERTS, EXPERTS_BACKWARD):
-        rows, weight = args[0], args[1]
+        rows = args[0]
+        weight = args[1]
         flops = 2 * rows.numel() * weight.shape[2] * (1 if name == EXPERTS else 2)
         shape = (weight.shape[0], -(-len(rows) // weight.shape[0]), weight.shape[2], weight.shape[1])
         return Operation(MATRIX, _is_half(args, result), flops, sum(map(_bytes, tensors_in((args, result)))), shape)
     if packet is None or function.namespace != "aten" or function.is_view or name in FREE:  # prim: a question
         return None
-    flops, written = _flops(packet, args, kwargs, result), sum(map(_bytes, tensors_in((result,))))
+    flops = _flops(packet, args, kwargs, result)
+    written = sum(map(_bytes, tensors_in((result,))))
     read = 0 if name in WRITING else sum(map(_bytes, tensors_in(args[1:] if name == "copy_" else args)))
     read = min(read, written) if name in LOOKUPS else read
     if not read + written:
@@ -87,7 +97,8 @@ def operation_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], r
     if flops:
         kind = ATTENTION if "attention" in name else MATRIX
     factors = args[1:] if packet in (aten.addmm, aten.baddbmm) else args
-    is_half, moved = _is_half(factors, result), read + written
+    is_half = _is_half(factors, result)
+    moved = read + written
     return Operation(kind, is_half, flops, moved, _shape(kind, name, factors) if flops else ())
 
 
@@ -99,7 +110,8 @@ def _shape(kind: str, name: str, factors: tuple[Any, ...]) -> tuple[int, ...]:
         return query.shape[0] * query.shape[1], query.shape[2], keys.shape[2], query.shape[3]
     if len(factors) < 2 or not all(isinstance(factor, torch.Tensor) for factor in factors[:2]):
         return ()
-    left, right = factors[0], factors[1]
+    left = factors[0]
+    right = factors[1]
     if left.dim() == 2 == right.dim():
         return 1, left.shape[0], right.shape[1], left.shape[1]
     return (*left.shape[:2], right.shape[2], left.shape[2]) if left.dim() == 3 == right.dim() else ()
@@ -113,7 +125,8 @@ def _flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
         flops = sdpa_backward_flop_count(*(_with_heads_of(args[1], tensor) for tensor in args[:4]))
         return flops // 2 if _is_causal(args, kwargs, 7) else flops
     if packet is aten.addmm:  # its formula takes the `out_dtype` that may follow for the result
-        args, kwargs = args[:3], {}
+        args = args[:3]
+        kwargs = {}
     formula = flop_registry.get(packet)
     return formula(*args, **kwargs, out_val=result) if formula is not None else 0
 
@@ -169,7 +182,8 @@ class ModuleVisits:
         from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config, z3_leaf_module
 
         apply_zero_leaf_module_config(model, DeepSpeedZeroLeafModuleConfig())
-        self.module, self.names = model, {id(module): name for name, module in model.named_modules()}
+        self.module = model
+        self.names = {id(module): name for name, module in model.named_modules()}
         self.parameters = dict(model.named_parameters())
         named = {id(parameter): name for name, parameter in self.parameters.items()}
         self.weights = {
@@ -184,7 +198,8 @@ class ModuleVisits:
         """A pass begins, whose visits `note` takes."""
         from deepspeed.runtime.zero import parameter_offload
 
-        self.note, self.entered = note, parameter_offload.FWD_MODULE_STACK
+        self.note = note
+        self.entered = parameter_offload.FWD_MODULE_STACK
         self.entered.clear()  # recomputation may leave modules before their end
         self.holders = {name: _holders(parameter) for name, parameter in self.parameters.items()}
         for module in self.module.modules():
@@ -269,7 +284,10 @@ class AllocationTracker(DispatchMode):
     ):
         super().__init__()
         self.is_float8 = is_float8
-        self.rounding, self.thin_masks, self.live, self.peak = rounding, thin_masks, 0, 0
+        self.rounding = rounding
+        self.thin_masks = thin_masks
+        self.live = 0
+        self.peak = 0
         self.tied = tied
         self.segments: list[Segment] = []
         self.multiplied: set[int] = set()
@@ -302,9 +320,11 @@ class AllocationTracker(DispatchMode):
 
     def gradient_completed(self, name: str, parameter: torch.Tensor) -> None:
         """A gradient is complete: it is released here, and what follows is another segment of the same name."""
-        segment, before = self.segments[-1], self.live
+        segment = self.segments[-1]
+        before = self.live
         parameter.grad = None
-        segment.completed, segment.gradient = name, before - self.live
+        segment.completed = name
+        segment.gradient = before - self.live
         self.mark(segment.name)
 
     def offloaded(self, size: int) -> None:
@@ -411,7 +431,8 @@ class FusedLayers:
         return [layer.register_forward_pre_hook(self._enter), layer.register_forward_hook(self._leave)]
 
     def _enter(self, *_: Any) -> None:
-        self.saved, self.before = [], self.ledger.storages()
+        self.saved = []
+        self.before = self.ledger.storages()
         self.hooks.__enter__()
 
     def _leave(self, *_: Any) -> None:
@@ -438,7 +459,9 @@ class FusedLayers:
 
 MIB = 2**20
 SMALL = MIB  # and all smaller blocks
-MIDDLE, MIDDLE_SEGMENT = 10 * MIB, 20 * MIB  # below the first, segments are as large as the second
+# below the first, segments are as large as the second
+MIDDLE = 10 * MIB
+MIDDLE_SEGMENT = 20 * MIB
 ROUNDING = 2 * MIB  # of larger segments
 
 
@@ -448,7 +471,11 @@ class Block:
     __slots__ = ("following", "is_free", "number", "previous", "size")
 
     def __init__(self, size: int, previous: "Block | None" = None, following: "Block | None" = None):
-        self.size, self.previous, self.following, self.is_free, self.number = size, previous, following, False, 0
+        self.size = size
+        self.previous = previous
+        self.following = following
+        self.is_free = False
+        self.number = 0
 
     @property
     def is_segment(self) -> bool:
@@ -489,7 +516,8 @@ class CachingAllocator:
             rest = Block(block.size - size, block, block.following)
             if block.following:
                 block.following.previous = rest
-            block.following, block.size = rest, size
+            block.following = rest
+            block.size = size
             self._put(rest)
         self.alive += size
         self.most_alive = max(self.most_alive, self.alive)
@@ -521,7 +549,8 @@ class CachingAllocator:
         block.size += neighbour.size
 
     def _put(self, block: Block) -> None:
-        block.is_free, block.number = True, next(self._numbers)
+        block.is_free = True
+        block.number = next(self._numbers)
         bisect.insort(self._free, (block.size, block.number, block))
 
 

@@ -17,7 +17,8 @@ from zerofit.strategy.muon import ITERATIONS
 
 # What collectives reach of a link. Source: NCCL's own limit on an A100, 235 of 300 GB/s (src/graph/tuning.cc), and
 # S. Bekman's "about 80 %"; between machines Calculon's 0.9.
-OF_LINK, OF_NETWORK = 0.78, 0.9
+OF_LINK = 0.78
+OF_NETWORK = 0.9
 
 # What a hop of a ring takes, and of a tree (NVLink, PCIe, network), in the protocols LL and Simple; LL has a quarter
 # of the bandwidth. Source: NCCL, src/graph/tuning.cc at 01afd20 (baseLat, hwLat).
@@ -69,13 +70,15 @@ class Links:
         slowest link."""
         if world_size < 2 or not exchange.bytes:
             return 0.0
-        machines, local = -(-world_size // per_machine), min(per_machine, world_size)
+        machines = -(-world_size // per_machine)
+        local = min(per_machine, world_size)
         bandwidth = OF_LINK * self.link if local > 1 else math.inf
         if machines > 1:
             bandwidth = min(bandwidth, OF_NETWORK * self.network * local / (1 + machines / SHARED_BY))
         rounds = 2 if exchange.kind == ALL_REDUCE else 1
         each = exchange.bytes / exchange.count * (rounds * (world_size - 1) / world_size)  # that a process sends
-        far, hops = rounds * (machines - 1), rounds * (world_size - 1)
+        far = rounds * (machines - 1)
+        hops = rounds * (world_size - 1)
         near = "pcie" if self.over_pcie else "link"
         ways = [
             BASE_S["ring"][protocol]
@@ -139,13 +142,15 @@ def fully_sharded_exchanges(
         width: bytes of an element of the weights that are gathered.
     """
     gathered = [one for one in weights.all if one.name not in fsdp.divided]
-    total, half = sum(one.size for one in gathered), width < 4
+    total = sum(one.size for one in gathered)
+    half = width < 4
     trained = sum(one.size for one in gathered if one.trained)
     in_blocks = sum(one.size for one in gathered if weights.place_of(one.name)) if fsdp.reshards else 0
     groups = len({weights.group_of(one.name) for one in gathered})
     blocks = len({weights.place_of(one.name) for one in gathered} - {None})
     shard = weights.trained / world_size
-    wide, is_half = fsdp.reduce_width, fsdp.reduce_width < 4
+    wide = fsdp.reduce_width
+    is_half = fsdp.reduce_width < 4
     reduced = [Collectives(REDUCE_SCATTER, wide * trained, groups, is_half)] if trained else []
     between = [Collectives(ALL_REDUCE, wide * trained / world_size, groups, is_half, replicas, world_size)]
     between = between if trained and replicas > 1 else []
@@ -161,7 +166,9 @@ def fully_sharded_exchanges(
 
 def first_stages_exchanges(weights: Weights, zero: Any, world_size: int, width: int, accumulates: bool) -> Exchanges:
     """The communication of an update under ZeRO-1 or ZeRO-2. `width`: bytes of an element of weights and gradients."""
-    trained, shard, half = weights.trained, weights.trained / world_size, width < 4
+    trained = weights.trained
+    shard = weights.trained / world_size
+    half = width < 4
     size = width * trained
     buckets = max(1, math.ceil(trained / int(zero.reduce_bucket_size)))
     # use_multi_rank_bucket_allreduce: an all-reduce, of which each rank keeps its shard.
@@ -187,8 +194,10 @@ def first_stages_exchanges(weights: Weights, zero: Any, world_size: int, width: 
 
 def third_stage_exchanges(weights: Weights, zero: Any, world_size: int, width: int, keeps_layers: bool) -> Exchanges:
     """ZeRO-3, which may keep layers between their forward and their backward pass (`GatheredWeights`)."""
-    threshold, half = int(zero.param_persistence_threshold), width < 4
-    total, trained_shard = sum(one.size for one in weights.all if one.size > threshold), weights.trained / world_size
+    threshold = int(zero.param_persistence_threshold)
+    half = width < 4
+    total = sum(one.size for one in weights.all if one.size > threshold)
+    trained_shard = weights.trained / world_size
     count = sum(weight.size > threshold for weight in weights.all)
     near = min(total, int(zero.max_reuse_distance) // 2, int(zero.max_live_parameters))
     in_layers = sum(one.size for one in weights.all if one.name.startswith(weights.stacks) and one.size > threshold)
@@ -222,7 +231,8 @@ def third_stage_exchanges(weights: Weights, zero: Any, world_size: int, width: i
 def with_muon(exchanges: Exchanges, weights: Weights, half: bool, ranks: int, is_split: bool) -> Exchanges:
     """The exchanges of an update with what Muon's orthogonal updates add (zerofit/strategy/muon.py). `ranks`: that
     share the work."""
-    size, products = sum(weight.size for weight in weights.matrices), []
+    size = sum(weight.size for weight in weights.matrices)
+    products = []
     for weight in weights.matrices:
         count, short, long = weight.sides
         for shape in ((count, short, short, long), (count, short, short, short), (count, short, long, short)):

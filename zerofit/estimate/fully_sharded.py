@@ -37,7 +37,8 @@ class FullyShards:
         return 0 if isinstance(self.reshards, bool) else self.reshards
 
 
-EMBEDDING, LAST = (ENDS, 0), (ENDS, 1)
+EMBEDDING = (ENDS, 0)
+LAST = (ENDS, 1)
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ def fully_sharded_states(
     def shard_of(trained: bool) -> int:
         return sum(one.padded(world_size) // world_size for one in weights.all if one.trained is trained)
 
-    trained, largest = shard_of(True), max((one.padded(world_size) for one in weights.all if one.trained), default=0)
+    trained = shard_of(True)
+    largest = max((one.padded(world_size) for one in weights.all if one.trained), default=0)
     held = MASTER_BYTES * trained + dtype.itemsize * shard_of(False)
     return States(
         weights=held,
@@ -78,7 +80,9 @@ class FullyShardedMemory(GradientMemory):
 
     def __init__(self, weights: Weights, width: int, world_size: int, fsdp: FullyShards):
         super().__init__(weights, width)
-        self.fsdp, self.place_of, self.world_size = fsdp, weights.group_of, world_size
+        self.fsdp = fsdp
+        self.place_of = weights.group_of
+        self.world_size = world_size
         members: dict[Place | None, list[Weight]] = {None: []}
         for weight in weights.all:
             if weight.name not in fsdp.divided:
@@ -101,8 +105,12 @@ class FullyShardedMemory(GradientMemory):
 
     def begin(self, first: bool, last: bool) -> None:
         if first:
-            self.kept, self.full = 0, {}
-        self.first, self.last, self.gradients, self.buffers = first, last, self.kept + sum(self.full.values()), 0
+            self.kept = 0
+            self.full = {}
+        self.first = first
+        self.last = last
+        self.gradients = self.kept + sum(self.full.values())
+        self.buffers = 0
         self.here: set[Place | None] = set()
         self.shared: set[Place | None] = set()  # among some ranks, until the backward pass
         self.arrived = self.arriving = 0  # flat tensors: of the group that came last, and of the one that comes next
@@ -113,7 +121,8 @@ class FullyShardedMemory(GradientMemory):
         self.backward = False
 
     def enter(self, step: TracedStep) -> int:
-        backward, most = step.phase == "backward", self.held
+        backward = step.phase == "backward"
+        most = self.held
         end = LAST if step.phase == "loss" or step.name == "backward of after" else EMBEDDING
         place = next((each for each in (step.place, end) if each and each in self.groups), None)
         if not self.here:  # the pass begins
@@ -124,7 +133,8 @@ class FullyShardedMemory(GradientMemory):
         if backward and not self.backward:
             self.arrived = 0
             most = max(most, self._fetch_ahead(len(self.order)))
-        self.place, self.backward = place, backward
+        self.place = place
+        self.backward = backward
         if place is None:
             return most
         if place == EMBEDDING:  # its gradient is computed without it
@@ -144,7 +154,8 @@ class FullyShardedMemory(GradientMemory):
 
     def _wait(self, place: Place) -> int:
         """Wait for a group that the backward pass fetched ahead, then fetch the next one. Returns bytes, likewise."""
-        group, most = self.groups[place], self.held
+        group = self.groups[place]
+        most = self.held
         if place not in self.here:
             if self.next != place:
                 most = max(most, self.held + group.cast + group.full)
@@ -177,7 +188,8 @@ class FullyShardedMemory(GradientMemory):
 
     def complete(self, name: str) -> int:
         if name not in self.fsdp.divided:
-            place, size = self.place_of(name), self.width * self.sizes[name]
+            place = self.place_of(name)
+            size = self.width * self.sizes[name]
             self.completed[place] = self.completed.get(place, 0) + size
         elif self.first:  # of the rank's own experts, in fp32 as they are stored
             size = MASTER_BYTES * self.sizes[name] // self.world_size

@@ -95,7 +95,8 @@ class KnownPass:
     """
 
     def __init__(self, known: list[Visit], rules: GatheredWeights, remembered: dict[tuple[str, int], frozenset[str]]):
-        self.rules, self.remembered = rules, remembered
+        self.rules = rules
+        self.remembered = remembered
         self.sizes = sizes = dict(rules.sizes)
         self.decided: dict[tuple[str, int], frozenset[str]] = {}
         order = [visit for visit in known if visit.enters]
@@ -141,7 +142,9 @@ class KnownPass:
         return max(most, self.held)
 
     def _fetch_ahead(self) -> None:
-        most, size, chosen = min(self.rules.live - self.live, self.rules.ahead), 0, []
+        most = min(self.rules.live - self.live, self.rules.ahead)
+        size = 0
+        chosen = []
         while self.queue and size < most:
             weight, place = self.queue.popleft()
             self.recent[weight] = max(self.recent.get(weight, -1), place)
@@ -185,7 +188,8 @@ class KnownPass:
         return most
 
     def _release(self, visit: Visit) -> int:
-        most, key = self.held, (visit.module, self.step)
+        most = self.held
+        key = (visit.module, self.step)
         released = self.remembered.get(key)
         if released is None:
             chosen = set()
@@ -201,7 +205,8 @@ class KnownPass:
         weights = set(visit.weights)
         if not visit.forward:
             again = self.backward.pop(visit.module, set())
-            weights, released = weights | again, released | (again - self.persistent)
+            weights = weights | again
+            released = released | (again - self.persistent)
         for weight in weights:
             self.users[weight].discard(visit.module)
             if weight in released and weight in self.here and not self.users[weight]:
@@ -222,14 +227,16 @@ class KnownPass:
 
 @functools.lru_cache(maxsize=64)
 def _held(rules: GatheredWeights, known: Visits, visits: Visits) -> tuple[list[tuple[int, int]], list[int]]:
-    order, remembered = [visit for visit in known if visit], dict[tuple[str, int], frozenset[str]]()
+    order = [visit for visit in known if visit]
+    remembered: dict[tuple[str, int], frozenset[str]] = {}
     if not rules.keeps:
         forward = [*itertools.takewhile(lambda visit: visit.forward, order)]
         alone = KnownPass(forward, rules, {})
         for visit in forward:
             alone.at(visit)
         remembered = alone.decided
-    run, held = KnownPass(order, rules, remembered), list[tuple[int, int]]()
+    run = KnownPass(order, rules, remembered)
+    held: list[tuple[int, int]] = []
     for met in visits:
         most = run.at(met) if met else run.held
         held.append((rules.width * most, rules.width * run.held))
@@ -246,7 +253,8 @@ class GradientMemory:
     """
 
     def __init__(self, weights: Weights, width: int):
-        self.sizes, self.width = weights.sizes, width
+        self.sizes = weights.sizes
+        self.width = width
         self.gradients = self.buffers = 0
 
     @property
@@ -259,7 +267,8 @@ class GradientMemory:
 
     def begin(self, first: bool, last: bool) -> None:
         """Start the backward pass of a micro-batch, which may be the first or the last one of an update."""
-        self.first, self.last = first, last
+        self.first = first
+        self.last = last
         if first:
             self.gradients = 0
 
@@ -287,7 +296,8 @@ class DdpGradients(GradientMemory):
     """DDP: the buckets of all gradients are there all the time, and gradients are views of them."""
 
     def begin(self, first: bool, last: bool) -> None:
-        self.first, self.gradients = False, self.width * sum(self.sizes.values())
+        self.first = False
+        self.gradients = self.width * sum(self.sizes.values())
 
 
 class BucketGradients(GradientMemory):
@@ -308,14 +318,17 @@ class BucketGradients(GradientMemory):
         self, weights: Weights, zero: Any, width: int, kept: int, part_of: Callable[[int], int] | None = None
     ):
         super().__init__(weights, width)
-        self.stage, self.kept, self.part_of = int(zero.stage), kept, part_of
+        self.stage = int(zero.stage)
+        self.kept = kept
+        self.part_of = part_of
         self.capacity = width * int(zero.reduce_bucket_size)
         self.contiguous = bool(zero.contiguous_gradients or (part_of and self.stage < 3))
         has_buffer = self.contiguous and self.stage < 3  # that of ZeRO-3 is among the states
         self.buffer = self.capacity * (2 if zero.overlap_comm else 1) if has_buffer else 0
 
     def begin(self, first: bool, last: bool) -> None:
-        self.first, self.last = first, last
+        self.first = first
+        self.last = last
         earlier = {1: self.width * sum(self.sizes.values()), 2: self.kept}  # of the micro-batches before
         self.gradients = 0 if first else earlier.get(self.stage, 0)
         self.buffers = 0 if first else self.buffers
@@ -324,7 +337,8 @@ class BucketGradients(GradientMemory):
         self.is_kept = False
 
     def complete(self, name: str) -> int:
-        size, self.buffers = self.width * self.sizes[name], self.buffer
+        size = self.width * self.sizes[name]
+        self.buffers = self.buffer
         if self.stage == 1 and not self.last:
             self.gradients += size * self.first
             return self.held
@@ -336,7 +350,8 @@ class BucketGradients(GradientMemory):
         own = size if not self.contiguous or size > self.capacity else 0  # it stays where backward has made it
         self.own += own
         self.gradients += own
-        self.filled, self.count = self.filled + size, self.count + 1
+        self.filled = self.filled + size
+        self.count = self.count + 1
         self.largest = max(self.largest, self.sizes[name])
         return max(most, self.held - own)
 
@@ -350,7 +365,8 @@ class BucketGradients(GradientMemory):
 
     def _reduce(self) -> int:
         if not self.is_kept:
-            self.is_kept, self.gradients = True, self.gradients + self.kept
+            self.is_kept = True
+            self.gradients = self.gradients + self.kept
         copied = self.filled if self.count > 1 else 0
         most = self.held + copied
         if self.part_of:  # on its way to the host
@@ -363,7 +379,8 @@ class BucketGradients(GradientMemory):
         return most
 
     def _release(self) -> None:
-        self.gradients, self.own = self.gradients - self.own, 0
+        self.gradients = self.gradients - self.own
+        self.own = 0
 
 
 @dataclass(frozen=True)
@@ -433,7 +450,9 @@ def first_stages_states(
     width = dtype.itemsize
     groups = [FlatGroup(group, world_size) for group in weights.groups]
     shards = [group.partition for group in groups]
-    shard, offload, all_kept = sum(shards), zero.offload_optimizer, kept_by_rank(groups, weights.sizes)
+    shard = sum(shards)
+    offload = zero.offload_optimizer
+    all_kept = kept_by_rank(groups, weights.sizes)
     fullest = max(all_kept, key=all_kept.__getitem__)
     offloads = offload_target(offload) != "none"
     kept = 0 if offloads else width * all_kept[fullest]  # grads_in_partition
@@ -481,7 +500,8 @@ def third_stage_states(
         return sum(part_of(weight.size) for weight in group)
 
     groups = [shard_of(group) for group in weights.groups]
-    shard, trained = shard_of(weights.all), sum(groups)
+    shard = shard_of(weights.all)
+    trained = sum(groups)
     optimizer = sum((MASTER_BYTES + group[0].moments_bytes) * size for group, size in zip(weights.groups, groups))
     offloads_weights = offload_target(zero.offload_param) != "none"
     copies = world_size > 1 or offloads_weights  # alone, a rank reads its shards in place (_no_gather_coalesced)

@@ -38,7 +38,9 @@ CPU_GROUPS = {"tensor": 3, "sequence": 1, "pipeline": 5}  # a pipeline's grid ha
 # of CUBLAS_WORKSPACE_CONFIG.
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 
-ACTIVATIONS, HEAD, WORKSPACE = "activations", "head and loss", "workspace"
+ACTIVATIONS = "activations"
+HEAD = "head and loss"
+WORKSPACE = "workspace"
 STREAMS = ("computing", "gathered", "reduced")  # of a Moment
 
 
@@ -138,7 +140,8 @@ def training_moments(
         training: the forward and backward pass of a micro-batch.
         in_flight: of a stage of a pipeline.
     """
-    held, engine = _held(states), states.engine()
+    held = _held(states)
+    engine = states.engine()
     yield Moment("start", {"weights": states.load})
     yield Moment("optimizer step", _sum(held, states.step))
     for number in range(min(accumulation, 2)):  # those between the first and the last one need no more than the last
@@ -168,7 +171,8 @@ def evaluation_moments(
         evaluation: the forward pass of an evaluation batch.
         generated: what is on the device beside weights while texts are generated for it; empty: none are.
     """
-    held, engine = _held(states), states.engine()
+    held = _held(states)
+    engine = states.engine()
     engine.begin(first=True, last=True)
     most_gathered = 0
     for step, (at_first, gathered) in zip(evaluation, _gathered(states, training, evaluation)):
@@ -203,8 +207,12 @@ def _moments_of_pass(states: States, engine: GradientMemory, steps: list[TracedS
     at_hand = 0
 
     def moment(step: TracedStep, alive: int, rise: int = 0, reduced: int = 0, completed: int = 0) -> Moment:
-        gathered, gradients, buffers = engine.gathered, engine.gradients, engine.buffers
-        in_loss, head, above = step.phase == "loss", min(step.head, alive), rise + reduced
+        gathered = engine.gathered
+        gradients = engine.gradients
+        buffers = engine.buffers
+        in_loss = step.phase == "loss"
+        head = min(step.head, alive)
+        above = rise + reduced
         parts = {
             "gathered weights": at_hand + gathered,
             "gradients": gradients + completed,

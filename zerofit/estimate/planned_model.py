@@ -70,7 +70,8 @@ class PlannedModel:
     def with_options(self, recipe: Any, rows: Rows) -> "PlannedModel":
         """Return a copy with other options that change its passes alone; tracers are shared."""
         other = replace(self, recipe=recipe, rows=rows)
-        other._shares, other._tracers = self._shares, self._tracers
+        other._shares = self._shares
+        other._tracers = self._tracers
         return other
 
     @property
@@ -87,7 +88,8 @@ class PlannedModel:
         if key in self._shares:
             return self._shares[key]
         if layout.pipeline > 1:
-            plan, body = family_of(self.config).stage_plan, self.full.base_model_prefix
+            plan = family_of(self.config).stage_plan
+            body = self.full.base_model_prefix
             assert plan is not None  # check_layout has refused other families
             found = weights_of_stage(self.weights_of(replace(layout, pipeline=1), WHOLE), stage, plan, body)
         else:
@@ -129,10 +131,12 @@ class PlannedModel:
         rows: Rows | None = None,
     ) -> list[TracedStep]:
         """The passes of a batch through the model, or through a stage of it."""
-        tracer, layout = self.tracer(strategy, evaluated, rows), strategy.layout
+        tracer = self.tracer(strategy, evaluated, rows)
+        layout = strategy.layout
         if layout.pipeline == 1:
             return tracer.steps(batch_size)
-        weights, hidden = self.weights_of(layout, stage), self.hidden_bytes(strategy, batch_size)
+        weights = self.weights_of(layout, stage)
+        hidden = self.hidden_bytes(strategy, batch_size)
         width = self.dtypes(strategy)[0].itemsize
         embedded = hidden * layout.tensor if layout.tensor > 1 and not evaluated else 0
         return steps_of_stage(tracer.steps(batch_size, stage.layers), stage, weights, hidden, width, embedded=embedded)
@@ -156,7 +160,8 @@ class PlannedModel:
             for name, parameter in self.full.named_parameters()
         )
         stacks = tuple(name for name, length in outer_lists(self.full).items() if length > 1)
-        embeddings, outputs = self.full.get_input_embeddings(), self.full.get_output_embeddings()
+        embeddings = self.full.get_input_embeddings()
+        outputs = self.full.get_output_embeddings()
         untied = outputs is not None and outputs.weight is not embeddings.weight
         heads = [name for name, one in self.full.named_parameters() if untied and one is outputs.weight]
         ends = {
@@ -285,8 +290,10 @@ def read_planned_model(recipe: Any, task: str, on_gpu: bool) -> PlannedModel:
     Raises:
         UserError: the configuration is out of reach, or makes no model.
     """
-    auto_class, adapter = getattr(transformers, TASKS[task]), None
-    recipe, architecture = recipe.draft(), getattr(recipe, "architecture", None)  # an option of `zerofit plan`
+    auto_class = getattr(transformers, TASKS[task])
+    adapter = None
+    architecture = getattr(recipe, "architecture", None)
+    recipe = recipe.draft()
     if not architecture and is_adapter(recipe.model_name_or_path or ""):
         adapter = open_adapter(recipe.model_name_or_path, "model_name_or_path")
         recipe.stand_in("model_name_or_path", recorded_base(adapter))
@@ -315,7 +322,8 @@ def read_planned_model(recipe: Any, task: str, on_gpu: bool) -> PlannedModel:
     add_planned_lora(full, recipe, task)
     if recipe.gradient_checkpointing:
         check_recomputation(full, recipe.gradient_checkpointing)
-    rows, teacher = longest_rows(recipe, task, config, full, on_gpu), None
+    rows = longest_rows(recipe, task, config, full, on_gpu)
+    teacher = None
     if getattr(recipe, "teacher", None):  # which each process holds beside the student
         assert rows.terms.distillation is not None, "the recipe names a divergence"
         of_teacher = read_config("teacher", recipe.teacher, recipe.trust_remote_code)
@@ -334,7 +342,8 @@ def _shape_only(recipe: Any) -> Any:
     Raises:
         UserError: there are neither the weights nor a shape of that name.
     """
-    recipe, name = recipe.draft(), recipe.model_name_or_path
+    name = recipe.model_name_or_path
+    recipe = recipe.draft()
     recipe.reset_option("attn_implementation")
     architecture = getattr(recipe, "architecture", None)
     shape = architecture or (name if name and not Path(name).is_dir() else None)
@@ -369,7 +378,8 @@ def longest_rows(recipe: Any, task: str, config: Any, full: Any, on_gpu: bool) -
         return Rows(task, round_up(recipe.max_length, multiple))
     head = full.get_output_embeddings()
     whole = recipe.loss == "full" or full.base_model is full or hasattr(head, "lora_A")
-    kind, terms = "full" if whole else "chunked", terms_of(recipe)
+    kind = "full" if whole else "chunked"
+    terms = terms_of(recipe)
     if task == "seq2seq":
         source, target = (round_up(each, multiple) for each in (recipe.max_source_length, recipe.max_target_length))
         return Rows(task, source, target, loss_kind=kind, terms=terms)

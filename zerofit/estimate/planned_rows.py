@@ -111,7 +111,10 @@ def make_inputs(config: Any, rows: Rows, batch_size: int, makes_masks: bool = Fa
 
 
 FILE = Path(__file__).with_name("measured_rows.csv")
-LORA, OFFLOADED, DIVIDED, DENSE = "LoRA", "offload", "model parallelism", "data parallelism"
+LORA = "LoRA"
+OFFLOADED = "offload"
+DIVIDED = "model parallelism"
+DENSE = "data parallelism"
 FEWEST = 5  # rows from which a range is drawn
 
 

@@ -57,7 +57,8 @@ class PlannedStrategy:
 
     def states(self, model: "PlannedModel", accumulates: bool, stage: Stage | None = None) -> States:
         trained, frozen = model.dtypes(self)
-        local, sharers = model.weights_of(self.layout, stage), self.layout.shard_size
+        local = model.weights_of(self.layout, stage)
+        sharers = self.layout.shard_size
         if isinstance(self.sharding, FullyShards):
             found = fully_sharded_states(local, sharers, trained, model.on_gpu, self.sharding)
         elif self.zero is None:
@@ -68,10 +69,12 @@ class PlannedStrategy:
             )
         else:
             found = first_stages_states(local, self.zero, sharers, trained, accumulates, on_gpu=model.on_gpu)
-        weights, ranks = model.weights, self.optimizer_ranks
+        weights = model.weights
+        ranks = self.optimizer_ranks
         if not weights.matrices:
             return found
-        half, is_split = self.precision != "fp32", self.shards_weights and ranks > 1
+        half = self.precision != "fp32"
+        is_split = self.shards_weights and ranks > 1
         of_gradients = 0  # in DeepSpeed's step: in fp32, under ZeRO-3 also in half precision
         if self.zero is not None:
             of_gradients = MASTER_BYTES + 2 * (half and self.shards_weights)

@@ -65,16 +65,19 @@ class StateSetup:
 def state_setup(strategy: Strategy, recipe: TaskRecipe, parameters: int, engine: Engine | None = None) -> StateSetup:
     """The setup of a run. Before there is an engine an adapter, which is small, is not counted. `parameters`: of the
     whole model."""
-    with_deepspeed, layout = strategy.deepspeed is not None, strategy.layout
+    with_deepspeed = strategy.deepspeed is not None
+    layout = strategy.layout
     width = trained_width = 2 if strategy.precision != "fp32" and (with_deepspeed or recipe.lora) else 4
     trained, frozen = (0, parameters) if recipe.lora else (parameters, 0)
     others = "adamw" if recipe.optim == "muon" else recipe.optim
-    split, kept = layout.model_size, 0 if others == "adafactor" else state_bytes(others, (trained,))
+    split = layout.model_size
+    kept = 0 if others == "adafactor" else state_bytes(others, (trained,))
     if engine is not None:
         of_run = [each for each in engine.module.parameters() if each.requires_grad]
         trained_width = max((each.element_size() for each in of_run), default=width)
         trained = sum(map(true_numel, of_run))
-        split, frozen = layout.tensor, sum(map(true_numel, engine.module.parameters())) - trained
+        split = layout.tensor
+        frozen = sum(map(true_numel, engine.module.parameters())) - trained
         of_muon = {id(each) for each in hidden_matrices(engine.module).values()} if recipe.optim == "muon" else set()
         kept = sum(state_bytes("muon" if id(each) in of_muon else others, true_shape(each)) for each in of_run)
     zero = strategy.deepspeed["zero_optimization"] if strategy.deepspeed else {}
@@ -140,7 +143,9 @@ def remedies(s: Shortage) -> list[Remedy]:
 
 def _of_passes(s: Shortage) -> list[Remedy]:
     """Remedies that make activations smaller."""
-    recipe, batches, found = s.recipe, s.strategy.batches, list[Remedy]()
+    recipe = s.recipe
+    batches = s.strategy.batches
+    found: list[Remedy] = []
     if s.phase == "evaluate" and (rows := recipe.per_device_eval_batch_size) > 1:
         saved = round(s.rest * (1 - rows // 2 / rows))
         found.append(Remedy(f"--per_device_eval_batch_size {rows // 2}", "metrics do not change", saved))
@@ -169,7 +174,10 @@ def _of_passes(s: Shortage) -> list[Remedy]:
 
 def _of_states(s: Shortage) -> list[Remedy]:
     """Remedies that make model states smaller: sharded over the ranks, offloaded to the host, or not needed."""
-    now, recipe, layout, found = s.setup, s.recipe, s.strategy.layout, list[Remedy]()
+    now = s.setup
+    recipe = s.recipe
+    layout = s.strategy.layout
+    found: list[Remedy] = []
     half = s.strategy.precision != "fp32"
 
     def add(option: str, what: str, then: StateSetup) -> None:
@@ -182,7 +190,8 @@ def _of_states(s: Shortage) -> list[Remedy]:
     if s.on_host is not None and layout.replica_size == 1 and recipe.optim != "muon":  # which is refused there
         candidates |= {(max(2, now.stage), 1), (top, 2)}
     for stage, offloads in candidates:
-        name, zero = STRATEGIES.get((stage, offloads)), replace(now, stage=stage, offloads=offloads, has_master=True)
+        name = STRATEGIES.get((stage, offloads))
+        zero = replace(now, stage=stage, offloads=offloads, has_master=True)
         zero = replace(zero, trained_width=2 if half else 4)
         to_host = sum(zero.held(on_host=True)) * s.local_processes
         if name and (stage, offloads) > (now.stage, now.offloads) and (s.host_free is None or to_host < s.host_free):

@@ -40,10 +40,12 @@ FILL = 124
 
 # What a product reaches whose widths are not multiples of 64 elements, or not of 8, which tensor cores ask for.
 # Fitted.
-UNEVEN, MISALIGNED = 0.64, 0.27
+UNEVEN = 0.64
+MISALIGNED = 0.27
 
 # Attention reaches S / (S + ROWS) of its best on rows of S tokens, and less with heads of at most 64. Fitted.
-ATTENTION_ROWS, NARROW_HEADS = 296, 0.82
+ATTENTION_ROWS = 296
+NARROW_HEADS = 0.82
 
 # What operations that move (size in bytes) reach of the memory's bandwidth. Source: Calculon, mem1, MB_efficiency.
 OF_MEMORY_BY_BYTES = ((1e5, 0.3), (1e6, 0.6), (1e7, 0.75), (1e8, 0.9))
@@ -110,8 +112,10 @@ class Speeds:
         place = bisect.bisect_left(OF_MEMORY_BY_BYTES, (moved, 0.0))
         if place in (0, len(rates)):
             return moved / rates[min(place, len(rates) - 1)]
-        low, high = OF_MEMORY_BY_BYTES[place - 1][0], OF_MEMORY_BY_BYTES[place][0]
-        first, second = rates[place - 1], rates[place]
+        low = OF_MEMORY_BY_BYTES[place - 1][0]
+        high = OF_MEMORY_BY_BYTES[place][0]
+        first = rates[place - 1]
+        second = rates[place]
         return moved / (first * (second / first) ** (math.log(moved / low) / math.log(high / low)))
 
     def computes(self, half: bool) -> bool:
@@ -132,7 +136,8 @@ ATTENTION_ALONE = 0.43
 
 # What operations that move bytes reach there of the rates below: 174 ms, norm and clipping included, where those rates
 # have 150; and what torch.compile leaves of their time: 77 of these ms.
-MEMORY_ALONE, FUSED_ALONE = 0.86, 0.44
+MEMORY_ALONE = 0.86
+FUSED_ALONE = 0.44
 
 # Seconds that Python, torch, transformers and peft take to start an operation of the forward pass. Fitted on LoRA with
 # short rows.
@@ -149,7 +154,8 @@ STEP_OPERATIONS = 3.5
 
 # Collectives within a pass, which wait for it and which it waits for, take longer than alone by these factors: beside
 # Volta and Ampere; beside Hopper and Blackwell. Fitted.
-WAITED, NEWER_WAITED = 2.05, 1.3
+WAITED = 2.05
+NEWER_WAITED = 1.3
 
 # What is reached of PCIe. Source: 55.4 of 63 GB/s measured beside an H200 (stas00/ml-engineering, network).
 OF_PCIE = 0.88
@@ -160,7 +166,9 @@ NETWORK = 12.5e9
 # The host's Adam, elements a second of a machine of eight GPUs. Fitted: on hosts of H200 and B200 (6.4e9, two rows),
 # and of V100 and A800 (1e9, six rows). Ren et al. 2021, ZeRO-Offload, table 4, has 3.9e9 for Adam alone on a DGX-2.
 # One process reaches half of that: measured beside an H100, with 16 cores (docs/measurements/gpu.md).
-HOST_ADAM, NEWER_HOST_ADAM, ADAM_OF_ONE = 1e9, 6.4e9, 0.5
+HOST_ADAM = 1e9
+NEWER_HOST_ADAM = 6.4e9
+ADAM_OF_ONE = 0.5
 
 
 SOURCE = "makers' peaks, and efficiencies fitted on published runs (docs/plan.md); not measured"
@@ -176,12 +184,14 @@ def device_speeds(options: Any, gpu: Gpu | None, on_gpu: bool) -> tuple[Speeds |
     figures."""
     if not on_gpu:
         return None, None, "not known of a CPU"
-    name, gpu = f" of {gpu.name}" if gpu else "", gpu or UNKNOWN
+    name = f" of {gpu.name}" if gpu else ""
+    gpu = gpu or UNKNOWN
     half = (options.peak_tflops or 0) * TERA or gpu.half_flops_per_s
     memory = (options.memory_bandwidth or 0) * GIGA or gpu.memory_bandwidth
     link = (options.link_bandwidth or 0) * GIGA or gpu.link_bandwidth
     network = (options.network_bandwidth or 0) * GIGA or gpu.network_bandwidth or NETWORK
-    is_alone, local = options.num_gpus == 1, min(options.num_gpus, options.gpus_per_node)
+    is_alone = options.num_gpus == 1
+    local = min(options.num_gpus, options.gpus_per_node)
     if not half or not memory or not (link or is_alone):
         needed = {"--peak_tflops": half, "--memory_bandwidth (GB/s)": memory}
         needed["--link_bandwidth (GB/s)"] = link or is_alone
@@ -189,7 +199,8 @@ def device_speeds(options: Any, gpu: Gpu | None, on_gpu: bool) -> tuple[Speeds |
         return None, None, f"not known{name}: set {missing}{'' if name else ', or --gpu'}"
     waited = NEWER_WAITED if gpu.is_newer else WAITED
     links = Links(link, network, over_pcie=link == gpu.host_bandwidth, waited=waited) if link else None
-    best, of_attention = gpu.of_peak, gpu.attention_of_peak
+    best = gpu.of_peak
+    of_attention = gpu.attention_of_peak
     if gpu.alone_of_peak and is_alone:
         best = gpu.alone_of_peak
     if gpu.is_newer and options.attn_implementation in HOPPER_KERNELS:
@@ -221,7 +232,8 @@ FUSED_STARTS = 0.4
 # A linear layer's product in float8 takes this part of its time in bf16, and more the narrower it is, by the square of
 # the second number over the harmonic mean of its two shorter sides. Fitted on published ratios of whole compiled
 # updates on H100s: 1.18 at 1B and 1.25 to 1.31 at 8B (OLMo-core's README), 1.17 at 1.6B, no gain at 0.1B (nanochat).
-FLOAT8, FLOAT8_SIDE = 0.67, 580.0
+FLOAT8 = 0.67
+FLOAT8_SIDE = 580.0
 
 # Computation loses this part of the time of communication that runs beside it. Fitted; Calculon has 0.15 for NVLink's
 # processor_usage.
@@ -235,8 +247,12 @@ DISK = 3e9
 # unscale_and_clip_grads and step in runtime/zero/stage_1_and_2.py and stage3.py.
 HOST_STEP = (ADAM_BYTES + 8 + 6) / ADAM_BYTES
 
-STARTS, COMMUNICATION = "starting operations", "communication"  # parts of a time that are not operations
-OPTIMIZER, HOST, BUBBLE = "optimizer step", "host", "pipeline bubble"
+# parts of a time that are not operations
+STARTS = "starting operations"
+COMMUNICATION = "communication"
+OPTIMIZER = "optimizer step"
+HOST = "host"
+BUBBLE = "pipeline bubble"
 
 
 @dataclass(frozen=True)
@@ -279,7 +295,8 @@ def pass_time(
         is_float8: products of layers are in float8.
     """
     times = {"forward": 0.0, "backward": 0.0}
-    starts, waits = times.copy(), times.copy()
+    starts = times.copy()
+    waits = times.copy()
     parts: dict[str, float] = {}
     known: dict[int, tuple[dict[str, float], int]] = {}
     for step in steps:
@@ -310,7 +327,8 @@ def _segment_time(
     is_float8: bool,
 ) -> tuple[dict[str, float], int]:
     """Return ({kind: seconds}, operations that are started)."""
-    parts, count = dict[str, float](), 0
+    parts: dict[str, float] = {}
+    count = 0
     for operation in operations:
         if operation.kind in EXCHANGES:
             parts[COMMUNICATION] = parts.get(COMMUNICATION, 0.0) + exchanged(operation)
@@ -373,8 +391,10 @@ def update_time(
         hidden = min(beside, compute) if exchanges.hidden else 0.0
         return beside - hidden * (1 - CONTENTION)
 
-    forward, backward = exchanged(exchanges.forward), exchanged(exchanges.backward)
-    up, down = exchanges.up / speeds.host_link, exchanges.down / speeds.host_link
+    forward = exchanged(exchanges.forward)
+    backward = exchanged(exchanges.backward)
+    up = exchanges.up / speeds.host_link
+    down = exchanges.down / speeds.host_link
     last = backward + exchanged(exchanges.last_backward)
     in_each = exposed(forward, passes.forward) + exposed(backward, passes.backward)
     in_last = exposed(last, passes.backward) - exposed(backward, passes.backward)
@@ -435,17 +455,21 @@ class Timing:
         *,
         is_known: bool = True,
     ):
-        self.model, self.gpus_per_node, self.speeds = model, gpus_per_node, speeds
+        self.model = model
+        self.gpus_per_node = gpus_per_node
+        self.speeds = speeds
         self.links = links or Links(math.inf, math.inf)
         self.rows = model.rows.shortened(mean_length) if mean_length else model.rows
-        self.mean_length, self.is_known = mean_length, is_known
+        self.mean_length = mean_length
+        self.is_known = is_known
         self._times: dict[tuple[Tracer, Stage], dict[int, PassTime]] = {}
         self._known: dict[tuple[int, bool], tuple[PlannedStrategy, Exchanges]] = {}
 
     def of(self, model: PlannedModel) -> "Timing":
         """Return a copy for a model that shares its tracers; what is known of their passes is shared too."""
         other = copy.copy(self)
-        other.model, other._known = model, {}
+        other.model = model
+        other._known = {}
         other.__dict__.pop("flops_per_token", None)
         other.rows = model.rows.shortened(self.mean_length) if self.mean_length else model.rows
         return other
@@ -521,7 +545,8 @@ class Timing:
             return times[micro_batch]
         sizes = sorted(times)
         place = min(max(bisect.bisect(sizes, micro_batch), 1), len(sizes) - 1)
-        low, high = sizes[place - 1], sizes[place]
+        low = sizes[place - 1]
+        high = sizes[place]
         return times[low].towards(times[high], (micro_batch - low) / (high - low))
 
     def _exchanges(self, resolved: PlannedStrategy, accumulates: bool) -> Exchanges:
@@ -529,7 +554,8 @@ class Timing:
         key = id(resolved), accumulates
         if key in self._known:
             return self._known[key][1]
-        weights, world_size = self.model.weights_of(resolved.layout), resolved.layout.shard_size
+        weights = self.model.weights_of(resolved.layout)
+        world_size = resolved.layout.shard_size
         width = DTYPES[resolved.precision].itemsize
         if isinstance(resolved.sharding, FullyShards):
             replicas = resolved.layout.dp_replicate
@@ -541,7 +567,8 @@ class Timing:
         else:
             found = first_stages_exchanges(weights, resolved.zero, world_size, width, accumulates)
         if self.model.weights.matrices:
-            ranks, half = resolved.optimizer_ranks, resolved.precision != "fp32"
+            ranks = resolved.optimizer_ranks
+            half = resolved.precision != "fp32"
             found = with_muon(found, self.model.weights, half, ranks, ranks > 1 and resolved.shards_weights)
         self._known[key] = resolved, found
         return found
@@ -549,7 +576,8 @@ class Timing:
     @functools.cached_property
     def flops_per_token(self) -> float:
         """FLOPs of a token, as a run counts them (zerofit/record/recorder.py)."""
-        rows, full = self.rows, self.model.full
+        rows = self.rows
+        full = self.model.full
         if rows.target_length:
             return flops_per_pair_token(full, rows.length, rows.target_length)
         return flops_per_token(full, rows.length)

@@ -63,7 +63,10 @@ class TracedStep(NamedTuple):
 def compose(segments: list[Segment], stacks: dict[str, int]) -> list[TracedStep]:
     """The passes of the full model: the last layer that was traced of each stack is repeated. `stacks`: {name of a
     stack: its layers in the full model}."""
-    steps, live, head, backward = [], 0, 0, False
+    steps = []
+    live = 0
+    head = 0
+    backward = False
     traced: dict[str, int] = {}  # the last layer
     for _, *where in (segment.name for segment in segments):
         if len(where) == 2:
@@ -80,7 +83,8 @@ def compose(segments: list[Segment], stacks: dict[str, int]) -> list[TracedStep]
         for place in places:
             if not backward and place != places[0]:
                 live -= sum(segment.offloaded for segment in run)  # the input of the layer before is not held any more
-            before, in_full = live, _renaming(where, place)
+            before = live
+            in_full = _renaming(where, place)
             for segment, (computed, blocks) in zip(run, contents):
                 end = live + segment.delta
                 steps.append(
@@ -125,7 +129,8 @@ def _renaming(where: list[Any], place: tuple[str, int] | None) -> Callable[[str]
     """Return a function: a name in the traced model -> the one in the full model, of the layer at `place`."""
     if place is None or place[1] == where[1]:
         return str
-    traced, full = f"{place[0]}.{where[1]}.", f"{place[0]}.{place[1]}."
+    traced = f"{place[0]}.{where[1]}."
+    full = f"{place[0]}.{place[1]}."
     return lambda name: full + name[len(traced) :] if name.startswith(traced) else name
 
 
@@ -185,7 +190,8 @@ WHOLE = Stage(0, 1, 0)  # no pipeline
 def weights_of_stage(weights: Weights, stage: Stage, plan: StagePlan, body: str) -> Weights:
     """Return the weights of a stage, whose layers are called as if they were the first ones. `body`: the name of the
     model's body."""
-    stack, before = f"{body}.{plan.layers}", tuple(f"{body}.{name}." for name in plan.before)
+    stack = f"{body}.{plan.layers}"
+    before = tuple(f"{body}.{name}." for name in plan.before)
     is_tied = not weights.head
 
     def belongs(name: str) -> bool:
@@ -222,10 +228,14 @@ def steps_of_stage(
             continue
         if step.phase == "backward" and not stage.is_last:
             if first_place is None:
-                live, first_place = live - embedded, step.place
+                live = live - embedded
+                first_place = step.place
             elif first_place and step.place != first_place:  # the received gradient stays in its buffer
-                live, first_place = live + hidden, ()
-        operations, completed, gradient = step.operations, step.completed, step.gradient
+                live = live + hidden
+                first_place = ()
+        operations = step.operations
+        completed = step.completed
+        gradient = step.gradient
         if step.name == "before" and not stage.is_first:
             operations = tuple(one for one in operations if one.kind not in EXCHANGES)
         delta = step.end - step.start
@@ -235,10 +245,12 @@ def steps_of_stage(
             completed_last = (one.completed for one in steps if one.name == "backward of before")
             tied = next((name for name in completed_last if name in weights.sizes), "")
             if tied:
-                completed, gradient = tied, width * weights.sizes[tied]
+                completed = tied
+                gradient = width * weights.sizes[tied]
                 delta -= gradient
         if completed and completed not in weights.sizes:
-            completed, gradient = "", 0
+            completed = ""
+            gradient = 0
         found.append(
             step._replace(
                 start=live,
@@ -274,7 +286,8 @@ class Collectives:
     AsyncCollectiveTensor = type("AsyncCollectiveTensor", (), {})  # whose kind no tensor is here
 
     def __init__(self, note: Callable[[Operation], None], size: int):
-        self.note, self.size = note, size
+        self.note = note
+        self.size = size
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = None, group: Any = None) -> None:
         self._noted(ALL_REDUCE, tensor, tensor.nbytes)
@@ -377,7 +390,8 @@ def divide_experts(model: torch.nn.Module, ranks: int, dtype: torch.dtype) -> No
         """The exchange, whose sizes are on the host before there are any: fake tensors have no values."""
 
         def __init__(self, experts: Any, mesh: FakeMesh, alone: FakeMesh) -> None:  # in no process group
-            self.experts_forward, self.num_local_experts = experts.forward, experts.num_experts
+            self.experts_forward = experts.forward
+            self.num_local_experts = experts.num_experts
             self.ep_mesh: Any = mesh
             self.tp_mesh: Any = alone
             self.shares_batch = False

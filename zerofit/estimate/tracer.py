@@ -39,7 +39,8 @@ from zerofit.model.recomputation import enable_recomputation, offload_inputs
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
           "num_decoder_layers")  # fmt: skip
 TRACED_LAYERS = 2  # of each stack
-MOST_CHUNKS, MOST_TRACED = 8, 2**20
+MOST_CHUNKS = 8
+MOST_TRACED = 2**20
 ATTENTION = "plan_sdpa"  # sdpa whose mask does not depend on values, which fake tensors do not have
 ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout")  # of models whose attention runs in a fused kernel
 
@@ -101,7 +102,11 @@ class Tracer:
         self, config: Any, full: Any, build: Callable[[Any], Any], rows: Rows, settings: TraceSettings
     ) -> None:
         self.elsewhere: FakeHostStore | None = None
-        self.config, self.full, self.build, self.settings, self.rows = config, full, build, settings, rows
+        self.config = config
+        self.full = full
+        self.build = build
+        self.settings = settings
+        self.rows = rows
         self._segments: dict[int, list[Segment]] = {}
         self._steps: dict[tuple[int, int | None], list[TracedStep]] = {}
 
@@ -199,7 +204,8 @@ class Tracer:
             ledger.include(tensor for tensor in inputs.values() if isinstance(tensor, torch.Tensor))
             if self.settings.watched:
                 self.visits.begin(ledger.visit)
-            borders, fused = Borders(ledger), FusedLayers(ledger)
+            borders = Borders(ledger)
+            fused = FusedLayers(ledger)
             fuses = self.settings.compiled and not self.settings.recomputed  # which decides by itself what is kept
             for name in self.stacks:
                 for index, layer in enumerate(self.model.get_submodule(name)):
@@ -262,7 +268,8 @@ class Borders:
     """Tells a ledger where a layer begins, in the forward and in the backward pass."""
 
     def __init__(self, ledger: AllocationTracker):
-        self.ledger, self.backward = ledger, False
+        self.ledger = ledger
+        self.backward = False
 
     def watch(self, stack: str, index: int, layer: torch.nn.Module) -> list[Any]:
         def entered(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -291,7 +298,8 @@ class Borders:
 def traces_half_sums() -> bool:
     """Return whether torch traces products in half precision that are added to a matrix in fp32: 2.11 does not."""
     with fake_tensors():
-        total, half = torch.ones(8, 8), torch.ones(8, 8, dtype=torch.bfloat16)
+        total = torch.ones(8, 8)
+        half = torch.ones(8, 8, dtype=torch.bfloat16)
         try:
             torch.addmm(total, half, half, out_dtype=torch.float32, out=total)
         except TypeError:

@@ -17,7 +17,8 @@ NF4_BYTES = (4 + 0.127) / 8
 NORM_BYTES = 8
 
 # Adam: two moments in fp32, and under DeepSpeed a copy of the weights in fp32. Source: Rajbhandari et al. 2020, ZeRO.
-MOMENTS_BYTES, MASTER_BYTES = 8, 4
+MOMENTS_BYTES = 8
+MASTER_BYTES = 4
 AVERAGE_BYTES = 4  # of the mean of the weights, with ema_decay
 
 # What a step of Adafactor makes of each parameter on its way: its squared gradient, or the update and its negative.
@@ -174,7 +175,9 @@ class FlatGroup:
         self.moments_bytes = group[0].moments_bytes
         total = sum(weight.size for weight in group)
         aligned = -(-total // (ALIGNMENT * world_size)) * ALIGNMENT * world_size
-        self.partition, self.parts, begin = aligned // world_size, {}, 0
+        self.partition = aligned // world_size
+        self.parts = {}
+        begin = 0
         for weight in group:
             end = begin + weight.size
             ranks = range(begin // self.partition, -(-end // self.partition))

@@ -61,11 +61,15 @@ class MetaWeight:
 
 def weights(sizes: Sizes) -> list[MetaWeight]:
     """All weights in transformers' order, the embeddings first and the head last."""
-    s, queries, keys = sizes, sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+    s = sizes
+    queries = sizes.heads * sizes.head_dim
+    keys = sizes.kv_heads * sizes.head_dim
     listed = [MetaWeight("tok_embeddings.weight", "model.embed_tokens.weight", (s.vocab, s.dim), copied=True)]
     for number in range(s.layers):
-        meta, hf = f"layers.{number}.", f"model.layers.{number}."
-        attention, mlp = f"{hf}self_attn.", f"{hf}mlp."
+        meta = f"layers.{number}."
+        hf = f"model.layers.{number}."
+        attention = f"{hf}self_attn."
+        mlp = f"{hf}mlp."
         listed += [
             MetaWeight(f"{meta}attention.wq.weight", f"{attention}q_proj.weight", (queries, s.dim), s.heads),
             MetaWeight(f"{meta}attention.wk.weight", f"{attention}k_proj.weight", (keys, s.dim), s.kv_heads, True),
@@ -113,7 +117,8 @@ class MetaFolder:
     """
 
     def __init__(self, path: Path):
-        self.path, self.says = path, f"input = {str(path)!r}"
+        self.path = path
+        self.says = f"input = {str(path)!r}"
         self.files = self._find_files()
         self.params = self._read_params()
         self.shards = [self._load(file) for file in self.files]  # mapped
@@ -121,7 +126,8 @@ class MetaFolder:
         self.sizes = self._sizes()
         listed = weights(self.sizes)
         self.cuts = {weight.meta: self._cut(weight) for weight in listed if weight.meta in self.shards[0]}
-        embeddings, head = listed[0], listed[-1]
+        embeddings = listed[0]
+        head = listed[-1]
         self.tied = head.meta not in self.shards[0] or same_bits(self.read(embeddings), self.read(head))
         self.weights = listed[:-1] if self.tied else listed
 
@@ -181,7 +187,8 @@ class MetaFolder:
         layers = self.params["n_layers"]
         expected = {weight.meta for weight in weights(Sizes(1, layers, 1, 1, 1, 1, 1))}
         for file, shard in zip(self.files, self.shards):
-            unknown, missing = sorted(shard.keys() - expected), sorted(expected - shard.keys() - {"output.weight"})
+            unknown = sorted(shard.keys() - expected)
+            missing = sorted(expected - shard.keys() - {"output.weight"})
             names = [*(f"has {name}" for name in unknown), *(f"lacks {name}" for name in missing)]
             if names:
                 what = f"it {names[0]} ({len(names)} such)"
@@ -192,7 +199,9 @@ class MetaFolder:
     def _sizes(self) -> Sizes:
         """The sizes in params.json; the vocabulary where it has none is that of the weights. Shards of the embeddings
         that are as wide as the model are cut along the vocabulary (Llama 3), or are all the same."""
-        params, heads, given = self.params, self.params["n_heads"], self.params.get("vocab_size", -1)
+        params = self.params
+        heads = self.params["n_heads"]
+        given = self.params.get("vocab_size", -1)
         shards = [shard["tok_embeddings.weight"] for shard in self.shards]
         vocab = shards[0].shape[0]
         if shards[0].shape[-1] == params["dim"] and not all(same_bits(shards[0], each) for each in shards[1:2]):
@@ -214,7 +223,9 @@ class MetaFolder:
         along the hidden dimension, Llama 3 along the vocabulary): shard i is part i // copies. Raises UserError: in no
         known way."""
         shapes = {tuple(shard[weight.meta].shape) for shard in self.shards}
-        shard, full, num_shards = next(iter(shapes)), weight.shape, len(self.files)
+        shard = next(iter(shapes))
+        full = weight.shape
+        num_shards = len(self.files)
         if shapes == {full} and (num_shards == 1 or weight.copied or len(full) == 1):
             return None, 1
         for axis in (0, 1) if len(shapes) == 1 and len(shard) == len(full) == 2 else ():
@@ -233,7 +244,8 @@ class MetaFolder:
 
     def read(self, weight: MetaWeight) -> torch.Tensor:
         """The full weight, concatenated from its shards, in Meta's order."""
-        (axis, copies), shards = self.cuts[weight.meta], [shard[weight.meta] for shard in self.shards]
+        (axis, copies) = self.cuts[weight.meta]
+        shards = [shard[weight.meta] for shard in self.shards]
         if axis is None or len(shards) == 1:
             return shards[0]
         return torch.cat(shards[::copies], axis)
@@ -254,7 +266,8 @@ def from_meta(folder: str, output: Path, tokenizer_file: str | None) -> list[str
     """
     source = Path(folder).expanduser()
     meta = MetaFolder(source)
-    version, factor = version_of(meta.params), None
+    version = version_of(meta.params)
+    factor = None
     if meta.params.get("use_scaled_rope"):  # params.json of Llama 3.1 and 3.2 do not differ
         factor = float(meta.params.get("rope_scaling_factor") or (32.0 if meta.tied else 8.0))
     tokenizer = convert_tokenizer(find_tokenizer(source, tokenizer_file), meta.sizes.vocab, version)
@@ -293,7 +306,8 @@ def version_of(params: dict[str, Any]) -> str:
 
 def config_of(meta: MetaFolder, ends: tuple[int, int | list[int]], factor: float | None) -> LlamaConfig:
     """transformers' configuration for a checkpoint of Meta's; `ends`: ids of the beginning and the end of a text."""
-    sizes, params = meta.sizes, meta.params
+    sizes = meta.sizes
+    params = meta.params
     rope = {"rope_type": "default", "rope_theta": theta_of(params)}
     if factor:
         rope |= {"rope_type": "llama3", "factor": factor, **SCALED}

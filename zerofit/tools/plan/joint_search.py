@@ -38,7 +38,8 @@ class Combination:
 
     def best(self) -> Prediction | None:
         """The fastest micro-batch that fits; None: not even the smallest does."""
-        planner, outcome = self.planner, self.outcome
+        planner = self.planner
+        outcome = self.outcome
         sizes = candidates_of(planner, outcome)
         made = search(sizes, lambda size: planner.predict(outcome.resolved, size), planner.budget.device)
         largest = max((one.micro_batch for one in made if one.fits), default=0)
@@ -99,7 +100,9 @@ def combinations(planner: Planner, names: list[str]) -> list[list[Combination]]:
 
 def _changed(planner: Planner, options: Options) -> Planner | None:
     """The planner with these options; None: they do not go together, or the model does not have them."""
-    recipe, model, timing = planner.recipe.draft(), planner.model, planner.timing
+    recipe = planner.recipe.draft()
+    model = planner.model
+    timing = planner.timing
     for name, value in options.items():
         recipe.adopt(name, value, f"--{name}")
     try:
@@ -137,7 +140,8 @@ def _saving(recipe: PlanOptions, on_gpu: bool) -> Iterator[Options]:
 def _may_fit(planner: Planner, outcome: LayoutOutcome) -> bool:
     """Return whether there is room for the model states, which no batch makes smaller: then passes are worth a
     trace."""
-    resolved, device = outcome.resolved, planner.budget.device
+    resolved = outcome.resolved
+    device = planner.budget.device
     several = [resolved.states(planner.model, False, stage) for stage in planner.model.stages(resolved.layout)]
     return all(each.weights + each.gradients + each.optimizer + each.buffers <= device for each in several)
 
@@ -151,7 +155,8 @@ class Remedies:
 
     def add(self, outcome: LayoutOutcome) -> None:
         """Add the first remedies of a layout: options that are enough alone, else two together."""
-        alone, misfit = False, outcome.smallest_misfit
+        alone = False
+        misfit = outcome.smallest_misfit
         for options in _saving(self.planner.recipe, self.planner.model.on_gpu):
             is_single = len(options) == 1 or options.keys() == {"lora", "load_in_4bit"}
             if len(outcome.remedies) == MAX_REMEDIES or (alone and not is_single):

@@ -128,7 +128,9 @@ def make_budget(options: PlanOptions) -> Budget:
     """Return the memory and the devices that the options name. Raises UserError: a process takes more before there is
     a model; a CPU's memory is not known."""
     host = parse_bytes(options.host_memory) if options.host_memory else None
-    gpu, on_gpu, stated = options.known_gpu, options.gpu != CPU, options.device_memory
+    gpu = options.known_gpu
+    on_gpu = options.gpu != CPU
+    stated = options.device_memory
     if stated:
         device = parse_bytes(stated[0])
     elif gpu is not None:
@@ -150,7 +152,8 @@ def make_timing(options: PlanOptions, model: PlannedModel, budget: Budget, in_ha
     """Return (the time of updates, what it rests on). `in_half`: whether strategies compute in half precision."""
     speeds, links, known = device_speeds(options, options.known_gpu, model.on_gpu)
     if speeds is not None and not all(map(speeds.computes, in_half)):
-        speeds, known = None, f"not known of {options.gpu} in fp32"
+        speeds = None
+        known = f"not known of {options.gpu} in fp32"
     is_known = speeds is not None
     if speeds is None:
         plain = SimpleNamespace(**vars(options) | dict.fromkeys(OVERRIDES))

@@ -332,7 +332,8 @@ def resolve_with(
         try:
             found = resolve_layout(str(file), recipe, model, world_size, gpus_per_node)
         except UserError as error:
-            own, json_file = str(pair.source), str(file.with_suffix(".json"))
+            own = str(pair.source)
+            json_file = str(file.with_suffix(".json"))
             raise UserError(
                 problem.replace(str(file), own).replace(json_file, str(pair.json_file)) for problem in error.problems
             ) from None

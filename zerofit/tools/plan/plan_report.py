@@ -64,7 +64,8 @@ def write_pairs(
     flags = ["--config", str(recipe_file)] if recipe_file else options.flags_given(recipe, without=SET_HERE)
     scripts = []
     for prediction in predictions:
-        pair, world_size = read_pair(prediction.strategy), prediction.layout.world_size
+        pair = read_pair(prediction.strategy)
+        world_size = prediction.layout.world_size
         file = folder / f"{labelled(pair.source.stem, prediction.degrees).replace(' ', '_')}.yaml"
         if file.resolve() == pair.source.resolve():
             raise UserError(f"write = {str(folder)!r}: {file} is the strategy itself. Set --write to another folder")
@@ -130,7 +131,8 @@ class PlanReport:
 
     def for_terminal(self, top: int, width: int | None, tokens: float | None) -> str:
         """The whole report. Sizes and times are predicted."""
-        lines, shown = [], self._groups[:top]
+        lines = []
+        shown = self._groups[:top]
         if shown:
             lines += ["what fits, predicted, of the process that needs most:", ""]
             cells = [self._cells(group[0], tokens) for group in shown]
@@ -169,7 +171,8 @@ class PlanReport:
         if speed is None:
             return cells | dict.fromkeys(columns, "")
         hours = tokens / speed.tokens_per_s / 3600 * one.layout.world_size if tokens else 0.0
-        price, mfu = self.planner.recipe.price, speed.mfu
+        price = self.planner.recipe.price
+        mfu = speed.mfu
         times = (
             rounded(speed.time.seconds),
             rounded(speed.tokens_per_s),
@@ -203,11 +206,14 @@ class PlanReport:
     def _compiled(self, best: Prediction, before_s: float) -> list[str]:
         """Return lines on what --torch_compile auto chooses for the first row, and why; its speed with that, since the
         table is without."""
-        recipe, model, budget = self.planner.recipe, self.planner.model, self.planner.budget
+        recipe = self.planner.recipe
+        model = self.planner.model
+        budget = self.planner.budget
         if recipe.torch_compile != "auto" or not model.on_gpu or self.planner.lengths is not None:
             return []
         resolved = next(one.resolved for one in self.outcomes if best in one.predictions)
-        taken, what = choose(recipe, resolved, model.config, recipe.max_train_steps), "  torch_compile = auto, "
+        taken = choose(recipe, resolved, model.config, recipe.max_train_steps)
+        what = "  torch_compile = auto, "
         if not taken.value:
             return [f"{what}which compiles nothing under {best.label}: {taken.why}"]
         recipe = recipe.draft()
@@ -245,7 +251,9 @@ class PlanReport:
         found = {one.strategy: one.best for one in self.outcomes if one.best and one.best.timed}
         if "fsdp2" not in found or self.planner.lengths is not None or not self.planner.model.on_gpu:
             return []
-        lines, fast, zero3 = [], found["fsdp2"].tokens_per_s, found.get("zero3")
+        lines = []
+        fast = found["fsdp2"].tokens_per_s
+        zero3 = found.get("zero3")
         if zero3 is not None and fast > WORTH * zero3.tokens_per_s:
             gain = fast / zero3.tokens_per_s - 1
             lines.append(f"  fsdp2 shards as much as zero3, and is predicted to make {gain:.0%} more tokens/s")
@@ -259,10 +267,14 @@ class PlanReport:
 
     def trust(self, best: Prediction) -> list[str]:
         """Return a line on how far published seconds were from predictions of this kind."""
-        recipe, layout, model = self.planner.recipe, best.layout, self.planner.model
+        recipe = self.planner.recipe
+        layout = best.layout
+        model = self.planner.model
         if not recipe.gpu or recipe.gpu == CPU or best.speed is None:
             return []
-        gpu, length, parameters = recipe.gpu, model.rows.length, model.weights.trained + model.weights.frozen
+        gpu = recipe.gpu
+        length = model.rows.length
+        parameters = model.weights.trained + model.weights.frozen
         is_divided = layout.tensor * layout.pipeline * layout.sequence > 1
         kind = run_kind(best.strategy, is_divided, recipe.lora)
         found = comparable(kind, gpu, parameters, length, length * best.micro_batch, gpus=layout.world_size)
@@ -301,7 +313,9 @@ class PlanReport:
             predictions = (smallest, *(found for _, found in one.remedies))
             key = (*map(_needs, predictions), *(str(options) for options, _ in one.remedies))
             groups.setdefault(key, (smallest, []))[1].append(one)
-        lines, lengths, budget = [], self.planner.lengths, self.planner.budget
+        lines = []
+        lengths = self.planner.lengths
+        budget = self.planner.budget
         for misfit, group in groups.values():
             what = f"rows of {misfit.length:,} tokens" if lengths else f"micro-batch {misfit.micro_batch}"
             needs = []
@@ -325,8 +339,10 @@ class PlanReport:
 
     def describe_model(self) -> str:
         """One line: the model's shape and rows."""
-        weights, rows = self.planner.model.weights, self.planner.model.rows
-        total, config = weights.trained + weights.frozen, self.planner.model.config
+        weights = self.planner.model.weights
+        rows = self.planner.model.rows
+        total = weights.trained + weights.frozen
+        config = self.planner.model.config
         trained = "" if not weights.frozen else f", {rounded(100 * weights.trained / total)} % trained"
         target = f" and {rows.target_length:,}" if rows.target_length else ""
         length = f"{rows.length:,}{target}"
@@ -340,7 +356,8 @@ class PlanReport:
     def to_json(self) -> dict[str, Any]:
         """{predictions, best, largest, refused, ...}. Where lengths were searched, `best` and `largest` are
         the longest rows."""
-        weights, best = self.planner.model.weights, self.best
+        weights = self.planner.model.weights
+        best = self.best
         fitting = [(one.best.rank, one.largest) for one in self.outcomes if one.best and one.largest]
         largest = best if self.planner.lengths else [one for _, one in sorted(fitting, key=lambda pair: pair[0])]
         return {

@@ -117,7 +117,8 @@ class Prediction:
         return -self.tokens_per_s, -self.micro_batch
 
     def to_dict(self) -> dict[str, Any]:
-        peak, layout = asdict(self.peak), self.layout
+        peak = asdict(self.peak)
+        layout = self.layout
         unknown = dict.fromkeys(("seconds_per_update", "seconds", "bound", "tokens_per_s", "mfu"))
         return {
             "strategy": self.strategy,
@@ -221,7 +222,9 @@ def find_all(
 
     for done, (share, found) in enumerate(zip(shares.values(), in_processes(find, [*shares.values()])), 1):
         for outcome, (predictions, refused, remedies) in zip(share, found):
-            outcome.predictions, outcome.refused, outcome.remedies = predictions, refused, remedies
+            outcome.predictions = predictions
+            outcome.refused = refused
+            outcome.remedies = remedies
         say_now(f"{what}: {done} of {len(shares)} groups of layouts")
 
 
@@ -277,12 +280,18 @@ class Planner:
     """
 
     def __init__(self, recipe: PlanOptions, model: PlannedModel, budget: Budget, timing: Timing | None = None):
-        self.recipe, self.model, self.budget, self.timing = recipe, model, budget, timing
+        self.recipe = recipe
+        self.model = model
+        self.budget = budget
+        self.timing = timing
 
     def layouts(self, name: str) -> list[LayoutOutcome]:
         """Those that a strategy can have, without predictions."""
-        pair, recipe, budget = read_pair(name), self.recipe_for_layouts(), self.budget
-        outcomes, ranks = [], {"world_size": budget.num_gpus, "gpus_per_node": budget.gpus_per_node}
+        pair = read_pair(name)
+        recipe = self.recipe_for_layouts()
+        budget = self.budget
+        outcomes = []
+        ranks = {"world_size": budget.num_gpus, "gpus_per_node": budget.gpus_per_node}
         gpu = recipe.known_gpu
         for degrees in possible_degrees(name, pair, budget.num_gpus, budget.local_ranks, self.model.num_layers):
             outcome = LayoutOutcome(name, degrees)
@@ -301,7 +310,8 @@ class Planner:
     def find(self, outcome: LayoutOutcome, sizes: list[int] | None = None) -> None:
         """Add the predictions of the micro-batches that the options name, or of the largest that fits and the fastest;
         with --lengths of the longest rows that fit; or why there are none. `sizes` go before those of the options."""
-        lengths, name = self.lengths, "per_device_train_batch_size"
+        lengths = self.lengths
+        name = "per_device_train_batch_size"
         sizes = sizes or self.recipe.micro_batches
         if lengths:  # the micro-batch is the recipe's, else one row
             sizes = [getattr(self.recipe, name) if self.recipe.source(name) else 1]
@@ -348,17 +358,20 @@ class Planner:
         layout = resolved.layout
         accumulation = self.accumulation(micro_batch, layout.data_size)
         peaks = [self._peak(resolved, micro_batch, accumulation, stage) for stage in self.model.stages(layout)]
-        peak, on_gpu = max(peaks, key=lambda one: one.needed), self.model.on_gpu
+        peak = max(peaks, key=lambda one: one.needed)
+        on_gpu = self.model.on_gpu
         host = peak.host * self.budget.local_ranks
         lacking = max(0, peak.needed - self.budget.device)
         if self.budget.host is not None and on_gpu:
             lacking = max(lacking, host - self.budget.host)
         about = resolved.name, resolved.precision, layout, micro_batch, accumulation, peak, host
-        disk, speed = peak.disk * self.budget.local_ranks, self.speed(resolved, micro_batch)
+        disk = peak.disk * self.budget.local_ranks
+        speed = self.speed(resolved, micro_batch)
         return Prediction(*about, disk, lacking == 0, lacking, self.model.rows.length, speed)
 
     def _peak(self, resolved: PlannedStrategy, micro_batch: int, accumulation: int, stage: Stage) -> Peak:
-        model, layout = self.model, resolved.layout
+        model = self.model
+        layout = resolved.layout
         states = resolved.states(model, accumulation > 1, stage)
         teacher = model.teacher_weights * DTYPES[resolved.precision].itemsize
         states = replace(states, buffers=states.buffers + teacher)
@@ -390,7 +403,8 @@ class Planner:
         peak = peak_of(moments)
         if peak.needed > self.budget.device:  # whatever an evaluation takes: it is not traced
             return peak
-        recipe, rows = self.recipe, self.recipe.per_device_eval_batch_size
+        recipe = self.recipe
+        rows = self.recipe.per_device_eval_batch_size
         evaluation = model.steps(resolved, stage, rows, evaluated=True)
         generated: dict[str, int] = {}  # beside weights, while texts are generated for an evaluation batch
         if getattr(recipe, "predict_with_generate", False):
@@ -434,7 +448,8 @@ class Planner:
 
     def possible(self, sizes: Iterable[int], replicas: int) -> list[int]:
         """Those that make the global batch, if there is one, or stay within its limit."""
-        total, most = self.recipe.global_batch_size, self.recipe.max_global_batch_size
+        total = self.recipe.global_batch_size
+        most = self.recipe.max_global_batch_size
         if most:
             return [size for size in sizes if size * replicas <= most]
         return [size for size in sizes if total is None or total % (size * replicas) == 0]
@@ -454,7 +469,8 @@ class Planner:
     def _add_fastest(self, outcome: LayoutOutcome, candidates: list[int]) -> None:
         """Add the prediction of the fastest candidate that fits. Speeds are interpolated between traced sizes. If no
         global batch is set, all sizes accumulate alike, and a traced one is the fastest: nothing is added."""
-        largest, best = outcome.largest, outcome.best
+        largest = outcome.largest
+        best = outcome.best
         if largest is None or best is None or largest.speed is None or self._global_batch is None:
             return
         made = {one.micro_batch for one in outcome.predictions}
@@ -473,7 +489,8 @@ def _unused(states: States, training: list[TracedStep], in_flight: int) -> Unuse
     """Return the bytes that the allocator holds unused, on the stream that computes and on the one that gathers
     weights."""
     forward = [size for step in training if step.phase != "backward" for size in step.blocks]
-    blocks, gradients = list[int](), list[int]()
+    blocks: list[int] = []
+    gradients: list[int] = []
     for step in training:
         blocks += step.blocks
         if step.completed and states.gradients_each:

@@ -45,11 +45,13 @@ def prepare_corpora(options: Any) -> list[str]:
         tokenizer = named_tokenizer(options.tokenizer, options.trust_remote_code)
     encoder = encoder_of(tokenizer, options)
     data = DataOptions.of(ClmRecipe(encoding=options.encoding))
-    num_bad, shown = 0, list[str]()
+    num_bad = 0
+    shown: list[str] = []
     with ExitStack() as stack:
         writers = [stack.enter_context(CorpusWriter(prefix, encoder.dtype)) for prefix in prefixes]
         workers = stack.enter_context(Workers(options.workers or usable_cores(), encoder))
-        line, started = stack.enter_context(closing(StatusLine())), time.perf_counter()
+        line = stack.enter_context(closing(StatusLine()))
+        started = time.perf_counter()
         names = [str(file) for file in files]
         separator = options.document_separator
         parts = (part for file, kind in files.items() for part in parts_of(file, kind, data, encoder.keys, separator))
@@ -69,7 +71,8 @@ def prepare_corpora(options: Any) -> list[str]:
         tokens = sum(writer.tokens for writer in writers)
         if not tokens:
             raise UserError(f"input = {' '.join(options.input)}: there is no text in it, so no corpus is written")
-        fingerprint, rows = tokenizer_fingerprint(tokenizer), vocab_size(tokenizer)
+        fingerprint = tokenizer_fingerprint(tokenizer)
+        rows = vocab_size(tokenizer)
         card = Card(options.tokenizer, fingerprint, rows, encoder.end, 0, 0, 0, names, f"zerofit {__version__}")
         for writer in writers:
             writer.finish(card)
@@ -97,7 +100,8 @@ def named_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTok
     Raises:
         UserError: there is none, or it cannot be loaded.
     """
-    path, config = Path(name).expanduser(), None
+    path = Path(name).expanduser()
+    config = None
     if path.is_file():
         if path.suffix in (".json", ".txt"):
             raise UserError(f"tokenizer = {str(path)!r} is one file of a tokenizer. Name its folder: {path.parent}")
@@ -105,7 +109,8 @@ def named_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTok
     if path.is_dir():
         name = model_folder(name)
         files = {file.name for file in Path(name).iterdir()}
-        model, config = Path(name) / "tokenizer.model", GPT2Config() if "vocab.json" in files else None
+        model = Path(name) / "tokenizer.model"
+        config = GPT2Config() if "vocab.json" in files else None
         is_bare = model.name in files and not files & SELF_DESCRIBING
         if is_bare and (tiktoken_ranks(model) or "config.json" not in files):
             return tokenizer_of_file(model)
@@ -121,13 +126,15 @@ def encoder_of(tokenizer: PreTrainedTokenizerBase, options: Any) -> Encoder:
     dtype = np.dtype(megatron().indexed.DType.optimal_dtype(vocab_size(tokenizer))).name
     special = bool(getattr(tokenizer, "split_special_tokens", False))
     settings = (special, tuple(options.json_keys), dtype, end, options.skip_bad_lines)
-    plain, native = Encoder(tokenizer, *settings), getattr(tokenizer, "backend_tokenizer", None)
+    plain = Encoder(tokenizer, *settings)
+    native = getattr(tokenizer, "backend_tokenizer", None)
     if native is None:
         return plain
     native = type(native).from_str(native.to_str())
     native.no_truncation()
     native.no_padding()
-    added, fast = list(tokenizer.get_added_vocab())[:16], Encoder(native, *settings)
+    added = list(tokenizer.get_added_vocab())[:16]
+    fast = Encoder(native, *settings)
     texts = ["", *EDGE_CASES, *added, *(f"a  {token} b{token}c" for token in added)]
     return fast if fast.ids(texts) == plain.ids(texts) else plain
 

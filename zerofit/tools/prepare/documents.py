@@ -54,9 +54,13 @@ class CorpusWriter:
     """An unfinished corpus, as a context: without `publish` its files are removed."""
 
     def __init__(self, prefix: str, dtype: str):
-        self.prefix, self.dtype = prefix, np.dtype(dtype)
+        self.prefix = prefix
+        self.dtype = np.dtype(dtype)
         self.paths = {ending: Path(f"{prefix}{ending}{PARTIAL}") for ending in ENDINGS}
-        self.documents, self.tokens, self.empty, self.largest = 0, 0, 0, -1
+        self.documents = 0
+        self.tokens = 0
+        self.empty = 0
+        self.largest = -1
         self.published = False
 
     def __enter__(self) -> "CorpusWriter":
@@ -77,7 +81,8 @@ class CorpusWriter:
             self.paths[ending].unlink(missing_ok=True)
         self.builder = megatron().indexed.IndexedDatasetBuilder(str(content), dtype=self.dtype.type)
         # 12 bytes a document, where lists take 72
-        self.builder.sequence_lengths, self.builder.document_indices = array("i"), array("q", [0])
+        self.builder.sequence_lengths = array("i")
+        self.builder.document_indices = array("q", [0])
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -244,14 +249,17 @@ def parts_of(
         elif kind == "json" and next(_blocks(file, options.recipe.encoding), b"").lstrip()[:1] != b"[":
             records = _split(_blocks(file, options.recipe.encoding), b"\n")
         else:  # a table, or one list of objects
-            kind, records = "table", _rows(file, options, keys)
-        held, size = [], 0
+            kind = "table"
+            records = _rows(file, options, keys)
+        held = []
+        size = 0
         for line, record in records:
             held.append((line, record))
             size += sum(len(str(value)) for value in record.values()) if isinstance(record, dict) else len(record)
             if size >= PART:
                 yield RecordChunk(str(file), kind, held)
-                held, size = [], 0
+                held = []
+                size = 0
         if held:
             yield RecordChunk(str(file), kind, held)
     except DAMAGED as error:
@@ -268,7 +276,8 @@ def _blocks(path: Path, encoding: str | None) -> Iterator[bytes]:
 
 def _split(blocks: Iterator[bytes], mark: bytes | None) -> Iterator[tuple[int, bytes]]:
     """Yield (number of its first line, piece) of what stands between marks."""
-    held, line = bytearray(), 1
+    held = bytearray()
+    line = 1
     for block in blocks:
         begin = max(0, len(held) - len(mark or b""))
         held += block

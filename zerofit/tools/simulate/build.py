@@ -21,7 +21,8 @@ from torch.utils import cpp_extension
 from zerofit.strategy.builds import check_compiled_code
 
 HERE = Path(__file__).resolve().parent
-SOURCES, DEVICE = HERE / "csrc", HERE / "device"
+SOURCES = HERE / "csrc"
+DEVICE = HERE / "device"
 NAME = "simgpu_c"
 
 

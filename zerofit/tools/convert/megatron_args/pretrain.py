@@ -92,7 +92,8 @@ class Layout:
 
 def layout_of_call(flags: FlagLedger, call: Call, processes: int | None) -> Layout:
     """Processes and machines; one kind of parallelism, that of data."""
-    machines, remedy = call.machines, "Set --num_processes N, of all machines"
+    machines = call.machines
+    remedy = "Set --num_processes N, of all machines"
     world = processes or (call.processes or FALLBACK) * machines
     for what, names in (("processes", PROCESSES), ("machines", MACHINES)):
         said = call.of_launcher(names)
@@ -188,7 +189,8 @@ def _read_zero(flags: FlagLedger, layout: Layout) -> None:
 
 def pair_of(layout: Layout, folder: Path) -> dict[str, str]:
     """{file name: text} of the pair: an accelerate YAML, and under ZeRO a DeepSpeed JSON."""
-    files, settings = {}, read_yaml(place(f"accelerate_configs/{layout.strategy}.yaml"))
+    files = {}
+    settings = read_yaml(place(f"accelerate_configs/{layout.strategy}.yaml"))
     settings |= {"num_machines": layout.machines, "num_processes": layout.world}
     if layout.machines > 1:
         settings |= {"main_process_ip": layout.address, "main_process_port": int(layout.port)}
@@ -202,7 +204,8 @@ def pair_of(layout: Layout, folder: Path) -> dict[str, str]:
     return {"accelerate.yaml": yaml.safe_dump(settings, sort_keys=False), **files}
 
 
-GPT2_VOCABULARY, LLAMA_VOCABULARY = 50257, 32000
+GPT2_VOCABULARY = 50257
+LLAMA_VOCABULARY = 32000
 SENTENCEPIECE = ("GPTSentencePieceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer")
 STYLES = ("linear", "cosine", "constant", "wsd")
 SELECTIVE = "linear layers' products and attention are kept, and all else is recomputed"
@@ -250,7 +253,8 @@ class ConvertedScript(FlagLedger):
 
     def carry(self, flag: str, option: str, value: Any, note: str = "", *, default: Any = None) -> None:
         """Set an option of the recipe; `default` is Megatron's of the flag, for a row where it is not given."""
-        self.recipe[option], words = value, f"{option}: {value}{note}"
+        self.recipe[option] = value
+        words = f"{option}: {value}{note}"
         if default is not None and not self.has(flag):
             self.default(f"--{flag.replace('_', '-')} {default}", words)
         self.carried(flag, words)
@@ -277,7 +281,8 @@ def in_updates(done: ConvertedScript, what: str, option: str) -> int | None:
 
 def convert_pretraining(call: Call, options: MegatronArgsOptions) -> ConvertedScript:
     """The recipe of a call of pretrain_gpt.py, with the result for each flag."""
-    done, searched = ConvertedScript.of(call), call.program == SEARCH
+    done = ConvertedScript.of(call)
+    searched = call.program == SEARCH
     done.layout = (_job if searched else read_layout)(done, call, options.num_processes)
     if call.program not in KNOWN:
         done.wrong("", f"{call.program} is not read: give its line after --, with pretrain_gpt.py in its place")
@@ -294,7 +299,8 @@ def convert_pretraining(call: Call, options: MegatronArgsOptions) -> ConvertedSc
     elif done.shape:
         done.recipe["config_name"] = done.shape.family
         done.recipe["config_overrides"] = done.shape.overrides()
-        name, tensor = "make_vocab_size_divisible_by", done.number("tensor_model_parallel_size", default=1)
+        name = "make_vocab_size_divisible_by"
+        tensor = done.number("tensor_model_parallel_size", default=1)
         why = f" (times the {tensor} tensor-parallel processes, as in Megatron)" if tensor > 1 else ""
         done.carry(name, name, done.number(name, default=128) * tensor, why, default=128)
     _tokenizer(done, options)
@@ -356,7 +362,8 @@ def _data(done: ConvertedScript) -> None:
 
 
 def _batches(done: ConvertedScript) -> None:
-    layout, micro = done.layout, done.number("micro_batch_size", default=0)
+    layout = done.layout
+    micro = done.number("micro_batch_size", default=0)
     if not micro:
         done.wrong("micro_batch_size", "there is no --micro-batch-size")
         return
@@ -373,7 +380,8 @@ def _batches(done: ConvertedScript) -> None:
     note = f", accumulation {total // replicas // ours}"
     done.carry("micro_batch_size", "per_device_train_batch_size", ours, note)
     done.carry("global_batch_size", "global_batch_size", total)
-    done.batch, done.recipe["per_device_eval_batch_size"] = total, ours
+    done.batch = total
+    done.recipe["per_device_eval_batch_size"] = ours
 
 
 def _optimizer(done: ConvertedScript) -> None:
@@ -431,7 +439,8 @@ def _precision_and_memory(done: ConvertedScript) -> None:
     value: str | bool = True
     note = ""
     if done.has("recompute_activations") or done.text("recompute_granularity") == "selective":
-        value, note = "selective", f" ({SELECTIVE})"
+        value = "selective"
+        note = f" ({SELECTIVE})"
     for name in filter(done.has, RECOMPUTATION):
         done.carry(name, "gradient_checkpointing", value, note)
     if done.text("recompute_method") == "block":
@@ -444,7 +453,8 @@ def _precision_and_memory(done: ConvertedScript) -> None:
 
 
 def _checkpoints_and_trackers(done: ConvertedScript, options: MegatronArgsOptions) -> None:
-    load, model = done.text("load"), options.model_name_or_path
+    load = done.text("load")
+    model = options.model_name_or_path
     if load and model:
         done.satisfied("load", f"model_name_or_path: {model}, from the option")
     elif load and load == done.text("save") and not done.has("finetune"):

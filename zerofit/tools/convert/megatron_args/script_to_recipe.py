@@ -45,7 +45,8 @@ EXAMPLE = "a100-80gb"  # where nobody names the GPU
 
 def main(argv: list[str]) -> int:
     at = argv.index("--") if "--" in argv else len(argv)
-    argv, words = argv[:at], argv[at + 1 :]
+    words = argv[at + 1 :]
+    argv = argv[:at]
     if argv and not argv[0].startswith("-"):
         raise UserError(
             f"{argv[0]!r}: scripts are not run. Put this line at its top, and run it in your own shell: "
@@ -78,12 +79,14 @@ def _show(call: Call, flags: FlagLedger) -> None:
 
 
 def _convert(call: Call, folder: Path, options: MegatronArgsOptions) -> None:
-    done, searched = convert_pretraining(call, options), call.program == SEARCH
+    done = convert_pretraining(call, options)
+    searched = call.program == SEARCH
     done.recipe.setdefault("output_dir", "outputs/megatron")
     _show(call, done)
     if folder.is_dir() and any(folder.iterdir()) and not options.overwrite:
         raise UserError(f"output = {str(folder)!r} is not empty. Name another folder, or add --overwrite")
-    values, layout = done.recipe, done.layout
+    values = done.recipe
+    layout = done.layout
     if searched:  # the lines are the search, which writes the best strategy and its script, and the launch
         memory = os.environ.get(MEMORY_VARIABLE)
         pairs = folder / "pairs"
@@ -138,7 +141,8 @@ def write(done: ConvertedScript, folder: Path) -> str:
 def check(done: ConvertedScript) -> None:
     """Resolve recipe and pair as a run does."""
     silence_libraries()
-    layout, model = done.layout, done.recipe.get("model_name_or_path")
+    layout = done.layout
+    model = done.recipe.get("model_name_or_path")
     with tempfile.TemporaryDirectory() as folder:
         write(done, Path(folder))
         try:
@@ -163,8 +167,10 @@ def written(done: ConvertedScript, commands: list[str]) -> str:
 
 def convert_preparation(call: Call, tokenizer: str | None) -> tuple[str, FlagLedger]:
     """Return (a command line of zerofit prepare, the ledger of flags)."""
-    flags, merges = FlagLedger.of(call), call.program == "merge_datasets.py"
-    options, line = (JoinOptions if merges else PrepareOptions), ["merge"] if merges else []
+    flags = FlagLedger.of(call)
+    merges = call.program == "merge_datasets.py"
+    options = JoinOptions if merges else PrepareOptions
+    line = ["merge"] if merges else []
     name = tokenizer or flags.text("tokenizer_name_or_path") or flags.text("tokenizer_model")
     chosen = ["--tokenizer", name] if name else []
     for flag, words in flags.flags.items():

@@ -102,7 +102,8 @@ class FlagLedger:
 
     @classmethod
     def of(cls, call: Call) -> Self:
-        ledger, name = cls(), None
+        ledger = cls()
+        name = None
         for word in call.arguments:
             if is_flag(word):
                 written, equals, value = word[2:].partition("=")
@@ -220,10 +221,13 @@ class Shape:
 
     def changed(self) -> dict[str, dict[str, Any]]:
         """{flag: {option: value}} of all sizes, and of what the family's configuration has otherwise."""
-        config, column, changed = load_configuration(ClmRecipe(config_name=self.family)), list(FAMILIES), {}
+        config = load_configuration(ClmRecipe(config_name=self.family))
+        column = list(FAMILIES)
+        changed = {}
         usual = {**config.to_dict(), **(getattr(config, "rope_parameters", None) or {})}
         for flag, names in OPTIONS.items():
-            value, options = self.values[flag], names[column.index(self.family)].split()
+            value = self.values[flag]
+            options = names[column.index(self.family)].split()
             if options and (type(value) is int or any(usual.get(option) != value for option in options)):
                 changed[flag] = dict.fromkeys(options, value)
         return changed
@@ -257,7 +261,8 @@ def read_shape(flags: FlagLedger, program: str) -> Shape | None:
         flags.wrong("position_embedding_type", "neither family has it: learned_absolute (GPT-2) or rope (Llama)")
     if flags.has("no_position_embedding") and not rotary:
         flags.wrong("no_position_embedding", "no family is without positions: add --use-rotary-position-embeddings")
-    hidden, heads = flags.number("hidden_size", default=64), flags.number("num_attention_heads", default=1)
+    hidden = flags.number("hidden_size", default=64)
+    heads = flags.number("num_attention_heads", default=1)
     length = flags.number("seq_length", default=1024)
     activation = flags.text("activation_func_type") or ("swiglu" if llama else None)
     if activation not in (None, "swiglu", "gelu"):
@@ -269,7 +274,8 @@ def read_shape(flags: FlagLedger, program: str) -> Shape | None:
     norm = flags.text("normalization") or flags.text("layernorm_type") or ("rmsnorm" if llama else "layernorm")
     if norm.lower() not in ("rmsnorm", "layernorm"):
         flags.wrong(flags.first("normalization", "layernorm_type"), "neither family has it: RMSNorm or LayerNorm")
-    rms, bias = norm.lower() == "rmsnorm", not (llama or flags.has("disable_bias_linear") or flags.has("no_bias"))
+    rms = norm.lower() == "rmsnorm"
+    bias = not (llama or flags.has("disable_bias_linear") or flags.has("no_bias"))
     groups = flags.first("num_key_value_heads", "num_query_groups")
     grouped = flags.has("num_key_value_heads") or flags.has("group_query_attention")
     # Megatron's fused kernel and OpenAI's gelu compute the tanh approximation.
@@ -312,7 +318,8 @@ def read_shape(flags: FlagLedger, program: str) -> Shape | None:
 
 def _add_rows(flags: FlagLedger, shape: Shape) -> None:
     """Add the rows of the flags that determine the shape, and of Megatron's defaults that are not the family's."""
-    family, changed = FAMILIES[shape.family], shape.changed()
+    family = FAMILIES[shape.family]
+    changed = shape.changed()
     for name in flags.flags:
         flag = SAME.get(name, name)
         if flag in changed:
@@ -321,11 +328,13 @@ def _add_rows(flags: FlagLedger, shape: Shape) -> None:
             flags.satisfied(name, f"{family} is like that")
     given = {SAME.get(name, name) for name in flags.flags}
     for flag, options in changed.items():
-        value, spelled = shape.values[flag], f"--{flag.replace('_', '-')}"
+        value = shape.values[flag]
+        spelled = f"--{flag.replace('_', '-')}"
         if flag not in given and isinstance(value, (bool, float)):
             words = f"no {spelled}" if isinstance(value, bool) else f"{spelled} {value}"
             flags.default(words, f"config_overrides {_written(options)}")
-    hidden, heads = shape.values["hidden_size"], shape.values["num_attention_heads"]
+    hidden = shape.values["hidden_size"]
+    heads = shape.values["num_attention_heads"]
     always = {"kv_channels": hidden // heads, "rotary_percent": 1.0, "hidden_dropout": 0.0}  # in a family without it
     for flag, value in always.items():
         if shape.values[flag] == value or OPTIONS[flag][list(FAMILIES).index(shape.family)]:
@@ -344,13 +353,15 @@ def of_weights(flags: FlagLedger, shape: Shape | None, folder: str) -> None:
     """Change the rows where the run starts from weights: their sizes agree with the flags, or are an error."""
     for row in flags.rows.values():
         if row.words.startswith("config_overrides"):
-            row.status, row.words = "satisfied", f"the weights of {folder} have it"
+            row.status = "satisfied"
+            row.words = f"the weights of {folder} have it"
     flags.rows.pop("=hidden_dropout", None)
     if not (shape and (Path(folder) / "config.json").is_file()):
         return
     config = read_config("model_name_or_path", folder)
     for flag in COMPARED:
-        option, value = OPTIONS[flag][0], shape.values[flag]
+        option = OPTIONS[flag][0]
+        value = shape.values[flag]
         stored = getattr(config, option, None)
         if stored is not None and stored != value:
             name = next((name for name in flags.flags if SAME.get(name, name) == flag), "")

@@ -37,7 +37,8 @@ class SimulatedAccelerator(CPU_Accelerator):
 
     def __init__(self) -> None:
         super().__init__()
-        self._name, self._communication_backend_name = simgpu.NAME, "gloo"
+        self._name = simgpu.NAME
+        self._communication_backend_name = "gloo"
 
     def is_synchronized_device(self) -> bool:
         return False

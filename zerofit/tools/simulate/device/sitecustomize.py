@@ -25,7 +25,8 @@ class AfterImport:
         if spec is None:
             return None
         loader: Any = spec.loader
-        run, change = loader.exec_module, self.changes[fullname]
+        run = loader.exec_module
+        change = self.changes[fullname]
 
         def exec_module(module: ModuleType) -> None:
             run(module)
