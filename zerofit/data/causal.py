@@ -102,7 +102,8 @@ def _prepare_stream(
         held_out = _prepare_text_or_chat(recipe, own, config, block_size)
         if not recipe.trains:
             return held_out
-    shards, size = find_shards(tuple(recipe.train_file or ())), parse_bytes(recipe.streaming or "")
+    shards = find_shards(tuple(recipe.train_file or ()))
+    size = parse_bytes(recipe.streaming or "")
     table = output_folder(recipe.task, recipe).absolute() / "stream.jsonl"
     digest = sha256(repr((str(table), shards.key, size, recipe.seed)).encode()).hexdigest()[:16]
     prepared: list[TextData] = []  # the latest window
@@ -113,7 +114,8 @@ def _prepare_stream(
         prepared[:] = [_prepare_text_or_chat(recipe, own, config, block_size, source)]
         return prepared[0].trained
 
-    folder, resumes = options.cache / f"stream-{digest}", recipe.resume != "never"
+    folder = options.cache / f"stream-{digest}"
+    resumes = recipe.resume != "never"
     checkpoint = None if recipe.resume in ("auto", "never") else Path(recipe.resume).expanduser().resolve()
     earlier = checkpoint and checkpoint.parents[1] / table.name
     total = consumed(recipe.max_train_steps or 0)  # StreamOptions asks for it
@@ -121,10 +123,12 @@ def _prepare_stream(
     train = StreamedSamples(
         shards, folder, size, recipe.seed, prepare, total=total, lag=lag, table=table, resumes=resumes, earlier=earlier
     )
-    data, stored = prepared[0], sum(shards.sizes) / 2**30
+    data = prepared[0]
+    stored = sum(shards.sizes) / 2**30
     stream = (
         f"stream    {counted(len(shards.names), 'shard')}, {stored:,.3g} GiB, in windows of {recipe.streaming}; "
         "`training` is one window here, and an epoch the whole run"
     )
-    validation, notes = held_out.validation if held_out else None, [*data.notes, stream]
+    validation = held_out.validation if held_out else None
+    notes = [*data.notes, stream]
     return replace(data, train=train, validation=validation, notes=notes, order=train, samples_per_epoch=total)

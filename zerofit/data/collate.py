@@ -80,7 +80,8 @@ class CausalCollator:
     marks_filling: bool = False  # packed rows come with `is_token`, for a model with experts
 
     def __call__(self, samples: Samples) -> Batch:
-        rows, indices = [sample for sample, _ in samples], [index for _, index in samples]
+        rows = [sample for sample, _ in samples]
+        indices = [index for _, index in samples]
         lengths = [len(row["input_ids"]) for row in rows]
         packed = "position_ids" in rows[0]
         names = {
@@ -137,7 +138,8 @@ class ExampleCollator:
     def __call__(self, samples: Samples) -> Batch:
         indices = [index for _, index in samples]
         sizes = [sample.get("sizes", [len(sample["input_ids"])]) for sample, _ in samples]
-        rows, max_choices = [], max(map(len, sizes))
+        rows = []
+        max_choices = max(map(len, sizes))
         for (sample, _), lengths in zip(samples, sizes):
             parts = {name: np.split(sample[name], np.cumsum(lengths)[:-1]) for name in self.fillers}
             rows += [{name: parts[name][place] for name in parts} for place in range(len(lengths))]
@@ -176,7 +178,8 @@ class PairCollator:
     multiple: int = 1  # widths are rounded up to a multiple of this
 
     def __call__(self, samples: Samples) -> Batch:
-        rows, indices = [sample for sample, _ in samples], [index for _, index in samples]
+        rows = [sample for sample, _ in samples]
+        indices = [index for _, index in samples]
         sources, targets = ([len(row[name]) for row in rows] for name in ("input_ids", "labels"))
         widths = self.widths or tuple(round_up(max(lengths), self.multiple) for lengths in (sources, targets))
         inputs = {
@@ -226,13 +229,16 @@ class PromptCollator:
     multiple: int = 1  # widths are rounded up to a multiple of this
 
     def __call__(self, samples: Samples) -> Batch:
-        rows, indices = [sample for sample, _ in samples], [index for _, index in samples]
+        rows = [sample for sample, _ in samples]
+        indices = [index for _, index in samples]
         lengths = [len(row["input_ids"]) for row in rows]
         width = round_up(max(lengths), self.multiple)
-        ids, seen = stack(rows, "input_ids", width, self.pad_id), mask(lengths, width)
+        ids = stack(rows, "input_ids", width, self.pad_id)
+        seen = mask(lengths, width)
         if self.left:
             moved = (torch.arange(width)[None] + torch.tensor(lengths)[:, None]) % width
-            ids, seen = ids.gather(1, moved), seen.gather(1, moved)
+            ids = ids.gather(1, moved)
+            seen = seen.gather(1, moved)
         return Batch(
             {"input_ids": ids, "attention_mask": seen}, 0, total_length(lengths, indices), ids.numel(), indices
         )
@@ -301,7 +307,10 @@ class TokenUpdates:
     `full_rows`: G, of an update."""
 
     def __init__(self, widths: np.ndarray, row_tokens: int, full_rows: int, seed: int):
-        self.widths, self.row_tokens, self.full_rows, self.seed = widths, row_tokens, full_rows, seed
+        self.widths = widths
+        self.row_tokens = row_tokens
+        self.full_rows = full_rows
+        self.seed = seed
         self._padded = round_up(widths, GPU_MULTIPLE)
         self._laid_out: dict[int, _Epoch] = {}  # the latest two
         self._updates_before = [0]  # each epoch
@@ -343,7 +352,9 @@ class TokenUpdates:
         if number in self._laid_out:
             return self._laid_out[number]
         rng = np.random.default_rng([self.seed, number])
-        drawn, updates, waiting = rng.permutation(self.num_samples), [], np.zeros(0, dtype=np.int64)
+        drawn = rng.permutation(self.num_samples)
+        updates = []
+        waiting = np.zeros(0, dtype=np.int64)
         size = max(1, int(WINDOW * self.full_rows * self.row_tokens / self.widths.sum(axis=1).mean()))
         for start in range(0, self.num_samples, size):
             pool = np.concatenate([waiting, drawn[start : start + size]])
@@ -368,7 +379,9 @@ class TokenUpdates:
 
     def _cut(self, samples: np.ndarray) -> list[np.ndarray]:
         """The updates that sorted samples make, one after another; the rest is left out."""
-        widths, updates, start = self._padded[samples], [], 0
+        widths = self._padded[samples]
+        updates = []
+        start = 0
         while start + self.full_rows <= len(samples):
             most = self.full_rows * max(1, self.row_tokens // max(1, int(widths[start, 0])))
             longest = np.maximum.accumulate(widths[start : start + most], axis=0).sum(axis=1)  # (rows,)

@@ -104,7 +104,8 @@ def _decoded(data: bytes, name: str) -> str | None:
 def as_utf8(file: IO[bytes], encoding: str, path: Path) -> Iterator[bytes]:
     """Convert a file in another encoding to UTF-8, portion by portion. Raises UserError: the file is not in that
     encoding; or it is UTF-8, which that encoding would decode wrongly."""
-    read, lines = io.TextIOWrapper(file, encoding=encoding, newline=""), 1
+    read = io.TextIOWrapper(file, encoding=encoding, newline="")
+    lines = 1
     try:
         while text := read.read(PORTION):
             meant = text
@@ -122,7 +123,9 @@ def read_delimited(paths: list[Path], data: DataOptions, header: tuple[str, ...]
     """Write the records of .csv and .tsv files as one table to `place`. Returns notes. Raises UserError: a file has no
     record, or a record has more fields than the header. `header`: the names of the columns of files without a
     header."""
-    notes, columns, records = list[str](), dict[str, None](), list[Iterator[dict[str, str]]]()
+    notes: list[str] = []
+    columns: dict[str, None] = {}
+    records: list[Iterator[dict[str, str]]] = []
     for path in paths:
         options = _options(path, data, bool(header), notes)
         with _lines(path, data.recipe.encoding) as lines:
@@ -162,7 +165,11 @@ def _records(
     """The records of a file. Adds notes on lines that are read in another way than they are meant, each kind counted,
     and leaves out those that repeat the header, as `cat a.csv b.csv` makes them; in a table of one column such a line
     may be a text."""
-    short, again, blank, count, columns = list[int](), list[int](), list[int](), 0, unique_names(names)
+    short: list[int] = []
+    again: list[int] = []
+    blank: list[int] = []
+    count = 0
+    columns = unique_names(names)
     with _lines(path, encoding) as lines:
         rows = _rows(lines, options)
         for number, fields in enumerate(filled(rows, blank), int(is_headless)):
@@ -239,7 +246,8 @@ def _options(path: Path, data: DataOptions, is_headless: bool, notes: list[str])
             break
     options = {"delimiter": delimiter}
     if usual == ",":
-        escaped, begun = {**options, "escaped": True}, list[str]()
+        escaped = {**options, "escaped": True}
+        begun: list[str] = []
         if re.search(rf'{re.escape(delimiter)} +"(?!")', "".join(head)):
             rows = csv.reader(head, delimiter=delimiter)
             begun = [field.strip() for row in rows for field in row if re.match(' +"', field)]
@@ -281,7 +289,8 @@ def has_quoted_fields(path: Path, encoding: str | None, delimiter: str, is_headl
     if '"' not in text:
         return None
     field = re.compile(QUOTED.format(re.escape(delimiter)))
-    quoted, others = field.findall(text), field.sub(ENCLOSED, text)
+    quoted = field.findall(text)
+    others = field.sub(ENCLOSED, text)
     records = [record.split(delimiter) for record in others.split("\n") if record]
     if '"' in others or any(ENCLOSED in record and len(record) != len(records[0]) for record in records):
         return False

@@ -28,8 +28,12 @@ FEW = 5  # records and columns: with fewer it is not clear which are which
 HALF_PAIR = r"a text has half of a surrogate pair (as \ud83d alone), which is not a character"
 EXACT = 2**53  # integers up to it are exact as floats
 # The type of a column: one of these names, {key: type}, [type of the items], or None while all values are null.
-TEXT, NUMBER, INTEGER, FLAG = "string", "float64", "int64", "bool"
-LARGE, MIXED = "integers above 2**53", "values of JSON"
+TEXT = "string"
+NUMBER = "float64"
+INTEGER = "int64"
+FLAG = "bool"
+LARGE = "integers above 2**53"
+MIXED = "values of JSON"
 Kind = str | dict[str, Any] | list[Any] | None
 
 
@@ -37,7 +41,8 @@ def read_json(paths: list[Path], data: DataOptions, place: Path) -> list[str]:
     """Write the records of JSON files as a table to `place`. Returns notes. Raises UserError: a file is not JSON, or
     not UTF-8; a text cannot be encoded, and such records may not be skipped."""
     kinds: dict[str, Kind] = {}
-    total, bad = 0, list[str]()
+    total = 0
+    bad: list[str] = []
     for path in paths:
         for number, (record, may_be_bad) in enumerate(json_records(path, data), 1):
             total += 1
@@ -69,8 +74,10 @@ def json_records(path: Path, data: DataOptions) -> Iterator[tuple[dict[str, Any]
     holds something else, or has no records under the key that `field` names."""
     with open_text(path, data.recipe.encoding, newline="\n") as file:
         lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
-        first, second = next(lines, (1, "")), next(lines, (1, ""))
-        number, rest = first[0], first[1] + second[1]
+        first = next(lines, (1, ""))
+        second = next(lines, (1, ""))
+        number = first[0]
+        rest = first[1] + second[1]
         is_one_a_line = False
         if not data.recipe.field and second[1]:
             with suppress(json.JSONDecodeError):
@@ -134,7 +141,8 @@ def _records_of(text: str, line: int, path: Path, field: str | None) -> Iterable
 
 
 def _one_after_another(text: str, line: int, path: Path) -> Iterator[Any]:
-    decoder, place = json.JSONDecoder(parse_constant=_constant, object_pairs_hook=each_key_once), 0
+    decoder = json.JSONDecoder(parse_constant=_constant, object_pairs_hook=each_key_once)
+    place = 0
     while found := NOT_BLANK.search(text, place):
         try:
             record, place = decoder.raw_decode(text, found.start())
@@ -150,7 +158,9 @@ def _records_of_table(held: dict[str, Any]) -> list[dict[str, Any]] | None:
     """The records of what pandas writes with orient split, table, index or columns (the default), of a list for each
     column, or of Topical-Chat's conversations by their ids (https://github.com/alexa/Topical-Chat); None: it is
     something else, such as one record."""
-    names, rows, schema = held.get("columns"), held.get("data"), held.get("schema")
+    names = held.get("columns")
+    rows = held.get("data")
+    schema = held.get("schema")
     if isinstance(names, list) and isinstance(rows, list) and all(isinstance(row, list) for row in rows):
         return [dict(zip(map(str, names), row)) for row in rows]
     if isinstance(schema, dict) and isinstance(rows, list) and all(isinstance(row, dict) for row in rows):

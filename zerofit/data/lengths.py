@@ -17,7 +17,9 @@ LENGTHS = {  # {task: {option of a length: what is used where it is not set}}; o
     "cls": {"max_length": 0},
     "seq2seq": {"max_source_length": 0, "max_target_length": 0},
 }
-WARNED, STOPPED = 0.1, 0.5  # fractions of a part's samples
+# fractions of a part's samples
+WARNED = 0.1
+STOPPED = 0.5
 KEPT = 0.99  # fraction of the samples that the proposed length does not truncate
 
 
@@ -62,9 +64,11 @@ def report_data_loss(
     """A note about samples that are skipped or truncated; a warning if they are more than a tenth. Raises UserError:
     they are more than half, and that is not allowed. `lengths`: of the full samples, in tokens; a warning then names
     the value of `option` that keeps 99 % of them complete, or says that the model has too few positions."""
-    fraction, remedy = lost / max(total, 1), ""
+    fraction = lost / max(total, 1)
+    remedy = ""
     if lost and lengths is not None and config is not None:
-        needed, positions = int(np.quantile(lengths, KEPT, method="higher")), usable_positions(config)
+        needed = int(np.quantile(lengths, KEPT, method="higher"))
+        positions = usable_positions(config)
         remedy = f". {option} = {needed} would keep {KEPT:.0%} of them complete"
         if positions and positions < needed:
             remedy = f". The model has {positions} positions, which keep {(lengths <= positions).mean():.0%} complete"

@@ -43,7 +43,9 @@ from zerofit.recipe.files import cache_root, is_there, parse_json, put_in_place
 from zerofit.recipe.paths import missing_corpus
 from zerofit.recipe.tasks import ClmRecipe
 
-MAGIC, VERSION = b"MMIDIDX\x00\x00", 1  # megatron-core's indexed_dataset.py
+# megatron-core's indexed_dataset.py
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype, sequences, ends of documents
 DTYPES: dict[int, type[np.number]] = dict(
     enumerate((np.uint8, np.int8, np.int16, np.int32, np.int64, np.float64, np.float32, np.uint16), 1)
@@ -149,7 +151,9 @@ def open_corpus(option: str, prefix: str) -> Corpus:
     UserError: a file is missing, of another format or version, truncated, or not of the same corpus. `option`: the
     option that names the prefix, for messages."""
     prefix = str(Path(prefix.removesuffix(".bin").removesuffix(".idx")).expanduser())
-    stated, index, content = f"{option} = {prefix!r}", Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    stated = f"{option} = {prefix!r}"
+    index = Path(f"{prefix}.idx")
+    content = Path(f"{prefix}.bin")
     if missing := missing_corpus(prefix):
         raise UserError(f"{stated}: {missing}")
     with index.open("rb") as file:
@@ -158,17 +162,21 @@ def open_corpus(option: str, prefix: str) -> Corpus:
     if (magic, version) != (MAGIC, VERSION) or not np.issubdtype(DTYPES.get(code, np.float32), np.integer):
         found = f"{magic!r}, version {version}, ids of type {code}"
         raise UserError(f"{stated}: {index} is not an index of Megatron's (MMIDIDX, version 1, integers), but {found}")
-    expected, size = HEADER.size + 12 * sequences + 8 * documents, index.stat().st_size
+    expected = HEADER.size + 12 * sequences + 8 * documents
+    size = index.stat().st_size
     if size not in (expected, expected + sequences):  # the second has a mode of each sequence
         raise UserError(f"{stated}: {index} has {size:,} bytes, and by its header {expected:,}: it is truncated")
     if not sequences or documents < 2:
         raise UserError(f"{stated}: it holds no document")
-    columns, place = [], HEADER.size
+    columns = []
+    place = HEADER.size
     for kind, count in ((np.int32, sequences), (np.int64, sequences), (np.int64, documents)):
         columns.append(np.memmap(index, kind, "r", place, (count,)))
         place += columns[-1].nbytes
     lengths, pointers, ends = columns
-    width, tokens, num_bytes = DTYPES[code]().itemsize, int(lengths.sum(dtype=np.int64)), content.stat().st_size
+    width = DTYPES[code]().itemsize
+    tokens = int(lengths.sum(dtype=np.int64))
+    num_bytes = content.stat().st_size
     portions = (ends[place : place + PORTION + 1] for place in range(0, len(ends), PORTION))
     rises = ends[0] == 0 and ends[-1] == len(lengths) and all((part[1:] >= part[:-1]).all() for part in portions)
     if lengths.min() < 0 or int(pointers[-1]) + int(lengths[-1]) * width != tokens * width or not rises:
@@ -279,7 +287,11 @@ class CorpusSamples:
     lengths = sort_key = None
 
     def __init__(self, dataset: Any, count: int, block_size: int, rows: int, eod: int, *, resets: tuple[str, ...]):
-        self.dataset, self.count, self.rows, self.eod, self.resets = dataset, count, rows, eod, resets
+        self.dataset = dataset
+        self.count = count
+        self.rows = rows
+        self.eod = eod
+        self.resets = resets
         self.stats = DatasetStats(documents=count, tokens=count * block_size, samples=count, truncated=0)
 
     def __len__(self) -> int:
@@ -364,7 +376,8 @@ def _datasets(
 ) -> list[Any]:
     """megatron-core's datasets of training and evaluation, None for an empty part; the index is read from or written
     to `cache`. The parts are made one by one: their orders do not depend on each other, but their weights may."""
-    core, found = megatron(), list[Any]()
+    core = megatron()
+    found: list[Any] = []
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     for part, count in enumerate(sizes):
         if not count:
@@ -398,7 +411,8 @@ def prepare_corpora(
     """Open the corpora that the recipe names, and make the samples of the run. Raises UserError: a corpus is missing
     or damaged, was made with another tokenizer, or a part of it is empty. `consumed`: (number of
     updates) -> their samples."""
-    given, resets = recipe.blend, tuple(name for name in RESETS if getattr(recipe, name))
+    given = recipe.blend
+    resets = tuple(name for name in RESETS if getattr(recipe, name))
     corpora = [open_corpus("data_path", prefix) for _, prefix in given]
     prefixes: dict[str, str] = {}
     for corpus in corpora:
@@ -429,7 +443,8 @@ def prepare_corpora(
     root = cache_root(recipe.cache_dir) / INDICES
     held_out = min(held_out, recipe.max_eval_samples or held_out)
     train, validation = build_samples(blend, total, held_out, rows, eod, resets=resets, root=root)
-    order, shown = FixedOrder(len(train)) if train is not None else None, ", ".join((recipe.split, *resets))
+    order = FixedOrder(len(train)) if train is not None else None
+    shown = ", ".join((recipe.split, *resets))
     return TextData(
         train=train,
         validation=validation,
@@ -446,7 +461,9 @@ def prepare_corpora(
 def check_tokenizer(corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase, rows: int) -> list[str]:
     """Check that the corpora were made with the tokenizer of the run. Returns notes for the log. Raises UserError:
     they were made with another one, or hold ids that it does not have. `rows`: number of tokens of the tokenizer."""
-    notes, problems, fingerprint = [], [], None
+    notes = []
+    problems = []
+    fingerprint = None
     for corpus in corpora:
         card = corpus.card
         if card is not None:
@@ -460,7 +477,8 @@ def check_tokenizer(corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase, r
         ids = corpus.ids()
         portions = (ids[start : start + PORTION] for start in range(0, len(ids), one_of * PORTION))
         ranges = [(int(portion.min()), int(portion.max())) for portion in portions]
-        smallest, largest = min(low for low, _ in ranges), max(high for _, high in ranges)
+        smallest = min(low for low, _ in ranges)
+        largest = max(high for _, high in ranges)
         if smallest < 0 or largest >= rows:
             problems.append(beyond_the_vocabulary(smallest if smallest < 0 else largest, rows, corpus.prefix))
         checked = "its ids are" if one_of == 1 else "those of its ids that were looked at are"

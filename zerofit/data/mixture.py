@@ -29,7 +29,8 @@ class MixtureOrder:
     source; they are numbered one source after another."""
 
     def __init__(self, weights: Sequence[float], sizes: Sequence[int], seed: int):
-        self.weights, self.offsets = np.asarray(weights, dtype=np.float64), np.concatenate([[0], np.cumsum(sizes)])
+        self.weights = np.asarray(weights, dtype=np.float64)
+        self.offsets = np.concatenate([[0], np.cumsum(sizes)])
         seeds = [int(np.random.SeedSequence([seed, source]).generate_state(1)[0]) for source in range(len(sizes))]
         self.orders = [SampleOrder(size, own) for size, own in zip(sizes, seeds)]
         self._least = 1 / (2 * len(sizes) - 2) if len(sizes) > 1 else 0.0
@@ -41,7 +42,8 @@ class MixtureOrder:
         found = np.empty(stop - start, dtype=np.int64)
         for number in range(start // PLACES, -(-stop // PLACES)):
             sources, before = self.block(number)
-            first, last = max(start - number * PLACES, 0), min(stop - number * PLACES, PLACES)
+            first = max(start - number * PLACES, 0)
+            last = min(stop - number * PLACES, PLACES)
             place = number * PLACES + first - start
             part = sources[first:last]
             for source, order in enumerate(self.orders):
@@ -53,19 +55,23 @@ class MixtureOrder:
 
     def block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (the sources of the places of a block, how many samples each source has had before it)."""
-        weights, least, sources = self.weights.tolist(), self._least, range(len(self.weights))
+        weights = self.weights.tolist()
+        least = self._least
+        sources = range(len(self.weights))
         while len(self._blocks) <= number:
             owed = (self.weights * (len(self._blocks) * PLACES) - self._counts[-1]).tolist()
             chosen = np.empty(PLACES, dtype=np.int16)
             for place in range(PLACES):
                 # Of those that may come (they lack 1 / (2 k - 2) of a sample or more) the one that must come first.
-                first, soonest = 0, np.inf
+                first = 0
+                soonest = np.inf
                 for source in sources:
                     lacks = owed[source] = owed[source] + weights[source]
                     if lacks >= least - 1e-9:
                         until = (1 - least - lacks) / weights[source]  # places until it would lack too much
                         if until < soonest:
-                            first, soonest = source, until
+                            first = source
+                            soonest = until
                 owed[first] -= 1
                 chosen[place] = first
             self._blocks.append(chosen)

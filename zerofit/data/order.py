@@ -55,9 +55,13 @@ class SampleOrder:
     def __init__(
         self, num_samples: int, seed: int, lengths: np.ndarray | None = None, global_batch: int = 1, window: int = 16
     ):
-        self.num_samples, self.seed, self.lengths = num_samples, seed, lengths
-        self.global_batch, self.window = global_batch, window
-        self._epoch, self._permutation = -1, np.zeros(0, dtype=np.int64)
+        self.num_samples = num_samples
+        self.seed = seed
+        self.lengths = lengths
+        self.global_batch = global_batch
+        self.window = window
+        self._epoch = -1
+        self._permutation = np.zeros(0, dtype=np.int64)
 
     def indices(self, start: int, stop: int) -> np.ndarray:
         """The sample indices at places [start, stop) of the run."""
@@ -76,7 +80,8 @@ class SampleOrder:
             if self.lengths is not None:
                 # The first samples, which complete the last update of the previous epoch, stay as drawn.
                 head = min(-number * self.num_samples % self.global_batch, self.num_samples)
-                pieces, size = [permutation[:head]], self.window * self.global_batch
+                pieces = [permutation[:head]]
+                size = self.window * self.global_batch
                 for start in range(head, self.num_samples, size):
                     drawn = permutation[start : start + size]
                     full = len(drawn) // self.global_batch * self.global_batch  # what fills no batch stays as drawn
@@ -84,7 +89,8 @@ class SampleOrder:
                     batches = rng.permuted(ordered.reshape(-1, self.global_batch), axis=1)
                     pieces += [batches[rng.permutation(len(batches))].reshape(-1), drawn[full:]]
                 permutation = np.concatenate(pieces)
-            self._epoch, self._permutation = number, permutation
+            self._epoch = number
+            self._permutation = permutation
         return self._permutation
 
 
@@ -123,7 +129,9 @@ def rank_batches(
     [m, r]. With a `sort_key` the batch is first sorted, the largest first, so that micro-batches that are computed at
     the same time have similar lengths. With `lengths` the list has (index, length) in place of each index.
     """
-    length, end, start = iter(lengths or ()), iter(ends or ()), consumed
+    length = iter(lengths or ())
+    end = iter(ends or ())
+    start = consumed
     for passes in itertools.chain(warmup, itertools.repeat(accumulation)):
         if start >= total_samples:
             return

@@ -139,7 +139,8 @@ class Documents:
             begin = self._starts[chunk]
             end = min(stop, self._starts[chunk + 1])
             out[len(out) - (stop - start) :][: end - start] = self._chunks[chunk][start - begin : end - begin]
-            start, chunk = end, chunk + 1
+            start = end
+            chunk = chunk + 1
         return out
 
 
@@ -153,7 +154,10 @@ class PackedBlocks:
     """
 
     def __init__(self, documents: Documents, block_size: int, boundaries: bool, filler: int, limit: int | None = None):
-        self.documents, self.block_size, self.boundaries, self.filler = documents, block_size, boundaries, filler
+        self.documents = documents
+        self.block_size = block_size
+        self.boundaries = boundaries
+        self.filler = filler
         self.lengths = self.sort_key = None
         tokens = documents.num_tokens if limit is None else min(documents.num_tokens, limit * block_size)
         self.num_blocks = -(-tokens // block_size) if boundaries else tokens // block_size
@@ -199,7 +203,8 @@ class SeparateDocuments:
 
     def __init__(self, documents: Documents, block_size: int, limit: int | None = None):
         lengths = documents.lengths[:limit]
-        self.documents, self.block_size = documents, block_size
+        self.documents = documents
+        self.block_size = block_size
         self.lengths = self.sort_key = np.minimum(lengths, block_size)
         kept = int(self.lengths.sum())
         self.stats = DatasetStats(

@@ -151,8 +151,10 @@ class PairReader:
 def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> PairReader:
     """The columns that options name, else those of known names, else the only column(s) of text. Raises UserError: a
     column does not exist, or none is found; the message lists the columns."""
-    answered, texts = not recipe.predict_file, tables.text_columns(table)
-    dialogue, source = recipe.dialogue_column, recipe.source_column
+    answered = not recipe.predict_file
+    texts = tables.text_columns(table)
+    dialogue = recipe.dialogue_column
+    source = recipe.source_column
     target = recipe.target_column if answered else None
     if not (dialogue or source or recipe.target_column):
         source, target = _of_languages((recipe.source_lang, recipe.target_lang), answered, table)
@@ -178,9 +180,12 @@ def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> PairReader:
         known: list[tuple[str, ...]] = [pair if answered else pair[:1] for pair in SOURCES_AND_TARGETS]
         of_squad = {"question", "context"} <= {*table.column_names}
         if answered and of_squad and (answers := tables.match_columns(("answers", "answer"), table.column_names)):
-            source, target, context = "question", answers, "context"
+            source = "question"
+            target = answers
+            context = "context"
         elif not answered and {"question", "context"} <= set(texts):
-            source, context = "question", "context"
+            source = "question"
+            context = "context"
         else:
             # The question of an instruction is in another column than `input`; options can still name the columns.
             known = [pair for pair in known if pair[0] != "input" or "instruction" not in texts]
@@ -280,9 +285,11 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> PairData:
             if columns.dialogue:  # its latest turns are kept, which is intended
                 sides.pop("source")
             for (part, table), (side, width) in product(encoded.items(), sides.items()):
-                option, lengths = f"max_{side}_length", np.asarray(table.with_format("numpy")[f"{side}_tokens"][:])
+                option = f"max_{side}_length"
+                lengths = np.asarray(table.with_format("numpy")[f"{side}_tokens"][:])
                 what = f"{PARTS[part]} {side}s are cut at {width} tokens ({option})"
-                lost, allowed = int((lengths > width).sum()), recipe.allow_data_loss or side == "source"
+                lost = int((lengths > width).sum())
+                allowed = recipe.allow_data_loss or side == "source"
                 notes += report_data_loss(allowed, lost, len(table), what, lengths, option=option, config=config)
             samples = {part: TokenizedDataset(table, COLUMNS) for part, table in encoded.items()}
             data = PairData(train=samples.get("train"), tokenizer=encoder.tokenizer, widths=widths, notes=notes)
@@ -359,14 +366,18 @@ class PairEncoder:
     source and target in tokens, special tokens included."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prefix: str, separator: str, widths: tuple[int, int]):
-        self.tokenizer, self.prefix, self.separator, self.widths = tokenizer, prefix, separator, widths
+        self.tokenizer = tokenizer
+        self.prefix = prefix
+        self.separator = separator
+        self.widths = widths
         end_with_eos(tokenizer)
         self.marks = [self._marks(**kind) for kind in ({"text": "a"}, {"text_target": "a"})]
         self.key = (tables.tokenizer_hash(tokenizer), self.prefix, self.separator, self.marks, widths)
         self.room = widths[0] - sum(map(len, self.marks[0]))  # tokens of a source beside its special tokens
         # The tokens that prefix and separator add to a text; alone they may be more, such as a space at the end.
         text, prefixed, two = map(len, self._ids(["a", f"{self.prefix}a", f"a{self.separator}a"]))
-        self.prefix_size, self.separator_size = prefixed - text, two - 2 * text
+        self.prefix_size = prefixed - text
+        self.separator_size = two - 2 * text
         if self.prefix_size >= self.room:
             raise UserError(f"source_prefix = {self.prefix!r} fills max_source_length = {widths[0]}: shorten it")
 
@@ -397,13 +408,17 @@ class PairEncoder:
     def sources(self, histories: list[list[str]]) -> tuple[list[list[int]], list[int]]:
         """Return (ids, number of tokens cut) of each source. Of a conversation the latest turns that fit are kept; of
         a last turn that does not fit alone its end is kept; of a single text its beginning."""
-        (before, after), room = self.marks[0], self.room
-        prefix, between = self.prefix_size, self.separator_size
+        (before, after) = self.marks[0]
+        room = self.room
+        prefix = self.prefix_size
+        between = self.separator_size
         each_once = list(dict.fromkeys(turn for turns in histories for turn in turns))
         size = dict(zip(each_once, map(len, self._ids(each_once))))
-        kept, lost = list[list[str]](), list[int]()
+        kept: list[list[str]] = []
+        lost: list[int] = []
         for turns in histories:
-            used, first = prefix + size[turns[-1]], len(turns) - 1
+            used = prefix + size[turns[-1]]
+            first = len(turns) - 1
             while first > 0 and used + between + size[turns[first - 1]] <= room:
                 first -= 1
                 used += between + size[turns[first]]

@@ -26,7 +26,8 @@ from zerofit.recipe.tasks import ClmRecipe, Seq2SeqRecipe
 
 Messages = list[dict[str, Any]]  # [{"role": "user", "content": "..."}, ...]
 Prompt = str | Conversation  # a text, or a conversation that needs a reply
-OF_CHATS, OF_TEXT = ("chat_template", "system_prompt", "train_on_prompt"), ("document_separator", "append_eos")
+OF_CHATS = ("chat_template", "system_prompt", "train_on_prompt")
+OF_TEXT = ("document_separator", "append_eos")
 MADE_HERE = ("instruction", "input", "trained", "masked")  # keys of messages that are in no record
 
 
@@ -44,7 +45,9 @@ class Renderer:
         *,
         languages: tuple[str | None, str | None] = (None, None),
     ):
-        self.tokenizer, self.config, self.system = tokenizer, config, system
+        self.tokenizer = tokenizer
+        self.config = config
+        self.system = system
         self.left_out = 0  # number of tokens cut from the latest source, as in training
         self.has_encoder = config.is_encoder_decoder
         if template is not None:
@@ -160,7 +163,8 @@ def read_sources(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> PairData:
     """The sources of predict_file. A conversation is continued with its next turn; an answer in the file is ignored.
     Raises UserError: no column of sources is found, a text is empty."""
     parts, _, encoder, notes = open_pairs(recipe, DataOptions.of(recipe), config)
-    tokenizer, widths = encoder.tokenizer, encoder.widths
+    tokenizer = encoder.tokenizer
+    widths = encoder.widths
     ids, cut_tokens = encoder.sources([pair.source for (pair,) in parts[PREDICT].contents()])
     if cut := sum(map(bool, cut_tokens)):
         notes.append(f"note      {cut:,} of {len(ids):,} sources are cut at max_source_length = {widths[0]}")
@@ -186,7 +190,8 @@ def read_causal_prompts(
     check_options(recipe, form, source)
     tokenizer = get_tokenizer(recipe, config, lambda: (), "")
     if form is None:
-        notes, ends = ["data      each record is a text to continue", *source.notes], []
+        notes = ["data      each record is a text to continue", *source.notes]
+        ends = []
         column = text_column(source.first, recipe.text_column)
         others = [name for name in source.first.column_names if name != column]
         rows = kept_columns(source.first.select_columns(others), "prompt", "prediction") if others else repeat({})
@@ -211,7 +216,8 @@ def read_causal_prompts(
         ]
         keys = (key for turns in conversations for key in unread_keys(tokenizer, turns))
         notes += unread_note([name for name in source.first.column_names if name not in form.columns], keys)
-        ids, ends = [renderer.ids(turns) for turns in conversations], renderer.end_of_turn()
+        ids = [renderer.ids(turns) for turns in conversations]
+        ends = renderer.end_of_turn()
     longest = longest_answer(recipe.max_new_tokens, bool(recipe.source("max_new_tokens")), config)
     room = (usable_positions(config) or sys.maxsize) - longest
     cut_tokens = [max(0, len(row) - room) for row in ids]

@@ -67,7 +67,10 @@ class RecordSet:
 
     def encode(self, encode: Encode, features: Features, key: tuple[object, ...], cache: Path) -> Dataset:
         """A table made by `encode` from (what some records hold, their names in messages); see encode_table."""
-        reader, where, numbers = self.reader, self.where, self.numbers  # the table is not sent to other processes
+        # the table is not sent to other processes
+        reader = self.reader
+        where = self.where
+        numbers = self.numbers
 
         def of_batch(batch: Columns, places: list[int]) -> Columns:
             names = [f"{where}, record {numbers[place] + 1}" for place in places]
@@ -88,9 +91,11 @@ def read_parts(
     A held-out part is split off if there is none; there is training data only if the run trains. Raises UserError: a
     column is missing; a record cannot be used, and such records may not be skipped; a part is empty.
     """
-    parts, notes = {}, list(source.notes)
+    parts = {}
+    notes = list(source.notes)
     for name, table in source.parts.items():
-        reader, where = readers[name], source.where(name)
+        reader = readers[name]
+        where = source.where(name)
         if missing := [column for column in reader.columns if column not in table.column_names]:
             raise UserError(f"{where} has no column {', '.join(missing)}; {columns_present(table)}")
         read = derived(table.select_columns([*dict.fromkeys(reader.columns)]), table)
@@ -98,7 +103,8 @@ def read_parts(
         bad = _bad_records(part, [column for column in MEDIA if column in table.column_names], options.cache)
         if len(bad):
             first = f"record {bad[0]['record'] + 1}: {bad[0]['problem']}"
-            held, own = {key for key, value in table[bad[0]["record"]].items() if value}, {*reader.columns}
+            held = {key for key, value in table[bad[0]["record"]].items() if value}
+            own = {*reader.columns}
             if not own <= held and (others := sorted(held - own)):
                 first += f" (not read: its {', '.join(others)}; files of another form take a weight each)"
             if len(bad) == len(part):

@@ -162,7 +162,9 @@ def _read_texts(paths: list[Path], encoding: str | None, unit: str, place: Path)
 def _read_excel(paths: list[Path], place: Path) -> list[str]:
     """Write the first sheets of Excel files as one table, all values as texts, without empty rows. Returns notes on
     the other sheets, on columns of one name and on cells that hold an error."""
-    columns, records, notes = dict[str, None](), list[dict[str, str]](), list[str]()
+    columns: dict[str, None] = {}
+    records: list[dict[str, str]] = []
+    notes: list[str] = []
     for path in paths:
         try:
             with pd.ExcelFile(path, engine="openpyxl") as book:
@@ -188,7 +190,7 @@ def _read_excel(paths: list[Path], place: Path) -> list[str]:
 
 def _read_conll(paths: list[Path], encoding: str | None, place: Path) -> list[str]:
     """Write the sentences of .conll files as a table. Returns no notes."""
-    records = list[dict[str, Any]]()
+    records: list[dict[str, Any]] = []
     for path in paths:
         with open_text(path, encoding) as file:
             records += sentences(file, path)
@@ -205,7 +207,9 @@ def sentences(lines: Iterable[str], path: Path) -> Iterator[dict[str, list[str]]
     has one, else blanks do. Comments before a sentence, such as `# sent_id = 1`, are left out. Raises UserError: a
     word or a tag is empty; a line has another number of columns than the first one; there is no sentence.
     """
-    num_columns, words, tags = 0, list[str](), list[str]()
+    num_columns = 0
+    words: list[str] = []
+    tags: list[str] = []
     for number, line in enumerate(chain(lines, [""]), 1):
         line = line.removesuffix("\n")
         if not words and COMMENT.match(line):
@@ -222,7 +226,8 @@ def sentences(lines: Iterable[str], path: Path) -> Iterator[dict[str, list[str]]
                 raise UserError(f"{path}, line {number}: {what}. Write the word first, and its tag last")
             if words:
                 yield {"tokens": words, "tags": tags} if tags else {"tokens": words}
-            words, tags = [], []
+            words = []
+            tags = []
             continue
         num_columns = num_columns or len(columns)
         if not (columns[0] and columns[-1]):
@@ -247,7 +252,8 @@ def read_stdlib(name: str, cache: Path) -> dict[str, Dataset]:
 
     table, _ = stored_table(files, cache, parse, platform.python_version())
     entries = table.to_list()
-    train, held_out = list[dict[str, Any]](), list[dict[str, Any]]()
+    train: list[dict[str, Any]] = []
+    held_out: list[dict[str, Any]] = []
     for record in _docstrings(entries) if name == "stdlib-docstrings" else _functions(entries):
         if len(record["says"]) >= MIN_WORDS:
             (held_out if _drawn(record["top"]) % 100 < HELD_OUT_PERCENT else train).append(record)
@@ -276,8 +282,11 @@ def definitions(path: Path, file: Path) -> Iterator[dict[str, str]]:
         for node in [module] if top is module else ast.walk(top):
             if not isinstance(node, (ast.Module, *DEFINITIONS)):
                 continue
-            named, name = getattr(top, "name", ""), getattr(node, "name", "")  # it may stand in an `if` or a `try`
-            text, code = ast.get_docstring(node) or "", _code(node)
+            # it may stand in an `if` or a `try`
+            named = getattr(top, "name", "")
+            name = getattr(node, "name", "")
+            text = ast.get_docstring(node) or ""
+            code = _code(node)
             if text or code:
                 yield {"package": package, "top": f"{file}:{named}", "name": name, "text": text, "code": code}
 
@@ -287,7 +296,9 @@ def _code(node: ast.AST) -> str:
         return ""
     if ast.get_docstring(node) is not None:
         node.body = node.body[1:] or [ast.Pass()]
-    name, node.name, node.decorator_list = node.name, THIS, []
+    name = node.name
+    node.name = THIS
+    node.decorator_list = []
     return re.sub(rf"\b{re.escape(name)}\b", THIS, ast.unparse(node))
 
 
@@ -390,7 +401,9 @@ def read_source(
         if not data.trains and len(parts) > 1:
             parts.pop("train", None)
         return in_lower_case(Source(parts, {}, notes=notes), data)
-    every, kinds, unit = list(chain.from_iterable(files.values())), dict[str, Path](), ""
+    every = list(chain.from_iterable(files.values()))
+    kinds: dict[str, Path] = {}
+    unit = ""
     for path in every:
         if (ending := ending_of(path)) not in FORMATS:
             known = f"{', '.join(FORMATS)}, each also {', '.join(PACKED)}"
@@ -405,7 +418,8 @@ def read_source(
             what = f"this task reads records: {', '.join(name for name in FORMATS if FORMATS[name] != 'text')}"
             raise UserError(f"{next(iter(files))}_file = {every[0]}: {what}")
         unit = unit_of(every)
-    parts, notes = {}, []
+    parts = {}
+    notes = []
     for part, paths in files.items():
         parts[part], of_part = read_table(paths, kind, data, unit, header)
         notes += of_part
@@ -438,7 +452,8 @@ def in_lower_case(source: Source, data: DataOptions) -> Source:
 
 def _from_hub(data: DataOptions, held_out: dict[str, tuple[str, ...]]) -> tuple[dict[str, Dataset], list[str]]:
     """Return (the splits that are used, a note about the others)."""
-    name, config = data.recipe.dataset_name or "", data.recipe.dataset_config_name
+    name = data.recipe.dataset_name or ""
+    config = data.recipe.dataset_config_name
     folder = Path(name).expanduser()
     if name in EMBEDDED:
         return read_stdlib(name, data.cache), []

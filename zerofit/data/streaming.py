@@ -108,7 +108,10 @@ def read_window(shards: Shards, order: list[int], start: Place, size: int) -> tu
     Returns:
         None as the second: all shards have been read.
     """
-    read, taken, following, (shard, record) = dict[int, list[pa.Table]](), 0, None, start
+    read: dict[int, list[pa.Table]] = {}
+    taken = 0
+    following = None
+    (shard, record) = start
     while shard < len(order) and following is None:
         for table in _batches(shards, order[shard], record):
             if taken >= size:  # and there is more
@@ -117,7 +120,8 @@ def read_window(shards: Shards, order: list[int], start: Place, size: int) -> tu
             read.setdefault(order[shard], []).append(table)
             taken += sum(pa.ipc.get_record_batch_size(batch) for batch in table.to_batches())
             record += len(table)
-        shard, record = shard + 1, 0
+        shard = shard + 1
+        record = 0
     # In the order of the shards' numbers: one window of all data is the data as a run without windows reads it.
     tables = [table for number in sorted(read) for table in read[number]]
     try:
@@ -133,7 +137,8 @@ def read_window(shards: Shards, order: list[int], start: Place, size: int) -> tu
 
 def _batches(shards: Shards, number: int, record: int) -> Iterator[pa.Table]:
     """The records of a shard from one on. A lost connection is opened again at the record that would come next."""
-    name, pauses = shards.names[number], iter(PAUSES_S)
+    name = shards.names[number]
+    pauses = iter(PAUSES_S)
     file = name if is_address(name) else glob.escape(name)  # the library searches for names of files
     while True:
         try:
@@ -144,7 +149,8 @@ def _batches(shards: Shards, number: int, record: int) -> Iterator[pa.Table]:
                 table = pa.table(batch)
                 table.validate(full=True)  # the library lets bytes through that are not UTF-8
                 yield table
-                record, pauses = record + len(table), iter(PAUSES_S)
+                record = record + len(table)
+                pauses = iter(PAUSES_S)
             return
         except NOT_LOST as error:
             raise UserError(f"train_file: {name} cannot be read: {first_line(error)}") from None
@@ -197,8 +203,14 @@ class StreamedSamples:
         resumes: bool = True,  # whether the run may continue that of the table
         earlier: Path | None = None,  # that of the run whose checkpoint is named, where this run has none yet
     ):
-        self.shards, self.folder, self.size, self.seed = shards, folder, size, seed
-        self.prepare, self.table, self.total, self.lag = prepare, table, total, lag
+        self.shards = shards
+        self.folder = folder
+        self.size = size
+        self.seed = seed
+        self.prepare = prepare
+        self.table = table
+        self.total = total
+        self.lag = lag
         self.made_of = {"shards": shards.key, "seed": seed, "window": size}  # what the order follows from
         self.known = self._read_table(resumes, earlier)  # the windows that have been read, from the first one on
         self._written = len(self.known)

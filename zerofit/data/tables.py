@@ -66,7 +66,8 @@ def text_columns(dataset: Dataset) -> list[str]:
 def worded_columns(dataset: Dataset) -> list[str]:
     """The columns of text that hold words, to choose one from: in a .csv file numbers are texts too. All columns of
     text where none holds words."""
-    texts, worded = text_columns(dataset), []
+    texts = text_columns(dataset)
+    worded = []
     for name in texts:
         written = [text.strip().lower() for text in dataset[name][:LOOKED_AT] if text and text.strip()]
         if not written or not all(NUMBER.fullmatch(text) or text in ("true", "false") for text in written):
@@ -162,7 +163,8 @@ def columns_present(dataset: Dataset) -> str:
 
 def kept_columns(dataset: Dataset, *own: str) -> Dataset:
     """All columns for predictions.jsonl, which has `own` columns: others of these names become input_NAME."""
-    names, renamed = set(dataset.column_names), {}
+    names = set(dataset.column_names)
+    renamed = {}
     for name in names.intersection(own):
         other = f"input_{name}"
         while other in names:  # predictions of predictions
@@ -258,7 +260,8 @@ def stored_table(
     returns the notes. `words`: what the table depends on beside the files."""
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     name = sha256(repr((stats, digest_of_code(Path(__file__).parent), *words)).encode()).hexdigest()[:32]
-    place, notes = folder / f"table-{name}.arrow", folder / f"table-{name}.json"
+    place = folder / f"table-{name}.arrow"
+    notes = folder / f"table-{name}.json"
     folder.mkdir(parents=True, exist_ok=True)
     if not (place.exists() and notes.exists()):
         found = make(place)
@@ -276,7 +279,8 @@ def write_table(
 ) -> None:
     """Write records to an Arrow file. `stored`: the columns as they are in the records. `shown`: the columns of the
     table, if it has texts of JSON as values; by default the same."""
-    schema, records = (shown or stored).arrow_schema, iter(records)
+    schema = (shown or stored).arrow_schema
+    records = iter(records)
     with atomic_file(place, "wb") as file, pa.ipc.new_stream(file, schema) as stream:
         while rows := list(islice(records, WRITTEN_AT_ONCE)):
             columns = {

@@ -127,7 +127,7 @@ def prepare_text(
     wanted = packing != "concatenate" if recipe.append_eos is None else recipe.append_eos
     ends = wanted and tokenizer.eos_token_id is not None
     sets: dict[str, SeparateDocuments | PackedBlocks] = {}
-    notes = list[str]()
+    notes: list[str] = []
     for part, dataset in parts.items():
         documents = Documents(tokenize_texts(dataset, tokenizer, ends, options.cache))
         if empty := len(dataset) - len(documents):
@@ -141,7 +141,8 @@ def prepare_text(
             raise UserError(f"block_size = {block_size} leaves no {part} sample. Make it smaller")
     if wanted and not ends:
         notes.append("note      the tokenizer has no end-of-text token: nothing stands behind a document")
-    train, held_out = sets.get("train"), sets.get("validation")
+    train = sets.get("train")
+    held_out = sets.get("validation")
     return TextData(train=train, validation=held_out, tokenizer=tokenizer, block_size=block_size, notes=notes)
 
 
@@ -151,13 +152,15 @@ def tokenize_texts(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, append_
 
     def encode(batch: dict[str, list[Any]], _: list[int]) -> dict[str, list[Any]]:
         texts = [text for text in batch["text"] if text and not text.isspace()]
-        longest, free = max(map(len, texts), default=0), psutil.virtual_memory().available
+        longest = max(map(len, texts), default=0)
+        free = psutil.virtual_memory().available
         if BYTES_PER_CHARACTER * longest > free:
             raise UserError(f"a text of {longest:,} characters needs more than {free / 2**30:.1f} GiB. Cut it up")
         ids: list[np.ndarray] = []
         while len(ids) < len(texts):
             start = len(ids)
-            stop, size = start + 1, len(texts[start])
+            stop = start + 1
+            size = len(texts[start])
             while stop < len(texts) and size + len(texts[stop]) <= GROUP:
                 size += len(texts[stop])
                 stop += 1

@@ -164,9 +164,11 @@ def _plain(content: Any) -> Any:
     parts = [content] if isinstance(content, dict) else content
     if not isinstance(parts, list) or not parts or not all(isinstance(part, (dict, str)) for part in parts):
         return content
-    texts, others = list[str](), dict[str, None]()
+    texts: list[str] = []
+    others: dict[str, None] = {}
     for part in parts:
-        text, kind = _of_part(part), part.get("type") if isinstance(part, dict) else "text"
+        text = _of_part(part)
+        kind = part.get("type") if isinstance(part, dict) else "text"
         texts.append(text or "")
         if kind not in TEXT_PARTS:
             others[str(kind)] = None
@@ -293,7 +295,8 @@ class Form:
         if turns[0]["role"] == "system":
             if own:
                 raise BadRecord(f"two system texts: in the column {self.system} and in the first turn")
-            first, turns = turns[0], turns[1:]
+            first = turns[0]
+            turns = turns[1:]
             system = first["content"] or system
         else:
             first = {"role": "system"}
@@ -301,7 +304,8 @@ class Form:
         return Conversation([*begin, *turns], given_in(record, self.given))
 
     def _history(self, record: dict[str, Any]) -> list[Message]:
-        turns, entries = [], listed(unpacked(record[self.history]) or []) if self.history else []
+        turns = []
+        entries = listed(unpacked(record[self.history]) or []) if self.history else []
         if entries and isinstance(entries[0], dict):
             return turns_in(entries, "user", "history")
         for number, pair in enumerate(entries, 1):
@@ -358,7 +362,8 @@ def turns_in(value: Any, role: str, column: str) -> list[Message]:
         if name not in ROLE_OF_NAME:
             known = "; ".join(f"{role}: {', '.join(names)}" for role, names in ROLES.items())
             raise BadRecord(f"turn {number} of its {column} has the role {name!r}. Known are {known}")
-        where, is_answer = f"turn {number} of its {column} ({name})", ROLE_OF_NAME[name] == "assistant"
+        where = f"turn {number} of its {column} ({name})"
+        is_answer = ROLE_OF_NAME[name] == "assistant"
         calls: list[dict[str, Any]] = []
         if is_answer:
             calls = unpacked(more.pop("tool_calls", None) or [], f"{where}: its tool_calls are")
@@ -384,7 +389,7 @@ def turns_in(value: Any, role: str, column: str) -> list[Message]:
 
 def _with_roles(turns: Any) -> list[Any]:
     """The turns as a list; {"human": "Hi?", "assistant": "Ho."} and {"input": "Hi?", "output": "Ho."} are two."""
-    found = list[Any]()
+    found: list[Any] = []
     for turn in listed(turns):
         if not isinstance(turn, dict) or role_of(turn):
             found.append(turn)
@@ -442,7 +447,8 @@ def first_form(recipe: ClmRecipe, table: Dataset, answered: bool) -> Form | None
         if name != "history" and _has_roles(table[name][:FIRST_RECORDS]):
             return form("messages", name)
     sure = [name for name in names if "text" not in names or name not in UNSURE]
-    question, answer = tables.match_columns(QUESTIONS, sure), tables.match_columns(ANSWERS, sure)
+    question = tables.match_columns(QUESTIONS, sure)
+    answer = tables.match_columns(ANSWERS, sure)
     if question is None or (answered and answer is None):
         question, answer = tables.match_columns(SPEAKERS, names) or (None, None)
     if question is None:

@@ -46,7 +46,8 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import counted
 from zerofit.recipe.tasks import ClmRecipe
 
-CHOSEN, REJECTED = "chosen", "rejected"
+CHOSEN = "chosen"
+REJECTED = "rejected"
 Pair = tuple[chat.Conversation, chat.Conversation]
 TABLE = Features(
     {"input_ids": IDS, "labels": IDS, "truncated": Value("int32"), "trained": Value("int32"),
@@ -55,7 +56,9 @@ TABLE = Features(
 TABLE_OF_PAIRS = Features({**TABLE, "rejected_ids": IDS, "rejected_labels": IDS})
 Rendered = tuple[str, list[chat.Span], list[chat.Span]]  # text, answers, and what is never trained on
 FIRST_TEXTS = 1000  # that are searched for what the template writes
-SHOWN_RUNS, SHOWN = 6, 200  # of a sample: runs of trained or other tokens, and characters at each end of a run
+# of a sample: runs of trained or other tokens, and characters at each end of a run
+SHOWN_RUNS = 6
+SHOWN = 200
 
 
 @dataclass(frozen=True)
@@ -95,9 +98,11 @@ class PreferenceForm:
             raise BadRecord(same if len(chosen) == len(rejected) else "one conversation is the beginning of the other")
         if (role := chosen[common]["role"]) != "assistant":
             raise BadRecord(f"turn {common + 1}, the {role}'s, differs: both answers must be to one prompt")
-        given, pair = given_in(record, self.given), []
+        given = given_in(record, self.given)
+        pair = []
         for conversation in (chosen, rejected):
-            before, after = conversation[:common], conversation[common:]
+            before = conversation[:common]
+            after = conversation[common:]
             if all(turn.get("masked") for turn in after if turn["role"] == "assistant"):
                 raise BadRecord(f"nothing is compared: all answers are masked ({', '.join(MASKS)})")
             before = [{**turn, "trained": False} if turn["role"] == "assistant" else turn for turn in before]
@@ -202,8 +207,10 @@ class ChatEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, block_size: int, train_on_prompt: bool):
         if not tokenizer.is_fast:
             raise UserError(f"{tokenizer.name_or_path!r} has no tokenizer.json, which chats need: set tokenizer_name")
-        self.tokenizer, self.template = tokenizer, template
-        self.block_size, self.train_on_prompt = block_size, train_on_prompt
+        self.tokenizer = tokenizer
+        self.template = template
+        self.block_size = block_size
+        self.train_on_prompt = train_on_prompt
         code = sha256(Path(chat.__file__).read_bytes()).hexdigest()
         special = sorted(tokenizer.special_tokens_map.items())
         self.key = (tokenizer_hash(tokenizer), special, tokenizer.chat_template, block_size, train_on_prompt, code)
@@ -227,7 +234,8 @@ class ChatEncoder:
         how = {"add_special_tokens": False, "return_offsets_mapping": True, "return_attention_mask": False}
         encoded = self.tokenizer([text for text, *_ in rendered], **how, verbose=False)
         for row, (_, spans, never) in enumerate(rendered):
-            ids, answer = np.array(encoded["input_ids"][row]), overlap(encoded["offset_mapping"][row], spans)
+            ids = np.array(encoded["input_ids"][row])
+            answer = overlap(encoded["offset_mapping"][row], spans)
             trained = ~overlap(encoded["offset_mapping"][row], never) if self.train_on_prompt else answer.copy()
             trained[0] = False  # nothing predicts it
             count = int(trained[: self.block_size].sum())
@@ -254,7 +262,8 @@ def encode_pairs(encoder: ChatEncoder, pairs: list[Pair], names: list[str]) -> d
         for side in (chosen, rejected) if not all(trained) else ():
             side["truncated"][row] += len(side["input_ids"][row])
             side["input_ids"][row] = side["labels"][row] = np.zeros(0, dtype=np.int64)
-            side["trained"][row], side["is_cut"][row] = 0, False
+            side["trained"][row] = 0
+            side["is_cut"][row] = False
     both = {name: list(zip(chosen[name], rejected[name])) for name in ("truncated", "trained", "is_cut", "unread")}
     return {
         "input_ids": chosen["input_ids"],
@@ -336,7 +345,9 @@ class PackedConversations:
     """
 
     def __init__(self, conversations: Conversations, block_size: int, filler: int):
-        self.conversations, self.block_size, self.filler = conversations, block_size, filler
+        self.conversations = conversations
+        self.block_size = block_size
+        self.filler = filler
         self.lengths = self.sort_key = None
         self.blocks = best_fit(conversations.lengths, block_size)
         kept = int(conversations.lengths.sum())
@@ -376,7 +387,8 @@ def best_fit(lengths: np.ndarray, size: int) -> list[list[int]]:
             if not with_room[room]:
                 del with_room[room], rooms[place]
         else:
-            room, block = size, len(blocks)
+            room = size
+            block = len(blocks)
             blocks.append([])
         blocks[block].append(index)
         left = room - length
@@ -393,11 +405,13 @@ def chat_truncation_notes(
 ) -> list[str]:
     """Return log lines about answers that are longer than block_size. Raises UserError if none is left, or too few."""
     columns = table.select_columns(["truncated", "trained", "is_cut"]).with_format("numpy")[:]
-    skipped, cut = int((columns["trained"] == 0).sum()), int(columns["is_cut"].sum())
+    skipped = int((columns["trained"] == 0).sum())
+    cut = int(columns["is_cut"].sum())
     if skipped == len(table):
         longest = columns["truncated"].max(initial=0)
         raise UserError(f"block_size = {block_size}: no answer lies within it. Choose up to {longest:,}")
-    of, beyond = f"{PARTS[part]} samples", f"block_size = {block_size} tokens"
+    of = f"{PARTS[part]} samples"
+    beyond = f"block_size = {block_size} tokens"
     lengths = Documents(table).lengths + columns["truncated"]
     notes = []
     for lost, what in (
@@ -414,7 +428,8 @@ def show(
     """The first runs of a sample as text, with marks around what is trained on (in the held-out part: predicted)."""
     trained = sample["labels"] != IGNORE
     ends = [*(np.flatnonzero(trained[1:] != trained[:-1]) + 1).tolist(), len(trained)]
-    so_far, text = "", ""
+    so_far = ""
+    text = ""
     for end in ends[:SHOWN_RUNS]:
         decoded = str(tokenizer.decode(sample["input_ids"][:end], clean_up_tokenization_spaces=False))
         run = decoded[len(so_far) :]

@@ -101,7 +101,8 @@ class Choices:
         value = record[self.label]
         if is_missing(value):
             raise BadRecord(f"it has no label ({self.label})")
-        name, stripped = name_of(value), [text.strip() for text in texts] if self.by_text else []
+        name = name_of(value)
+        stripped = [text.strip() for text in texts] if self.by_text else []
         right = next((among.index(name) for among in (names, stripped) if name in among), self._number(name))
         if not 0 <= right < len(texts):
             raise BadRecord(f"its label {value!r} is not one of the {len(texts)} choices")
@@ -155,7 +156,8 @@ def find_choices(recipe: ClsRecipe, table: Dataset) -> Choices | None:
     values: set[tuple[str, int, bool]] = set()  # (a label, the number of choices, whether it is the text of one)
     for row in rows:
         if not is_missing(row[label]):
-            name, (_, held) = name_of(row[label]), reader._choices(row)
+            name = name_of(row[label])
+            (_, held) = reader._choices(row)
             values.add((name, len(held), name in [text and text.strip() for text in held]))
     numbers = {(int(match[1]), size) for name, size, _ in values if (match := INTEGER.fullmatch(name))}
     counts_from_one = any(number == size for number, size in numbers) and all(number for number, _ in numbers)
@@ -215,14 +217,16 @@ def located(sentences: list[list[str]]) -> set[tuple[int, str, int, int]]:
     no B before it, as in conlleval."""
     found: list[tuple[int, str, int, int]] = []
     for sentence, tags in enumerate(sentences):
-        before, kind_before = "O", ""
+        before = "O"
+        kind_before = ""
         for place, tag in enumerate(tags):
             mark, _, kind = tag.partition("-")
             mark = {"L": "E", "U": "S"}.get(mark, mark)  # of BILOU
             if mark != "O":
                 begins = mark in "BS" or before in "OES" or kind != kind_before
                 found.append((sentence, kind, place if begins else found.pop()[2], place))
-            before, kind_before = mark, kind
+            before = mark
+            kind_before = kind
     return set(found)
 
 
@@ -270,7 +274,8 @@ class LabelledSource(NamedTuple):
 def prepare_examples(recipe: ClsRecipe, config: PretrainedConfig) -> ExampleData:
     """Read, check and tokenise; the first process of the machine works, the others find the result in the cache.
     Raises UserError: columns are not found, a text is empty, a label is missing or outside the label set."""
-    task, options = GLUE.get(recipe.task_name or ""), DataOptions.of(recipe)
+    task = GLUE.get(recipe.task_name or "")
+    options = DataOptions.of(recipe)
     length = choose_length("max_length", recipe.max_length, recipe.source("max_length"), config)
     if recipe.predict_file:
         if not recipe.lora and not any("For" in name for name in config.architectures or ("For",)):
@@ -297,7 +302,8 @@ def prepare_examples(recipe: ClsRecipe, config: PretrainedConfig) -> ExampleData
             prepared[-1].notes[:0] = [f"data      {each.source.describe(each.reader)}", *labels.notes, *notes]
     data = prepared[0]
     if recipe.mixture:
-        by_name, held = dict(zip(own, prepared)), list[HeldOut]()
+        by_name = dict(zip(own, prepared))
+        held: list[HeldOut] = []
         parts_held = [(name, part) for name, each in by_name.items() for part in each.held_out]
         for suffix in dict.fromkeys(part.suffix for _, part in parts_held):
             samples = {name: part.samples for name, part in parts_held if part.suffix == suffix}
@@ -359,9 +365,12 @@ def _readers(
     own = [each.reader for each in sources if isinstance(each.reader, LabelledColumns)]
     if not own:
         return [each.reader for each in sources]
-    of_sets, of_words, column = own[0].labels.of_sets, own[0].labels.of_words, str(own[0].label)
+    of_sets = own[0].labels.of_sets
+    of_words = own[0].labels.of_words
+    column = str(own[0].label)
     differ = any(reader.class_names != own[0].class_names for reader in own)
-    class_names, values = None if differ else own[0].class_names, list[Any]()
+    class_names = None if differ else own[0].class_names
+    values: list[Any] = []
     for each, reader in zip(sources, own):
         own_values: list[Any] = each.source.first[reader.label][:]
         if of_sets or of_words:
@@ -405,11 +414,14 @@ def _prepare_unlabelled(
         recipe = recipe.columns_in(table.column_names)
         names = task.labels if task else None
         labels, _ = trained_labels(config, names, [], task is not None and names is None)
-        kind, texts = LabelledColumns, tuple[str, ...]()
+        kind = LabelledColumns
+        texts = tuple[str, ...]()
         if has_head(config, "TokenClassification"):
             if (words := find_words(recipe.text_columns, table)) is None:
                 raise UserError(f"text_columns: no column of lists of words is found; {tables.columns_present(table)}")
-            kind, texts, labels = TaggedWords, (words,), replace(labels, of_words=True)
+            kind = TaggedWords
+            texts = (words,)
+            labels = replace(labels, of_words=True)
         else:
             texts, _ = _columns(recipe, table, task, labelled=False)
             labels = in_model_order(labels, config)
@@ -429,7 +441,8 @@ def _columns(
 ) -> tuple[tuple[str, ...], str]:
     """Return (the text columns, the label column; empty unless `labelled`)."""
     present = set(table.column_names)
-    texts, label = tuple(recipe.text_columns or ()), recipe.label_column
+    texts = tuple(recipe.text_columns or ())
+    label = recipe.label_column
     for name in texts:
         tables.check_column(table, "text_columns", name)
     tables.check_column(table, "label_column", label if labelled else None)

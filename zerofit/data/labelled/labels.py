@@ -141,7 +141,8 @@ def find_labels(
         return _numbers(present, where)
     if regression is None:
         refuse_unclear(present, where)
-    names, integers = tuple(sorted(present)), [INTEGER.fullmatch(name) for name in present]
+    names = tuple(sorted(present))
+    integers = [INTEGER.fullmatch(name) for name in present]
     if all(integers):
         ordered = sorted(filter(None, integers), key=lambda match: int(match[1]))
         shortened = not all(match[2] for match in ordered)
@@ -179,7 +180,8 @@ def refuse_flags(labels: Iterable[list[Any] | None], where: str) -> None:
     """Raises UserError where a record has a 0 or 1, or a probability, for each class, and not the labels that it
     has."""
     sets = [values for values in labels if values]
-    numbers, sizes = {*map(_number, chain(*sets))}, {*map(len, sets)}
+    numbers = {*map(_number, chain(*sets))}
+    sizes = {*map(len, sets)}
     has_fractions = None not in numbers and any(number % 1 for number in numbers if number)
     if len(sizes) == 1 and sizes != {1} and (numbers <= {0.0, 1.0} or has_fractions):
         raise UserError(
@@ -281,7 +283,9 @@ def configure_labels(
             f"model_name_or_path = {pretrained!r} has a head of {other}, and the data needs one of {labels.head}. "
             "Name the model that it was trained from"
         )
-    had, names, note = pretrained_head(config, pretrained, labels.head), labels.names or (labels.number,), None
+    had = pretrained_head(config, pretrained, labels.head)
+    names = labels.names or (labels.number,)
+    note = None
     is_replaced = bool(had) and len(had) != len(names)
     if is_replaced and not ignore_mismatched_sizes:
         ours = f"{len(names)} labels ({', '.join(names)})" if labels.names else "one number"
@@ -455,7 +459,8 @@ def encode_parts(
     tokenizer = get_tokenizer(options.recipe, config, train.texts, table_key(train.table), pairs=True)
     if getattr(config, "type_vocab_size", None) == 1:  # as of a RoBERTa, which has no second type of tokens
         tokenizer.model_input_names = [name for name in tokenizer.model_input_names if name != "token_type_ids"]
-    columns, notes = tuple(padding_values(tokenizer)), list[str]()
+    columns = tuple(padding_values(tokenizer))
+    notes: list[str] = []
     sets: dict[str, TokenizedDataset] = {}
     encode: Encode = partial(_encode_words if labels.of_words else _encode_rows, tokenizer, length)
     if labels.of_words:
@@ -477,7 +482,8 @@ def encode_parts(
     held = []
     for name in sorted(parts.keys() - {"train"}):  # all columns for predictions.jsonl, where the label is a name
         suffix = name.removeprefix("validation").removeprefix(PREDICT)
-        label, records = getattr(parts[name].reader, "label", None), parts[name].records
+        label = getattr(parts[name].reader, "label", None)
+        records = parts[name].records
         records = records.remove_columns("label") if label == "label" else records
         own = ("prediction", "probability", "probabilities", *(("label",) if label else ()))
         held.append(HeldOut(sets[name], [kept_columns(records, *own)], suffix))
@@ -491,7 +497,8 @@ def _encode_rows(
 ) -> dict[str, list[Any]]:
     """Token ids of the rows of each record, one after another; `sizes` are their lengths, `longest` is that of the
     longest before it was cut. Of a pair that does not fit the longer text is truncated first."""
-    columns, texts = tuple(padding_values(tokenizer)), list(zip(*chain.from_iterable(rows for rows, _ in examples)))
+    columns = tuple(padding_values(tokenizer))
+    texts = list(zip(*chain.from_iterable(rows for rows, _ in examples)))
     encoded = tokenizer(
         *map(list, texts),
         return_attention_mask=False,
@@ -572,5 +579,6 @@ def class_weights(recipe: ClsRecipe, data: ExampleData) -> list[float] | None:
 
 def describe_weights(weights: list[float], names: tuple[str, ...]) -> str:
     """Name the heaviest and the lightest class, for the log."""
-    low, high = int(np.argmin(weights)), int(np.argmax(weights))
+    low = int(np.argmin(weights))
+    high = int(np.argmax(weights))
     return f"loss      class weights from {weights[low]:.4g} ({names[low]}) to {weights[high]:.4g} ({names[high]})"
