@@ -334,11 +334,11 @@ class Predictor:
 
     def peak(self, micro_batch: int):
         """The Peak, without the workspace and the unused blocks that the simulated accelerator does not have."""
-        from zerofit.estimate.allocations import Unused
+        from zerofit.estimate.allocations import UnusedBytes
         from zerofit.estimate.peak import CUBLAS_WORKSPACE_BYTES, WORKSPACE
         from zerofit.tools.plan import planner
 
-        planner.unused_bytes = lambda *blocks: Unused(0, 0)
+        planner.unused_bytes = lambda *blocks: UnusedBytes(0, 0)
         peak = self.planner.predict(self.resolved, micro_batch).peak
         components = peak.components | {WORKSPACE: peak.components[WORKSPACE] - CUBLAS_WORKSPACE_BYTES}
         return replace(peak, components=components, allocated=peak.allocated - CUBLAS_WORKSPACE_BYTES)

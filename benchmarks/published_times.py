@@ -22,7 +22,7 @@ from pathlib import Path
 
 from zerofit.cli import main as zerofit  # noqa: F401 - reads the environment before torch is loaded
 from zerofit.estimate.planned_model import read_planned_model
-from zerofit.estimate.planned_rows import FILE, MeasuredRow, measured_rows
+from zerofit.estimate.planned_rows import MEASURED_ROWS_FILE, MeasuredRow, measured_rows
 from zerofit.recipe.errors import UserError
 from zerofit.record.terminal import table
 from zerofit.tools.plan.plan import make_budget, make_timing
@@ -112,9 +112,9 @@ def summary(rows: list[MeasuredRow], key) -> str:
 
 def write(rows: list[MeasuredRow], parts: dict[str, dict[str, float]]) -> None:
     predicted = {row.id: row.predicted for row in rows}
-    with FILE.open(encoding="utf-8", newline="") as file:
+    with MEASURED_ROWS_FILE.open(encoding="utf-8", newline="") as file:
         lines = list(csv.DictReader(file))
-    with FILE.open("w", encoding="utf-8", newline="") as file:
+    with MEASURED_ROWS_FILE.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
         writer.writeheader()
         for line in lines:

@@ -12,7 +12,7 @@ import torch
 from helpers import ROOT, environment, tiny_model
 from torch.distributed import DistBackendError
 
-from zerofit.estimate.remedies import Shortage, remedies, state_setup
+from zerofit.estimate.remedies import Shortage, find_remedies, state_setup
 from zerofit.health.out_of_memory import explain, is_out_of_memory, measure
 from zerofit.model.loss import install_loss
 from zerofit.recipe import ClmRecipe
@@ -64,7 +64,7 @@ def shortage(strategy=None, recipe=None, **changes) -> Shortage:
 
 def options(s: Shortage) -> dict[str, float]:
     """{option: GiB saved}."""
-    return {remedy.option: remedy.saves / GIB for remedy in remedies(s)}
+    return {remedy.option: remedy.saves / GIB for remedy in find_remedies(s)}
 
 
 def pair(name: str) -> str:
@@ -126,7 +126,7 @@ def test_at_most_five_remedies_come_by_what_they_save():
         "--gradient_checkpointing": pytest.approx(26 - 26 / 24), pair("zero3"): 8 + 8 + 16 - (8 + 8 + 24) / 4,
         pair("zero3_offload"): 32, pair("zero2_offload"): 24, "--lora": 24,
     }  # fmt: skip
-    saved = [remedy.saves for remedy in remedies(shortage())]
+    saved = [remedy.saves for remedy in find_remedies(shortage())]
     assert saved == sorted(saved, reverse=True)
 
 

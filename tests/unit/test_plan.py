@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from zerofit.cli import main
 from zerofit.estimate.allocations import MATRIX, unused_bytes
-from zerofit.estimate.peak import cache_of
+from zerofit.estimate.peak import trace_cache
 from zerofit.estimate.planned_model import read_planned_model
-from zerofit.estimate.planned_rows import Rows
-from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings
+from zerofit.estimate.planned_rows import PlannedRows
+from zerofit.estimate.tracer import TRACED_ATTENTION, Tracer, TraceSettings
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import Seq2SeqRecipe
 from zerofit.tools.plan import planner as planner_module
@@ -28,12 +28,12 @@ RECIPE = ["--task", "clm", "--config_name", "gpt2", "--block_size", "32", "--pre
 # ---------------------------------------------------------------------------------------------------------- the traces
 
 
-def tracer(config, rows: Rows, **settings) -> Tracer:
+def tracer(config, rows: PlannedRows, **settings) -> Tracer:
     with torch.device("meta"):
         full = AutoModelForCausalLM.from_config(config)
 
     def build(config):
-        model = AutoModelForCausalLM.from_config(config, dtype=settings["dtype"], attn_implementation=ATTENTION)
+        model = AutoModelForCausalLM.from_config(config, dtype=settings["dtype"], attn_implementation=TRACED_ATTENTION)
         rows.install(model)
         return model
 
@@ -155,7 +155,7 @@ def test_traced_products_are_those_of_a_real_pass():
     ids = torch.zeros(2, 48, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids).loss.backward()
-    steps = tracer(gpt2(3), Rows("clm", 48, loss_kind="full"), dtype=torch.float32).steps(2)
+    steps = tracer(gpt2(3), PlannedRows("clm", 48, loss_kind="full"), dtype=torch.float32).steps(2)
     traced = sum(one.flops for step in steps for one in step.operations if one.kind == MATRIX)
     assert traced == counter.get_total_flops() > 0  # it does not know a CPU's attention
 
@@ -217,7 +217,7 @@ def test_keys_and_values_are_those_of_a_search(name):
     layers = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     with torch.device("meta"):
-        counted = cache_of(transformers.AutoModelForSeq2SeqLM.from_config(MODELS[name]))
+        counted = trace_cache(transformers.AutoModelForSeq2SeqLM.from_config(MODELS[name]))
     recipe = Seq2SeqRecipe(max_source_length=source, max_target_length=target)
     parts = counted.parts(recipe, batch * beams, 4)
     assert parts["keys and values"] == held

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import torch
 
-from zerofit.estimate.model_states import GradientMemory, States
+from zerofit.estimate.model_states import GradientMemory, ModelStates
 from zerofit.estimate.traced_steps import TracedStep
-from zerofit.estimate.weights import ENDS, MASTER_BYTES, NORM_BYTES, Place, Weight, Weights
+from zerofit.estimate.weights import END_GROUPS, MASTER_BYTES, NORM_BYTES, LayerPlace, Weight, Weights
 
 
 @dataclass(frozen=True)
-class FullyShards:
+class Fsdp2Settings:
     """FSDP2's settings."""
 
     # the forward pass forgets the weights of blocks that it has gathered; a number: a group of this many ranks shares
@@ -37,8 +37,8 @@ class FullyShards:
         return 0 if isinstance(self.reshards, bool) else self.reshards
 
 
-EMBEDDING = (ENDS, 0)
-LAST = (ENDS, 1)
+EMBEDDING_GROUP = (END_GROUPS, 0)
+LAST_GROUP = (END_GROUPS, 1)
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class ShardedGroup:
 
 
 def fully_sharded_states(
-    weights: Weights, world_size: int, dtype: torch.dtype, on_gpu: bool, fsdp: FullyShards
-) -> States:
+    weights: Weights, world_size: int, dtype: torch.dtype, on_gpu: bool, fsdp: Fsdp2Settings
+) -> ModelStates:
     """The states of a rank under FSDP2. `dtype`: that weights are gathered in, and frozen ones are stored in; those
     that are trained are stored in fp32."""
 
@@ -65,7 +65,7 @@ def fully_sharded_states(
     trained = shard_of(True)
     largest = max((one.padded(world_size) for one in weights.all if one.trained), default=0)
     held = MASTER_BYTES * trained + dtype.itemsize * shard_of(False)
-    return States(
+    return ModelStates(
         weights=held,
         optimizer=sum(one.moments_bytes * one.padded(world_size) // world_size for one in weights.all if one.trained),
         engine=lambda: FullyShardedMemory(weights, dtype.itemsize, world_size, fsdp),
@@ -78,16 +78,16 @@ def fully_sharded_states(
 class FullyShardedMemory(GradientMemory):
     """FSDP2's groups, on one rank."""
 
-    def __init__(self, weights: Weights, width: int, world_size: int, fsdp: FullyShards):
+    def __init__(self, weights: Weights, width: int, world_size: int, fsdp: Fsdp2Settings):
         super().__init__(weights, width)
         self.fsdp = fsdp
         self.place_of = weights.group_of
         self.world_size = world_size
-        members: dict[Place | None, list[Weight]] = {None: []}
+        members: dict[LayerPlace | None, list[Weight]] = {None: []}
         for weight in weights.all:
             if weight.name not in fsdp.divided:
                 members.setdefault(self.place_of(weight.name), []).append(weight)
-        self.groups: dict[Place | None, ShardedGroup] = {}
+        self.groups: dict[LayerPlace | None, ShardedGroup] = {}
         for place, several in members.items():
             full = width * sum(one.padded(world_size) for one in several)
             trained = sum(one.padded(world_size) for one in several if one.trained)
@@ -95,7 +95,7 @@ class FullyShardedMemory(GradientMemory):
             shard = MASTER_BYTES * trained // world_size
             self.groups[place] = ShardedGroup(full, cast, fsdp.reduce_width * trained, shard)
         self.kept = 0  # shards of gradients
-        self.full: dict[Place | None, int] = {}  # full gradients, until the last micro-batch
+        self.full: dict[LayerPlace | None, int] = {}  # full gradients, until the last micro-batch
 
     @property
     def gathered(self) -> int:
@@ -111,19 +111,19 @@ class FullyShardedMemory(GradientMemory):
         self.last = last
         self.gradients = self.kept + sum(self.full.values())
         self.buffers = 0
-        self.here: set[Place | None] = set()
-        self.shared: set[Place | None] = set()  # among some ranks, until the backward pass
+        self.here: set[LayerPlace | None] = set()
+        self.shared: set[LayerPlace | None] = set()  # among some ranks, until the backward pass
         self.arrived = self.arriving = 0  # flat tensors: of the group that came last, and of the one that comes next
-        self.next: Place | None = None  # which is on its way
-        self.order: list[Place] = []  # of the forward pass
-        self.completed: dict[Place | None, int] = {}  # gradients that are not reduced yet
-        self.place: Place | None = None
+        self.next: LayerPlace | None = None  # which is on its way
+        self.order: list[LayerPlace] = []  # of the forward pass
+        self.completed: dict[LayerPlace | None, int] = {}  # gradients that are not reduced yet
+        self.place: LayerPlace | None = None
         self.backward = False
 
     def enter(self, step: TracedStep) -> int:
         backward = step.phase == "backward"
         most = self.held
-        end = LAST if step.phase == "loss" or step.name == "backward of after" else EMBEDDING
+        end = LAST_GROUP if step.phase == "loss" or step.name == "backward of after" else EMBEDDING_GROUP
         place = next((each for each in (step.place, end) if each and each in self.groups), None)
         if not self.here:  # the pass begins
             most = self._gather(None)
@@ -137,14 +137,14 @@ class FullyShardedMemory(GradientMemory):
         self.backward = backward
         if place is None:
             return most
-        if place == EMBEDDING:  # its gradient is computed without it
+        if place == EMBEDDING_GROUP:  # its gradient is computed without it
             return most if backward else max(most, self._gather(place))
         if not backward:
             self.order.append(place)
             return max(most, self._gather(place))
         return max(most, self._wait(place))
 
-    def _gather(self, place: Place | None) -> int:
+    def _gather(self, place: LayerPlace | None) -> int:
         """Gather a group for its forward pass. Returns the most that is held meanwhile, in bytes."""
         group = self.groups[place]
         most = self.held + group.cast + group.full
@@ -152,7 +152,7 @@ class FullyShardedMemory(GradientMemory):
         self.here.add(place)
         return max(most, self.held)
 
-    def _wait(self, place: Place) -> int:
+    def _wait(self, place: LayerPlace) -> int:
         """Wait for a group that the backward pass fetched ahead, then fetch the next one. Returns bytes, likewise."""
         group = self.groups[place]
         most = self.held
@@ -180,9 +180,9 @@ class FullyShardedMemory(GradientMemory):
             return self.held
         if self.backward:
             return self._reduce(self.place)
-        if self.fsdp.reshards and self.place != LAST:
+        if self.fsdp.reshards and self.place != LAST_GROUP:
             self.here.discard(self.place)
-            if self.fsdp.reshard_group and self.place != EMBEDDING:
+            if self.fsdp.reshard_group and self.place != EMBEDDING_GROUP:
                 self.shared.add(self.place)
         return self.held
 
@@ -199,7 +199,7 @@ class FullyShardedMemory(GradientMemory):
         self.gradients += size
         return self.held - size  # it stays where backward has made it
 
-    def _reduce(self, place: Place | None) -> int:
+    def _reduce(self, place: LayerPlace | None) -> int:
         """A group's gradients; those of the group before it are free now. Without an exchange they stay in full, in
         fp32, and later ones are added to the first."""
         group = self.groups[place]

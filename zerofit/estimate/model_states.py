@@ -1,8 +1,8 @@
-"""The memory that a strategy keeps on a device and on the host: weights, optimizer, buffers, gathered weights, its
-step, and its gradients while they are completed one after another.
+"""The memory that a strategy holds on a device and on the host: weights, optimizer, buffers, gathered weights, the
+optimizer's step, and gradients while the backward pass completes them one after another.
 
 Sources: DeepSpeed 0.19, runtime/zero/stage_1_and_2.py and stage3.py, read with the resolved configuration;
-zerofit/strategy/engines.py for DDP and one process. Sizes are in bytes of one process, the one that holds most.
+zerofit/strategy/engines.py for DDP and one process. Sizes are in bytes, of the process that holds the most.
 """
 
 import bisect
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from zerofit.estimate.allocations import Visit
+from zerofit.estimate.allocations import ModuleVisit
 from zerofit.estimate.traced_steps import TracedStep
 from zerofit.estimate.weights import (
     ADAFACTOR_BYTES,
@@ -29,72 +29,74 @@ from zerofit.estimate.weights import (
     kept_by_rank,
 )
 
-Visits = tuple[Visit | None, ...]  # that steps begin with
+Visits = tuple[ModuleVisit | None, ...]  # the visit that each step begins with
 
 
 @dataclass(frozen=True)
 class GatheredWeights:
-    """Other ranks' weights that ZeRO-3 holds during a pass: what its coordinator decides by. Sizes are in elements.
+    """The settings by which ZeRO-3's coordinator fetches and releases other ranks' weights. Sizes are in elements.
 
-    The decisions are those of DeepSpeed 0.19: runtime/zero/partitioned_param_coordinator.py (fetch_sub_module,
-    release_sub_module), and what a handle of partition_parameters.py holds (_all_gather_sequential,
+    The rules are those of DeepSpeed 0.19: runtime/zero/partitioned_param_coordinator.py (fetch_sub_module,
+    release_sub_module), and the buffers of a handle in partition_parameters.py (_all_gather_sequential,
     _all_gather_dtype).
 
-    Each visit of a module fetches at least one weight ahead, also where the module has no weight of its own, so what
-    is fetched ahead grows layer by layer, up to stage3_max_live_parameters.
+    Each visit to a module fetches at least one weight ahead, even if the module has no direct weights, so the fetched
+    weights grow layer by layer, up to stage3_max_live_parameters.
 
     Before training, a loss in chunks is checked by forward passes alone (zerofit/model/preflight.py), and DeepSpeed
     remembers for each module what is released after it (lru_cache of __params_to_release): then layers are released
-    as soon as they have run, for the rest of the run. Classifiers and models with the full loss have no such check,
+    as soon as they have run, during the whole run. Classifiers and models with the full loss have no such check,
     and keep a layer that is needed again within stage3_max_reuse_distance.
     """
 
-    sizes: tuple[tuple[str, int], ...]  # the name of each weight, and its size
+    sizes: tuple[tuple[str, int], ...]  # (name, size) of each weight
     frozen: frozenset[str]  # names of weights that are not trained
     width: int  # bytes of an element
     world_size: int
-    keeps: bool  # layers, where training was not preceded by forward passes alone
-    shards_copied: bool  # shards are on the host, and a copy is on the device while a weight is fetched
+    keeps: bool  # True if layers are kept: training was not preceded by forward passes alone
+    shards_copied: bool  # True if shards are on the host, and copied to the device while a weight is fetched
     threshold: int  # weights up to this size are not sharded
-    ahead: int  # fetched ahead at each visit, at least
-    live: int  # nothing is fetched ahead beyond so much
+    ahead: int  # minimum that is fetched ahead at each visit
+    live: int  # maximum of live weights: nothing is fetched ahead beyond it
     reuse: int  # a weight that is needed again within this distance is kept
 
     def follow(self, training: list[TracedStep], evaluation: list[TracedStep] | None = None) -> list[tuple[int, int]]:
-        """Return (the most bytes at the visit that it begins with, bytes after that) for each step of a pass.
+        """Return (peak bytes during the visit at its start, bytes after that visit) for each step of a pass.
 
         Args:
             training: a forward and backward pass, whose order DeepSpeed has recorded.
-            evaluation: a forward pass; follow it in place of the training pass.
+            evaluation: a forward pass, which is followed instead of the training pass.
         """
         known = tuple(step.visit for step in training)
         return _held(self, known, known if evaluation is None else tuple(step.visit for step in evaluation))[0]
 
     def blocks(self, training: list[TracedStep]) -> list[int]:
-        """Bytes of what a training pass gathers, and (negative) releases, block by block."""
+        """Return the bytes that a training pass gathers, and (negative) releases, block by block."""
         known = tuple(step.visit for step in training)
         return _held(self, known, known)[1]
 
 
 @dataclass
-class Handle:
-    """An all-gather: of one weight into its own place; of several into a flat buffer, from which each is copied."""
+class AllGatherHandle:
+    """An all-gather. One weight is gathered in place; several are gathered into a flat buffer, and copied from it."""
 
     weights: list[str]
-    extra: int  # that it holds beside the weights
-    waiting: int  # weights whose module has not come yet
+    extra: int  # elements that it holds in addition to the weights
+    waiting: int  # number of weights whose module has not been visited yet
     arrived: bool = False
 
 
-class KnownPass:
-    """A pass in the order of an earlier one.
+class RecordedPass:
+    """Simulates a pass whose order of visits DeepSpeed has recorded in an earlier pass.
 
     Args:
-        known: the visits of the earlier one.
-        remembered: {(module, visits before it): what is released after it}, where that was decided earlier.
+        known: the visits of the earlier pass.
+        remembered: {(module, number of visits before it): weights released after it}, where DeepSpeed remembers them.
     """
 
-    def __init__(self, known: list[Visit], rules: GatheredWeights, remembered: dict[tuple[str, int], frozenset[str]]):
+    def __init__(
+        self, known: list[ModuleVisit], rules: GatheredWeights, remembered: dict[tuple[str, int], frozenset[str]]
+    ):
         self.rules = rules
         self.remembered = remembered
         self.sizes = sizes = dict(rules.sizes)
@@ -104,48 +106,52 @@ class KnownPass:
         self.places: dict[str, list[int]] = {}
         for weight, place in self.queue:
             self.places.setdefault(weight, []).append(place)
-        self.distance = [*itertools.accumulate((sum(sizes[one] for one in v.weights) for v in order), initial=0)]
+        self.distance = [
+            *itertools.accumulate((sum(sizes[weight] for weight in visit.weights) for visit in order), initial=0)
+        ]
         self.persistent = {name for name, size in sizes.items() if size <= rules.threshold}
         self.here = set(self.persistent)
         self.users: dict[str, set[str]] = {name: set() for name in sizes}
-        self.handles: dict[str, Handle] = {}
+        self.handles: dict[str, AllGatherHandle] = {}
         self.recent: dict[str, int] = {}  # the last place for which a weight was taken from the queue
-        self.views: dict[str, int] = {}  # held of weights that were released, until their backward pass is done
-        self.backward: dict[str, set[str]] = {}  # modules in their backward pass: frozen weights, computed with again
-        self.blocks: list[int] = []  # taken, and (negative) given back, in order
+        self.views: dict[str, int] = {}  # sizes of released weights whose views stay until their backward pass is done
+        self.backward: dict[
+            str, set[str]
+        ] = {}  # {module in its backward pass: frozen weights that it recomputes with}
+        self.blocks: list[int] = []  # allocated, and (negative) freed, in order
         self.step = self.live = self.held = 0
 
-    def at(self, visit: Visit) -> int:
-        """Go through a visit. Returns the most that is held meanwhile; `held` is what is held then."""
+    def at(self, visit: ModuleVisit) -> int:
+        """Simulate a visit. Returns the maximum of `held` during it; afterwards `held` has the present value."""
         return self._fetch(visit) if visit.enters else self._release(visit)
 
-    def _fetch(self, visit: Visit) -> int:
+    def _fetch(self, visit: ModuleVisit) -> int:
         if not visit.forward:
             self.backward.setdefault(visit.module, set())
         self._gather([weight for weight in visit.weights if weight not in self.here and weight not in self.handles])
-        most = self.held
+        peak = self.held
         for weight in visit.weights:
             self.users[weight].add(visit.module)
             if visit.forward and self.backward and weight in self.rules.frozen:
                 owner = next(reversed(self.backward))
                 self.backward[owner].add(weight)
                 self.users[weight].add(owner)
-            most = max(most, self._wait(weight))
-        fresh = {one for one in visit.weights if self.recent.get(one, -1) < self.step}
-        passed: set[str] = set()
-        while self.queue and len(passed) < len(fresh):
+            peak = max(peak, self._wait(weight))
+        new_weights = {weight for weight in visit.weights if self.recent.get(weight, -1) < self.step}
+        queued: set[str] = set()
+        while self.queue and len(queued) < len(new_weights):
             weight, place = self.queue.popleft()
             self.recent[weight] = place
-            passed.add(weight)
+            queued.add(weight)
         self._fetch_ahead()
         self.step += 1
-        return max(most, self.held)
+        return max(peak, self.held)
 
     def _fetch_ahead(self) -> None:
-        most = min(self.rules.live - self.live, self.rules.ahead)
+        max_size = min(self.rules.live - self.live, self.rules.ahead)
         size = 0
         chosen = []
-        while self.queue and size < most:
+        while self.queue and size < max_size:
             weight, place = self.queue.popleft()
             self.recent[weight] = max(self.recent.get(weight, -1), place)
             if weight not in self.here and weight not in self.handles and weight not in chosen:
@@ -167,11 +173,11 @@ class KnownPass:
         else:
             extra = shards * self.rules.world_size
         self._change(extra)
-        handle = Handle(weights, extra, len(weights))
+        handle = AllGatherHandle(weights, extra, len(weights))
         self.handles |= dict.fromkeys(weights, handle)
 
     def _wait(self, weight: str) -> int:
-        """Wait for a weight's all-gather. Returns the most bytes that are held meanwhile."""
+        """Wait for a weight's all-gather. Returns the maximum of `held` meanwhile, in elements."""
         handle = self.handles.pop(weight, None)
         if handle is None:
             return self.held
@@ -179,16 +185,16 @@ class KnownPass:
             handle.arrived = True
             self.here.update(handle.weights)
             if len(handle.weights) > 1 and self.rules.world_size > 1:
-                for one in handle.weights:
-                    self._change(self.sizes[one])
-        most = self.held
+                for name in handle.weights:
+                    self._change(self.sizes[name])
+        peak = self.held
         handle.waiting -= 1
         if not handle.waiting:
             self._change(-handle.extra)
-        return most
+        return peak
 
-    def _release(self, visit: Visit) -> int:
-        most = self.held
+    def _release(self, visit: ModuleVisit) -> int:
+        peak = self.held
         key = (visit.module, self.step)
         released = self.remembered.get(key)
         if released is None:
@@ -198,15 +204,15 @@ class KnownPass:
                 if weight in self.persistent or self.recent.get(weight, -1) > self.step:
                     continue
                 places = self.places[weight]
-                at = bisect.bisect_left(places, self.step)
-                if at == len(places) or self.distance[places[at]] - self.distance[self.step] >= self.rules.reuse:
+                index = bisect.bisect_left(places, self.step)
+                if index == len(places) or self.distance[places[index]] - self.distance[self.step] >= self.rules.reuse:
                     chosen.add(weight)
             released = self.decided[key] = frozenset(chosen)
         weights = set(visit.weights)
         if not visit.forward:
-            again = self.backward.pop(visit.module, set())
-            weights = weights | again
-            released = released | (again - self.persistent)
+            recomputed = self.backward.pop(visit.module, set())
+            weights = weights | recomputed
+            released = released | (recomputed - self.persistent)
         for weight in weights:
             self.users[weight].discard(visit.module)
             if weight in released and weight in self.here and not self.users[weight]:
@@ -218,7 +224,7 @@ class KnownPass:
                     self._change(-self.sizes[weight])
             if not visit.forward:
                 self._change(-self.views.pop(weight, 0))
-        return most
+        return peak
 
     def _change(self, size: int) -> None:
         self.held += size
@@ -231,25 +237,25 @@ def _held(rules: GatheredWeights, known: Visits, visits: Visits) -> tuple[list[t
     remembered: dict[tuple[str, int], frozenset[str]] = {}
     if not rules.keeps:
         forward = [*itertools.takewhile(lambda visit: visit.forward, order)]
-        alone = KnownPass(forward, rules, {})
+        forward_only = RecordedPass(forward, rules, {})
         for visit in forward:
-            alone.at(visit)
-        remembered = alone.decided
-    run = KnownPass(order, rules, remembered)
+            forward_only.at(visit)
+        remembered = forward_only.decided
+    run = RecordedPass(order, rules, remembered)
     held: list[tuple[int, int]] = []
-    for met in visits:
-        most = run.at(met) if met else run.held
-        held.append((rules.width * most, rules.width * run.held))
+    for current in visits:
+        peak = run.at(current) if current else run.held
+        held.append((rules.width * peak, rules.width * run.held))
     return held, [rules.width * size for size in run.blocks]
 
 
 class GradientMemory:
-    """Gradients as a single process has them: backward makes them, and later micro-batches are added to them.
+    """The gradients of a single process: the backward pass allocates them, and later micro-batches add to them.
 
     Attributes:
-        gradients: held of completed gradients.
-        buffers: held for their exchange.
-        gathered: held of other ranks' weights.
+        gradients: bytes of completed gradients.
+        buffers: bytes of the buffers for their exchange.
+        gathered: bytes of other ranks' weights.
     """
 
     def __init__(self, weights: Weights, width: int):
@@ -277,9 +283,9 @@ class GradientMemory:
         return self.held
 
     def complete(self, name: str) -> int:
-        """The gradient of a weight is complete: until here the backward pass holds it, and from here on the engine.
+        """Pass the completed gradient of a weight from the backward pass to the engine.
 
-        Returns: the most that is held at a moment meanwhile beside that gradient, temporaries included.
+        Returns: the peak bytes held meanwhile, temporaries included, without this gradient.
         """
         if not self.first:
             return self.held
@@ -288,12 +294,12 @@ class GradientMemory:
         return self.held - size  # it stays where backward has made it
 
     def finish(self) -> int:
-        """The backward pass has ended. Returns as `complete` does."""
+        """End the backward pass. Returns the peak bytes held meanwhile, temporaries included."""
         return self.held
 
 
 class DdpGradients(GradientMemory):
-    """DDP: the buckets of all gradients are there all the time, and gradients are views of them."""
+    """The gradients of DDP: the buckets of all gradients stay allocated, and gradients are views of them."""
 
     def begin(self, first: bool, last: bool) -> None:
         self.first = False
@@ -301,17 +307,17 @@ class DdpGradients(GradientMemory):
 
 
 class BucketGradients(GradientMemory):
-    """ZeRO: gradients are collected in a bucket, which is reduced when the next one does not fit into it.
+    """The gradients of ZeRO: they are collected in a bucket, which is reduced when the next gradient does not fit.
 
-    A closed form of what DeepSpeed does weight by weight: a bucket of several gradients is copied as a whole to be
-    reduced; whatever rank a gradient belongs to, ZeRO-1 keeps one that is larger than the bucket until the pass ends.
+    This is a closed form of what DeepSpeed does weight by weight. A bucket of several gradients is copied as a whole
+    to be reduced. ZeRO-1 keeps a gradient that is larger than the bucket until the pass ends, on every rank.
 
     Args:
-        zero: DeepSpeed's own DeepSpeedZeroConfig.
-        kept: bytes of the gradients that this rank keeps of a micro-batch, from its first reduction on; 0: they are
+        zero: DeepSpeed's DeepSpeedZeroConfig.
+        kept: bytes of a micro-batch's gradients that this rank keeps, from its first reduction on; 0: they are counted
             among the states, or offloaded.
-        part_of: (elements of a gradient) -> elements of the part that goes to this rank's share of the host's; None:
-            gradients are not offloaded.
+        part_of: (elements of a gradient) -> elements that this rank offloads to the host; None: gradients are not
+            offloaded.
     """
 
     def __init__(
@@ -323,17 +329,17 @@ class BucketGradients(GradientMemory):
         self.part_of = part_of
         self.capacity = width * int(zero.reduce_bucket_size)
         self.contiguous = bool(zero.contiguous_gradients or (part_of and self.stage < 3))
-        has_buffer = self.contiguous and self.stage < 3  # that of ZeRO-3 is among the states
+        has_buffer = self.contiguous and self.stage < 3  # ZeRO-3's buffer is counted among the states
         self.buffer = self.capacity * (2 if zero.overlap_comm else 1) if has_buffer else 0
 
     def begin(self, first: bool, last: bool) -> None:
         self.first = first
         self.last = last
-        earlier = {1: self.width * sum(self.sizes.values()), 2: self.kept}  # of the micro-batches before
+        earlier = {1: self.width * sum(self.sizes.values()), 2: self.kept}  # bytes of earlier micro-batches, by stage
         self.gradients = 0 if first else earlier.get(self.stage, 0)
         self.buffers = 0 if first else self.buffers
         self.filled = self.count = self.largest = 0  # bytes, gradients, and elements of the largest in the bucket
-        self.own = 0  # bytes of gradients that do not lie in its buffer
+        self.outside = 0  # bytes of gradients that are not in the bucket's buffer
         self.is_kept = False
 
     def complete(self, name: str) -> int:
@@ -344,67 +350,69 @@ class BucketGradients(GradientMemory):
             return self.held
         if self.stage == 1 and not self.first:
             self.gradients -= size  # it goes into the bucket with what was accumulated
-        most = self._reduce() if self.filled and self.filled + size > self.capacity else self.held
+        peak = self._reduce() if self.filled and self.filled + size > self.capacity else self.held
         if self.part_of and self.stage < 3 and size > self.capacity:
-            most = max(most, self.held + size)  # it is cloned
-        own = size if not self.contiguous or size > self.capacity else 0  # it stays where backward has made it
-        self.own += own
-        self.gradients += own
+            peak = max(peak, self.held + size)  # it is cloned
+        outside = size if not self.contiguous or size > self.capacity else 0  # it stays where backward allocated it
+        self.outside += outside
+        self.gradients += outside
         self.filled = self.filled + size
         self.count = self.count + 1
         self.largest = max(self.largest, self.sizes[name])
-        return max(most, self.held - own)
+        return max(peak, self.held - outside)
 
     def finish(self) -> int:
         if self.stage == 1 and not self.last:
             return self.held
-        most = self._reduce()
+        peak = self._reduce()
         self._release()
         self.buffers = 0
-        return most
+        return peak
 
     def _reduce(self) -> int:
         if not self.is_kept:
             self.is_kept = True
             self.gradients = self.gradients + self.kept
         copied = self.filled if self.count > 1 else 0
-        most = self.held + copied
-        if self.part_of:  # on its way to the host
+        peak = self.held + copied
+        if self.part_of:  # temporaries while it is copied to the host
             wide = max(NORM_BYTES, MASTER_BYTES if self.width != MASTER_BYTES else 0) * self.last
-            beside = self.width * self.part_of(self.largest) + copied if self.stage == 3 else 0
-            most = max(most, self.held + beside + wide * self.part_of(self.largest))
+            temporaries = self.width * self.part_of(self.largest) + copied if self.stage == 3 else 0
+            peak = max(peak, self.held + temporaries + wide * self.part_of(self.largest))
         if self.stage > 1 or not self.contiguous:
             self._release()
         self.filled = self.count = self.largest = 0
-        return most
+        return peak
 
     def _release(self) -> None:
-        self.gradients = self.gradients - self.own
-        self.own = 0
+        self.gradients = self.gradients - self.outside
+        self.outside = 0
 
 
 @dataclass(frozen=True)
-class States:
-    """The states of one strategy, and what its engine takes in each phase. `weights`, `optimizer`, `gradients` and
-    `buffers` are always on the device."""
+class ModelStates:
+    """The model states under one strategy, and the memory of its engine in each phase, in bytes. `weights`,
+    `optimizer`, `gradients` and `buffers` are always on the device."""
 
     weights: int
     optimizer: int
-    # what follows the gradients of a backward pass, on the rank that keeps most of them
+    # makes the model of the gradients in a backward pass, for the rank that keeps most of them
     engine: Callable[[], GradientMemory]
     gradients: int = 0
     buffers: int = 0
-    gathered: GatheredWeights | None = None  # of other processes, during the passes; None: there are none
-    # on the device during the optimizer's step, beside weights and optimizer: the largest of its moments
+    gathered: GatheredWeights | None = None  # other processes' weights during the passes; None: there are none
+    # on the device during the optimizer's step, in addition to weights and optimizer: the maximum during the step
     step: dict[str, int] = field(default_factory=dict)
-    # on the device while the engine is made, beside nothing else. ZeRO-1 and 2 flatten the weights into a copy on the
-    # device if it has room for that, and else on the host: the copy does not decide what fits
+    # on the device while the engine is made, when nothing else is there. ZeRO-1 and 2 flatten the weights into a copy
+    # on the device if it has room for that, and otherwise on the host: the copy does not decide what fits
     load: int = 0
-    host: dict[str, int] = field(default_factory=dict)  # on the host, of this process
-    disk: int = 0  # on a disk of the machine, of this process; checkpoints are not meant
-    overlaps: bool = False  # weights are gathered, and gradients reduced, on streams of their own
-    late: tuple[int, ...] = ()  # each tensor of `optimizer` that the first step makes, where activations have been
-    gradients_each: bool = False  # each weight's gradient is a tensor of its own, from its backward pass to the step
+    host: dict[str, int] = field(default_factory=dict)  # on the host, for this process
+    disk: int = 0  # on a disk of the machine, for this process; without checkpoints
+    overlaps: bool = False  # True if weights are gathered, and gradients reduced, on separate streams
+    late: tuple[int, ...] = ()  # tensors of `optimizer` that the first step allocates, after activations were freed
+    gradients_each: bool = (
+        False  # True if each weight's gradient is a separate tensor, from its backward pass to the step
+    )
 
     @property
     def offloaded(self) -> int:
@@ -419,33 +427,34 @@ def torch_states(
     on_gpu: bool,
     *,
     optim: str = "adamw",
-) -> States:
-    """DDP, whose buckets hold the gradients all the time; or one process, where backward makes them."""
+) -> ModelStates:
+    """Return the states of DDP, whose buckets always hold the gradients, or of a single process, where the backward
+    pass allocates them."""
     width = trained_dtype.itemsize
-    held = width * weights.trained + weights.frozen_bytes(frozen_dtype)
-    taken = [0 if on_gpu else NORM_BYTES, ADAFACTOR_BYTES if optim == "adafactor" else 0]
-    kind = DdpGradients if world_size > 1 else GradientMemory
+    weight_bytes = width * weights.trained + weights.frozen_bytes(frozen_dtype)
+    workspaces = [0 if on_gpu else NORM_BYTES, ADAFACTOR_BYTES if optim == "adafactor" else 0]
+    engine_class = DdpGradients if world_size > 1 else GradientMemory
     late = weights.late_states(lambda weight: weight.size)
-    of_adam = weights.state_bytes(optim) / max(1, sum(late))
-    return States(
-        weights=held,
+    adam_share = weights.state_bytes(optim) / max(1, sum(late))
+    return ModelStates(
+        weights=weight_bytes,
         optimizer=weights.state_bytes(optim),
-        engine=lambda: kind(weights, width),
-        step={"gradients": width * weights.trained, "workspace": max(taken) * weights.largest},
-        load=held,
-        late=tuple(int(of_adam * size) for size in late),
+        engine=lambda: engine_class(weights, width),
+        step={"gradients": width * weights.trained, "workspace": max(workspaces) * weights.largest},
+        load=weight_bytes,
+        late=tuple(int(adam_share * size) for size in late),
         gradients_each=world_size == 1,
     )
 
 
 def first_stages_states(
     weights: Weights, zero: Any, world_size: int, dtype: torch.dtype, accumulates: bool, *, on_gpu: bool
-) -> States:
-    """ZeRO-1 and ZeRO-2 (stage_1_and_2.py).
+) -> ModelStates:
+    """Return the states of ZeRO-1 or ZeRO-2 (stage_1_and_2.py).
 
     Args:
-        zero: DeepSpeed's own DeepSpeedZeroConfig of the resolved configuration: defaults are DeepSpeed's.
-        accumulates: an update has more than one micro-batch.
+        zero: DeepSpeed's DeepSpeedZeroConfig of the resolved configuration: defaults are DeepSpeed's.
+        accumulates: True if an update has more than one micro-batch.
     """
     width = dtype.itemsize
     groups = [FlatGroup(group, world_size) for group in weights.groups]
@@ -456,15 +465,15 @@ def first_stages_states(
     fullest = max(all_kept, key=all_kept.__getitem__)
     offloads = offload_target(offload) != "none"
     kept = 0 if offloads else width * all_kept[fullest]  # grads_in_partition
-    held = width * shard * world_size + weights.frozen_bytes(dtype)
+    weight_bytes = width * shard * world_size + weights.frozen_bytes(dtype)
 
     def part_of(size: int) -> int:
         return min(size, max(shards))
 
     optimizer = MASTER_BYTES * shard + sum(group.moments_bytes * group.partition for group in groups)
     common: dict[str, Any] = {
-        "weights": held,
-        "load": held,
+        "weights": weight_bytes,
+        "load": weight_bytes,
         "engine": lambda: BucketGradients(weights, zero, width, kept, part_of if offloads else None),
         "overlaps": bool(zero.overlap_comm),
     }
@@ -474,14 +483,14 @@ def first_stages_states(
             "gradients": _pinned(4 * shard, offload, on_gpu) + (width * shard if accumulates else 0),
             "buffers": _pinned(width * (shard + weights.largest), offload, on_gpu),
         }
-        return States(optimizer=0, buffers=width * weights.largest, host=host, **common)
-    # TracedStep by step: norms in fp64; each group's gradients flat, and again in fp32.
-    slices = [size for group in groups for parts in group.parts.values() for at, size in parts if at == fullest]
+        return ModelStates(optimizer=0, buffers=width * weights.largest, host=host, **common)
+    # Step by step: norms in fp64; each group's gradients in a flat copy, and another copy in fp32.
+    slices = [size for group in groups for parts in group.parts.values() for rank, size in parts if rank == fullest]
     moments = [NORM_BYTES * max(slices, default=0)]
-    moments += [width * one + (MASTER_BYTES * one if width != MASTER_BYTES else 0) for one in shards]
-    if not on_gpu:  # gloo gathers into a tensor of its own, after gradients are gone
+    moments += [width * size + (MASTER_BYTES * size if width != MASTER_BYTES else 0) for size in shards]
+    if not on_gpu:  # gloo gathers into a separate tensor, after gradients are freed
         moments.append(width * max(shards) * world_size - kept)
-    return States(
+    return ModelStates(
         optimizer=optimizer,
         step={"gradients": kept, "workspace": max(moments)},
         **common,
@@ -490,8 +499,9 @@ def first_stages_states(
 
 def third_stage_states(
     weights: Weights, zero: Any, world_size: int, width: int, on_gpu: bool, *, keeps_layers: bool
-) -> States:
-    """ZeRO-3 (stage3.py), which may keep layers between their forward and their backward pass (`GatheredWeights`)."""
+) -> ModelStates:
+    """Return the states of ZeRO-3 (stage3.py). `keeps_layers`: layers stay gathered between their forward and their
+    backward pass, as `GatheredWeights` says."""
 
     def part_of(size: int) -> int:
         return -(-size // world_size)
@@ -504,7 +514,7 @@ def third_stage_states(
     trained = sum(groups)
     optimizer = sum((MASTER_BYTES + group[0].moments_bytes) * size for group, size in zip(weights.groups, groups))
     offloads_weights = offload_target(zero.offload_param) != "none"
-    copies = world_size > 1 or offloads_weights  # alone, a rank reads its shards in place (_no_gather_coalesced)
+    copies = world_size > 1 or offloads_weights  # a single rank reads its shards in place (_no_gather_coalesced)
     threshold = int(zero.param_persistence_threshold) if copies else 0  # weights up to this size are never sharded
     gathered = None
     if copies:
@@ -528,26 +538,26 @@ def third_stage_states(
         host["weights"] = _pinned(width * shard, zero.offload_param, on_gpu)
     largest = part_of(weights.largest)
     on_disk = offload_target(zero.offload_optimizer) == "nvme"
-    if on_disk:  # what is brought at a time: as many buffers as a sub-group has tensors (SwapBufferManager)
-        brought = min(int(zero.sub_group_size) + largest, max(groups, default=0))
-        host["optimizer"] = int(zero.offload_optimizer.buffer_count) * MASTER_BYTES * brought
+    if on_disk:  # buffers of what is swapped in at a time, as many as a sub-group has tensors (SwapBufferManager)
+        swapped_in = min(int(zero.sub_group_size) + largest, max(groups, default=0))
+        host["optimizer"] = int(zero.offload_optimizer.buffer_count) * MASTER_BYTES * swapped_in
         host["gradients"] = _pinned(width * trained, zero.offload_optimizer, on_gpu)
     elif offloads:
         host["optimizer"] = _pinned(optimizer, zero.offload_optimizer, on_gpu, 3)
         host["gradients"] = _pinned((4 + width) * trained, zero.offload_optimizer, on_gpu, 2)
-    within = int(zero.zero_hpz_partition_size)  # ZeRO++'s copies: _partition_param_sec
-    copied = sum(-(-weight.size // within) for weight in weights.all) if within > 1 else 0
+    ranks_per_copy = int(zero.zero_hpz_partition_size)  # ZeRO++'s copies: _partition_param_sec
+    secondary = sum(-(-weight.size // ranks_per_copy) for weight in weights.all) if ranks_per_copy > 1 else 0
     gradients = 0 if offloads else width * trained
     sub_group = max((min(int(zero.sub_group_size), group) for group in groups), default=0)
-    return States(
-        weights=width * (persistent + copied + (0 if offloads_weights else shard)),
+    return ModelStates(
+        weights=width * (persistent + secondary + (0 if offloads_weights else shard)),
         optimizer=0 if offloads else optimizer,
         engine=lambda: BucketGradients(weights, zero, width, 0, part_of if offloads else None),
         gradients=gradients,
         buffers=width * int(zero.reduce_bucket_size) if zero.contiguous_gradients else 0,
         gathered=gathered,
         step={} if offloads else {"workspace": max(NORM_BYTES * largest, (width + wide) * sub_group)},
-        load=width * (persistent + (0 if offloads_weights else shard)),  # zero.Init puts shards where they stay
+        load=width * (persistent + (0 if offloads_weights else shard)),  # zero.Init allocates shards where they stay
         host=host,
         disk=(MASTER_BYTES + MOMENTS_BYTES + 4) * trained if on_disk else 0,  # gradients too
         overlaps=bool(zero.overlap_comm),
@@ -555,13 +565,13 @@ def third_stage_states(
 
 
 def offload_target(offload: Any) -> str:
-    """none, cpu or nvme, of one of DeepSpeed's offload sections."""
+    """Return the device of one of DeepSpeed's offload sections: none, cpu or nvme."""
     device = getattr(offload, "device", None) or "none"
     return str(getattr(device, "value", device))
 
 
 def _pinned(size: int, offload: Any, on_gpu: bool, parts: int = 1) -> int:
-    """Host memory that is page-locked: CachingHostAllocator rounds each block up to a power of two."""
+    """Return the bytes of page-locked host memory: CachingHostAllocator rounds each block up to a power of two."""
     if not (on_gpu and getattr(offload, "pin_memory", False)) or size < parts:
         return size
     return parts * 2 ** math.ceil(math.log2(size / parts))

@@ -12,10 +12,10 @@ import torch
 import transformers
 
 from zerofit.data.collate import multiple_for, round_up
-from zerofit.estimate.planned_rows import LONGEST_BLOCK, OF_WORDS, TASKS, PlannedHead, Rows
+from zerofit.estimate.planned_rows import AUTO_CLASSES, MAX_LENGTH, TOKEN_CLASSIFIER, PlannedHead, PlannedRows
 from zerofit.estimate.planned_strategy import PlannedStrategy
 from zerofit.estimate.traced_steps import (
-    WHOLE,
+    WHOLE_MODEL,
     Stage,
     TracedStep,
     divide_experts,
@@ -23,7 +23,7 @@ from zerofit.estimate.traced_steps import (
     steps_of_stage,
     weights_of_stage,
 )
-from zerofit.estimate.tracer import ATTENTION, Tracer, TraceSettings, outer_lists, reduced_configuration
+from zerofit.estimate.tracer import TRACED_ATTENTION, Tracer, TraceSettings, outer_lists, reduced_configuration
 from zerofit.estimate.weights import MASTER_BYTES, Weight, Weights
 from zerofit.model.adapter_folder import open_adapter, recorded_base, trained_config
 from zerofit.model.chunked_loss import terms_of
@@ -57,7 +57,7 @@ class PlannedModel:
     task: str
     config: Any
     full: Any  # of transformers, with its adapter, on "meta"
-    rows: Rows
+    rows: PlannedRows
     on_gpu: bool
     cpu_kernels: bool = False  # see TraceSettings
     own_kernels: bool = True  # see TraceSettings
@@ -67,7 +67,7 @@ class PlannedModel:
         self._tracers: dict[tuple[Any, ...], Any] = {}
         self._shares: dict[tuple[int, Stage], Weights] = {}
 
-    def with_options(self, recipe: Any, rows: Rows) -> "PlannedModel":
+    def with_options(self, recipe: Any, rows: PlannedRows) -> "PlannedModel":
         """Return a copy with other options that change its passes alone; tracers are shared."""
         other = replace(self, recipe=recipe, rows=rows)
         other._shares = self._shares
@@ -91,7 +91,7 @@ class PlannedModel:
             plan = family_of(self.config).stage_plan
             body = self.full.base_model_prefix
             assert plan is not None  # check_layout has refused other families
-            found = weights_of_stage(self.weights_of(replace(layout, pipeline=1), WHOLE), stage, plan, body)
+            found = weights_of_stage(self.weights_of(replace(layout, pipeline=1), WHOLE_MODEL), stage, plan, body)
         else:
             found = self.weights
             if layout.tensor > 1:
@@ -106,7 +106,7 @@ class PlannedModel:
         """Return the stages of a pipeline of which one needs most: the first, the last, and the first of those with
         most layers; without a pipeline one that stands for the model."""
         if layout.pipeline == 1:
-            return [WHOLE]
+            return [WHOLE_MODEL]
         cut = cut_layers(self.full, layout.pipeline)
         every = [Stage(number, layout.pipeline, len(layers)) for number, layers in enumerate(cut)]
         longest = max(every, key=lambda stage: stage.layers)
@@ -128,7 +128,7 @@ class PlannedModel:
         batch_size: int,
         *,
         evaluated: bool = False,
-        rows: Rows | None = None,
+        rows: PlannedRows | None = None,
     ) -> list[TracedStep]:
         """The passes of a batch through the model, or through a stage of it."""
         tracer = self.tracer(strategy, evaluated, rows)
@@ -214,7 +214,7 @@ class PlannedModel:
             float8=self.recipe.float8,
         )
 
-    def tracer(self, strategy: PlannedStrategy, evaluated: bool = False, rows: Rows | None = None) -> Tracer:
+    def tracer(self, strategy: PlannedStrategy, evaluated: bool = False, rows: PlannedRows | None = None) -> Tracer:
         """A tracer of the passes as they run under a strategy, on the recipe's rows or on others."""
         recomputed = not evaluated and self.recipe.gradient_checkpointing
         settings = replace(self.trace_settings(strategy, evaluated), recomputed=recomputed)
@@ -252,7 +252,7 @@ def make_model(
     config: Any, task: str, dtype: torch.dtype, attention: str | None, traced: bool
 ) -> transformers.PreTrainedModel:
     """A model with random weights, on the default device."""
-    name = OF_WORDS if task == "cls" and has_head(config, "TokenClassification") else TASKS[task]
+    name = TOKEN_CLASSIFIER if task == "cls" and has_head(config, "TokenClassification") else AUTO_CLASSES[task]
     auto_class = getattr(transformers, name)
 
     def build(attention: str | None) -> Any:
@@ -262,7 +262,7 @@ def make_model(
         return build("eager")
     if traced:
         with contextlib.suppress(ValueError):  # a model without sdpa
-            return build(ATTENTION)
+            return build(TRACED_ATTENTION)
     return build(None)
 
 
@@ -281,7 +281,7 @@ def add_planned_lora(model: Any, recipe: Any, task: str) -> None:
             module.requires_grad_(True)
 
 
-NO_LIMIT = 2**20  # positions
+MAX_POSITIONS = 2**20  # positions
 
 
 def read_planned_model(recipe: Any, task: str, on_gpu: bool) -> PlannedModel:
@@ -290,7 +290,7 @@ def read_planned_model(recipe: Any, task: str, on_gpu: bool) -> PlannedModel:
     Raises:
         UserError: the configuration is out of reach, or makes no model.
     """
-    auto_class = getattr(transformers, TASKS[task])
+    auto_class = getattr(transformers, AUTO_CLASSES[task])
     adapter = None
     architecture = getattr(recipe, "architecture", None)
     recipe = recipe.draft()
@@ -311,7 +311,7 @@ def read_planned_model(recipe: Any, task: str, on_gpu: bool) -> PlannedModel:
         num_tags = getattr(recipe, "num_tags", None)  # an option of `zerofit plan`
         config.num_labels = num_tags or max(1, getattr(config, "num_labels", 2))
         if num_tags or any(".conll" in Path(name).suffixes for name in recipe.train_file or ()):
-            config.architectures = [OF_WORDS]
+            config.architectures = [TOKEN_CLASSIFIER]
         config.pad_token_id = config.pad_token_id if config.pad_token_id is not None else 0
     if not has_weights or recipe.resize_embeddings:
         _set_vocabulary(config, recipe)
@@ -370,23 +370,23 @@ def _set_vocabulary(config: Any, recipe: Any) -> None:
     config.vocab_size = -(-size // multiple) * multiple
 
 
-def longest_rows(recipe: Any, task: str, config: Any, full: Any, on_gpu: bool) -> Rows:
+def longest_rows(recipe: Any, task: str, config: Any, full: Any, on_gpu: bool) -> PlannedRows:
     """Return the longest rows that a recipe trains on, as wide as a batch of different lengths pads them."""
     fixed = getattr(recipe, "pad_to_max_length", False)
     multiple = multiple_for(torch.device("cuda" if on_gpu and not fixed else "cpu"), config)
     if task == "cls":
-        return Rows(task, round_up(recipe.max_length, multiple))
+        return PlannedRows(task, round_up(recipe.max_length, multiple))
     head = full.get_output_embeddings()
     whole = recipe.loss == "full" or full.base_model is full or hasattr(head, "lora_A")
     kind = "full" if whole else "chunked"
     terms = terms_of(recipe)
     if task == "seq2seq":
         source, target = (round_up(each, multiple) for each in (recipe.max_source_length, recipe.max_target_length))
-        return Rows(task, source, target, loss_kind=kind, terms=terms)
-    positions = getattr(config, "max_position_embeddings", None) or NO_LIMIT
-    length = recipe.block_size or min(positions, LONGEST_BLOCK)
+        return PlannedRows(task, source, target, loss_kind=kind, terms=terms)
+    positions = getattr(config, "max_position_embeddings", None) or MAX_POSITIONS
+    length = recipe.block_size or min(positions, MAX_LENGTH)
     if recipe.preference_loss:
-        return Rows(task, round_up(length, multiple), loss_kind=kind, per_sample=2)
+        return PlannedRows(task, round_up(length, multiple), loss_kind=kind, per_sample=2)
     masked = recipe.packing == "documents" and not recipe.data_path
     length = round_up(length, multiple) if recipe.packing == "none" and not recipe.data_path else length
-    return Rows(task, length, masked=masked, loss_kind=kind, terms=terms)
+    return PlannedRows(task, length, masked=masked, loss_kind=kind, terms=terms)

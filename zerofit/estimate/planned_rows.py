@@ -18,13 +18,13 @@ from zerofit.model.configuration import has_head
 from zerofit.model.loss import HIDDEN
 from zerofit.recipe.tasks import CAUSAL
 
-TASKS = {
+AUTO_CLASSES = {
     **dict.fromkeys(CAUSAL, "AutoModelForCausalLM"),
     "cls": "AutoModelForSequenceClassification",
     "seq2seq": "AutoModelForSeq2SeqLM",
 }
-OF_WORDS = "AutoModelForTokenClassification"
-LONGEST_BLOCK = 1024  # of a recipe without block_size: the model's positions, at most this number
+TOKEN_CLASSIFIER = "AutoModelForTokenClassification"
+MAX_LENGTH = 1024  # of a recipe without block_size: the model's positions, at most this number
 
 
 class PlannedHead(NamedTuple):
@@ -38,7 +38,7 @@ class PlannedHead(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rows:
+class PlannedRows:
     """Rows of one task."""
 
     task: str
@@ -73,14 +73,14 @@ class Rows:
         """Tokens of a sample, padding included."""
         return self.per_sample * (self.length + self.target_length)
 
-    def shortened(self, mean_length: float) -> "Rows":
+    def shortened(self, mean_length: float) -> "PlannedRows":
         """Rows of this length; of pairs, source and target keep their proportion."""
         part = min(1.0, mean_length / self.tokens)
         target = max(1, round(part * self.target_length)) if self.target_length else 0
         return replace(self, length=max(1, round(part * self.length)), target_length=target)
 
 
-def make_inputs(config: Any, rows: Rows, batch_size: int, makes_masks: bool = False) -> dict[str, torch.Tensor]:
+def make_inputs(config: Any, rows: PlannedRows, batch_size: int, makes_masks: bool = False) -> dict[str, torch.Tensor]:
     """Inputs of a pass; call it inside a fake tensor mode.
 
     Args:
@@ -110,12 +110,12 @@ def make_inputs(config: Any, rows: Rows, batch_size: int, makes_masks: bool = Fa
     return inputs
 
 
-FILE = Path(__file__).with_name("measured_rows.csv")
-LORA = "LoRA"
-OFFLOADED = "offload"
-DIVIDED = "model parallelism"
-DENSE = "data parallelism"
-FEWEST = 5  # rows from which a range is drawn
+MEASURED_ROWS_FILE = Path(__file__).with_name("measured_rows.csv")
+LORA_RUN = "LoRA"
+OFFLOADED_RUN = "offload"
+MODEL_PARALLEL = "model parallelism"
+DATA_PARALLEL = "data parallelism"
+MIN_COMPARABLE = 5  # rows from which a range is drawn
 
 
 class MeasuredRow(SimpleNamespace):
@@ -144,16 +144,16 @@ class MeasuredRow(SimpleNamespace):
 def run_kind(strategy: str, is_divided: bool, is_lora: bool) -> str:
     """Return the kind of run, which decides how well seconds are predicted."""
     if is_lora:
-        return LORA
+        return LORA_RUN
     if "offload" in strategy:
-        return OFFLOADED
-    return DIVIDED if is_divided else DENSE
+        return OFFLOADED_RUN
+    return MODEL_PARALLEL if is_divided else DATA_PARALLEL
 
 
 @cache
 def measured_rows() -> tuple[MeasuredRow, ...]:
     """Return all rows of the file."""
-    with FILE.open(encoding="utf-8", newline="") as file:
+    with MEASURED_ROWS_FILE.open(encoding="utf-8", newline="") as file:
         return tuple(MeasuredRow(**{name: _value(text) for name, text in row.items()}) for row in csv.DictReader(file))
 
 
@@ -164,15 +164,17 @@ def _value(text: str) -> str | int | float:
     return text
 
 
-def comparable(kind: str, gpu: str, parameters: float, length: int, tokens: int, *, gpus: int) -> list[MeasuredRow]:
+def comparable_rows(
+    kind: str, gpu: str, parameters: float, length: int, tokens: int, *, gpus: int
+) -> list[MeasuredRow]:
     """The rows of this kind on this GPU, whatever its memory, the most similar one first; none: too few have been
     measured. `tokens`: of a micro-batch."""
     rows = [
         row
         for row in measured_rows()
-        if row.kind == kind and model_of(row.gpu) == model_of(gpu) and row.trust != "C" and row.predicted
+        if row.kind == kind and gpu_model(row.gpu) == gpu_model(gpu) and row.trust != "C" and row.predicted
     ]
-    if len(rows) < FEWEST:
+    if len(rows) < MIN_COMPARABLE:
         return []
 
     def distance(row: MeasuredRow) -> float:
@@ -187,6 +189,6 @@ def comparable(kind: str, gpu: str, parameters: float, length: int, tokens: int,
     return sorted(rows, key=distance)
 
 
-def model_of(gpu: str) -> str:
+def gpu_model(gpu: str) -> str:
     """a100-80gb and a100-40gb are one."""
     return gpu.rpartition("-")[0] or gpu

@@ -4,8 +4,8 @@ import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from zerofit.estimate.fully_sharded import FullyShards, fully_sharded_states
-from zerofit.estimate.model_states import States, first_stages_states, third_stage_states, torch_states
+from zerofit.estimate.fully_sharded import Fsdp2Settings, fully_sharded_states
+from zerofit.estimate.model_states import ModelStates, first_stages_states, third_stage_states, torch_states
 from zerofit.estimate.traced_steps import Stage, expert_names
 from zerofit.estimate.weights import MASTER_BYTES
 from zerofit.strategy.deepspeed_config import fill_by_sizes
@@ -15,7 +15,7 @@ from zerofit.strategy.strategy import Strategy
 if TYPE_CHECKING:
     from zerofit.estimate.planned_model import PlannedModel
 
-BY_HIDDEN_SIZE = {  # what accelerate makes of "auto" under stage 3 (accelerator.py, _prepare_deepspeed)
+AUTO_SIZES = {  # what accelerate makes of "auto" under stage 3 (accelerator.py, _prepare_deepspeed)
     "reduce_bucket_size": lambda hidden: hidden * hidden,
     "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
     "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
@@ -35,7 +35,7 @@ class PlannedStrategy:
     @property
     def zero(self) -> Any:
         """DeepSpeed's object; None without DeepSpeed."""
-        return None if isinstance(self.sharding, FullyShards) else self.sharding
+        return None if isinstance(self.sharding, Fsdp2Settings) else self.sharding
 
     @property
     def shards_parameters(self) -> bool:
@@ -48,18 +48,18 @@ class PlannedStrategy:
 
     @property
     def shards_weights(self) -> bool:
-        return isinstance(self.sharding, FullyShards) or self.shards_parameters
+        return isinstance(self.sharding, Fsdp2Settings) or self.shards_parameters
 
     @property
     def optimizer_ranks(self) -> int:
         """Ranks that share the optimizer's work."""
         return 1 if self.sharding is None else self.layout.shard_size
 
-    def states(self, model: "PlannedModel", accumulates: bool, stage: Stage | None = None) -> States:
+    def states(self, model: "PlannedModel", accumulates: bool, stage: Stage | None = None) -> ModelStates:
         trained, frozen = model.dtypes(self)
         local = model.weights_of(self.layout, stage)
         sharers = self.layout.shard_size
-        if isinstance(self.sharding, FullyShards):
+        if isinstance(self.sharding, Fsdp2Settings):
             found = fully_sharded_states(local, sharers, trained, model.on_gpu, self.sharding)
         elif self.zero is None:
             found = torch_states(local, sharers, trained, frozen, model.on_gpu, optim=model.recipe.optim)
@@ -90,7 +90,7 @@ def plan_strategy(name: str, strategy: Strategy, model: "PlannedModel") -> Plann
         sharding = None
         if strategy.fully_shards:
             divided = expert_names(model.full) if strategy.divides_experts else frozenset()
-            sharding = FullyShards(
+            sharding = Fsdp2Settings(
                 strategy.reshards, strategy.syncs_each_batch, divided, 2 if strategy.reduces_in_half else 4
             )
         return PlannedStrategy(name, strategy.layout, strategy.precision, sharding)
@@ -100,7 +100,7 @@ def plan_strategy(name: str, strategy: Strategy, model: "PlannedModel") -> Plann
     sizes = getattr(model.config, "hidden_sizes", None)
     hidden = getattr(model.config, "hidden_size", None)
     hidden = hidden or (max(sizes) if sizes else model.config.get_text_config().hidden_size)
-    for key, value_of in BY_HIDDEN_SIZE.items():
+    for key, value_of in AUTO_SIZES.items():
         if section.get(key) == "auto":
             section[key] = value_of(hidden)
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig

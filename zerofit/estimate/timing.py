@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zerofit.estimate.allocations import ALL_GATHER, ATTENTION, BY_FLOPS, EXCHANGES, MATRIX, Operation
+from zerofit.estimate.allocations import ALL_GATHER, ATTENTION, COLLECTIVES, FLOP_KINDS, MATRIX, Operation
 from zerofit.estimate.exchanges import (
     ADAM_BYTES,
     Collectives,
@@ -22,7 +22,7 @@ from zerofit.estimate.exchanges import (
     torch_exchanges,
     with_muon,
 )
-from zerofit.estimate.fully_sharded import FullyShards
+from zerofit.estimate.fully_sharded import Fsdp2Settings
 from zerofit.estimate.planned_model import DTYPES, PlannedModel
 from zerofit.estimate.planned_strategy import PlannedStrategy
 from zerofit.estimate.traced_steps import Stage, TracedStep
@@ -36,22 +36,22 @@ from zerofit.strategy.gpu_table import GIGA, GPUS, TERA, Gpu
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64, 128, 0.75), (64, 64, 0.6))
 
 # A product reaches K / (K + FILL) of the best: a tile has to be filled and written, whatever its depth. Fitted.
-FILL = 124
+TILE_FILL_DEPTH = 124
 
 # What a product reaches whose widths are not multiples of 64 elements, or not of 8, which tensor cores ask for.
 # Fitted.
-UNEVEN = 0.64
-MISALIGNED = 0.27
+UNEVEN_SHARE = 0.64
+MISALIGNED_SHARE = 0.27
 
 # Attention reaches S / (S + ROWS) of its best on rows of S tokens, and less with heads of at most 64. Fitted.
 ATTENTION_ROWS = 296
-NARROW_HEADS = 0.82
+NARROW_HEADS_SHARE = 0.82
 
 # What operations that move (size in bytes) reach of the memory's bandwidth. Source: Calculon, mem1, MB_efficiency.
-OF_MEMORY_BY_BYTES = ((1e5, 0.3), (1e6, 0.6), (1e7, 0.75), (1e8, 0.9))
+MEMORY_EFFICIENCY = ((1e5, 0.3), (1e6, 0.6), (1e7, 0.75), (1e8, 0.9))
 
 # What torch.compile leaves of the time of operations that move bytes. Fitted.
-FUSED = 0.15
+COMPILED_SHARE = 0.15
 
 
 def product_efficiency(shape: tuple[int, ...], multiprocessors: int) -> float:
@@ -67,14 +67,14 @@ def product_efficiency(shape: tuple[int, ...], multiprocessors: int) -> float:
     best = max(quality * filled(height, width) for height, width, quality in TILES)
     aligned = 1.0
     for width in (columns, depth):
-        aligned = min(aligned, MISALIGNED if width % 8 else UNEVEN if width % 64 else 1.0)
-    return best * aligned * depth / (depth + FILL)
+        aligned = min(aligned, MISALIGNED_SHARE if width % 8 else UNEVEN_SHARE if width % 64 else 1.0)
+    return best * aligned * depth / (depth + TILE_FILL_DEPTH)
 
 
 def attention_efficiency(shape: tuple[int, ...]) -> float:
     """Return the part of its best that attention reaches. `shape`: (rows x heads, queries, keys, width of a head)."""
     _, queries, _, width = shape
-    return queries / (queries + ATTENTION_ROWS) * (NARROW_HEADS if width <= 64 else 1.0)
+    return queries / (queries + ATTENTION_ROWS) * (NARROW_HEADS_SHARE if width <= 64 else 1.0)
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,13 @@ class Speeds:
     host_link: float  # bytes/s between the host and this device, in one direction
     peak_half: float  # FLOP/s of half precision that a utilisation refers to
     multiprocessors: int  # of the GPU, by which products are divided
-    fused: float = FUSED  # the part of their time that operations that move bytes take under torch.compile
+    fused: float = COMPILED_SHARE  # the part of their time that operations that move bytes take under torch.compile
     tensor_s: float = 0.0  # seconds of Python for each tensor in DeepSpeed's step, while the device waits
 
     def seconds(self, operation: Operation) -> float:
         """Time of an operation's work alone, without starting it."""
         kind, half, flops, moved, shape = operation
-        if kind not in BY_FLOPS:
+        if kind not in FLOP_KINDS:
             return self.memory_seconds(moved)
         rate = self.rates[kind, half]
         if kind == MATRIX and shape:
@@ -108,12 +108,12 @@ class Speeds:
         interpolated on a logarithmic scale; beyond the first and the last one it stays."""
         if not moved:
             return 0.0
-        rates = [self.memory_bandwidth * part for _, part in OF_MEMORY_BY_BYTES]
-        place = bisect.bisect_left(OF_MEMORY_BY_BYTES, (moved, 0.0))
+        rates = [self.memory_bandwidth * part for _, part in MEMORY_EFFICIENCY]
+        place = bisect.bisect_left(MEMORY_EFFICIENCY, (moved, 0.0))
         if place in (0, len(rates)):
             return moved / rates[min(place, len(rates) - 1)]
-        low = OF_MEMORY_BY_BYTES[place - 1][0]
-        high = OF_MEMORY_BY_BYTES[place][0]
+        low = MEMORY_EFFICIENCY[place - 1][0]
+        high = MEMORY_EFFICIENCY[place][0]
         first = rates[place - 1]
         second = rates[place]
         return moved / (first * (second / first) ** (math.log(moved / low) / math.log(high / low)))
@@ -123,21 +123,21 @@ class Speeds:
         return (MATRIX, half) in self.rates
 
 
-MULTIPROCESSORS = 108  # where the table of GPUs has none: those of an A100
+DEFAULT_MULTIPROCESSORS = 108  # where the table of GPUs has none: those of an A100
 
 # What kernels written for Hopper and Blackwell reach of the peak in attention, forward and backward. Fitted on rows of
 # flash attention 3 and 4; Shah et al. 2024 have 0.75 forward.
-NEWER_ATTENTION = 0.65
+HOPPER_ATTENTION = 0.65
 
 # The same of torch's own kernels of 2025 (cuDNN 9's on Hopper), where one card trains. Measured on an H100 with torch
 # 2.11 (docs/measurements/gpu.md, "Where the time goes"): 7.7 TFLOP in 25 ms on rows of 2,048 tokens and heads of 64,
 # which is 31 % of the peak, divided by what `attention_efficiency` says of such a shape.
-ATTENTION_ALONE = 0.43
+SINGLE_GPU_ATTENTION = 0.43
 
 # What operations that move bytes reach there of the rates below: 174 ms, norm and clipping included, where those rates
 # have 150; and what torch.compile leaves of their time: 77 of these ms.
-MEMORY_ALONE = 0.86
-FUSED_ALONE = 0.44
+SINGLE_GPU_MEMORY = 0.86
+SINGLE_GPU_COMPILED = 0.44
 
 # Seconds that Python, torch, transformers and peft take to start an operation of the forward pass. Fitted on LoRA with
 # short rows.
@@ -154,28 +154,28 @@ STEP_OPERATIONS = 3.5
 
 # Collectives within a pass, which wait for it and which it waits for, take longer than alone by these factors: beside
 # Volta and Ampere; beside Hopper and Blackwell. Fitted.
-WAITED = 2.05
-NEWER_WAITED = 1.3
+WAITING_FACTOR = 2.05
+NEWER_WAITING_FACTOR = 1.3
 
 # What is reached of PCIe. Source: 55.4 of 63 GB/s measured beside an H200 (stas00/ml-engineering, network).
-OF_PCIE = 0.88
+PCIE_EFFICIENCY = 0.88
 
 # The network of one GPU where its maker's machine is not known: 100 Gbit/s. An assumption; --network_bandwidth.
-NETWORK = 12.5e9
+DEFAULT_NETWORK = 12.5e9
 
 # The host's Adam, elements a second of a machine of eight GPUs. Fitted: on hosts of H200 and B200 (6.4e9, two rows),
 # and of V100 and A800 (1e9, six rows). Ren et al. 2021, ZeRO-Offload, table 4, has 3.9e9 for Adam alone on a DGX-2.
 # One process reaches half of that: measured beside an H100, with 16 cores (docs/measurements/gpu.md).
-HOST_ADAM = 1e9
-NEWER_HOST_ADAM = 6.4e9
-ADAM_OF_ONE = 0.5
+HOST_ADAM_RATE = 1e9
+NEWER_ADAM_RATE = 6.4e9
+ADAM_SHARE = 0.5
 
 
-SOURCE = "makers' peaks, and efficiencies fitted on published runs (docs/plan.md); not measured"
+SPEED_SOURCE = "makers' peaks, and efficiencies fitted on published runs (docs/plan.md); not measured"
 HOPPER_KERNELS = ("flash_attention_3", "flash_attention_4")
-OVERRIDES = ("peak_tflops", "memory_bandwidth", "link_bandwidth")
-UNKNOWN = Gpu("", 0)  # of which a plan's options may say the figures
-STAND_IN = GPUS["a100-80gb"]  # whose speed ranks layouts where that of the device is not known
+SPEED_OVERRIDES = ("peak_tflops", "memory_bandwidth", "link_bandwidth")
+UNKNOWN_GPU = Gpu("", 0)  # of which a plan's options may say the figures
+STAND_IN_GPU = GPUS["a100-80gb"]  # whose speed ranks layouts where that of the device is not known
 
 
 def device_speeds(options: Any, gpu: Gpu | None, on_gpu: bool) -> tuple[Speeds | None, Links | None, str]:
@@ -185,11 +185,11 @@ def device_speeds(options: Any, gpu: Gpu | None, on_gpu: bool) -> tuple[Speeds |
     if not on_gpu:
         return None, None, "not known of a CPU"
     name = f" of {gpu.name}" if gpu else ""
-    gpu = gpu or UNKNOWN
+    gpu = gpu or UNKNOWN_GPU
     half = (options.peak_tflops or 0) * TERA or gpu.half_flops_per_s
     memory = (options.memory_bandwidth or 0) * GIGA or gpu.memory_bandwidth
     link = (options.link_bandwidth or 0) * GIGA or gpu.link_bandwidth
-    network = (options.network_bandwidth or 0) * GIGA or gpu.network_bandwidth or NETWORK
+    network = (options.network_bandwidth or 0) * GIGA or gpu.network_bandwidth or DEFAULT_NETWORK
     is_alone = options.num_gpus == 1
     local = min(options.num_gpus, options.gpus_per_node)
     if not half or not memory or not (link or is_alone):
@@ -197,42 +197,42 @@ def device_speeds(options: Any, gpu: Gpu | None, on_gpu: bool) -> tuple[Speeds |
         needed["--link_bandwidth (GB/s)"] = link or is_alone
         missing = ", ".join(option for option, value in needed.items() if not value)
         return None, None, f"not known{name}: set {missing}{'' if name else ', or --gpu'}"
-    waited = NEWER_WAITED if gpu.is_newer else WAITED
+    waited = NEWER_WAITING_FACTOR if gpu.is_newer else WAITING_FACTOR
     links = Links(link, network, over_pcie=link == gpu.host_bandwidth, waited=waited) if link else None
     best = gpu.of_peak
     of_attention = gpu.attention_of_peak
     if gpu.alone_of_peak and is_alone:
         best = gpu.alone_of_peak
     if gpu.is_newer and options.attn_implementation in HOPPER_KERNELS:
-        of_attention = NEWER_ATTENTION
+        of_attention = HOPPER_ATTENTION
     elif gpu.is_newer and is_alone:
-        of_attention = ATTENTION_ALONE
+        of_attention = SINGLE_GPU_ATTENTION
     rates = {(MATRIX, True): half * best, (ATTENTION, True): half * of_attention}
     if gpu.fp32_flops_per_s:
         rates[MATRIX, False] = rates[ATTENTION, False] = gpu.fp32_flops_per_s * best
-    adam = (NEWER_HOST_ADAM if gpu.is_newer else HOST_ADAM) * min(1.0, local * ADAM_OF_ONE)
-    pcie = OF_PCIE * (gpu.host_bandwidth or 16 * GIGA)
-    speeds = Speeds(rates, memory, OPERATION_S, adam, pcie, half, gpu.sms or MULTIPROCESSORS)
+    adam = (NEWER_ADAM_RATE if gpu.is_newer else HOST_ADAM_RATE) * min(1.0, local * ADAM_SHARE)
+    pcie = PCIE_EFFICIENCY * (gpu.host_bandwidth or 16 * GIGA)
+    speeds = Speeds(rates, memory, OPERATION_S, adam, pcie, half, gpu.sms or DEFAULT_MULTIPROCESSORS)
     if gpu.is_newer and is_alone:
         step_s = STEP_OPERATIONS * NEWER_OPERATION_S
-        reached = memory * MEMORY_ALONE
+        reached = memory * SINGLE_GPU_MEMORY
         speeds = replace(
-            speeds, memory_bandwidth=reached, operation_s=NEWER_OPERATION_S, fused=FUSED_ALONE, tensor_s=step_s
+            speeds, memory_bandwidth=reached, operation_s=NEWER_OPERATION_S, fused=SINGLE_GPU_COMPILED, tensor_s=step_s
         )
     between = f"; {network / GIGA:g} GB/s to other machines" if options.num_gpus > local else ""
-    return speeds, links, f"{SOURCE}{between}"
+    return speeds, links, f"{SPEED_SOURCE}{between}"
 
 
 # Autograd, which runs without Python, starts an operation of the backward pass in this part of the time. Fitted.
-BACKWARD_STARTS = 0.6
+BACKWARD_START_SHARE = 0.6
 
 # What torch.compile leaves of the time of starting operations. An assumption.
-FUSED_STARTS = 0.4
+COMPILED_START_SHARE = 0.4
 
 # A linear layer's product in float8 takes this part of its time in bf16, and more the narrower it is, by the square of
 # the second number over the harmonic mean of its two shorter sides. Fitted on published ratios of whole compiled
 # updates on H100s: 1.18 at 1B and 1.25 to 1.31 at 8B (OLMo-core's README), 1.17 at 1.6B, no gain at 0.1B (nanochat).
-FLOAT8 = 0.67
+FLOAT8_SHARE = 0.67
 FLOAT8_SIDE = 580.0
 
 # Computation loses this part of the time of communication that runs beside it. Fitted; Calculon has 0.15 for NVLink's
@@ -240,18 +240,18 @@ FLOAT8_SIDE = 580.0
 CONTENTION = 0.1
 
 # What a machine's disk does, in bytes/s. An assumption: one NVMe disk of PCIe 4.
-DISK = 3e9
+DISK_RATE = 3e9
 
 # What a step on the host takes, relative to its Adam alone: each fp32 gradient is also scaled for clipping (read and
 # written), and each weight cast to half precision (4 bytes read, 2 written). Source: DeepSpeed 0.19,
 # unscale_and_clip_grads and step in runtime/zero/stage_1_and_2.py and stage3.py.
-HOST_STEP = (ADAM_BYTES + 8 + 6) / ADAM_BYTES
+HOST_STEP_COST = (ADAM_BYTES + 8 + 6) / ADAM_BYTES
 
 # parts of a time that are not operations
-STARTS = "starting operations"
+OPERATION_STARTS = "starting operations"
 COMMUNICATION = "communication"
-OPTIMIZER = "optimizer step"
-HOST = "host"
+OPTIMIZER_STEP = "optimizer step"
+HOST_WORK = "host"
 BUBBLE = "pipeline bubble"
 
 
@@ -310,12 +310,12 @@ def pass_time(
         for kind, seconds in of_kinds.items():
             parts[kind] = parts.get(kind, 0.0) + seconds
             (waits if kind == COMMUNICATION else times)[phase] += seconds
-    starts["backward"] *= BACKWARD_STARTS
+    starts["backward"] *= BACKWARD_START_SHARE
     for phase, started in starts.items():
-        started *= FUSED_STARTS if is_compiled else 1.0
+        started *= COMPILED_START_SHARE if is_compiled else 1.0
         more = max(0.0, started - times[phase])
         times[phase] += more + waits[phase]
-        parts[STARTS] = parts.get(STARTS, 0.0) + more
+        parts[OPERATION_STARTS] = parts.get(OPERATION_STARTS, 0.0) + more
     return PassTime(times["forward"], times["backward"], parts, sum(step.offloaded for step in steps))
 
 
@@ -330,14 +330,14 @@ def _segment_time(
     parts: dict[str, float] = {}
     count = 0
     for operation in operations:
-        if operation.kind in EXCHANGES:
+        if operation.kind in COLLECTIVES:
             parts[COMMUNICATION] = parts.get(COMMUNICATION, 0.0) + exchanged(operation)
             continue
         count += 1
-        part = speeds.fused if is_compiled and operation.kind not in BY_FLOPS else 1.0
+        part = speeds.fused if is_compiled and operation.kind not in FLOP_KINDS else 1.0
         if is_float8 and operation.kind == MATRIX and operation.shape[:1] == (1,):
             shorter, longer, _ = sorted(operation.shape[1:])
-            part = FLOAT8 + (FLOAT8_SIDE * (1 / shorter + 1 / longer) / 2) ** 2
+            part = FLOAT8_SHARE + (FLOAT8_SIDE * (1 / shorter + 1 / longer) / 2) ** 2
         parts[operation.kind] = parts.get(operation.kind, 0.0) + part * speeds.seconds(operation)
     return parts, count
 
@@ -401,7 +401,10 @@ def update_time(
     communication = accumulation * in_each + in_last + exchanged(exchanges.step)
     communication += 2 * (accumulation * min(2, pipeline - 1) + pipeline - 1) * handed_over
     copies = exposed(up, passes.forward) + exposed(down, passes.backward) + 2 * (passes.offloaded / speeds.host_link)
-    adam = HOST_STEP * exchanges.host_adam_elements * local / speeds.host_adam_rate + exchanges.disk * local / DISK
+    adam = (
+        HOST_STEP_COST * exchanges.host_adam_elements * local / speeds.host_adam_rate
+        + exchanges.disk * local / DISK_RATE
+    )
     host = accumulation * copies + exchanges.step_up / speeds.host_link + adam
     engine = accumulation * speeds.memory_seconds(exchanges.micro_moved)
     optimizer = speeds.memory_seconds(exchanges.step_moved) + exchanges.tensors * speeds.tensor_s
@@ -410,7 +413,7 @@ def update_time(
     parts["memory"] = parts.get("memory", 0.0) + engine
     computed = accumulation * (passes.forward + passes.backward) + engine
     bubble = computed * (pipeline - 1) / accumulation
-    beside = {COMMUNICATION: communication, OPTIMIZER: optimizer, HOST: host, BUBBLE: bubble}
+    beside = {COMMUNICATION: communication, OPTIMIZER_STEP: optimizer, HOST_WORK: host, BUBBLE: bubble}
     for name, seconds in beside.items():
         if seconds:
             parts[name] = parts.get(name, 0.0) + seconds
@@ -557,7 +560,7 @@ class Timing:
         weights = self.model.weights_of(resolved.layout)
         world_size = resolved.layout.shard_size
         width = DTYPES[resolved.precision].itemsize
-        if isinstance(resolved.sharding, FullyShards):
+        if isinstance(resolved.sharding, Fsdp2Settings):
             replicas = resolved.layout.dp_replicate
             found = fully_sharded_exchanges(weights, world_size, width, resolved.sharding, replicas)
         elif resolved.zero is None:

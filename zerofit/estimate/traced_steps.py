@@ -30,13 +30,13 @@ from zerofit.estimate.allocations import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
-    EXCHANGES,
+    COLLECTIVES,
     REDUCE_SCATTER,
+    ModuleVisit,
     Operation,
-    Segment,
-    Visit,
+    TraceSegment,
 )
-from zerofit.estimate.weights import Weights, number_of
+from zerofit.estimate.weights import Weights, layer_number
 from zerofit.model.families import StagePlan
 from zerofit.model.tensor_parallel import TensorGroup
 from zerofit.strategy import expert_parallel
@@ -55,12 +55,12 @@ class TracedStep(NamedTuple):
     completed: str = ""  # the parameter of the full model whose gradient is completed at its end
     gradient: int = 0  # of that gradient
     operations: tuple[Operation, ...] = ()
-    visit: Visit | None = None  # of a module, that it begins with
+    visit: ModuleVisit | None = None  # of a module, that it begins with
     offloaded: int = 0  # bytes that leave for the host
     blocks: tuple[int, ...] = ()  # made, and (negative) released, in order
 
 
-def compose(segments: list[Segment], stacks: dict[str, int]) -> list[TracedStep]:
+def repeat_layers(segments: list[TraceSegment], stacks: dict[str, int]) -> list[TracedStep]:
     """The passes of the full model: the last layer that was traced of each stack is repeated. `stacks`: {name of a
     stack: its layers in the full model}."""
     steps = []
@@ -134,14 +134,14 @@ def _renaming(where: list[Any], place: tuple[str, int] | None) -> Callable[[str]
     return lambda name: full + name[len(traced) :] if name.startswith(traced) else name
 
 
-def _visit(visit: Visit | None, in_full: Callable[[str], str]) -> Visit | None:
+def _visit(visit: ModuleVisit | None, in_full: Callable[[str], str]) -> ModuleVisit | None:
     if visit is None or in_full is str:
         return visit
     module, enters, forward, *named = visit
-    return Visit(in_full(f"{module}.")[:-1], enters, forward, *(tuple(map(in_full, names)) for names in named))
+    return ModuleVisit(in_full(f"{module}.")[:-1], enters, forward, *(tuple(map(in_full, names)) for names in named))
 
 
-def extrapolate(
+def extrapolate_steps(
     first: list[TracedStep], at_first: int, second: list[TracedStep], at_second: int, batch_size: int
 ) -> list[TracedStep]:
     """The steps of a larger batch, on the line through those of two smaller ones."""
@@ -184,7 +184,7 @@ class Stage:
         return min(micro_batches, self.stages - self.number)
 
 
-WHOLE = Stage(0, 1, 0)  # no pipeline
+WHOLE_MODEL = Stage(0, 1, 0)  # no pipeline
 
 
 def weights_of_stage(weights: Weights, stage: Stage, plan: StagePlan, body: str) -> Weights:
@@ -196,7 +196,7 @@ def weights_of_stage(weights: Weights, stage: Stage, plan: StagePlan, body: str)
 
     def belongs(name: str) -> bool:
         if name.startswith(f"{stack}."):
-            return number_of(name, stack) < stage.layers
+            return layer_number(name, stack) < stage.layers
         if name.startswith(before):
             return stage.is_first or (stage.is_last and is_tied and name.startswith(before[0]))
         return stage.is_last
@@ -237,7 +237,7 @@ def steps_of_stage(
         completed = step.completed
         gradient = step.gradient
         if step.name == "before" and not stage.is_first:
-            operations = tuple(one for one in operations if one.kind not in EXCHANGES)
+            operations = tuple(one for one in operations if one.kind not in COLLECTIVES)
         delta = step.end - step.start
         ends_head = step.name == "backward of after" and (at + 1 == len(steps) or steps[at + 1].name != step.name)
         if stage.is_last and ends_head and not completed:
@@ -273,7 +273,7 @@ class FakeGroup:
     group_name: str = "plan"
 
 
-class Collectives:
+class FakeCollectives:
     """Stands for torch.distributed and deepspeed.comm where layers and rows are shared.
 
     Args:

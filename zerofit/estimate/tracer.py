@@ -19,29 +19,29 @@ import torch
 from zerofit.compat import replaced
 from zerofit.compat.torch import fake_tensors, run_backward
 from zerofit.compat.transformers import multiplying_without_groups
-from zerofit.estimate.allocations import AllocationTracker, FusedLayers, ModuleVisits, Segment
-from zerofit.estimate.planned_rows import Rows, make_inputs
+from zerofit.estimate.allocations import AllocationTracker, FusedLayers, ModuleVisits, TraceSegment
+from zerofit.estimate.planned_rows import PlannedRows, make_inputs
 from zerofit.estimate.traced_steps import (
-    Collectives,
     CudaCasts,
+    FakeCollectives,
     FakeHostStore,
     LinearOfZero3,
     TracedStep,
-    compose,
-    extrapolate,
+    extrapolate_steps,
     fused_norm,
     loss_of_chunk,
+    repeat_layers,
     rows_split,
     tokens_exchanged,
 )
 from zerofit.model.recomputation import enable_recomputation, offload_inputs
 
-DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
+DEPTH_NAMES = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
           "num_decoder_layers")  # fmt: skip
 TRACED_LAYERS = 2  # of each stack
-MOST_CHUNKS = 8
-MOST_TRACED = 2**20
-ATTENTION = "plan_sdpa"  # sdpa whose mask does not depend on values, which fake tensors do not have
+MAX_TRACED_CHUNKS = 8
+MAX_TRACED_BATCH = 2**20
+TRACED_ATTENTION = "plan_sdpa"  # sdpa whose mask does not depend on values, which fake tensors do not have
 ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout")  # of models whose attention runs in a fused kernel
 
 
@@ -76,7 +76,7 @@ class TraceSettings:
 def reduced_configuration(config: Any) -> Any:
     """Return the configuration of the same model with two layers in each stack."""
     reduced = copy.deepcopy(config)
-    for name in DEPTHS:
+    for name in DEPTH_NAMES:
         if isinstance(getattr(reduced, name, None), int):
             setattr(reduced, name, min(TRACED_LAYERS, getattr(reduced, name)))
     if isinstance(getattr(reduced, "layer_types", None), list):
@@ -99,7 +99,7 @@ class Tracer:
     """
 
     def __init__(
-        self, config: Any, full: Any, build: Callable[[Any], Any], rows: Rows, settings: TraceSettings
+        self, config: Any, full: Any, build: Callable[[Any], Any], rows: PlannedRows, settings: TraceSettings
     ) -> None:
         self.elsewhere: FakeHostStore | None = None
         self.config = config
@@ -107,7 +107,7 @@ class Tracer:
         self.build = build
         self.settings = settings
         self.rows = rows
-        self._segments: dict[int, list[Segment]] = {}
+        self._segments: dict[int, list[TraceSegment]] = {}
         self._steps: dict[tuple[int, int | None], list[TracedStep]] = {}
 
     @functools.cached_property
@@ -120,8 +120,8 @@ class Tracer:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        AttentionInterface.register(ATTENTION, sdpa_attention_forward)
-        AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
+        AttentionInterface.register(TRACED_ATTENTION, sdpa_attention_forward)
+        AttentionMaskInterface.register(TRACED_ATTENTION, lambda *args, **kwargs: None)
         config = reduced_configuration(self.config)
         for name in ATTENTION_DROPOUTS if self.settings.gpu_kernels else ():
             if getattr(config, name, 0):  # a GPU's fused kernels keep no mask of dropped weights
@@ -158,14 +158,14 @@ class Tracer:
             largest = self.largest_traced
             if batch_size > largest:
                 half = largest // 2
-                self._steps[key] = extrapolate(
+                self._steps[key] = extrapolate_steps(
                     self.steps(half, layers), half, self.steps(largest, layers), largest, batch_size
                 )
             else:
                 stacks = self.stacks if layers is None else dict.fromkeys(self.stacks, layers)
                 if batch_size not in self._segments:
                     self._segments[batch_size] = self.trace(batch_size)
-                self._steps[key] = compose(self._segments[batch_size], stacks)
+                self._steps[key] = repeat_layers(self._segments[batch_size], stacks)
         return self._steps[key]
 
     @property
@@ -181,14 +181,14 @@ class Tracer:
 
         head = self.model.get_output_embeddings() if self.rows.task != "cls" else None
         if head is None or self.settings.loss != "chunked":
-            return MOST_TRACED
+            return MAX_TRACED_BATCH
         rows = chunk_rows(head.weight.shape[0], self.settings.gpu_kernels)
         if self.settings.gpu_kernels:
             rows = max(rows, compiled_rows(head.weight.shape[0]))
         predicted = self.rows.per_sample * (self.rows.target_length or self.rows.length)
-        return max(4, MOST_CHUNKS * rows * self.settings.sequence // predicted)
+        return max(4, MAX_TRACED_CHUNKS * rows * self.settings.sequence // predicted)
 
-    def trace(self, batch_size: int) -> list[Segment]:
+    def trace(self, batch_size: int) -> list[TraceSegment]:
         """The segments of the model with two layers."""
         on_gpu = self.settings.on_gpu
         places = Counter(parameter for _, parameter in self.model.named_parameters(remove_duplicate=False))
@@ -204,7 +204,7 @@ class Tracer:
             ledger.include(tensor for tensor in inputs.values() if isinstance(tensor, torch.Tensor))
             if self.settings.watched:
                 self.visits.begin(ledger.visit)
-            borders = Borders(ledger)
+            borders = LayerBorders(ledger)
             fused = FusedLayers(ledger)
             fuses = self.settings.compiled and not self.settings.recomputed  # which decides by itself what is kept
             for name in self.stacks:
@@ -245,7 +245,7 @@ class Tracer:
             replaced(chunked_loss, "chunk_starts", ledger.some_chunks),
             replaced(chunked_loss, "has_half_matmul", lambda device: settings.gpu_kernels),
             replaced(chunked_loss, "adds_half_products", lambda device: can_add),
-            Collectives(ledger.note, settings.tensor * settings.sequence).in_place(),
+            FakeCollectives(ledger.note, settings.tensor * settings.sequence).in_place(),
             rows_split(self.model, settings.sequence),
             tokens_exchanged(settings.experts, ledger.note),
             multiplying_without_groups(),
@@ -264,7 +264,7 @@ class Tracer:
             yield
 
 
-class Borders:
+class LayerBorders:
     """Tells a ledger where a layer begins, in the forward and in the backward pass."""
 
     def __init__(self, ledger: AllocationTracker):

@@ -25,9 +25,9 @@ AVERAGE_BYTES = 4  # of the mean of the weights, with ema_decay
 # Source: transformers/optimization.py 5.23, Adafactor.step, where `update` lives on while the next one is made.
 ADAFACTOR_BYTES = 2 * 4
 
-ENDS = "ends"
-Place = tuple[str, int]  # (stack, number of the layer)
-ALIGNMENT = 2  # elements and process: of the flat weights of ZeRO-1 and 2 (nccl_start_alignment_factor)
+END_GROUPS = "ends"
+LayerPlace = tuple[str, int]  # (stack, number of the layer)
+FLAT_ALIGNMENT = 2  # elements and process: of the flat weights of ZeRO-1 and 2 (nccl_start_alignment_factor)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Weights:
         """Return the weights of one rank of several that share each layer. `shares`: {name: elements}, also of a model
         with fewer layers: the last one stands for those that follow."""
         most = {
-            stack: max(number_of(name, stack) for name in shares if name.startswith(f"{stack}."))
+            stack: max(layer_number(name, stack) for name in shares if name.startswith(f"{stack}."))
             for stack in self.stacks
         }
 
@@ -144,20 +144,20 @@ class Weights:
 
         return replace(self, all=tuple(replace(weight, size=share_of(weight)) for weight in self.all))
 
-    def place_of(self, name: str) -> "Place | None":
+    def place_of(self, name: str) -> "LayerPlace | None":
         """Return the layer of a weight; None: it is in no layer."""
         stack = next((stack for stack in self.stacks if name.startswith(f"{stack}.")), None)
-        return None if stack is None else (stack, number_of(name, stack))
+        return None if stack is None else (stack, layer_number(name, stack))
 
-    def group_of(self, name: str) -> "Place | None":
+    def group_of(self, name: str) -> "LayerPlace | None":
         """Return the group in which FSDP2 gathers a weight: its layer, or an end; None: the rest."""
-        return (ENDS, self.ends[name]) if name in self.ends else self.place_of(name)
+        return (END_GROUPS, self.ends[name]) if name in self.ends else self.place_of(name)
 
     def frozen_bytes(self, dtype: torch.dtype) -> int:
         return int((self.frozen - self.quantised) * dtype.itemsize + self.quantised * NF4_BYTES)
 
 
-def number_of(name: str, stack: str) -> int:
+def layer_number(name: str, stack: str) -> int:
     """Return the number of the layer that a weight belongs to."""
     return int(name[len(stack) + 1 :].partition(".")[0])
 
@@ -174,7 +174,7 @@ class FlatGroup:
     def __init__(self, group: list[Weight], world_size: int):
         self.moments_bytes = group[0].moments_bytes
         total = sum(weight.size for weight in group)
-        aligned = -(-total // (ALIGNMENT * world_size)) * ALIGNMENT * world_size
+        aligned = -(-total // (FLAT_ALIGNMENT * world_size)) * FLAT_ALIGNMENT * world_size
         self.partition = aligned // world_size
         self.parts = {}
         begin = 0

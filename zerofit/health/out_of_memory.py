@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zerofit.estimate.remedies import WORKING, Shortage, StateBytes, remedies, state_setup
+from zerofit.estimate.remedies import ACTIVATION_PHASES, Shortage, StateBytes, find_remedies, state_setup
 from zerofit.health.watchdog_process import ADVICE, RESUME
 from zerofit.recipe.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, first_line, print_last, printable
 from zerofit.record.recorder import MemoryMeter
@@ -89,8 +89,8 @@ def explain(error: BaseException, phase: str, update: int | None, run: "Run") ->
         launch, memory = run.strategy.launch, "the device's memory" if found.on_host is False else "host memory"
         first = f"out of memory: rank {launch.rank} of {launch.world_size}, {at}, {memory} "
         lines = [f"{first}({run.strategy.name}, {run.strategy.precision})", *_amounts(error, found, run)]
-        if helpful := remedies(found):
-            rows = [f"  {f'about {size(each.saves)}':>12}  {each.option}  ({each.what})" for each in helpful]
+        if helpful := find_remedies(found):
+            rows = [f"  {f'about {size(each.saves)}':>12}  {each.option}  ({each.effect})" for each in helpful]
             lines += ["what would help, by what it saves:", *rows, f"with a remedy added, {RESUME}"]
         elif found.on_host:
             lines += [f"what would help: {ADVICE}", f"then {RESUME}"]
@@ -174,7 +174,7 @@ def _amounts(error: BaseException, found: Shortage, run: "Run") -> list[str]:
         rows.append((label + missing, size(held)))
     rest = "the rest of the process" if found.on_host else "activations, logits and workspace"
     rows.append((f"{rest}, and the program" if found.on_host is None else rest, size(found.rest - asked)))
-    lines = ["; ".join(amounts), f"held by this rank{batch if found.phase in WORKING else ''}:"]
+    lines = ["; ".join(amounts), f"held by this rank{batch if found.phase in ACTIVATION_PHASES else ''}:"]
     return [*filter(None, lines), *table(rows).splitlines()]
 
 

@@ -19,7 +19,7 @@ import yaml
 
 from zerofit.estimate.peak import CPU_PROGRAM_BYTES, CUDA_CONTEXT_BYTES
 from zerofit.estimate.planned_model import PlannedModel, read_planned_model
-from zerofit.estimate.timing import OVERRIDES, STAND_IN, Timing, device_speeds
+from zerofit.estimate.timing import SPEED_OVERRIDES, STAND_IN_GPU, Timing, device_speeds
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import configs, parse_bytes
 from zerofit.recipe.tasks import TaskRecipe
@@ -156,8 +156,8 @@ def make_timing(options: PlanOptions, model: PlannedModel, budget: Budget, in_ha
         known = f"not known of {options.gpu} in fp32"
     is_known = speeds is not None
     if speeds is None:
-        plain = SimpleNamespace(**vars(options) | dict.fromkeys(OVERRIDES))
-        speeds, links, _ = device_speeds(plain, STAND_IN, on_gpu=True)
+        plain = SimpleNamespace(**vars(options) | dict.fromkeys(SPEED_OVERRIDES))
+        speeds, links, _ = device_speeds(plain, STAND_IN_GPU, on_gpu=True)
         assert speeds is not None  # its maker states them
-        known = f"{known} (ranked as on {STAND_IN.name})"
+        known = f"{known} (ranked as on {STAND_IN_GPU.name})"
     return Timing(model, budget.gpus_per_node, speeds, links, options.mean_length, is_known=is_known), known

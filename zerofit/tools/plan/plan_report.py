@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from zerofit.estimate.fully_sharded import FullyShards
-from zerofit.estimate.planned_rows import comparable, model_of, run_kind
+from zerofit.estimate.fully_sharded import Fsdp2Settings
+from zerofit.estimate.planned_rows import comparable_rows, gpu_model, run_kind
 from zerofit.launch.command import program_of
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import TaskRecipe
@@ -238,7 +238,7 @@ class PlanReport:
             if not (one.best and one.best.timed):
                 continue
             sharding = one.resolved.sharding
-            if isinstance(sharding, FullyShards) and sharding.reshards is True:
+            if isinstance(sharding, Fsdp2Settings) and sharding.reshards is True:
                 resolved = replace(one.resolved, sharding=replace(sharding, reshards=False))
                 kept = self.planner.predict(resolved, one.best.micro_batch)
                 if kept.fits and kept.speed and kept.tokens_per_s > WORTH * one.best.tokens_per_s:
@@ -277,7 +277,7 @@ class PlanReport:
         parameters = model.weights.trained + model.weights.frozen
         is_divided = layout.tensor * layout.pipeline * layout.sequence > 1
         kind = run_kind(best.strategy, is_divided, recipe.lora)
-        found = comparable(kind, gpu, parameters, length, length * best.micro_batch, gpus=layout.world_size)
+        found = comparable_rows(kind, gpu, parameters, length, length * best.micro_batch, gpus=layout.world_size)
         if not found:
             return [f"  nothing comparable has been measured: {kind} on {gpu}"]
         seconds = best.speed.time.seconds
@@ -289,7 +289,7 @@ class PlanReport:
         )
         return [
             f"  s/update of {best.label}: {rounded(low * seconds)} to {rounded(high * seconds)}, as 8 of 10 of "
-            f"{len(found)} published runs ({kind}, {model_of(gpu)}); nearest: {near}"
+            f"{len(found)} published runs ({kind}, {gpu_model(gpu)}); nearest: {near}"
         ]
 
     @property

@@ -11,19 +11,19 @@ from typing import Any, TypeVar
 
 import torch
 
-from zerofit.estimate.allocations import Unused, unused_bytes
-from zerofit.estimate.model_states import States
+from zerofit.estimate.allocations import UnusedBytes, unused_bytes
+from zerofit.estimate.model_states import ModelStates
 from zerofit.estimate.peak import (
     CPU_DEEPSPEED_BYTES,
     CPU_GROUP_BYTES,
     CPU_GROUPS,
     CPU_PROGRAM_BYTES,
-    InFlight,
-    Peak,
-    cache_of,
+    PeakMemory,
+    PipelineMemory,
     evaluation_moments,
     find_peak,
-    pinned,
+    pinned_bytes,
+    trace_cache,
     training_moments,
 )
 from zerofit.estimate.planned_model import DTYPES, PlannedModel
@@ -70,7 +70,7 @@ class Prediction:
     layout: ParallelLayout
     micro_batch: int
     accumulation: int
-    peak: Peak
+    peak: PeakMemory
     host_bytes: int  # of a machine
     disk_bytes: int  # of a machine: what is offloaded to it
     fits: bool
@@ -369,7 +369,7 @@ class Planner:
         speed = self.speed(resolved, micro_batch)
         return Prediction(*about, disk, lacking == 0, lacking, self.model.rows.length, speed)
 
-    def _peak(self, resolved: PlannedStrategy, micro_batch: int, accumulation: int, stage: Stage) -> Peak:
+    def _peak(self, resolved: PlannedStrategy, micro_batch: int, accumulation: int, stage: Stage) -> PeakMemory:
         model = self.model
         layout = resolved.layout
         states = resolved.states(model, accumulation > 1, stage)
@@ -379,7 +379,7 @@ class Planner:
         in_flight = None
         if layout.pipeline > 1:
             hidden = model.hidden_bytes(resolved, micro_batch)
-            in_flight = InFlight(
+            in_flight = PipelineMemory(
                 stage.in_flight(accumulation),
                 hidden * (not stage.is_first),
                 hidden * ((not stage.is_first) + (not stage.is_last)),
@@ -398,7 +398,7 @@ class Planner:
             num_groups=num_groups,
             on_gpu=model.on_gpu,
             program=program,
-            on_host=pinned([step.offloaded for step in training if step.offloaded]),
+            on_host=pinned_bytes([step.offloaded for step in training if step.offloaded]),
         )
         peak = peak_of(moments)
         if peak.needed > self.budget.device:  # whatever an evaluation takes: it is not traced
@@ -410,7 +410,7 @@ class Planner:
         if getattr(recipe, "predict_with_generate", False):
             beams = getattr(recipe, "num_beams", None) or getattr(model.config, "num_beams", None) or 1
             width = DTYPES[resolved.precision].itemsize
-            generated = cache_of(model.full).parts(recipe, rows * beams, width)
+            generated = trace_cache(model.full).parts(recipe, rows * beams, width)
         return peak_of([*moments, *evaluation_moments(states, training, evaluation, generated)])
 
     def speed(self, resolved: PlannedStrategy, micro_batch: int) -> UpdateSpeed | None:
@@ -485,7 +485,7 @@ class Planner:
                 return
 
 
-def _unused(states: States, training: list[TracedStep], in_flight: int) -> Unused:
+def _unused(states: ModelStates, training: list[TracedStep], in_flight: int) -> UnusedBytes:
     """Return the bytes that the allocator holds unused, on the stream that computes and on the one that gathers
     weights."""
     forward = [size for step in training if step.phase != "backward" for size in step.blocks]
@@ -501,7 +501,7 @@ def _unused(states: States, training: list[TracedStep], in_flight: int) -> Unuse
     if not (states.gathered and states.overlaps):
         return unused
     gathered = unused_bytes(tuple(states.gathered.blocks(training)))
-    return Unused(unused.held + gathered.held, unused.needed + gathered.needed)
+    return UnusedBytes(unused.held + gathered.held, unused.needed + gathered.needed)
 
 
 def search(candidates: Sequence[int], predict: Callable[[int], T], limit: int) -> list[T]:
