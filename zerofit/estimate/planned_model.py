@@ -1,4 +1,4 @@
-"""The model of a plan, from a recipe: its configuration, and how a traced copy is built."""
+"""The model of a plan, built from a recipe: its configuration, its weights, and the copies that are traced."""
 
 import contextlib
 import copy
@@ -53,37 +53,37 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 class PlannedModel:
     """The model that a plan is made for, with its rows."""
 
-    recipe: Any  # of training
+    recipe: Any  # the training recipe
     task: str
     config: Any
-    full: Any  # of transformers, with its adapter, on "meta"
+    full: Any  # the full transformers model, with its adapter, on "meta"
     rows: PlannedRows
     on_gpu: bool
     cpu_kernels: bool = False  # see TraceSettings
     own_kernels: bool = True  # see TraceSettings
-    teacher: Any = None  # of transformers, on "meta": what each process holds beside the student
+    teacher: Any = None  # a transformers model on "meta", which each process holds in addition to the student
 
     def __post_init__(self) -> None:
         self._tracers: dict[tuple[Any, ...], Any] = {}
         self._shares: dict[tuple[int, Stage], Weights] = {}
 
     def with_options(self, recipe: Any, rows: PlannedRows) -> "PlannedModel":
-        """Return a copy with other options that change its passes alone; tracers are shared."""
-        other = replace(self, recipe=recipe, rows=rows)
-        other._shares = self._shares
-        other._tracers = self._tracers
-        return other
+        """Return a copy with other options, which may change only its passes; tracers are shared."""
+        changed = replace(self, recipe=recipe, rows=rows)
+        changed._shares = self._shares
+        changed._tracers = self._tracers
+        return changed
 
     @property
     def teacher_weights(self) -> int:
-        """The number of the teacher's weights; 0 without one."""
-        return sum(each.numel() for each in self.teacher.parameters()) if self.teacher is not None else 0
+        """The number of the teacher's weights; 0 without a teacher."""
+        return sum(weight.numel() for weight in self.teacher.parameters()) if self.teacher is not None else 0
 
     def weights_of(self, layout: ParallelLayout, stage: Stage | None = None) -> Weights:
-        """Return the weights of the rank that has most, or of a stage; before ZeRO shards them."""
+        """Return the weights of a stage, or of the rank that has the most, before ZeRO shards them."""
         if stage is None:
-            several = [self.weights_of(layout, one) for one in self.stages(layout)]
-            return max(several, key=lambda weights: weights.trained)
+            stage_weights = [self.weights_of(layout, stage) for stage in self.stages(layout)]
+            return max(stage_weights, key=lambda weights: weights.trained)
         key = layout.tensor, stage
         if key in self._shares:
             return self._shares[key]
@@ -91,33 +91,34 @@ class PlannedModel:
             plan = family_of(self.config).stage_plan
             body = self.full.base_model_prefix
             assert plan is not None  # check_layout has refused other families
-            found = weights_of_stage(self.weights_of(replace(layout, pipeline=1), WHOLE_MODEL), stage, plan, body)
+            weights = weights_of_stage(self.weights_of(replace(layout, pipeline=1), WHOLE_MODEL), stage, plan, body)
         else:
-            found = self.weights
+            weights = self.weights
             if layout.tensor > 1:
                 with torch.device("meta"):
-                    few = make_model(reduced_configuration(self.config), self.task, torch.float32, None, traced=False)
-                split_layers(few, layout.tensor)
-                found = found.shared({name: parameter.numel() for name, parameter in few.named_parameters()})
-        self._shares[key] = found
-        return found
+                    reduced = reduced_configuration(self.config)
+                    small = make_model(reduced, self.task, torch.float32, None, traced=False)
+                split_layers(small, layout.tensor)
+                weights = weights.shared({name: parameter.numel() for name, parameter in small.named_parameters()})
+        self._shares[key] = weights
+        return weights
 
     def stages(self, layout: ParallelLayout) -> list[Stage]:
-        """Return the stages of a pipeline of which one needs most: the first, the last, and the first of those with
-        most layers; without a pipeline one that stands for the model."""
+        """Return the stages of a pipeline that may need the most memory: the first, the last, and the first of those
+        with the most layers; without a pipeline one stage that stands for the whole model."""
         if layout.pipeline == 1:
             return [WHOLE_MODEL]
         cut = cut_layers(self.full, layout.pipeline)
-        every = [Stage(number, layout.pipeline, len(layers)) for number, layers in enumerate(cut)]
-        longest = max(every, key=lambda stage: stage.layers)
-        return list(dict.fromkeys((every[0], longest, every[-1])))
+        stages = [Stage(number, layout.pipeline, len(layers)) for number, layers in enumerate(cut)]
+        longest = max(stages, key=lambda stage: stage.layers)
+        return list(dict.fromkeys((stages[0], longest, stages[-1])))
 
     @property
     def num_layers(self) -> int:
         return getattr(self.config.get_text_config(), "num_hidden_layers", 0)
 
     def hidden_bytes(self, strategy: PlannedStrategy, micro_batch: int) -> int:
-        """Bytes of the hidden states between two layers; each rank that shares these has a part of the tokens."""
+        """Return the bytes of a rank's hidden states between two layers: each tensor-parallel rank has some tokens."""
         tokens = -(-micro_batch * self.rows.per_sample * self.rows.length // strategy.layout.tensor)
         return tokens * self.config.get_text_config().hidden_size * DTYPES[strategy.precision].itemsize
 
@@ -130,7 +131,7 @@ class PlannedModel:
         evaluated: bool = False,
         rows: PlannedRows | None = None,
     ) -> list[TracedStep]:
-        """The passes of a batch through the model, or through a stage of it."""
+        """Return the traced steps of a batch's passes through the model, or through a stage of it."""
         tracer = self.tracer(strategy, evaluated, rows)
         layout = strategy.layout
         if layout.pipeline == 1:
@@ -146,7 +147,7 @@ class PlannedModel:
         muon = hidden_matrices(self.full) if self.recipe.optim == "muon" else {}
         groups = enumerate(parameter_groups(self.full, self.recipe))
         numbers = {id(parameter): number for number, group in groups for parameter in group["params"]}
-        every = tuple(
+        all_weights = tuple(
             Weight(
                 name,
                 parameter.numel(),
@@ -163,37 +164,37 @@ class PlannedModel:
         embeddings = self.full.get_input_embeddings()
         outputs = self.full.get_output_embeddings()
         untied = outputs is not None and outputs.weight is not embeddings.weight
-        heads = [name for name, one in self.full.named_parameters() if untied and one is outputs.weight]
-        ends = {
-            id(one): number
-            for number, end in enumerate(ends_of(self.full))
-            for module in end
-            for one in module.parameters()
-        }
-        gathered = {name: ends[id(one)] for name, one in self.full.named_parameters() if id(one) in ends}
-        linear = [each for each in self.full.modules() if isinstance(each, torch.nn.Linear) and each is not outputs]
-        frozen = [each.weight.numel() for each in linear if not each.weight.requires_grad]
+        named = dict(self.full.named_parameters())
+        heads = [name for name, weight in named.items() if untied and weight is outputs.weight]
+        end_modules = [(number, module) for number, end in enumerate(ends_of(self.full)) for module in end]
+        ends = {id(weight): number for number, module in end_modules for weight in module.parameters()}
+        gathered = {name: ends[id(weight)] for name, weight in named.items() if id(weight) in ends}
+        linear = [
+            layer for layer in self.full.modules() if isinstance(layer, torch.nn.Linear) and layer is not outputs
+        ]
+        frozen = [layer.weight.numel() for layer in linear if not layer.weight.requires_grad]
         quantised = sum(frozen) if self.recipe.quantised else 0
-        return Weights(every, stacks, "".join(heads), gathered, quantised)
+        return Weights(all_weights, stacks, "".join(heads), gathered, quantised)
 
     @property
     def checkpoint_bytes(self) -> int:
+        """The bytes of a checkpoint: fp32 weights and the optimizer's state."""
         return MASTER_BYTES * self.weights.trained + self.weights.state_bytes(self.recipe.optim)
 
     @property
     def keeps_layers(self) -> bool:
-        """True if ZeRO-3 keeps layers between their forward and their backward pass: not where a loss in chunks is
-        checked by forward passes before training (`GatheredWeights`)."""
+        """True if ZeRO-3 keeps layers between their forward and their backward pass: it does not if a loss in chunks
+        is checked by forward passes before training (`GatheredWeights`)."""
         return self.task == "cls" or self.rows.loss_kind == "full"
 
     def dtypes(self, strategy: PlannedStrategy) -> tuple[torch.dtype, torch.dtype]:
-        """Return (of what is trained, of what is frozen) in the passes: DeepSpeed and FSDP2 compute with weights in
-        half precision; without them those that are trained stay in fp32."""
+        """Return the dtypes of (trained, frozen) weights in the passes: DeepSpeed and FSDP2 compute with weights in
+        half precision; without them trained weights stay in fp32."""
         half = DTYPES[strategy.precision]
         return (torch.float32 if strategy.sharding is None else half), half
 
     def trace_settings(self, strategy: PlannedStrategy, evaluated: bool = False) -> TraceSettings:
-        """Return the settings of a trace under a strategy: passes that compute alike share their traces."""
+        """Return the settings of a trace under a strategy. Strategies with equal settings share their traces."""
         trained, frozen = self.dtypes(strategy)
         computes_as_stored = strategy.sharding is not None or strategy.precision == "fp32"
         return TraceSettings(
@@ -215,14 +216,14 @@ class PlannedModel:
         )
 
     def tracer(self, strategy: PlannedStrategy, evaluated: bool = False, rows: PlannedRows | None = None) -> Tracer:
-        """A tracer of the passes as they run under a strategy, on the recipe's rows or on others."""
+        """Return a tracer of the passes as they run under a strategy, on the recipe's rows or on the given ones."""
         recomputed = not evaluated and self.recipe.gradient_checkpointing
         settings = replace(self.trace_settings(strategy, evaluated), recomputed=recomputed)
-        # Packed documents take a mask under sdpa; the flash kernels of a GPU, in half precision, take lengths.
+        # Packed documents need a mask under sdpa; the flash kernels of a GPU, in half precision, take lengths instead.
         dropped = any(getattr(self.config, name, 0) for name in ("attention_dropout", "attn_pdrop"))
-        named = self.recipe.attn_implementation
+        implementation = self.recipe.attn_implementation
         in_half = settings.gpu_kernels and strategy.precision != "fp32"
-        flash = in_half and (named not in ("sdpa", "eager") if named else not dropped)
+        flash = in_half and (implementation not in ("sdpa", "eager") if implementation else not dropped)
         rows = rows or self.rows
         traced_rows = replace(rows, masked=rows.masked and not flash)
         key = settings, traced_rows
@@ -231,7 +232,7 @@ class PlannedModel:
         trained = self.dtypes(strategy)[0]
 
         def build(config: Any) -> torch.nn.Module:
-            model = make_model(config, self.task, settings.dtype, named, traced=True)
+            model = make_model(config, self.task, settings.dtype, implementation, traced=True)
             add_planned_lora(model, self.recipe, self.task)
             split_layers(model, settings.tensor)
             divide_experts(model, settings.experts, settings.dtype)
@@ -251,7 +252,7 @@ class PlannedModel:
 def make_model(
     config: Any, task: str, dtype: torch.dtype, attention: str | None, traced: bool
 ) -> transformers.PreTrainedModel:
-    """A model with random weights, on the default device."""
+    """Return a model with random weights, on the default device. `traced`: use the attention that can be traced."""
     name = TOKEN_CLASSIFIER if task == "cls" and has_head(config, "TokenClassification") else AUTO_CLASSES[task]
     auto_class = getattr(transformers, name)
 
@@ -270,25 +271,25 @@ def add_planned_lora(model: Any, recipe: Any, task: str) -> None:
     """Put the recipe's adapter into the model, without reading a weight (zerofit/model/lora.py reads some)."""
     if not recipe.lora:
         return
-    named = recipe.lora_target_modules or []
-    is_pattern = len(named) == 1 and not re.fullmatch(r"[\w.,-]+", named[0])
-    inject_lora(model, recipe, named[0] if is_pattern else None)
+    targets = recipe.lora_target_modules or []
+    is_pattern = len(targets) == 1 and not re.fullmatch(r"[\w.,-]+", targets[0])
+    inject_lora(model, recipe, targets[0] if is_pattern else None)
     trained = [name for text in recipe.lora_modules_to_save or () for name in text.split(",") if name]
     trained += ["classifier", "score"] if task == "cls" else []
     resized = [model.get_input_embeddings(), model.get_output_embeddings()] if recipe.resize_embeddings else []
     for name, module in model.named_modules():
-        if any(module is each for each in resized) or name.rpartition(".")[2] in trained:
+        if any(module is embedding for embedding in resized) or name.rpartition(".")[2] in trained:
             module.requires_grad_(True)
 
 
-MAX_POSITIONS = 2**20  # positions
+MAX_POSITIONS = 2**20  # for a model without a limit
 
 
 def read_planned_model(recipe: Any, task: str, on_gpu: bool) -> PlannedModel:
-    """The configuration and the full model on "meta".
+    """Return the model of a recipe, with its configuration and the full model on "meta".
 
     Raises:
-        UserError: the configuration is out of reach, or makes no model.
+        UserError: the configuration cannot be read, or no model can be made from it.
     """
     auto_class = getattr(transformers, AUTO_CLASSES[task])
     adapter = None
@@ -324,23 +325,23 @@ def read_planned_model(recipe: Any, task: str, on_gpu: bool) -> PlannedModel:
         check_recomputation(full, recipe.gradient_checkpointing)
     rows = longest_rows(recipe, task, config, full, on_gpu)
     teacher = None
-    if getattr(recipe, "teacher", None):  # which each process holds beside the student
+    if getattr(recipe, "teacher", None):  # each process holds it in addition to the student
         assert rows.terms.distillation is not None, "the recipe names a divergence"
-        of_teacher = read_config("teacher", recipe.teacher, recipe.trust_remote_code)
+        teacher_config = read_config("teacher", recipe.teacher, recipe.trust_remote_code)
         with torch.device("meta"):
-            teacher = make_model(of_teacher, "clm", torch.float32, None, traced=False)
-        head = PlannedHead(of_teacher.get_text_config().hidden_size, of_teacher.get_text_config().vocab_size)
+            teacher = make_model(teacher_config, "clm", torch.float32, None, traced=False)
+        head = PlannedHead(teacher_config.get_text_config().hidden_size, teacher_config.get_text_config().vocab_size)
         distillation = rows.terms.distillation._replace(head=head)
         rows = replace(rows, terms=rows.terms._replace(distillation=distillation))
     return PlannedModel(recipe, task, config, full, rows, on_gpu, teacher=teacher)
 
 
 def _shape_only(recipe: Any) -> Any:
-    """The recipe for reading the model's shape: attention kernels need not be installed here, and weights that are
-    elsewhere give way to a known architecture.
+    """Return a recipe to read only the model's shape: attention kernels need not be installed here, and a known
+    architecture replaces weights that are not on this machine.
 
     Raises:
-        UserError: there are neither the weights nor a shape of that name.
+        UserError: there are neither weights nor a known shape of that name.
     """
     name = recipe.model_name_or_path
     recipe = recipe.draft()
@@ -351,19 +352,19 @@ def _shape_only(recipe: Any) -> Any:
         if name and is_missing_folder(name):
             raise UserError(f"model_name_or_path = {name!r}: there is no such folder")
         return recipe
-    for other in ("model_name_or_path", "model_type"):
-        recipe.reset_option(other)
+    for option in ("model_name_or_path", "model_type"):
+        recipe.reset_option(option)
     recipe.adopt("config_name", shape, "--architecture" if architecture else "model_name_or_path")
     return recipe
 
 
 def _set_vocabulary(config: Any, recipe: Any) -> None:
-    """Set the size of the vocabulary of a model from scratch, or of one that is resized: the vocabulary of the
-    tokenizer, which will be trained or is in a folder, and its padding. That of the hub is taken for the shape's
-    own."""
+    """Set the vocabulary size of a model that is trained from scratch or resized: the size of the tokenizer, which is
+    in a folder or will be trained, with its padding. A tokenizer on the hub is assumed to have the size of the model's
+    configuration."""
     trained_size = recipe.train_tokenizer_vocab_size
-    named = getattr(recipe, "vocab_file", None) or recipe.tokenizer_name or recipe.model_name_or_path
-    if named and Path(named).exists() and not trained_size:
+    tokenizer = getattr(recipe, "vocab_file", None) or recipe.tokenizer_name or recipe.model_name_or_path
+    if tokenizer and Path(tokenizer).exists() and not trained_size:
         check_vocabulary(config, load_tokenizer(recipe, config), recipe)
     size = trained_size or config.vocab_size
     multiple = getattr(recipe, "make_vocab_size_divisible_by", None) or 1
@@ -377,11 +378,12 @@ def longest_rows(recipe: Any, task: str, config: Any, full: Any, on_gpu: bool) -
     if task == "cls":
         return PlannedRows(task, round_up(recipe.max_length, multiple))
     head = full.get_output_embeddings()
-    whole = recipe.loss == "full" or full.base_model is full or hasattr(head, "lora_A")
-    kind = "full" if whole else "chunked"
+    is_full = recipe.loss == "full" or full.base_model is full or hasattr(head, "lora_A")
+    kind = "full" if is_full else "chunked"
     terms = terms_of(recipe)
     if task == "seq2seq":
-        source, target = (round_up(each, multiple) for each in (recipe.max_source_length, recipe.max_target_length))
+        lengths = (recipe.max_source_length, recipe.max_target_length)
+        source, target = (round_up(length, multiple) for length in lengths)
         return PlannedRows(task, source, target, loss_kind=kind, terms=terms)
     positions = getattr(config, "max_position_embeddings", None) or MAX_POSITIONS
     length = recipe.block_size or min(positions, MAX_LENGTH)

@@ -1,5 +1,5 @@
-"""The rows that a recipe trains on, as long as it allows: the inputs of a traced pass, and the loss of them;
-and published, measured speeds (measured_rows.csv), with how far predictions are from those of the same kind.
+"""The rows of a planned model, at the maximum length of the recipe: the inputs of a traced pass, and their loss; and
+published, measured speeds (measured_rows.csv), to compare predictions with runs of the same kind.
 """
 
 import contextlib
@@ -24,11 +24,12 @@ AUTO_CLASSES = {
     "seq2seq": "AutoModelForSeq2SeqLM",
 }
 TOKEN_CLASSIFIER = "AutoModelForTokenClassification"
-MAX_LENGTH = 1024  # of a recipe without block_size: the model's positions, at most this number
+MAX_LENGTH = 1024  # tokens; without block_size rows are as long as the model's positions, up to this number
 
 
 class PlannedHead(NamedTuple):
-    """Stands in place of the head of a teacher that is held beside the student: logits of the right size."""
+    """Stands for the head of a teacher that a process holds in addition to the student: it makes logits of the right
+    size."""
 
     width: int
     vocab_size: int
@@ -39,15 +40,15 @@ class PlannedHead(NamedTuple):
 
 @dataclass(frozen=True)
 class PlannedRows:
-    """Rows of one task."""
+    """The shape and the loss of the rows of one task."""
 
     task: str
-    length: int  # tokens of a row; of seq2seq, of a source
+    length: int  # tokens of a row; for seq2seq, of a source
     target_length: int = 0  # tokens of a target; 0 for other tasks
-    masked: bool = False  # packed documents are told apart by a mask (B, 1, T, T), which sdpa needs
-    loss_kind: str = "chunked"  # or full, of clm and seq2seq
-    per_sample: int = 1  # rows of a sample: 2 of pairs of answers
-    terms: TokenLoss = PLAIN  # what is added to the cross entropy of tokens
+    masked: bool = False  # True if a mask (B, 1, T, T) separates packed documents, as sdpa needs it
+    loss_kind: str = "chunked"  # or "full", for clm and seq2seq
+    per_sample: int = 1  # rows of a sample: 2 for pairs of answers
+    terms: TokenLoss = PLAIN  # terms that are added to the cross entropy of tokens
 
     def install(self, model: torch.nn.Module) -> None:
         """Give the model the loss that it is trained with."""
@@ -57,37 +58,37 @@ class PlannedRows:
             install_loss(model, self.loss_kind, self.terms)
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The summed loss of a batch, as the task computes it."""
+        """Return the summed loss of a batch, as the task computes it."""
         from zerofit.model.loss import loss_of_examples
 
         if self.task == "cls":
             labels = inputs["labels"]
-            read = {name: one for name, one in inputs.items() if name != "labels"}
-            return loss_of_examples(model(**read).logits, labels)
-        if self.per_sample == 2:  # what the two answers are compared by takes no memory to speak of
+            model_inputs = {name: tensor for name, tensor in inputs.items() if name != "labels"}
+            return loss_of_examples(model(**model_inputs).logits, labels)
+        if self.per_sample == 2:  # comparing the two answers takes almost no memory
             return model(**inputs, of_rows=True).sum()
         return model(**inputs)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a sample, padding included."""
+        """The number of tokens of a sample, including padding."""
         return self.per_sample * (self.length + self.target_length)
 
     def shortened(self, mean_length: float) -> "PlannedRows":
-        """Rows of this length; of pairs, source and target keep their proportion."""
-        part = min(1.0, mean_length / self.tokens)
-        target = max(1, round(part * self.target_length)) if self.target_length else 0
-        return replace(self, length=max(1, round(part * self.length)), target_length=target)
+        """Return rows with this mean length in tokens; source and target of pairs keep their proportion."""
+        share = min(1.0, mean_length / self.tokens)
+        target = max(1, round(share * self.target_length)) if self.target_length else 0
+        return replace(self, length=max(1, round(share * self.length)), target_length=target)
 
 
 def make_inputs(config: Any, rows: PlannedRows, batch_size: int, makes_masks: bool = False) -> dict[str, torch.Tensor]:
-    """Inputs of a pass; call it inside a fake tensor mode.
+    """Return the inputs of a pass; call it inside a fake tensor mode.
 
     Args:
-        makes_masks: rows are split, and the mask of packed documents is made of their positions
+        makes_masks: True if rows are split, and the mask of packed documents is computed from their positions
             (zerofit/strategy/sequence.py).
 
-    Shapes (B: rows): input_ids (B, T), labels (B, T), (B, U) of seq2seq or (B,) of cls without tags;
+    Shapes (B: rows): input_ids (B, T), labels (B, T), (B, U) for seq2seq or (B,) for cls without tags;
         attention_mask (B, T) or (B, 1, T, T), a teacher's hidden states (B, T, H).
     """
     shape: tuple[int, ...] = (batch_size * rows.per_sample, rows.length)
@@ -119,11 +120,11 @@ MIN_COMPARABLE = 5  # rows from which a range is drawn
 
 
 class MeasuredRow(SimpleNamespace):
-    """One row, whose attributes are the columns of the file: numbers, or texts that may be empty.
+    """One measured run. Its attributes are the columns of the file: numbers, or texts that may be empty.
 
-    trust is A where the source prints all that a prediction needs, B where one thing is missing or rounded, C where it
-    serves for orientation; network: GB/s of one GPU to other machines; seconds: of one update; set_aside: "y" if the
-    row was drawn by a seed and not fitted on; predicted: seconds.
+    trust: A if the source prints everything that a prediction needs, B if one thing is missing or rounded, C if the
+    row is only a rough guide; network: GB/s of one GPU to other machines; seconds: time of one update; set_aside: "y"
+    if the row was drawn at random for testing, and not fitted on; predicted: predicted seconds of one update.
     """
 
     @property
@@ -132,17 +133,17 @@ class MeasuredRow(SimpleNamespace):
 
     @property
     def parameters(self) -> float:
-        """About; to compare models with."""
+        """The approximate number of parameters, to compare models."""
         return self.layers * self.hidden * (4 * self.hidden + 3 * self.ffn) + self.vocab * self.hidden
 
     @property
     def ratio(self) -> float:
-        """Measured over predicted seconds: above 1 the prediction is too fast."""
+        """The measured seconds divided by the predicted ones: above 1 the prediction is too fast."""
         return self.seconds / self.predicted
 
 
 def run_kind(strategy: str, is_divided: bool, is_lora: bool) -> str:
-    """Return the kind of run, which decides how well seconds are predicted."""
+    """Return the kind of run, on which the accuracy of predicted seconds depends."""
     if is_lora:
         return LORA_RUN
     if "offload" in strategy:
@@ -167,8 +168,8 @@ def _value(text: str) -> str | int | float:
 def comparable_rows(
     kind: str, gpu: str, parameters: float, length: int, tokens: int, *, gpus: int
 ) -> list[MeasuredRow]:
-    """The rows of this kind on this GPU, whatever its memory, the most similar one first; none: too few have been
-    measured. `tokens`: of a micro-batch."""
+    """Return the measured rows of this kind on this GPU, with any memory size, the most similar one first; an empty
+    list if too few have been measured. `tokens`: tokens of a micro-batch."""
     rows = [
         row
         for row in measured_rows()
@@ -178,17 +179,13 @@ def comparable_rows(
         return []
 
     def distance(row: MeasuredRow) -> float:
-        pairs = (
-            (row.parameters, parameters),
-            (row.length, length),
-            (row.micro_batch * row.length, tokens),
-            (row.gpus, gpus),
-        )
-        return sum(math.log(one / other) ** 2 for one, other in pairs)
+        pairs = [(row.parameters, parameters), (row.length, length), (row.gpus, gpus)]
+        pairs.append((row.micro_batch * row.length, tokens))
+        return sum(math.log(measured / planned) ** 2 for measured, planned in pairs)
 
     return sorted(rows, key=distance)
 
 
 def gpu_model(gpu: str) -> str:
-    """a100-80gb and a100-40gb are one."""
+    """Return the name of a GPU without its memory size: a100 for a100-80gb and a100-40gb."""
     return gpu.rpartition("-")[0] or gpu

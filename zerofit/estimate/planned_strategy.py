@@ -1,4 +1,4 @@
-"""A strategy with nothing left open, for one model: what of its states and buffers follows from the model's size."""
+"""A resolved strategy for one model: its settings that depend on the model's size, and its states."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from zerofit.strategy.strategy import Strategy
 if TYPE_CHECKING:
     from zerofit.estimate.planned_model import PlannedModel
 
-AUTO_SIZES = {  # what accelerate makes of "auto" under stage 3 (accelerator.py, _prepare_deepspeed)
+AUTO_SIZES = {  # the values that accelerate sets for "auto" under stage 3 (accelerator.py, _prepare_deepspeed)
     "reduce_bucket_size": lambda hidden: hidden * hidden,
     "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
     "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
@@ -24,8 +24,8 @@ AUTO_SIZES = {  # what accelerate makes of "auto" under stage 3 (accelerator.py,
 
 @dataclass(frozen=True)
 class PlannedStrategy:
-    """A strategy with nothing left open. `sharding`: DeepSpeed's own object of its configuration, or FSDP2's settings;
-    None without either."""
+    """A strategy that is fully resolved for a model. `sharding`: DeepSpeed's configuration object, or the settings of
+    FSDP2; None without either."""
 
     name: str
     layout: ParallelLayout
@@ -34,7 +34,7 @@ class PlannedStrategy:
 
     @property
     def zero(self) -> Any:
-        """DeepSpeed's object; None without DeepSpeed."""
+        """DeepSpeed's configuration object; None without DeepSpeed."""
         return None if isinstance(self.sharding, Fsdp2Settings) else self.sharding
 
     @property
@@ -52,40 +52,40 @@ class PlannedStrategy:
 
     @property
     def optimizer_ranks(self) -> int:
-        """Ranks that share the optimizer's work."""
+        """The number of ranks that share the optimizer's work."""
         return 1 if self.sharding is None else self.layout.shard_size
 
     def states(self, model: "PlannedModel", accumulates: bool, stage: Stage | None = None) -> ModelStates:
+        """Return the states of the rank that holds the most. `accumulates`: an update has several micro-batches."""
         trained, frozen = model.dtypes(self)
         local = model.weights_of(self.layout, stage)
-        sharers = self.layout.shard_size
+        shard_ranks = self.layout.shard_size
         if isinstance(self.sharding, Fsdp2Settings):
-            found = fully_sharded_states(local, sharers, trained, model.on_gpu, self.sharding)
+            states = fully_sharded_states(local, shard_ranks, trained, model.on_gpu, self.sharding)
         elif self.zero is None:
-            found = torch_states(local, sharers, trained, frozen, model.on_gpu, optim=model.recipe.optim)
+            states = torch_states(local, shard_ranks, trained, frozen, model.on_gpu, optim=model.recipe.optim)
         elif self.shards_parameters:
-            found = third_stage_states(
-                local, self.zero, sharers, trained.itemsize, model.on_gpu, keeps_layers=model.keeps_layers
+            states = third_stage_states(
+                local, self.zero, shard_ranks, trained.itemsize, model.on_gpu, keeps_layers=model.keeps_layers
             )
         else:
-            found = first_stages_states(local, self.zero, sharers, trained, accumulates, on_gpu=model.on_gpu)
+            states = first_stages_states(local, self.zero, shard_ranks, trained, accumulates, on_gpu=model.on_gpu)
         weights = model.weights
         ranks = self.optimizer_ranks
         if not weights.matrices:
-            return found
+            return states
         half = self.precision != "fp32"
         is_split = self.shards_weights and ranks > 1
-        of_gradients = 0  # in DeepSpeed's step: in fp32, under ZeRO-3 also in half precision
+        gradient_bytes = 0  # per element, in DeepSpeed's step: in fp32, under ZeRO-3 also in half precision
         if self.zero is not None:
-            of_gradients = MASTER_BYTES + 2 * (half and self.shards_weights)
-        taken = (
-            weights.muon_workspace(half, is_split) + of_gradients * sum(one.size for one in weights.matrices) // ranks
-        )
-        return replace(found, step={**found.step, "workspace": max(found.step["workspace"], taken)})
+            gradient_bytes = MASTER_BYTES + 2 * (half and self.shards_weights)
+        elements = sum(weight.size for weight in weights.matrices)
+        workspace = weights.muon_workspace(half, is_split) + gradient_bytes * elements // ranks
+        return replace(states, step={**states.step, "workspace": max(states.step["workspace"], workspace)})
 
 
 def plan_strategy(name: str, strategy: Strategy, model: "PlannedModel") -> PlannedStrategy:
-    """Add to a strategy what follows from the model: sizes of buckets and thresholds."""
+    """Return a strategy with the settings that follow from the model: sizes of buckets and thresholds."""
     if strategy.deepspeed is None:
         sharding = None
         if strategy.fully_shards:
