@@ -35,8 +35,7 @@ ALL_REDUCE = "all_reduce"
 ALL_GATHER = "all_gather"
 REDUCE_SCATTER = "reduce_scatter"
 ALL_TO_ALL = "all_to_all"
-# Kinds of communication between ranks. Their bytes are those of the full buffers.
-COLLECTIVES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)
+COLLECTIVES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)  # their bytes are those of the full buffers
 FLOP_KINDS = (MATRIX, ATTENTION)  # kinds whose cost is counted in FLOPs; that of the others in bytes
 ULYSSES_OPERATOR = "dim_zero_all_to_all"  # DeepSpeed's operator of Ulysses (deepspeed/sequence/layer.py)
 FLASH_OPERATOR = "_scaled_dot_product_flash_attention_for_cpu"
@@ -52,8 +51,7 @@ COSTLESS_OPERATORS = {
 # Operators that only write: they do not read the tensor that they are given.
 WRITE_OPERATORS = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "zero_", "fill_",
                    "zeros", "ones", "full", "arange", "bernoulli_", "uniform_", "normal_"}  # fmt: skip
-# Lookups read as much as they write, and not the whole table.
-LOOKUP_OPERATORS = {"embedding", "index_select", "gather", "index"}
+LOOKUP_OPERATORS = {"embedding", "index_select", "gather", "index"}  # they do not read the whole table
 # These take more than a few instructions per element: on a CPU they take longer than moving their bytes.
 MATH_OPERATORS = {"exp", "tanh", "gelu", "gelu_backward", "silu", "silu_backward", "sigmoid", "erf", "pow", "_softmax",
              "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "log", "logsumexp", "cos",
@@ -170,9 +168,8 @@ class ModuleVisit(NamedTuple):
     module: str
     enters: bool  # True: the weights are fetched; False: they may be released
     forward: bool  # for its forward pass, which may be recomputed in the backward pass
-    # Names of the module's direct weights. Weights of submodules are included only where DeepSpeed treats the module
-    # as a leaf, as it does with blocks of some mixtures of experts (leaf_module_config.py): submodules of a leaf are
-    # not visited one by one.
+    # Names of the module's direct weights, and those of its submodules only if DeepSpeed treats the module as a leaf
+    # and does not visit its submodules, as in blocks of some mixtures of experts (leaf_module_config.py).
     weights: tuple[str, ...]
     # Those of `weights` whose memory stays when they are released, because the backward pass needs a view of it:
     # DeepSpeed frees a weight by giving it other memory (free_param), and a saved view keeps the earlier memory.
@@ -562,8 +559,7 @@ class CachingAllocator:
 
 
 class UnusedBytes(NamedTuple):
-    """Bytes that the allocator holds beyond the peak of the live bytes: all of them, and those that it cannot return
-    to the driver."""
+    """Bytes that the allocator holds beyond the peak of the live bytes: all, and those it cannot return (needed)."""
 
     held: int
     needed: int

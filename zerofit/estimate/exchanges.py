@@ -118,8 +118,7 @@ class Exchanges:
 
 
 def torch_exchanges(weights: Weights, world_size: int, on_gpu: bool, optim: str = "adamw") -> Exchanges:
-    """Return the exchanges of DDP, whose gradients are reduced in buckets once per update, or of a single process.
-    Gradients are in fp32."""
+    """Return the exchanges of DDP, which reduces buckets of fp32 once per update, or of a single process."""
     size = 4 * weights.trained
     is_ddp = world_size > 1
     norm = size + (0 if on_gpu else 2 * NORM_BYTES * weights.trained)
@@ -160,8 +159,8 @@ def fully_sharded_exchanges(
         forward=[Collectives(ALL_GATHER, width * total, groups, half)],
         backward=(regathered + reduced) if fsdp.syncs else regathered,
         last_backward=replicated if fsdp.syncs else reduced + replicated,
-        micro_moved=2 * width * (total + in_blocks)
-        + (width + reduce_width) * trained,  # copied from and to flat tensors
+        # copies from and to flat tensors
+        micro_moved=2 * width * (total + in_blocks) + (width + reduce_width) * trained,
         step_moved=(4 + 8 + ADAM_BYTES) * shard,  # norm, clipping, AdamW
     )
 
@@ -194,29 +193,24 @@ def first_stages_exchanges(weights: Weights, zero: Any, world_size: int, width: 
 
 
 def third_stage_exchanges(weights: Weights, zero: Any, world_size: int, width: int, keeps_layers: bool) -> Exchanges:
-    """Return the exchanges of ZeRO-3. `keeps_layers`: layers stay gathered between their forward and their backward
-    pass, as `GatheredWeights` says."""
+    """Return the exchanges of ZeRO-3. `keeps_layers`: as `keeps` of GatheredWeights."""
     threshold = int(zero.param_persistence_threshold)
     half = width < 4
-    total = sum(weight.size for weight in weights.all if weight.size > threshold)
+    sharded = [weight for weight in weights.all if weight.size > threshold]
+    total = sum(weight.size for weight in sharded)
     trained_shard = weights.trained / world_size
-    count = sum(weight.size > threshold for weight in weights.all)
+    count = len(sharded)
     max_kept = min(total, int(zero.max_reuse_distance) // 2, int(zero.max_live_parameters))
-    layers = [weight for weight in weights.all if weight.name.startswith(weights.stacks)]
-    in_layers = sum(weight.size for weight in layers if weight.size > threshold)
+    in_layers = sum(weight.size for weight in sharded if weight.name.startswith(weights.stacks))
     kept = max_kept if keeps_layers else min(max_kept, total - in_layers)  # from the forward to the backward pass
-    regathered_share = (total - kept) / total if total else 0  # share of the weights that are gathered twice
+    share = (total - kept) / total if total else 0  # of the weights, those that are gathered twice
     gathered = Collectives(ALL_GATHER, width * total, max(1, count), half)
     ranks_per_copy = int(zero.zero_hpz_partition_size)  # ZeRO++: gathered from the copies within a machine
     within_machine = ranks_per_copy if ranks_per_copy > 1 else 0
-    regathered = Collectives(
-        ALL_GATHER, regathered_share * width * total, max(1, round(regathered_share * count)), half, within_machine
-    )
+    regathered = Collectives(ALL_GATHER, share * width * total, max(1, round(share * count)), half, within_machine)
     buckets = max(1, math.ceil(weights.trained / max(1, int(zero.reduce_bucket_size))))
     persistent = sum(size for size in weights.sizes.values() if size <= threshold)
-    fetched = (
-        width * total / world_size * (1 + regathered_share) if offload_target(zero.offload_param) != "none" else 0
-    )
+    fetched = width * total / world_size * (1 + share) if offload_target(zero.offload_param) != "none" else 0
     common: dict[str, Any] = {
         "forward": [gathered] if total else [],
         "backward": [regathered, Collectives(REDUCE_SCATTER, width * weights.trained, buckets, half)],
@@ -224,7 +218,7 @@ def third_stage_exchanges(weights: Weights, zero: Any, world_size: int, width: i
         "hidden": zero.overlap_comm is not False,  # by default it is on in this stage
         "tensors": len(weights.sizes),
         "up": fetched,
-        "micro_moved": 2 * width * total * (1 + regathered_share) + 6 * width * weights.trained,
+        "micro_moved": 2 * width * total * (1 + share) + 6 * width * weights.trained,
     }
     if offload_target(zero.offload_optimizer) != "none":
         up = 0 if offload_target(zero.offload_param) != "none" else width * trained_shard

@@ -30,6 +30,7 @@ from zerofit.estimate.weights import (
 )
 
 Visits = tuple[ModuleVisit | None, ...]  # the visit that each step begins with
+Releases = dict[tuple[str, int], frozenset[str]]  # {(module, number of visits before it): weights released after it}
 
 
 @dataclass(frozen=True)
@@ -91,33 +92,28 @@ class RecordedPass:
 
     Args:
         known: the visits of the earlier pass.
-        remembered: {(module, number of visits before it): weights released after it}, where DeepSpeed remembers them.
+        remembered: decisions of DeepSpeed that stay from earlier passes.
     """
 
-    def __init__(
-        self, known: list[ModuleVisit], rules: GatheredWeights, remembered: dict[tuple[str, int], frozenset[str]]
-    ):
+    def __init__(self, known: list[ModuleVisit], rules: GatheredWeights, remembered: Releases):
         self.rules = rules
         self.remembered = remembered
         self.sizes = sizes = dict(rules.sizes)
-        self.decided: dict[tuple[str, int], frozenset[str]] = {}
+        self.decided: Releases = {}
         order = [visit for visit in known if visit.enters]
         self.queue = deque((weight, place) for place, visit in enumerate(order) for weight in visit.weights)
         self.places: dict[str, list[int]] = {}
         for weight, place in self.queue:
             self.places.setdefault(weight, []).append(place)
-        self.distance = [
-            *itertools.accumulate((sum(sizes[weight] for weight in visit.weights) for visit in order), initial=0)
-        ]
+        fetched = (sum(sizes[weight] for weight in visit.weights) for visit in order)
+        self.distance = [*itertools.accumulate(fetched, initial=0)]
         self.persistent = {name for name, size in sizes.items() if size <= rules.threshold}
         self.here = set(self.persistent)
         self.users: dict[str, set[str]] = {name: set() for name in sizes}
         self.handles: dict[str, AllGatherHandle] = {}
         self.recent: dict[str, int] = {}  # the last place for which a weight was taken from the queue
         self.views: dict[str, int] = {}  # sizes of released weights whose views stay until their backward pass is done
-        self.backward: dict[
-            str, set[str]
-        ] = {}  # {module in its backward pass: frozen weights that it recomputes with}
+        self.backward: dict[str, set[str]] = {}  # {module in its backward pass: frozen weights for recomputation}
         self.blocks: list[int] = []  # allocated, and (negative) freed, in order
         self.step = self.live = self.held = 0
 
@@ -234,7 +230,7 @@ class RecordedPass:
 @functools.lru_cache(maxsize=64)
 def _held(rules: GatheredWeights, known: Visits, visits: Visits) -> tuple[list[tuple[int, int]], list[int]]:
     order = [visit for visit in known if visit]
-    remembered: dict[tuple[str, int], frozenset[str]] = {}
+    remembered: Releases = {}
     if not rules.keeps:
         forward = [*itertools.takewhile(lambda visit: visit.forward, order)]
         forward_only = RecordedPass(forward, rules, {})
@@ -410,9 +406,7 @@ class ModelStates:
     disk: int = 0  # on a disk of the machine, for this process; without checkpoints
     overlaps: bool = False  # True if weights are gathered, and gradients reduced, on separate streams
     late: tuple[int, ...] = ()  # tensors of `optimizer` that the first step allocates, after activations were freed
-    gradients_each: bool = (
-        False  # True if each weight's gradient is a separate tensor, from its backward pass to the step
-    )
+    gradients_each: bool = False  # True if each weight's gradient is a separate tensor until the step
 
     @property
     def offloaded(self) -> int:
@@ -428,8 +422,7 @@ def torch_states(
     *,
     optim: str = "adamw",
 ) -> ModelStates:
-    """Return the states of DDP, whose buckets always hold the gradients, or of a single process, where the backward
-    pass allocates them."""
+    """Return the states of DDP, with its buckets, or of a single process, whose backward pass allocates gradients."""
     width = trained_dtype.itemsize
     weight_bytes = width * weights.trained + weights.frozen_bytes(frozen_dtype)
     workspaces = [0 if on_gpu else NORM_BYTES, ADAFACTOR_BYTES if optim == "adafactor" else 0]
@@ -500,8 +493,7 @@ def first_stages_states(
 def third_stage_states(
     weights: Weights, zero: Any, world_size: int, width: int, on_gpu: bool, *, keeps_layers: bool
 ) -> ModelStates:
-    """Return the states of ZeRO-3 (stage3.py). `keeps_layers`: layers stay gathered between their forward and their
-    backward pass, as `GatheredWeights` says."""
+    """Return the states of ZeRO-3 (stage3.py). `keeps_layers`: as `keeps` of GatheredWeights."""
 
     def part_of(size: int) -> int:
         return -(-size // world_size)

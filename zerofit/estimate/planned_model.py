@@ -382,8 +382,8 @@ def longest_rows(recipe: Any, task: str, config: Any, full: Any, on_gpu: bool) -
     kind = "full" if is_full else "chunked"
     terms = terms_of(recipe)
     if task == "seq2seq":
-        lengths = (recipe.max_source_length, recipe.max_target_length)
-        source, target = (round_up(length, multiple) for length in lengths)
+        source = round_up(recipe.max_source_length, multiple)
+        target = round_up(recipe.max_target_length, multiple)
         return PlannedRows(task, source, target, loss_kind=kind, terms=terms)
     positions = getattr(config, "max_position_embeddings", None) or MAX_POSITIONS
     length = recipe.block_size or min(positions, MAX_LENGTH)

@@ -18,11 +18,7 @@ ACTIVATION_PHASES = ("forward", "loss", "backward")  # phases that hold activati
 TRAINING_PHASES = ("prepare", *ACTIVATION_PHASES, "update")
 MIN_SAVED_SHARE = 0.01  # share of the memory in use: a remedy that saves less is not listed
 MAX_REMEDIES = 5
-HOST_EFFECTS = (
-    "",
-    "optimizer state in host memory: slower",
-    "optimizer state and weights in host memory: the slowest",
-)
+HOST_EFFECT = ("", "optimizer state in host memory: slower", "optimizer state and weights in host memory: the slowest")
 OFFLOAD_STRATEGIES = {  # (ZeRO stage, what is offloaded: 0 nothing, 1 the optimizer's state, 2 weights too)
     (2, 0): "zero2",
     (3, 0): "zero3",
@@ -201,7 +197,7 @@ def _state_remedies(s: Shortage) -> list[Remedy]:
         to_host = sum(changed.held(on_host=True)) * s.local_processes
         saves_more = (stage, offloads) > (setup.stage, setup.offloads)
         if name and saves_more and (s.host_free is None or to_host < s.host_free):
-            effect = HOST_EFFECTS[offloads] or f"sharded over {setup.ranks} processes: optimizer state and gradients"
+            effect = HOST_EFFECT[offloads] or f"sharded over {setup.ranks} processes: optimizer state and gradients"
             effect += ", and weights" if stage == 3 and not offloads else ""
             pair = f"tp_{name}" if layout.tensor > 1 else name
             add(f"--config_file accelerate_configs/{pair}.yaml", effect, changed)

@@ -401,10 +401,8 @@ def update_time(
     communication = accumulation * in_each + in_last + exchanged(exchanges.step)
     communication += 2 * (accumulation * min(2, pipeline - 1) + pipeline - 1) * handed_over
     copies = exposed(up, passes.forward) + exposed(down, passes.backward) + 2 * (passes.offloaded / speeds.host_link)
-    adam = (
-        HOST_STEP_COST * exchanges.host_adam_elements * local / speeds.host_adam_rate
-        + exchanges.disk * local / DISK_RATE
-    )
+    adam = HOST_STEP_COST * exchanges.host_adam_elements * local / speeds.host_adam_rate
+    adam += exchanges.disk * local / DISK_RATE
     host = accumulation * copies + exchanges.step_up / speeds.host_link + adam
     engine = accumulation * speeds.memory_seconds(exchanges.micro_moved)
     optimizer = speeds.memory_seconds(exchanges.step_moved) + exchanges.tensors * speeds.tensor_s
