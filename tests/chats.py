@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 
-from zerofit.data.chat.instructions import Form
+from zerofit.data.chat.instructions import RecordForm
 from zerofit.data.chat.samples import ChatEncoder
 from zerofit.model.chat import install_template
 from zerofit.model.configuration import load_configuration
@@ -18,9 +18,9 @@ TOKENIZERS = {  # byte-level, with byte fallback, and a small one with byte fall
     "llama": ("tokenizers/llama", "--config_name", "llama-2-7b", "--tokenizer_name"),
     "small": ("models/llama/hf", "--model_name_or_path"),
 }
-INSTRUCTION = Form("instruction", "instruction", "output", "input")
-PROMPT = Form("prompt", "prompt", "completion", plain=True)
-CHAT = Form("messages", "messages")
+INSTRUCTION = RecordForm("instruction", "instruction", "output", "input")
+PROMPT = RecordForm("prompt", "prompt", "completion", plain=True)
+CHAT = RecordForm("messages", "messages")
 
 LONG_TALK = [
     {"role": "system", "content": "あなたは誠実で優秀な日本人のアシスタントです。"},
@@ -62,7 +62,7 @@ def short_instructions(data) -> list[dict]:
     return found
 
 
-def encoder_of(tokenizer, form: Form, template: str | None, whole: bool = False) -> ChatEncoder:
+def encoder_of(tokenizer, form: RecordForm, template: str | None, whole: bool = False) -> ChatEncoder:
     default = "none" if form.plain else None
     encoder = ChatEncoder(tokenizer, install_template(tokenizer, template, default)[0], 4096, whole)
     encoder.form = form  # for `encoded`

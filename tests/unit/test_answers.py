@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.collate import PromptCollator
-from zerofit.data.labelled.examples import GLUE, prepare_examples
+from zerofit.data.labelled.examples import GLUE_TASKS, prepare_examples
 from zerofit.data.labelled.labels import trained_labels
 from zerofit.data.order import FILLER
 from zerofit.data.pairs import prepare_pairs
@@ -111,21 +111,21 @@ def asked(config, tokenizer: Path, cache: str, *flags: str):
     return prepare_examples(recipe, config)
 
 
-@pytest.mark.parametrize("task", GLUE)
+@pytest.mark.parametrize("task", GLUE_TASKS)
 def test_the_test_file_of_each_task_is_read(tmp_path, cache, byte_tokenizer, task):
-    assert TESTED.keys() == GLUE.keys()
+    assert TESTED.keys() == GLUE_TASKS.keys()
     header, row = TESTED[task]
     file = tmp_path / "test.tsv"
     rows = [str(number + 7) + row[1:] for number in range(3)]
     file.write_text("\n".join([header, *rows]) + "\n", encoding="utf-8-sig")
-    config = classifier(GLUE[task].labels)
+    config = classifier(GLUE_TASKS[task].labels)
     data = asked(config, byte_tokenizer, cache, "--task_name", task, "--predict_file", file)
     (part,) = data.held_out
     assert data.train is None
     assert len(part.samples) == 3
     assert part.tables[0][0] == dict(zip(header.split("\t"), rows[0].split("\t")))
     read = data.tokenizer.decode(part.samples[0]["input_ids"], skip_special_tokens=True)
-    assert read.replace(" ", "") == "".join(row.split("\t")[-len(GLUE[task].texts) :]).replace(" ", "")
+    assert read.replace(" ", "") == "".join(row.split("\t")[-len(GLUE_TASKS[task].texts) :]).replace(" ", "")
 
 
 def test_records_of_ones_own_need_no_label_and_keep_their_places(tmp_path, cache, byte_tokenizer):

@@ -16,7 +16,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/recipe": 3_204,  # 2,700
     "zerofit/model": 5_284,  # 4,700
     "zerofit/compat": 603,  # 600
-    "zerofit/data": 6_595,  # 6,000
+    "zerofit/data": 6_600,  # 6,000
     "zerofit/strategy": 4_876,  # 4,800
     "zerofit/estimate": 4_485,  # 4,700
     "zerofit/record": 1_461,  # 4,300 with health and checkpoint
@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_445,  # 1,300
     "zerofit/tools": 9_935,  # 10,600
     "benchmarks": 1_852,  # 1,800
-    "tests": 25_219,  # 21,500
+    "tests": 25_232,  # 21,500
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from chats import ANSWERS, CHAT, LONG_TALK, PROMPT, TOKENIZERS, encoded, encoder_of, trained_text
 from helpers import refusal, tiny_model, write_records
 
-from zerofit.data.chat.instructions import Form
+from zerofit.data.chat.instructions import RecordForm
 from zerofit.data.chat.samples import best_fit
 from zerofit.data.collate import CausalCollator
 from zerofit.data.prompts import Renderer
@@ -57,7 +57,7 @@ def test_the_model_is_asked_with_what_it_was_trained_on(tokenizer_of, template, 
 
 def test_answers_in_a_prompt_are_not_trained(tokenizer_of):
     tokenizer = tokenizer_of("llama")
-    form = Form("prompt", "prompt", "completion")
+    form = RecordForm("prompt", "prompt", "completion")
     (row,) = encoded(
         encoder_of(tokenizer, form, "instruction"), [{"prompt": LONG_TALK[:4], "completion": LONG_TALK[4:]}]
     )
@@ -102,7 +102,7 @@ def test_a_template_that_does_not_write_calls_of_tools_is_refused(tokenizer_of):
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}}
     turns = [LONG_TALK[1], {"role": "assistant", "content": None, "tool_calls": [call]}]
     with pytest.raises(BadTemplate, match="does not write the tool_calls of turn 2"):
-        render(tokenizer, Form("messages", "messages").read({"messages": turns}))
+        render(tokenizer, RecordForm("messages", "messages").read({"messages": turns}))
 
 
 # ------------------------------------------------------------------------------------------------- from file to blocks

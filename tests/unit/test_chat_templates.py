@@ -9,7 +9,7 @@ from chats import CHAT, chatml_tokenizer, encoded, encoder_of, trained_text
 from helpers import refusal, write_records
 from transformers import AutoConfig
 
-from zerofit.data.chat.instructions import Form
+from zerofit.data.chat.instructions import RecordForm
 from zerofit.data.chat.samples import PreferenceForm
 from zerofit.data.prompts import Renderer
 from zerofit.data.records import BadRecord
@@ -119,7 +119,7 @@ def test_reasoning_is_trained_where_the_template_writes_it(tokenizer_with, answe
     tokenizer = tokenizer_with("qwen3")
     last = {"role": "assistant", **(answer if isinstance(answer, dict) else {"content": answer})}
     record = {"messages": [*TALK[:2], {"role": "user", "content": "2 + 2?"}, last]}
-    messages = Form("messages", "messages").read(record)
+    messages = RecordForm("messages", "messages").read(record)
     text, spans = render(tokenizer, messages)
     assert text == tokenizer.apply_chat_template(record["messages"], tokenize=False)
     assert [text[start:stop] for start, stop in spans] == ["Hello.<|im_end|>", trained]
@@ -168,7 +168,7 @@ def test_arguments_are_written_once_as_an_object(tokenizer_of, arguments, given)
         TALK[0], {"role": "assistant", "content": None, "tool_calls": [call, call]},
         {"role": "tool", "content": "dry", "tool_call_id": "1", "name": "weather"}, TALK[1],
     ]}  # fmt: skip
-    text, spans = render(tokenizer, Form("messages", "messages").read(record))
+    text, spans = render(tokenizer, RecordForm("messages", "messages").read(record))
     body = '\n<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": 2}}\n</tool_call>'
     prompt = "<|im_start|>assistant\n"
     assert [text[start:stop] for start, stop in spans] == [(body * 2)[1:] + "<|im_end|>", "Hello.<|im_end|>"]
@@ -182,7 +182,7 @@ def test_the_older_form_of_a_call(tokenizer_with):
         "function_call": {"name": "weather", "arguments": '{"city": "Bern"}'},
     }
     record = {"messages": [TALK[0], turn, {"role": "function", "name": "weather", "content": "dry"}, TALK[1]]}
-    text, _ = render(tokenizer_with("qwen2.5"), Form("messages", "messages").read(record))
+    text, _ = render(tokenizer_with("qwen2.5"), RecordForm("messages", "messages").read(record))
     assert '{"name": "weather", "arguments": {"city": "Bern"}}' in text
 
 
@@ -192,7 +192,7 @@ def test_tools_of_a_record_reach_the_template(tokenizer_with, column, form):
     tokenizer = tokenizer_with("qwen2.5")
     tools = [TOOL["function"]] if column == "functions" else [TOOL]
     record = {"messages": TALK, column: form(tools)}
-    messages = Form("messages", "messages", given=(column,)).read(record)
+    messages = RecordForm("messages", "messages", given=(column,)).read(record)
     text, spans = render(tokenizer, messages)
     assert text == tokenizer.apply_chat_template(TALK, tools=[TOOL], tokenize=False)
     assert json.dumps(TOOL) in text
@@ -207,7 +207,7 @@ def test_tools_of_a_record_reach_the_template(tokenizer_with, column, form):
 def test_of_several_templates_that_for_tools_is_taken(tokenizer_of):
     plain, tokenizer = CHATML + GENERATION, chatml_tokenizer(tokenizer_of("gpt2"), "", "<|im_end|>")
     tokenizer.chat_template = {"default": plain, "tool_use": HERMES}
-    encoder = encoder_of(tokenizer, Form("messages", "messages", given=("tools",)), None)
+    encoder = encoder_of(tokenizer, RecordForm("messages", "messages", given=("tools",)), None)
     for tools, template in (([], plain), ([TOOL], HERMES)):
         text, *_ = encoder.render(encoder.form.read({"messages": TALK, "tools": tools}), "a.jsonl, record 1")
         single = chatml_tokenizer(tokenizer_of("gpt2"), template, "<|im_end|>")
@@ -216,7 +216,7 @@ def test_of_several_templates_that_for_tools_is_taken(tokenizer_of):
 
 def test_arguments_of_a_record_reach_the_template(tokenizer_with):
     tokenizer = tokenizer_with("qwen3")
-    form = Form("messages", "messages", given=("chat_template_kwargs",))
+    form = RecordForm("messages", "messages", given=("chat_template_kwargs",))
     messages = form.read({"messages": TALK[:2], "chat_template_kwargs": '{"enable_thinking": false}'})
     text, spans = render(tokenizer, messages)
     assert [text[start:stop] for start, stop in spans] == ["Hello.<|im_end|>"]

@@ -7,9 +7,9 @@ from datasets import Dataset
 from helpers import check_refusal, read_data, refusal, write_records
 
 from zerofit.data.pairs import (
-    Pair,
     PairEncoder,
     PairReader,
+    TextPair,
     find_columns,
     prepare_pairs,
     turn_separator,
@@ -70,7 +70,7 @@ def test_columns_that_are_not_found(record, options, words):
 
 
 ASKED, WHO = PairReader(None, "question", "answers", "context"), {"question": "Who?", "context": "Ann did. "}
-EACH_TURN = [Pair(TURNS[:1], TURNS[1]), Pair(TURNS[:2], TURNS[2])]
+EACH_TURN = [TextPair(TURNS[:1], TURNS[1]), TextPair(TURNS[:2], TURNS[2])]
 
 
 @pytest.mark.parametrize(
@@ -81,19 +81,20 @@ EACH_TURN = [Pair(TURNS[:1], TURNS[1]), Pair(TURNS[:2], TURNS[2])]
         (PairReader("d", None, None), {"d": str(TURNS)}, EACH_TURN),
         (PairReader("d", None, None), {"d": json.dumps(ROLES)}, EACH_TURN[:1]),
         (PairReader("d", None, None), {"d": [{"from": name, "value": name} for name in ("human", "ai", "human")]},
-         [Pair(["human"], "ai")]),
+         [TextPair(["human"], "ai")]),
         (PairReader("d", None, None), {"d": [{"from": "human", "value": "Hi!"}, {"from": "gpt", "value": "Ho!"}]},
-         [Pair(["Hi!"], "Ho!")]),
+         [TextPair(["Hi!"], "Ho!")]),
         (PairReader("d", None, None), {"d": [{"role": "Assistant", "text": "Hi!"}, {"role": "User", "text": "Ho?"},
-                                          {"role": "Assistant", "text": "Hm."}]}, [Pair(["Hi!", "Ho?"], "Hm.")]),
+                                          {"role": "Assistant", "text": "Hm."}]}, [TextPair(["Hi!", "Ho?"], "Hm.")]),
         (PairReader("d", None, None), {"d": [{"speaker": "Ann", "text": "Hi!"}, {"speaker": "Bob", "text": "Ho!"}]},
-         [Pair(["Hi!"], "Ho!")]),  # nobody is an assistant: everybody replies
-        (PairReader("d", None, "r"), {"d": TURNS, "r": "Oh "}, [Pair(TURNS, "Oh")]),
-        (PairReader(None, "s", "t"), {"s": " some text", "t": "less\n"}, [Pair(["some text"], "less")]),
-        (PairReader(None, "s", "t"), {"s": "1 + 1?", "t": 2.0}, [Pair(["1 + 1?"], "2")]),
-        (ASKED, {**WHO, "context": [], "answers": "Ann"}, [Pair(["Who?"], "Ann")]),
-        (ASKED, {**WHO, "answers": {"text": ["Ann", "she"]}}, [Pair(["question: Who? context: Ann did."], "Ann")]),
-        (ASKED, {**WHO, "context": "", "answers": "{'text': ['Ann'], 'answer_start': [0]}"}, [Pair(["Who?"], "Ann")]),
+         [TextPair(["Hi!"], "Ho!")]),  # nobody is an assistant: everybody replies
+        (PairReader("d", None, "r"), {"d": TURNS, "r": "Oh "}, [TextPair(TURNS, "Oh")]),
+        (PairReader(None, "s", "t"), {"s": " some text", "t": "less\n"}, [TextPair(["some text"], "less")]),
+        (PairReader(None, "s", "t"), {"s": "1 + 1?", "t": 2.0}, [TextPair(["1 + 1?"], "2")]),
+        (ASKED, {**WHO, "context": [], "answers": "Ann"}, [TextPair(["Who?"], "Ann")]),
+        (ASKED, {**WHO, "answers": {"text": ["Ann", "she"]}}, [TextPair(["question: Who? context: Ann did."], "Ann")]),
+        (ASKED, {**WHO, "context": "", "answers": "{'text': ['Ann'], 'answer_start': [0]}"},
+         [TextPair(["Who?"], "Ann")]),
     ],
 )  # fmt: skip
 def test_pairs_of_a_record(columns, record, pairs):
@@ -167,7 +168,10 @@ LONG = [f"turn {number} of our long talk" for number in NUMBERS]
 def test_every_source_and_target_ends_with_the_end_of_text(blenderbot):
     """Also what was cut: a model that never sees the end of a target never learns to stop."""
     encoder = blenderbot(16, 6)
-    pairs = [Pair(LONG[:n], LONG[n]) for n in range(1, 8)] + [Pair(["no"], "yes"), Pair(["word " * 50], "word " * 50)]
+    pairs = [TextPair(LONG[:n], LONG[n]) for n in range(1, 8)] + [
+        TextPair(["no"], "yes"),
+        TextPair(["word " * 50], "word " * 50),
+    ]
     encoded = encoder.encode([pairs], [])
     end = encoder.tokenizer.eos_token_id
     assert {len(rows) for rows in encoded.values()} == {len(pairs)}
@@ -188,7 +192,7 @@ def test_the_latest_turns_are_kept_whole_and_as_many_as_fit(blenderbot, prefix):
     for width in range(needed[0], needed[-1] + 2):
         encoder = blenderbot(width, 8, prefix)
         kept = sum(length <= width for length in needed)
-        encoded = encoder.encode([[Pair(LONG, "x")]], [])
+        encoded = encoder.encode([[TextPair(LONG, "x")]], [])
         (ids,) = encoded["input_ids"]
         assert len(ids) <= width
         assert decoded(encoder, ids) == (prefix + "  ".join(LONG[-kept:])).strip(), width
@@ -202,7 +206,7 @@ def test_the_latest_turns_are_kept_whole_and_as_many_as_fit(blenderbot, prefix):
 def test_the_prefix_survives_truncation(blenderbot, prefix, turns):
     """And nothing of the old turns with it, where the space at its end belongs to the next token."""
     encoder = blenderbot(14, 8, prefix)
-    (ids,) = encoder.encode([[Pair(turns, "x")]], [])["input_ids"]
+    (ids,) = encoder.encode([[TextPair(turns, "x")]], [])["input_ids"]
     text = decoded(encoder, ids)
     assert text.startswith(prefix.strip())
     assert "first" not in text
@@ -252,7 +256,7 @@ def test_replies_that_a_record_excludes_are_no_targets(key):
     turns = [("user", "Hi?"), ("assistant", "Hello."), ("user", "And?"), ("assistant", "Nothing.")]
     talk = [{"role": role, "content": text} for role, text in turns]
     talk[1] |= key
-    assert PairReader("d", None, None).read({"d": talk}) == [Pair(["Hi?", "Hello.", "And?"], "Nothing.")]
+    assert PairReader("d", None, None).read({"d": talk}) == [TextPair(["Hi?", "Hello.", "And?"], "Nothing.")]
     with pytest.raises(BadRecord, match="none of its replies is trained on"):
         PairReader("d", None, None).read({"d": talk[:2]})
 

@@ -14,8 +14,16 @@ from transformers import AutoConfig, AutoTokenizer
 from tests.helpers import ROOT, check_refusal, refusal, tiny_model
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.collate import CausalCollator
-from zerofit.data.megatron import INDICES, Blend, Card, build_samples, megatron, open_corpus, tokenizer_fingerprint
-from zerofit.data.order import FixedOrder, loader, rank_batches
+from zerofit.data.megatron import (
+    INDEX_FOLDER,
+    Blend,
+    CorpusCard,
+    build_samples,
+    import_megatron,
+    open_corpus,
+    tokenizer_fingerprint,
+)
+from zerofit.data.order import FixedOrder, make_loader, rank_batches
 from zerofit.model.configuration import load_configuration
 from zerofit.model.loss import IGNORE, install_loss
 from zerofit.model.tokenizer import check_vocabulary, pad_vocabulary, train_tokenizer
@@ -30,7 +38,7 @@ VOCABULARY, EOD = 97, 0
 
 
 def write_corpus(prefix: Path, documents: list[list[int]], dtype=np.uint16) -> str:
-    builder = megatron().indexed.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    builder = import_megatron().indexed.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     for document in documents:
         builder.add_document(np.array(document, dtype=np.int64), [len(document)] if document else [])
     builder.finalize(f"{prefix}.idx")
@@ -51,7 +59,7 @@ def prefixes(tmp_path_factory) -> list[str]:
 
 def indices(recipe) -> dict[str, object]:
     """The options that restart, and the folder of indices."""
-    root = cache_root(recipe.cache_dir) / INDICES
+    root = cache_root(recipe.cache_dir) / INDEX_FOLDER
     return {"resets": tuple(name for name in FLAGS if getattr(recipe, name)), "root": root}
 
 
@@ -69,7 +77,7 @@ def samples_of(prefix: str, count: int, cache: Path, size: int = 16, vocabulary:
 
 def megatrons(blend: list[str], split: str, size: int, samples: int, held_out: int, seed: int, flags: dict):
     """What megatron-core gives by itself, with no cache."""
-    core = megatron()
+    core = import_megatron()
     from megatron.core.datasets.utils import get_blend_from_list
 
     class Tokenizer:
@@ -202,7 +210,7 @@ def tokenised(tmp_path_factory):
     pieces = [piece for text in texts for piece in text.split("\n\n") if piece.strip()]
     ids = [[*tokenizer(piece)["input_ids"], tokenizer.eos_token_id] for piece in pieces]
     prefix = write_corpus(folder / "docs", ids)
-    card = Card("docs", tokenizer_fingerprint(tokenizer), len(tokenizer), tokenizer.eos_token_id, len(ids),
+    card = CorpusCard("docs", tokenizer_fingerprint(tokenizer), len(tokenizer), tokenizer.eos_token_id, len(ids),
                 sum(map(len, ids)), max(map(max, ids)), ["docs"], "a test")  # fmt: skip
     card.write(Path(f"{prefix}.json"))
     return folder / "tokenizer", prefix, card
@@ -237,7 +245,7 @@ def test_evaluation_alone_reads_what_a_run_holds_out(tokenised, tmp_path):
 
 def test_an_index_is_whole_or_not_there(tokenised, tmp_path):
     whole = prepared(tokenised, tmp_path / "x").train[3]["input_ids"].tolist()
-    (index,) = [path for path in (tmp_path / "x" / INDICES).iterdir() if path.is_dir()]
+    (index,) = [path for path in (tmp_path / "x" / INDEX_FOLDER).iterdir() if path.is_dir()]
     partial = index.with_name(f"{index.name}.partial-{platform.node()}")
     index.rename(partial)  # as a kill leaves it
     for file in partial.glob("*.npy"):
@@ -327,7 +335,7 @@ def test_what_a_data_worker_says_reaches_the_user(tmp_path):
         samples_of(prefix, 12, tmp_path, vocabulary=90),
         rank_batches(FixedOrder(12), 12, 0, 4, 1, num_replicas=1, rank=0),
     )
-    message = refusal(list, loader(train, batches, CausalCollator(pad_id=0), 1, pin=False))
+    message = refusal(list, make_loader(train, batches, CausalCollator(pad_id=0), 1, pin=False))
     assert message.startswith("error: data_path: sample ")
     assert "Traceback" not in message
 

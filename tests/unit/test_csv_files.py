@@ -11,7 +11,7 @@ from tests.helpers import read_data, refusal
 from zerofit.data.chat.instructions import find_form
 from zerofit.data.pairs import find_columns
 from zerofit.data.records import BadRecord
-from zerofit.data.tables import check_name, columns_present, is_value, worded_columns
+from zerofit.data.tables import check_name, list_columns, looks_like_value, word_columns
 from zerofit.data.text import text_column
 from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe
 
@@ -142,11 +142,11 @@ def test_a_quote_that_is_not_closed(tmp_path, cache):
 
 def test_a_first_line_that_is_a_record_is_not_taken_for_names(tmp_path, cache):
     path = write(tmp_path / "a.csv", header=None)
-    assert "is the first line a record?" in columns_present(read(path, cache))
+    assert "is the first line a record?" in list_columns(read(path, cache))
     assert "say --text_column" in refusal(check_name, ROWS[0][0], "text_column")
     check_name("満足度", "text_column")
-    assert not any(map(is_value, ("text", "Sentence 1", "本文", "No", "premise", "is spam")))
-    assert all(map(is_value, ("1", "0.5", "It is good.", "良い。")))
+    assert not any(map(looks_like_value, ("text", "Sentence 1", "本文", "No", "premise", "is spam")))
+    assert all(map(looks_like_value, ("1", "0.5", "It is good.", "良い。")))
 
 
 # ------------------------------------------------------------------------------------------------- values as written
@@ -177,7 +177,7 @@ def test_texts_stay_as_they_are_written(tmp_path, cache, name):
 def test_columns_of_numbers_are_not_taken_for_the_text(tmp_path, cache):
     rows = [(f"{n:03}", "2024", "a text", str(n / 2)) for n in range(5)]
     table = read(write(tmp_path / "a.csv", header=("number", "text", "body", "grade"), rows=rows), cache)
-    assert worded_columns(table) == ["body"]
+    assert word_columns(table) == ["body"]
     assert columns_of_pairs(table.select_columns(["number", "body"]).add_column("more", ["b"] * 5)) == ("body", "more")
 
 

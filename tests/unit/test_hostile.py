@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tests.helpers import Harmful, refusal, tiny_model
 from zerofit.checkpoint.directory import ASKED, find_damage, seal
-from zerofit.data.megatron import INDICES
+from zerofit.data.megatron import INDEX_FOLDER
 from zerofit.data.text import tokenize_texts
 from zerofit.model.adapter_folder import open_adapter
 from zerofit.model.configuration import load_configuration, read_config, read_json
@@ -56,14 +56,14 @@ def test_an_index_lies_in_the_users_cache_and_nothing_beside_the_corpus_is_read(
     corpora, corpus, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache of the user"))
-    expected = corpora.samples_of(corpus, 20, cache_root(None) / INDICES)[3]["input_ids"].tolist()
+    expected = corpora.samples_of(corpus, 20, cache_root(None) / INDEX_FOLDER)[3]["input_ids"].tolist()
     assert not Path(f"{corpus}/cache").exists()
     theirs = Path(f"{corpus}/cache/GPTDataset_indices")
     theirs.parent.mkdir(parents=True)
     (tmp_path / "cache of the user" / "zerofit" / "GPTDataset_indices").rename(theirs)  # one that fits, poisoned
     for file in theirs.rglob("*.npy"):
         file.write_bytes(pickle.dumps(Harmful(tmp_path / "executed")))
-    assert corpora.samples_of(corpus, 20, cache_root(None) / INDICES)[3]["input_ids"].tolist() == expected
+    assert corpora.samples_of(corpus, 20, cache_root(None) / INDEX_FOLDER)[3]["input_ids"].tolist() == expected
     assert not (tmp_path / "executed").exists()
 
 

@@ -9,7 +9,7 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, Value
 from helpers import check_refusal, refusal, write_records
 
-from zerofit.data.chat.instructions import Form, find_form
+from zerofit.data.chat.instructions import RecordForm, find_form
 from zerofit.data.records import BadRecord
 from zerofit.data.text import text_column
 from zerofit.recipe import ClmRecipe
@@ -21,44 +21,45 @@ RESULT = {"role": "observation", "content": "42"}
 SHAREGPT = [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Ho."}]
 
 
-def form_of(record: dict, **options) -> Form | None:
+def form_of(record: dict, **options) -> RecordForm | None:
     return find_form(ClmRecipe(**options), Dataset.from_list([record]))
 
 
 @pytest.mark.parametrize(
     ("record", "options", "expected"),
     [
-        ({"instruction": "x", "output": "y"}, {}, Form("instruction", "instruction", "output")),
+        ({"instruction": "x", "output": "y"}, {}, RecordForm("instruction", "instruction", "output")),
         ({"instruction": "x", "input": "z", "output": "y", "text": "all of it"}, {},
-         Form("instruction", "instruction", "output", "input")),
+         RecordForm("instruction", "instruction", "output", "input")),
         ({"instruction": "x", "output": "y", "text": "z"}, {"text_column": "text"}, None),
         ({"instruction": "x", "context": "z", "response": "y", "category": "qa"}, {},
-         Form("instruction", "instruction", "response", "context")),  # Dolly
+         RecordForm("instruction", "instruction", "response", "context")),  # Dolly
         ({"instruction": "x", "input": "", "output": "y", "system": "s", "history": [["a", "b"]]}, {},
-         Form("instruction", "instruction", "output", "input", "history", "system")),  # LLaMA-Factory
-        ({"prompt": "x", "completion": "y"}, {}, Form("prompt", "prompt", "completion", plain=True)),
-        ({"instruction": "x", "answer": "y"}, {}, Form("instruction", "instruction", "answer")),
-        ({"inputs": "x", "targets": "y"}, {}, Form("prompt", "inputs", "targets", plain=True)),  # FLAN
-        ({"input": "x", "output": "y"}, {}, Form("prompt", "input", "output", plain=True)),
-        ({"prompt": "x", "input": "z", "output": "y"}, {}, Form("instruction", "prompt", "output", "input")),
-        ({"user": "x", "assistant": "y", "id": "1"}, {}, Form("prompt", "user", "assistant", plain=True)),
+         RecordForm("instruction", "instruction", "output", "input", "history", "system")),  # LLaMA-Factory
+        ({"prompt": "x", "completion": "y"}, {}, RecordForm("prompt", "prompt", "completion", plain=True)),
+        ({"instruction": "x", "answer": "y"}, {}, RecordForm("instruction", "instruction", "answer")),
+        ({"inputs": "x", "targets": "y"}, {}, RecordForm("prompt", "inputs", "targets", plain=True)),  # FLAN
+        ({"input": "x", "output": "y"}, {}, RecordForm("prompt", "input", "output", plain=True)),
+        ({"prompt": "x", "input": "z", "output": "y"}, {}, RecordForm("instruction", "prompt", "output", "input")),
+        ({"user": "x", "assistant": "y", "id": "1"}, {}, RecordForm("prompt", "user", "assistant", plain=True)),
         ({"user": "x", "text": "z", "target": "y"}, {}, None),  # of tweets
         ({"query": "x", "text": "z", "target": "y"}, {}, None),
-        ({"question": "x", "answer": ["y", "z"]}, {}, Form("prompt", "question", "answer")),  # NQ-open
+        ({"question": "x", "answer": ["y", "z"]}, {}, RecordForm("prompt", "question", "answer")),  # NQ-open
         ({"query": "x", "response": "y", "history": [["a", "b"]]}, {},
-         Form("prompt", "query", "response", history="history")),  # ms-swift
+         RecordForm("prompt", "query", "response", history="history")),  # ms-swift
         ({"system_prompt": "s", "question": "x", "response": "y"}, {},
-         Form("prompt", "question", "response", system="system_prompt", plain=True)),  # OpenOrca
-        ({"type": "t", "query": "x", "response": "y"}, {}, Form("prompt", "query", "response", plain=True)),
-        ({"messages": TURNS, "prompt": "x", "completion": "y"}, {}, Form("messages", "messages")),
+         RecordForm("prompt", "question", "response", system="system_prompt", plain=True)),  # OpenOrca
+        ({"type": "t", "query": "x", "response": "y"}, {}, RecordForm("prompt", "query", "response", plain=True)),
+        ({"messages": TURNS, "prompt": "x", "completion": "y"}, {}, RecordForm("messages", "messages")),
         ({"conversations": SHAREGPT, "id": "1"}, {"system_prompt": "s"},
-         Form("messages", "conversations", system_prompt="s")),
-        ({"conversation": [{"assistant": "y", "human": "x"}]}, {}, Form("messages", "conversation")),
+         RecordForm("messages", "conversations", system_prompt="s")),
+        ({"conversation": [{"assistant": "y", "human": "x"}]}, {}, RecordForm("messages", "conversation")),
         ({"dialogue": [{"speaker": "Ann", "text": "Hi?"}], "text": "x"}, {}, None),
         ({"id": "1", "context": "z", "question": "x", "answers": {"text": ["y"], "answer_start": [0]}}, {},
-         Form("instruction", "question", "answers", "context")),  # SQuAD
-        ({"messages": TURNS, "label": True}, {}, Form("messages", "messages", verdict="label")),
-        ({"conversations": {"from": ["human", "gpt"], "value": ["Hi", "Ho"]}}, {}, Form("messages", "conversations")),
+         RecordForm("instruction", "question", "answers", "context")),  # SQuAD
+        ({"messages": TURNS, "label": True}, {}, RecordForm("messages", "messages", verdict="label")),
+        ({"conversations": {"from": ["human", "gpt"], "value": ["Hi", "Ho"]}}, {},
+         RecordForm("messages", "conversations")),
     ],
 )  # fmt: skip
 def test_forms_that_are_found(record, options, expected):
@@ -69,10 +70,10 @@ def test_forms_that_are_found(record, options, expected):
         assert found.read(record)[-1]["role"] == "assistant"
 
 
-INSTRUCTION = Form("instruction", "instruction", "output", "input", "history", "system", "Default.")
-PROMPT = Form("prompt", "prompt", "completion")
-CHAT = Form("messages", "messages")
-RATED = Form("messages", "messages", verdict="label")
+INSTRUCTION = RecordForm("instruction", "instruction", "output", "input", "history", "system", "Default.")
+PROMPT = RecordForm("prompt", "prompt", "completion")
+CHAT = RecordForm("messages", "messages")
+RATED = RecordForm("messages", "messages", verdict="label")
 
 
 def instruction(**values) -> dict:
@@ -132,7 +133,7 @@ def test_a_conversation(turns):
 
 
 def test_a_system_text():
-    with_default = Form("messages", "messages", system_prompt="Default.")
+    with_default = RecordForm("messages", "messages", system_prompt="Default.")
     assert with_default.read({"messages": [SYSTEM, *TURNS]}) == [SYSTEM, *TURNS]
     default = {"role": "system", "content": "Default."}
     assert with_default.read({"messages": TURNS}) == [default, *TURNS]
@@ -231,10 +232,10 @@ def test_a_held_out_file_of_another_form(tmp_path, prepare):
 def test_turns_as_the_text_of_a_list(written):
     record = {"id": "1", "messages": written(TURNS)}
     form = form_of(record)
-    assert form == Form("messages", "messages")
+    assert form == RecordForm("messages", "messages")
     assert form.read(record) == TURNS
     asked = {"prompt": written([SYSTEM, QUESTION]), "completion": written([ANSWER])}
-    assert form_of(asked) == Form("prompt", "prompt", "completion"), "which is not plain"
+    assert form_of(asked) == RecordForm("prompt", "prompt", "completion"), "which is not plain"
     assert form_of(asked).read(asked) == [SYSTEM, *TURNS]
     of_numpy = {"messages": f"[{QUESTION}\n {ANSWER}]"}
     for cut in ({"messages": "[{"}, of_numpy):

@@ -17,8 +17,8 @@ from zerofit.data.labelled.labels import (
     class_weights,
     configure_labels,
     find_labels,
-    in_model_order,
     label_report,
+    order_as_model,
     trained_labels,
 )
 from zerofit.data.order import FILLER
@@ -215,7 +215,7 @@ def pretrained(*names: str) -> BertConfig:
     ],
 )  # fmt: skip
 def test_a_pretrained_models_own_order(ours, theirs, order):
-    assert in_model_order(Labels(ours), pretrained(*theirs)).names == order
+    assert order_as_model(Labels(ours), pretrained(*theirs)).names == order
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from transformers import T5Config
 
 from zerofit.data.labelled.examples import prepare_examples
 from zerofit.data.labelled.labels import class_weights
-from zerofit.data.mixture import PLACES, MixtureOrder
+from zerofit.data.mixture import PLACES_PER_BLOCK, MixtureOrder
 from zerofit.data.pairs import prepare_pairs
 from zerofit.model.configuration import load_configuration
 from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, parse_recipe
@@ -26,17 +26,17 @@ def test_shares_are_less_than_one_sample_away_from_the_weights_at_every_prefix(s
     chosen = MixtureOrder(weights, [1] * count, seed)
     places = np.concatenate([chosen.block(number)[0] for number in range(2)])
     counts = np.stack([np.cumsum(places == source) for source in range(count)], axis=1)
-    away = np.abs(counts - np.outer(np.arange(1, 2 * PLACES + 1), weights))
+    away = np.abs(counts - np.outer(np.arange(1, 2 * PLACES_PER_BLOCK + 1), weights))
     assert away.max() <= 1 - 1 / (2 * count - 2) + 1e-6
-    assert chosen.block(1)[1].tolist() == counts[PLACES - 1].tolist()
+    assert chosen.block(1)[1].tolist() == counts[PLACES_PER_BLOCK - 1].tolist()
 
 
 def test_each_source_is_read_as_a_run_on_it_alone_reads_it():
     """In epochs of its own, each a permutation, whatever the cuts at which places are asked for."""
     weights, sizes = [0.6, 0.3, 0.1], [50, 7, 400]
     order = MixtureOrder(weights, sizes, seed=3)
-    whole = order.indices(0, 2 * PLACES + 100)
-    cuts = [0, 1, 17, PLACES - 3, PLACES + 5, 2 * PLACES, 2 * PLACES + 100]
+    whole = order.indices(0, 2 * PLACES_PER_BLOCK + 100)
+    cuts = [0, 1, 17, PLACES_PER_BLOCK - 3, PLACES_PER_BLOCK + 5, 2 * PLACES_PER_BLOCK, 2 * PLACES_PER_BLOCK + 100]
     pieces = [MixtureOrder(weights, sizes, seed=3).indices(*cut) for cut in itertools.pairwise(cuts)]
     assert np.array_equal(np.concatenate(pieces), whole)
     edges = np.concatenate([[0], np.cumsum(sizes)])

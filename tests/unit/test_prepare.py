@@ -17,7 +17,7 @@ from helpers import ROOT, refusal
 from transformers import AutoTokenizer, GPT2Config, LlamaConfig
 
 from zerofit.cli import main
-from zerofit.data.megatron import megatron, open_corpus, read_card, tokenizer_fingerprint
+from zerofit.data.megatron import import_megatron, open_corpus, read_card, tokenizer_fingerprint
 from zerofit.model.tokenizer import END_OF_TEXT, load_named_tokenizer
 from zerofit.tools.prepare import documents
 from zerofit.tools.prepare.corpora import encoder_of, named_tokenizer
@@ -61,7 +61,7 @@ def lines(texts, tmp_path_factory) -> Path:
 
 def reference(prefix: Path, texts: list[str], tokenizer, end: bool = True) -> None:
     """What Megatron-LM's tools/preprocess_data.py does, one document at a time."""
-    indexed = megatron().indexed
+    indexed = import_megatron().indexed
     builder = indexed.IndexedDatasetBuilder(f"{prefix}.bin", dtype=indexed.DType.optimal_dtype(len(tokenizer)))
     for text in texts:
         ids = tokenizer(text)["input_ids"]

@@ -7,7 +7,7 @@ import sys
 import pytest
 from helpers import on_a_terminal
 
-from zerofit.data.mixture import named
+from zerofit.data.mixture import merge_notes
 from zerofit.record.terminal import columns_of, decimals, log_lines, log_to_stderr, on_screen, table
 
 TEXT = "the adapter is loaded by peft, and outputs/a-run-with-a-name/model is what vLLM's --lora-modules takes"
@@ -65,8 +65,8 @@ def test_small_figures_keep_their_digits(value, shown):
 
 def test_a_line_of_one_source_says_which():
     lines = {"books": ["note      2 are empty", "same"], "web": ["note      7 are empty", "same", "  a row"]}
-    assert named(lines) == ["same", "note      books: 2 are empty", "note      web: 7 are empty", "  a row"]
-    assert named({"one": ["note      x"], "two": ["note      x"]}) == ["note      x"]
+    assert merge_notes(lines) == ["same", "note      books: 2 are empty", "note      web: 7 are empty", "  a row"]
+    assert merge_notes({"one": ["note      x"], "two": ["note      x"]}) == ["note      x"]
 
 
 WIDE = [
@@ -102,7 +102,7 @@ def test_a_table_of_any_number_of_columns_fits(columns, width):
     ],
 )
 def test_columns_have_the_names_of_the_file(task, head, described, tmp_path):
-    from zerofit.data.labelled.examples import _find
+    from zerofit.data.labelled.examples import _find_reader
     from zerofit.data.options import DataOptions
     from zerofit.data.pairs import find_columns
     from zerofit.data.sources import read_source
@@ -112,7 +112,7 @@ def test_columns_have_the_names_of_the_file(task, head, described, tmp_path):
     (tmp_path / "a.csv").write_text("\n".join([head, *rows]) + "\n")
     recipe = {"cls": ClsRecipe, "seq2seq": Seq2SeqRecipe}[task](train_file=[str(tmp_path / "a.csv")])
     if task == "cls":
-        found = _find(recipe, DataOptions.of(recipe), None)
+        found = _find_reader(recipe, DataOptions.of(recipe), None)
         assert found.source.describe(found.reader) == described
         return
     source = read_source(DataOptions.of(recipe))

@@ -13,7 +13,7 @@ from helpers import check_refusal, load_texts, read_data, refusal, write_records
 
 from zerofit.data import tables
 from zerofit.data.causal import prepare_causal_data
-from zerofit.data.delimited_files import likely, proposal
+from zerofit.data.delimited_files import likely_encodings, propose_encodings
 from zerofit.data.options import DataOptions
 from zerofit.data.streaming import find_shards, read_window
 from zerofit.data.text import split_documents, take_texts
@@ -107,7 +107,7 @@ def test_tokens_are_cached_until_a_file_an_option_or_the_tokenizer_changes(tmp_p
         return {"train_file": [str(path)]}
 
     def stored(**options) -> set[str]:
-        tables._KEYS.clear()
+        tables._TABLE_KEYS.clear()
         common = {
             "config_name": "gpt2",
             "train_tokenizer_vocab_size": 280,
@@ -193,9 +193,9 @@ PROSE = {
 def test_likely_encodings(text, times):
     for encoding in PROSE[text]:
         data = (f"label,text\n1,{text}\n" * times).encode(encoding)
-        assert encoding in likely(data)
-    assert likely(bytes(range(128, 256)) * 9) == []
-    assert "--encoding" in proposal(bytes(range(128, 256)) * 9)
+        assert encoding in likely_encodings(data)
+    assert likely_encodings(bytes(range(128, 256)) * 9) == []
+    assert "--encoding" in propose_encodings(bytes(range(128, 256)) * 9)
 
 
 def test_an_encoding_that_would_corrupt_is_refused(tmp_path, cache):

@@ -218,7 +218,7 @@ def address(tmp_path):
 
 
 def test_a_lost_connection_neither_skips_nor_repeats(prepared, tmp_path, address, monkeypatch):
-    monkeypatch.setattr(streaming, "PAUSES_S", (0.01,) * 20)
+    monkeypatch.setattr(streaming, "RETRY_PAUSES_S", (0.01,) * 20)
     monkeypatch.setattr(datasets.config, "STREAMING_READ_RETRY_INTERVAL", 0.01)
     write_shards(tmp_path / "data")
     how = {"streaming": "6KiB", "packing": "none", "max_train_steps": 9}

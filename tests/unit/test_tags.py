@@ -8,10 +8,10 @@ import torch
 from helpers import check_refusal, labelled_recipe, planned_bert, refusal
 
 from zerofit.data.collate import ExampleCollator
-from zerofit.data.labelled.examples import located, prepare_examples
+from zerofit.data.labelled.examples import find_entities, prepare_examples
 from zerofit.data.labelled.labels import HeldOut, Labels
 from zerofit.data.order import FILLER
-from zerofit.data.sources import sentences
+from zerofit.data.sources import read_sentences
 from zerofit.model.configuration import load_configuration
 from zerofit.model.loss import IGNORE, loss_of_examples
 from zerofit.model.tokenizer import padding_values
@@ -79,7 +79,7 @@ def test_entities_are_those_of_seqeval():
         "B-A-B I-A-B O": [("A-B", 0, 1)],
         "U-A U-A B-A I-A L-A L-B O": [("A", 0, 0), ("A", 1, 1), ("A", 2, 4), ("B", 5, 5)],  # BILOU, as spaCy has it
     }.items():
-        assert located([[], tags.split()]) == {(1, *entity) for entity in expected}
+        assert find_entities([[], tags.split()]) == {(1, *entity) for entity in expected}
         assert Labels(tuple(tags.split()), of_words=True).entities
     figures = compute("entities", [["B-A", "I-A", "O", "B-B"]], [["B-A", "O", "O", "B-B"]])
     assert figures == {"f1": 0.5, "precision": 0.5, "recall": 0.5, "accuracy": 0.75}
@@ -125,7 +125,7 @@ def test_conll_files(pairs_tokenizer, tmp_path, name):
 
 
 def sentences_of(text: str, path) -> list[dict]:
-    return list(sentences(io.StringIO(text, newline=None), path))
+    return list(read_sentences(io.StringIO(text, newline=None), path))
 
 
 def test_columns_of_conll_files(tmp_path):

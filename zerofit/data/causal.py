@@ -8,17 +8,17 @@ from pathlib import Path
 from datasets import Dataset
 from transformers import PretrainedConfig
 
-from zerofit.data.chat.instructions import KINDS, find_form
+from zerofit.data.chat.instructions import RECORD_KINDS, find_form
 from zerofit.data.chat.samples import find_preferences, prepare_chat
 from zerofit.data.lengths import DEFAULT_BLOCK_SIZE, choose_length
-from zerofit.data.megatron import prepare_corpora
-from zerofit.data.mixture import mixed, named, options_of_sources
+from zerofit.data.megatron import prepare_blend
+from zerofit.data.mixture import merge_notes, mix_sources, options_of_sources
 from zerofit.data.options import DataOptions
 from zerofit.data.pack import SampleSet, TextData
-from zerofit.data.prompts import OF_CHATS, OF_TEXT, check_options, read_causal_prompts
-from zerofit.data.sources import Source, in_lower_case
+from zerofit.data.prompts import CHAT_ONLY, TEXT_ONLY, check_options, read_causal_prompts
+from zerofit.data.sources import Source, lower_column_names
 from zerofit.data.streaming import LAG_UPDATES, StreamedSamples, find_shards
-from zerofit.data.tables import columns_present, one_process_at_a_time, table_key
+from zerofit.data.tables import list_columns, one_process_at_a_time, table_key
 from zerofit.data.text import prepare_text, read_records, take_texts
 from zerofit.model.tokenizer import get_tokenizer
 from zerofit.recipe.errors import UserError
@@ -36,7 +36,7 @@ def prepare_causal_data(recipe: ClmRecipe, config: PretrainedConfig, consumed: C
     source = recipe.source("block_size")
     block_size = choose_length("block_size", recipe.block_size or DEFAULT_BLOCK_SIZE, source, config)
     if recipe.data_path:
-        return prepare_corpora(recipe, config, block_size, consumed)
+        return prepare_blend(recipe, config, block_size, consumed)
     options = DataOptions.of(recipe)
     if recipe.predict_file:
         return read_causal_prompts(recipe, options, config, block_size)
@@ -50,13 +50,13 @@ def prepare_causal_data(recipe: ClmRecipe, config: PretrainedConfig, consumed: C
     data = next(iter(sources.values()))
     if recipe.mixture:
         are_chats = [each.is_chat for each in sources.values()]
-        for is_chat, names in ((False, OF_CHATS), (True, OF_TEXT)):
+        for is_chat, names in ((False, CHAT_ONLY), (True, TEXT_ONLY)):
             given = [name for name in names if getattr(recipe, name)]
             if given and all(each is is_chat for each in are_chats):
                 raise UserError(f"{', '.join(given)}: no effect, every source is {'chats' if is_chat else 'text'}")
         first = next((each for each in sources.values() if each.is_chat), data)  # whose tokenizer has a template
-        shown = named({name: each.shown for name, each in sources.items()})
-        data = mixed(sources, recipe, first, shown=shown, is_chat=any(are_chats))
+        shown = merge_notes({name: each.shown for name, each in sources.items()})
+        data = mix_sources(sources, recipe, first, shown=shown, is_chat=any(are_chats))
     data.kind = f"{block_size} tokens a sample, packing: {recipe.packing}"
     if recipe.preference_loss:
         data.kind = f"pairs of answers, up to {block_size} tokens each"
@@ -79,7 +79,7 @@ def _prepare_text_or_chat(
         return prepare_chat(recipe, options, config, source, chats, block_size=block_size)
     if chats:
         kinds = "; ".join(
-            f"{source.where(part)}: {KINDS[form.kind] if form else 'text'}, {columns_present(source.parts[part])}"
+            f"{source.where(part)}: {RECORD_KINDS[form.kind] if form else 'text'}, {list_columns(source.parts[part])}"
             for part, form in forms.items()
         )
         raise UserError(f"training and held-out data have different forms. {kinds}. Let both have the same columns")
@@ -110,7 +110,7 @@ def _prepare_stream(
 
     def prepare(records: Dataset, name: str, folder: Path) -> SampleSet:
         own = replace(options, held_out_fraction=0.0, cache=folder)
-        source = in_lower_case(Source({"train": records}, {}, name), own)
+        source = lower_column_names(Source({"train": records}, {}, name), own)
         prepared[:] = [_prepare_text_or_chat(recipe, own, config, block_size, source)]
         return prepared[0].trained
 

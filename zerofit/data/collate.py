@@ -28,10 +28,10 @@ from zerofit.model.configuration import usable_positions
 from zerofit.model.loss import IGNORE
 from zerofit.recipe.errors import UserError
 
-Samples = list[tuple[Sample, int]]
+IndexedSamples = list[tuple[Sample, int]]
 Lengths = TypeVar("Lengths", int, np.ndarray)
 GPU_MULTIPLE = 64  # of the lengths of long rows on GPUs, a power of two
-WINDOW = 16  # updates whose samples are sorted together
+SORTED_UPDATES = 16  # updates whose samples are sorted together
 
 
 @dataclass
@@ -79,7 +79,7 @@ class CausalCollator:
     multiple: int = 1  # widths are rounded up to a multiple of this, or of less (round_up)
     marks_filling: bool = False  # packed rows come with `is_token`, for a model with experts
 
-    def __call__(self, samples: Samples) -> Batch:
+    def __call__(self, samples: IndexedSamples) -> Batch:
         rows = [sample for sample, _ in samples]
         indices = [index for _, index in samples]
         lengths = [len(row["input_ids"]) for row in rows]
@@ -98,15 +98,15 @@ class CausalCollator:
         targets = inputs["next_tokens"] if "next_tokens" in inputs else inputs["labels"]
         targets[~is_sample(indices)] = IGNORE
         if not packed and not same_length:
-            inputs["attention_mask"] = mask(lengths, width)
+            inputs["attention_mask"] = padding_mask(lengths, width)
         if "documents" in inputs:
-            inputs["attention_mask"] = within_documents(inputs.pop("documents"))
+            inputs["attention_mask"] = document_mask(inputs.pop("documents"))
         first = 1 if "labels" in inputs else 0  # nothing predicts the first label
         num_targets = int((targets[:, first:] != IGNORE).sum())
         counts = [int(row.get("num_tokens", len(row["input_ids"]))) for row in rows]
         num_tokens = total_length(counts, indices)
         if self.marks_filling and packed:
-            inputs["is_token"] = mask(counts, width)
+            inputs["is_token"] = padding_mask(counts, width)
         ends: dict[str, torch.Tensor | int] = {}  # of documents, as transformers' FlashAttentionKwargs
         if self.flatten and packed:
             if "labels" in inputs:  # else the last token of a row would be trained on the next row's first
@@ -135,7 +135,7 @@ class ExampleCollator:
     multiple: int = 1  # widths are rounded up to a multiple of this
     class_weights: list[float] | None = None  # what an example (a word) of each class counts as a target; None: 1
 
-    def __call__(self, samples: Samples) -> Batch:
+    def __call__(self, samples: IndexedSamples) -> Batch:
         indices = [index for _, index in samples]
         sizes = [sample.get("sizes", [len(sample["input_ids"])]) for sample, _ in samples]
         rows = []
@@ -148,7 +148,7 @@ class ExampleCollator:
         lengths = [len(row["input_ids"]) for row in rows]
         width = self.width or round_up(max(lengths), self.multiple)
         inputs = {name: stack(rows, name, width, filler) for name, filler in self.fillers.items()}
-        inputs["attention_mask"] = mask(lengths, width)
+        inputs["attention_mask"] = padding_mask(lengths, width)
         if "sizes" in samples[0][0]:
             inputs = {name: tensor.view(len(samples), max_choices, -1) for name, tensor in inputs.items()}
         if "tags" in samples[0][0]:  # of each word at its first token
@@ -177,14 +177,14 @@ class PairCollator:
     widths: tuple[int, int] | None = None
     multiple: int = 1  # widths are rounded up to a multiple of this
 
-    def __call__(self, samples: Samples) -> Batch:
+    def __call__(self, samples: IndexedSamples) -> Batch:
         rows = [sample for sample, _ in samples]
         indices = [index for _, index in samples]
         sources, targets = ([len(row[name]) for row in rows] for name in ("input_ids", "labels"))
         widths = self.widths or tuple(round_up(max(lengths), self.multiple) for lengths in (sources, targets))
         inputs = {
             "input_ids": stack(rows, "input_ids", widths[0], self.pad_id),
-            "attention_mask": mask(sources, widths[0]),
+            "attention_mask": padding_mask(sources, widths[0]),
             "labels": stack(rows, "labels", widths[1], IGNORE),
         }
         inputs["labels"][~is_sample(indices)] = IGNORE
@@ -200,7 +200,7 @@ class PreferenceCollator:
     pad_id: int
     multiple: int = 1
 
-    def __call__(self, samples: Samples) -> Batch:
+    def __call__(self, samples: IndexedSamples) -> Batch:
         indices = [index for _, index in samples]
         rows = [
             {"input_ids": sample[ids], "labels": sample[labels]}
@@ -211,7 +211,7 @@ class PreferenceCollator:
         width = round_up(max(lengths), self.multiple)
         inputs = {
             "input_ids": stack(rows, "input_ids", width, self.pad_id),
-            "attention_mask": mask(lengths, width),
+            "attention_mask": padding_mask(lengths, width),
             "labels": stack(rows, "labels", width, IGNORE),
         }
         reference = torch.from_numpy(np.stack([sample["reference"] for sample, _ in samples]))  # (B, 2)
@@ -228,13 +228,13 @@ class PromptCollator:
     left: bool  # pad on the left
     multiple: int = 1  # widths are rounded up to a multiple of this
 
-    def __call__(self, samples: Samples) -> Batch:
+    def __call__(self, samples: IndexedSamples) -> Batch:
         rows = [sample for sample, _ in samples]
         indices = [index for _, index in samples]
         lengths = [len(row["input_ids"]) for row in rows]
         width = round_up(max(lengths), self.multiple)
         ids = stack(rows, "input_ids", width, self.pad_id)
-        seen = mask(lengths, width)
+        seen = padding_mask(lengths, width)
         if self.left:
             moved = (torch.arange(width)[None] + torch.tensor(lengths)[:, None]) % width
             ids = ids.gather(1, moved)
@@ -273,12 +273,12 @@ def total_length(lengths: list[int], indices: list[int]) -> int:
     return sum(length for length, index in zip(lengths, indices) if index != FILLER)
 
 
-def mask(lengths: list[int], width: int) -> torch.Tensor:
+def padding_mask(lengths: list[int], width: int) -> torch.Tensor:
     """Return (B, width) 1 where a row has a token, 0 where it has padding."""
     return (torch.arange(width)[None] < torch.tensor(lengths)[:, None]).long()
 
 
-def within_documents(documents: torch.Tensor) -> torch.Tensor:
+def document_mask(documents: torch.Tensor) -> torch.Tensor:
     """Return (B, 1, T, T) whether a position attends to another: itself or an earlier one of the same document.
     `documents`: (B, T) the number of each position's document."""
     same = documents[:, None, :, None] == documents[:, None, None, :]
@@ -355,7 +355,7 @@ class TokenUpdates:
         drawn = rng.permutation(self.num_samples)
         updates = []
         waiting = np.zeros(0, dtype=np.int64)
-        size = max(1, int(WINDOW * self.full_rows * self.row_tokens / self.widths.sum(axis=1).mean()))
+        size = max(1, int(SORTED_UPDATES * self.full_rows * self.row_tokens / self.widths.sum(axis=1).mean()))
         for start in range(0, self.num_samples, size):
             pool = np.concatenate([waiting, drawn[start : start + size]])
             longest_first = pool[np.lexsort(-self.widths[pool].T[::-1])]  # by the first column, then the second

@@ -16,21 +16,21 @@ from zerofit.data.tables import texts_of, write_table
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import ending_of, marked_encoding, open_bytes
 
-PROPOSED = (
+CANDIDATE_ENCODINGS = (
     "cp932", "euc_jp", "gb18030", "cp950", "cp949", "cp1252", "cp1250", "iso8859_2", "cp1254", "cp1251", "koi8_r",
     "cp1253", "cp1255", "cp1256", "cp874",
 )  # fmt: skip
-SAMPLE = 20_000  # number of bytes to guess from
-NEARLY = 0.1  # of charset-normalizer's measure of chaos: how much worse than the best another encoding may be
-PORTION = 1 << 20  # number of characters to convert at a time
-CERTAINLY_UTF8 = 20  # number of characters beyond ASCII that cannot be valid UTF-8 by chance
+SAMPLED_BYTES = 20_000  # number of bytes to guess from
+CHAOS_TOLERANCE = 0.1  # of charset-normalizer's measure of chaos: how much worse than the best another encoding may be
+CHARACTERS_PER_READ = 1 << 20  # number of characters to convert at a time
+MIN_UTF8_CHARACTERS = 20  # number of characters beyond ASCII that cannot be valid UTF-8 by chance
 DELIMITERS = {".csv": ",", ".tsv": "\t"}  # by the ending of a file
-OTHERS = (",", ";", "\t", "|")  # that files of these endings have too
+OTHER_DELIMITERS = (",", ";", "\t", "|")  # that files of these endings have too
 SEPARATOR_LINE = re.compile('"?sep=.?"?\r?\n')  # Excel's first line of a .csv file, which is not a header
-HEAD = 1000  # lines of a file, read to find its delimiter
-QUOTED = r'(?<![^{0}\n])"(?:[^"]++|"")*+"(?![^{0}\n])'  # a field; {0} is what separates fields
-ENCLOSED = "\0"  # in the place of such a field
-Options = dict[str, Any]  # of _rows
+NUM_HEAD_LINES = 1000  # lines of a file, read to find its delimiter
+QUOTED_FIELD = r'(?<![^{0}\n])"(?:[^"]++|"")*+"(?![^{0}\n])'  # a field; {0} is what separates fields
+FIELD_MARK = "\0"  # in the place of such a field
+CsvOptions = dict[str, Any]  # the arguments of _csv_reader
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def open_text(path: Path, encoding: str | None = None, newline: str | None = Non
     """Open a file, which may be packed, to read text from its start; a byte-order mark is not part of it. Raises
     UserError: the file is in another encoding, or damaged. `encoding`: None: UTF-8, or what a byte-order mark stands
     for. `newline`: as in `open`."""
-    encoding = encoding or encoding_of_mark(path)
+    encoding = encoding or bom_encoding(path)
     try:
         with open_bytes(path) as file:
             data = io.BytesIO(b"".join(as_utf8(file, encoding, path))) if encoding else file
@@ -51,43 +51,43 @@ def open_text(path: Path, encoding: str | None = None, newline: str | None = Non
         except UnicodeDecodeError as wrong:
             line = content.count(b"\n", 0, wrong.start) + 1
             where = f"byte 0x{content[wrong.start]:02x} at offset {wrong.start} (line {line})"
-            raise UserError(f"{path} is not UTF-8: {where}. {proposal(content)}") from None
+            raise UserError(f"{path} is not UTF-8: {where}. {propose_encodings(content)}") from None
         raise
 
 
-def proposal(data: bytes) -> str:
+def propose_encodings(data: bytes) -> str:
     """A sentence for a message: the likely encodings of a text that is not UTF-8."""
-    if names := likely(data):
+    if names := likely_encodings(data):
         return f"Name its encoding, the most likely first: --encoding {' or '.join(names)}"
     return "No known encoding decodes it as text. If you know the encoding, name it with --encoding"
 
 
-def encoding_of_mark(path: Path) -> str | None:
+def bom_encoding(path: Path) -> str | None:
     """The encoding that the byte-order mark of a file, which may be packed, stands for; None without one. Raises
     UserError: the file has no mark and begins as UTF-16 does."""
     with open_bytes(path) as file:
-        start = file.read(SAMPLE)
+        start = file.read(SAMPLED_BYTES)
     marked = marked_encoding(start)
     if not marked and b"\0" in start[:2]:
-        raise UserError(f"{path} is not UTF-8: its first character has a zero byte. {proposal(start)}")
+        raise UserError(f"{path} is not UTF-8: its first character has a zero byte. {propose_encodings(start)}")
     return marked
 
 
-def likely(data: bytes) -> list[str]:
+def likely_encodings(data: bytes) -> list[str]:
     """The possible encodings of a text, at most three, the most likely first; empty if none decodes it as text."""
     from charset_normalizer import from_bytes
 
     marked = marked_encoding(data)
     if marked or b"\0" in data:
-        bigger = data[:SAMPLE:2].count(0) > data[1:SAMPLE:2].count(0)  # ASCII's zero bytes come first
+        bigger = data[:SAMPLED_BYTES:2].count(0) > data[1:SAMPLED_BYTES:2].count(0)  # ASCII's zero bytes come first
         name = marked or ("utf-16-be" if bigger else "utf-16-le")
         return [name] if _decoded(data, name) else []
-    lines = b"\n".join(line for line in data.splitlines() if not line.isascii())[:SAMPLE]
-    matches = list(from_bytes(lines, cp_isolation=list(PROPOSED), threshold=0.4))
+    lines = b"\n".join(line for line in data.splitlines() if not line.isascii())[:SAMPLED_BYTES]
+    matches = list(from_bytes(lines, cp_isolation=list(CANDIDATE_ENCODINGS), threshold=0.4))
     best = min((match.chaos for match in matches), default=0.0)
-    good = [name for match in matches if match.chaos <= best + NEARLY for name in match.could_be_from_charset]
+    good = [name for match in matches if match.chaos <= best + CHAOS_TOLERANCE for name in match.could_be_from_charset]
     texts: dict[str, str] = {}
-    for name in sorted(set(good) & set(PROPOSED), key=PROPOSED.index):
+    for name in sorted(set(good) & set(CANDIDATE_ENCODINGS), key=CANDIDATE_ENCODINGS.index):
         if text := _decoded(data, name):
             texts.setdefault(text, name)
     return list(texts.values())[:3]
@@ -107,11 +107,11 @@ def as_utf8(file: IO[bytes], encoding: str, path: Path) -> Iterator[bytes]:
     read = io.TextIOWrapper(file, encoding=encoding, newline="")
     lines = 1
     try:
-        while text := read.read(PORTION):
+        while text := read.read(CHARACTERS_PER_READ):
             meant = text
             with suppress(UnicodeError):
                 meant = text.encode(encoding).decode("utf-8")
-            if meant != text and sum(not letter.isascii() for letter in meant) >= CERTAINLY_UTF8:
+            if meant != text and sum(not letter.isascii() for letter in meant) >= MIN_UTF8_CHARACTERS:
                 raise UserError(f"encoding = {encoding!r}: {path} is UTF-8 (line {lines}). Say --encoding utf-8")
             yield (text.lstrip("\ufeff") if lines == 1 else text).encode("utf-8", "replace")
             lines += text.count("\n")
@@ -128,8 +128,8 @@ def read_delimited(paths: list[Path], data: DataOptions, header: tuple[str, ...]
     records: list[Iterator[dict[str, str]]] = []
     for path in paths:
         options = _options(path, data, bool(header), notes)
-        with _lines(path, data.recipe.encoding) as lines:
-            names = list(header) or next(filled(_rows(lines, options)), [])
+        with _open_lines(path, data.recipe.encoding) as lines:
+            names = list(header) or next(nonempty_rows(_csv_reader(lines, options)), [])
         columns |= dict.fromkeys(unique_names(names))
         records.append(_records(path, data.recipe.encoding, options, names, bool(header), notes=notes))
     write_table(chain.from_iterable(records), texts_of(columns), place)
@@ -137,14 +137,14 @@ def read_delimited(paths: list[Path], data: DataOptions, header: tuple[str, ...]
 
 
 @contextmanager
-def _lines(path: Path, encoding: str | None, newline: str | None = "") -> Iterator[Iterator[str]]:
+def _open_lines(path: Path, encoding: str | None, newline: str | None = "") -> Iterator[Iterator[str]]:
     """The lines of a file, without that in which Excel names the delimiter."""
     with open_text(path, encoding, newline) as file:
         first = file.readline()
         yield chain([] if SEPARATOR_LINE.match(first) else [first], file)
 
 
-def _rows(lines: Iterable[str], options: Options) -> Any:
+def _csv_reader(lines: Iterable[str], options: CsvOptions) -> Any:
     """A csv.reader. With the option `escaped` \\" in a field is read as \"\"."""
     options = {**options}
     if options.pop("escaped", False):
@@ -160,7 +160,7 @@ def unique_names(names: list[str]) -> list[str]:
 
 
 def _records(
-    path: Path, encoding: str | None, options: Options, names: list[str], is_headless: bool, *, notes: list[str]
+    path: Path, encoding: str | None, options: CsvOptions, names: list[str], is_headless: bool, *, notes: list[str]
 ) -> Iterator[dict[str, str]]:
     """The records of a file. Adds notes on lines that are read in another way than they are meant, each kind counted,
     and leaves out those that repeat the header, as `cat a.csv b.csv` makes them; in a table of one column such a line
@@ -170,9 +170,9 @@ def _records(
     blank: list[int] = []
     count = 0
     columns = unique_names(names)
-    with _lines(path, encoding) as lines:
-        rows = _rows(lines, options)
-        for number, fields in enumerate(filled(rows, blank), int(is_headless)):
+    with _open_lines(path, encoding) as lines:
+        rows = _csv_reader(lines, options)
+        for number, fields in enumerate(nonempty_rows(rows, blank), int(is_headless)):
             if number and len(fields) > len(names):
                 raise UserError(
                     f"{path}, line {rows.line_num}: {len(fields)} fields, {len(names)} columns ({', '.join(names)}). "
@@ -188,7 +188,7 @@ def _records(
         raise UserError(f"{path} has a header ({', '.join(names)}) and no record")
     found = {
         f"fewer than {len(names)} fields, the others are empty": short,
-        'text after a closing quote; inside quotes write ""': _broken(path, encoding, options),
+        'text after a closing quote; inside quotes write ""': _lines_after_quotes(path, encoding, options),
         "the header once more, left out": again,
         "no value in any field, left out": blank,
     }
@@ -205,7 +205,7 @@ def repeats_note(path: Path, names: list[str]) -> list[str]:
     return [f"note      {path}: of the columns {name} the first is read" for name in repeated]
 
 
-def filled(rows: Iterable[list[str]], blank: list[int] | None = None) -> Iterator[list[str]]:
+def nonempty_rows(rows: Iterable[list[str]], blank: list[int] | None = None) -> Iterator[list[str]]:
     """The rows that hold a value; in a table of one column it may be empty. `blank`: gets the numbers of the lines of
     others, of which spreadsheets leave some behind the last record."""
     for row in rows:
@@ -215,11 +215,11 @@ def filled(rows: Iterable[list[str]], blank: list[int] | None = None) -> Iterato
             blank.append(getattr(rows, "line_num", 0))
 
 
-def _broken(path: Path, encoding: str | None, options: Options) -> list[int]:
+def _lines_after_quotes(path: Path, encoding: str | None, options: CsvOptions) -> list[int]:
     """The numbers of the lines in which text follows a closing quote."""
     places = []
-    with _lines(path, encoding) as lines:
-        rows = _rows(lines, {**options, "strict": True})
+    with _open_lines(path, encoding) as lines:
+        rows = _csv_reader(lines, {**options, "strict": True})
         while True:
             try:
                 next(rows)
@@ -231,16 +231,16 @@ def _broken(path: Path, encoding: str | None, options: Options) -> list[int]:
                 return places
 
 
-def _options(path: Path, data: DataOptions, is_headless: bool, notes: list[str]) -> Options:
-    """The arguments of `_rows` for a file. Its delimiter is the usual one of its ending; another one where that leaves
-    a header of one column, and the other as many columns in the header as in the first record."""
+def _options(path: Path, data: DataOptions, is_headless: bool, notes: list[str]) -> CsvOptions:
+    """Return the arguments of `_csv_reader` for a file. The delimiter is the usual one of the extension; another
+    one if the usual one leaves a header of one column, and the other gives header and first record as many columns."""
     csv.field_size_limit(sys.maxsize)  # a text may be longer than csv's limit
-    with _lines(path, data.recipe.encoding) as lines:
-        head = list(islice(lines, HEAD))
+    with _open_lines(path, data.recipe.encoding) as lines:
+        head = list(islice(lines, NUM_HEAD_LINES))
     usual = DELIMITERS[ending_of(path)]
     delimiter = data.recipe.separator or usual
-    for possible in () if data.recipe.separator or is_headless else (usual, *OTHERS):
-        header, *record = islice(chain(filled(csv.reader(head, delimiter=possible)), [[]]), 2)
+    for possible in () if data.recipe.separator or is_headless else (usual, *OTHER_DELIMITERS):
+        header, *record = islice(chain(nonempty_rows(csv.reader(head, delimiter=possible)), [[]]), 2)
         if len(header) > 1 and (possible == usual or len(record[0]) in (0, len(header))):
             delimiter = possible
             break
@@ -267,12 +267,12 @@ def _options(path: Path, data: DataOptions, is_headless: bool, notes: list[str])
     return {**options, "quoting": csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE}
 
 
-def _is_valid(head: list[str], options: Options) -> bool:
+def _is_valid(head: list[str], options: CsvOptions) -> bool:
     """Return whether each quote of the first lines of a file opens or closes a field, or is escaped."""
     try:
-        return all(row is not None for row in _rows(head, {**options, "strict": True}))
+        return all(row is not None for row in _csv_reader(head, {**options, "strict": True}))
     except csv.Error as error:
-        return "end of data" in str(error) and len(head) == HEAD
+        return "end of data" in str(error) and len(head) == NUM_HEAD_LINES
 
 
 def has_quoted_fields(path: Path, encoding: str | None, delimiter: str, is_headless: bool) -> bool | None:
@@ -284,23 +284,23 @@ def has_quoted_fields(path: Path, encoding: str | None, delimiter: str, is_headl
     header; a column of which all fields are quoted; or commas, which Excel quotes too, in all of these fields and in
     no other. Where every line has as many fields as the first, line breaks are not part of fields.
     """
-    with _lines(path, encoding, newline=None) as lines:
+    with _open_lines(path, encoding, newline=None) as lines:
         text = "".join(lines)
     if '"' not in text:
         return None
-    field = re.compile(QUOTED.format(re.escape(delimiter)))
+    field = re.compile(QUOTED_FIELD.format(re.escape(delimiter)))
     quoted = field.findall(text)
-    others = field.sub(ENCLOSED, text)
+    others = field.sub(FIELD_MARK, text)
     records = [record.split(delimiter) for record in others.split("\n") if record]
-    if '"' in others or any(ENCLOSED in record and len(record) != len(records[0]) for record in records):
+    if '"' in others or any(FIELD_MARK in record and len(record) != len(records[0]) for record in records):
         return False
     widths = {line.count(delimiter) for line in text.split("\n") if line}
     is_broken = any(delimiter in each or "\n" in each for each in quoted)
     if is_broken and len(widths) == 1 and widths != {0}:
         return False
-    if is_broken or any('""' in each[1:-1] for each in quoted) or (ENCLOSED in records[0] and not is_headless):
+    if is_broken or any('""' in each[1:-1] for each in quoted) or (FIELD_MARK in records[0] and not is_headless):
         return True
     records = records if is_headless else records[1:]
     places = range(len(records[0]) if records else 0)
-    is_column = any(all(record[place : place + 1] == [ENCLOSED] for record in records) for place in places)
+    is_column = any(all(record[place : place + 1] == [FIELD_MARK] for record in records) for place in places)
     return is_column or (all("," in each for each in quoted) and "," not in others)

@@ -22,25 +22,25 @@ from zerofit.data.tables import text_of, write_table
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import each_key_once, has_half_pair, parse_json
 
-NOT_BLANK = re.compile(r"[^\s\ufeff]")  # files that were joined have byte-order marks within
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-FEW = 5  # records and columns: with fewer it is not clear which are which
+NOT_BLANK_OR_BOM = re.compile(r"[^\s\ufeff]")  # files that were joined have byte-order marks within
+SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+MIN_ROWS = 5  # records and columns: with fewer it is not clear which are which
 HALF_PAIR = r"a text has half of a surrogate pair (as \ud83d alone), which is not a character"
-EXACT = 2**53  # integers up to it are exact as floats
+MAX_EXACT_INTEGER = 2**53  # integers up to it are exact as floats
 # The type of a column: one of these names, {key: type}, [type of the items], or None while all values are null.
-TEXT = "string"
-NUMBER = "float64"
+STRING = "string"
+FLOAT = "float64"
 INTEGER = "int64"
-FLAG = "bool"
-LARGE = "integers above 2**53"
-MIXED = "values of JSON"
-Kind = str | dict[str, Any] | list[Any] | None
+BOOLEAN = "bool"
+BIG_INTEGER = "integers above 2**53"
+JSON_VALUE = "values of JSON"
+ColumnType = str | dict[str, Any] | list[Any] | None
 
 
-def read_json(paths: list[Path], data: DataOptions, place: Path) -> list[str]:
+def read_json_files(paths: list[Path], data: DataOptions, place: Path) -> list[str]:
     """Write the records of JSON files as a table to `place`. Returns notes. Raises UserError: a file is not JSON, or
     not UTF-8; a text cannot be encoded, and such records may not be skipped."""
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, ColumnType] = {}
     total = 0
     bad: list[str] = []
     for path in paths:
@@ -50,19 +50,19 @@ def read_json(paths: list[Path], data: DataOptions, place: Path) -> list[str]:
                 bad.append(f"{path}, record {number}")
                 continue
             for key, value in record.items():
-                kinds[key] = widened(kinds.get(key), value)
+                kinds[key] = widen_type(kinds.get(key), value)
     if not kinds and not bad:
         raise UserError(f"{paths[0]} holds no record")
     if bad and not data.skip_bad_records:
         raise UserError(f"{bad[0]}: {HALF_PAIR}. Correct it, or skip such records with --skip_bad_records")
     records = (
-        {key: as_kind(record.get(key), kind) for key, kind in kinds.items()}
+        {key: convert_value(record.get(key), kind) for key, kind in kinds.items()}
         for path in paths
         for record, may_be_bad in json_records(path, data)
         if not (may_be_bad and has_half_pair(record))
     )
     stored, shown = (
-        Features({key: _feature(kind, mixed) for key, kind in kinds.items()}) for mixed in (Value(TEXT), Json())
+        Features({key: _feature(kind, mixed) for key, kind in kinds.items()}) for mixed in (Value(STRING), Json())
     )
     write_table(records, stored, place, shown)
     what = f"records of {paths[0]} are skipped" + (f", such as {bad[0]}: {HALF_PAIR}" if bad else "")
@@ -81,23 +81,23 @@ def json_records(path: Path, data: DataOptions) -> Iterator[tuple[dict[str, Any]
         is_one_a_line = False
         if not data.recipe.field and second[1]:
             with suppress(json.JSONDecodeError):
-                is_one_a_line = isinstance(_parsed(first[1]), dict)
+                is_one_a_line = isinstance(_parse(first[1]), dict)
         if is_one_a_line:
             rest = ""
             for number, line in chain((first, second), lines):
                 try:
-                    record = _parsed(line)
+                    record = _parse(line)
                 except json.JSONDecodeError:  # records that are not one a line follow
                     rest = line
                     break
-                yield _object(record, f"{path}, line {number}"), bool(SURROGATE.search(line))
+                yield _object(record, f"{path}, line {number}"), bool(SURROGATE_ESCAPE.search(line))
         text = rest + file.read()
-        may_be_bad = bool(SURROGATE.search(text))
+        may_be_bad = bool(SURROGATE_ESCAPE.search(text))
         for place, record in enumerate(_records_of(text, number, path, data.recipe.field), 1):
             yield _object(record, f"{path}, record {place}"), may_be_bad
 
 
-def _parsed(text: str) -> Any:
+def _parse(text: str) -> Any:
     """A value of JSON; NaN, as Python writes pandas' missing values, is none."""
     return parse_json(text, parse_constant=_constant, object_pairs_hook=each_key_once)
 
@@ -118,12 +118,12 @@ def _records_of(text: str, line: int, path: Path, field: str | None) -> Iterable
     """The records of a text that is a list, a table, one record or several, or an object that has them under `field`.
     `line`: the number of its first line in the file."""
     try:
-        held = _parsed(text) if text.strip() else []
+        held = _parse(text) if text.strip() else []
     except json.JSONDecodeError as error:
         if field:
             one = f"(field = {field!r} is for files of one JSON object)"
             raise UserError(f"{path}: not valid JSON: {error}. {one}") from None
-        return _one_after_another(text, line, path)
+        return _parse_sequence(text, line, path)
     for key in field.split(".") if field else ():
         if not isinstance(held, dict) or key not in held:
             keys = f"its keys are {', '.join(held)}" if isinstance(held, dict) else f"it is a {type(held).__name__}"
@@ -140,10 +140,10 @@ def _records_of(text: str, line: int, path: Path, field: str | None) -> Iterable
     return held if isinstance(held, list) else [held]
 
 
-def _one_after_another(text: str, line: int, path: Path) -> Iterator[Any]:
+def _parse_sequence(text: str, line: int, path: Path) -> Iterator[Any]:
     decoder = json.JSONDecoder(parse_constant=_constant, object_pairs_hook=each_key_once)
     place = 0
-    while found := NOT_BLANK.search(text, place):
+    while found := NOT_BLANK_OR_BOM.search(text, place):
         try:
             record, place = decoder.raw_decode(text, found.start())
         except (json.JSONDecodeError, RecursionError) as error:
@@ -168,7 +168,7 @@ def _records_of_table(held: dict[str, Any]) -> list[dict[str, Any]] | None:
         return [{name: value for name, value in row.items() if name not in of_index} for row in rows]
     values = list(held.values())
     if values and all(isinstance(value, list) for value in values):  # Dataset.to_dict(), or the lists of one record
-        is_table = len({*map(len, values)}) == 1 and len(values[0]) >= FEW and not isinstance(values[0][0], dict)
+        is_table = len({*map(len, values)}) == 1 and len(values[0]) >= MIN_ROWS and not isinstance(values[0][0], dict)
         return [dict(zip(held, row)) for row in zip(*values)] if is_table else None
     if not values or not all(isinstance(value, dict) for value in values):
         return None
@@ -177,63 +177,63 @@ def _records_of_table(held: dict[str, Any]) -> list[dict[str, Any]] | None:
         return values
     if any(value.keys() != inner.keys() for value in values):
         return None
-    if all(map(str.isdecimal, held)) or len(held) > max(len(inner), FEW):  # the keys are numbers of rows
+    if all(map(str.isdecimal, held)) or len(held) > max(len(inner), MIN_ROWS):  # the keys are numbers of rows
         return values
-    if (inner and all(map(str.isdecimal, inner))) or (len(held) > 1 and len(inner) > max(len(held), FEW)):
+    if (inner and all(map(str.isdecimal, inner))) or (len(held) > 1 and len(inner) > max(len(held), MIN_ROWS)):
         return [{name: column[row] for name, column in held.items()} for row in inner]
     return None
 
 
-def widened(kind: Kind, value: Any) -> Kind:
+def widen_type(kind: ColumnType, value: Any) -> ColumnType:
     """The type of a column that holds what `kind` holds, and a value too."""
     if value is None:
         return kind
     if isinstance(value, dict) and value and isinstance(kind, dict | None):
         kind = dict.fromkeys(value) if kind is None else kind
         if kind.keys() == value.keys():
-            return {key: widened(own, value[key]) for key, own in kind.items()}  # in the order of the first
+            return {key: widen_type(own, value[key]) for key, own in kind.items()}  # in the order of the first
     if isinstance(value, list) and isinstance(kind, list | None):
         of_items = kind[0] if kind else None
         for item in value:
-            of_items = widened(of_items, item)
+            of_items = widen_type(of_items, item)
         return [of_items]
-    if isinstance(value, (dict, list)) or isinstance(kind, (dict, list)) or kind == MIXED:
-        return MIXED
+    if isinstance(value, (dict, list)) or isinstance(kind, (dict, list)) or kind == JSON_VALUE:
+        return JSON_VALUE
     if isinstance(value, bool):
-        own = FLAG
+        own = BOOLEAN
     elif isinstance(value, float):
-        own = NUMBER
+        own = FLOAT
     elif isinstance(value, int) and abs(value) < 2**63:
-        own = INTEGER if abs(value) <= EXACT else LARGE
+        own = INTEGER if abs(value) <= MAX_EXACT_INTEGER else BIG_INTEGER
     else:
-        own = TEXT
+        own = STRING
     if kind in (None, own):
         return own
     pair = {kind, own}
-    return LARGE if pair == {INTEGER, LARGE} else NUMBER if pair == {INTEGER, NUMBER} else TEXT
+    return BIG_INTEGER if pair == {INTEGER, BIG_INTEGER} else FLOAT if pair == {INTEGER, FLOAT} else STRING
 
 
-def as_kind(value: Any, kind: Kind) -> Any:
+def convert_value(value: Any, kind: ColumnType) -> Any:
     """A value as its column has it."""
     if value is None:
         return None
     if isinstance(kind, dict):
-        return {key: as_kind(value[key], own) for key, own in kind.items()}
+        return {key: convert_value(value[key], own) for key, own in kind.items()}
     if isinstance(kind, list):
-        return [as_kind(item, kind[0]) for item in value]
-    if kind == MIXED:
+        return [convert_value(item, kind[0]) for item in value]
+    if kind == JSON_VALUE:
         return json.dumps(value)
-    if kind == TEXT:
+    if kind == STRING:
         return text_of(value)
-    return float(value) if kind == NUMBER else value
+    return float(value) if kind == FLOAT else value
 
 
-def _feature(kind: Kind, mixed: Any) -> Any:
+def _feature(kind: ColumnType, mixed: Any) -> Any:
     """The feature of a column; `mixed` is that of values of several types."""
     if isinstance(kind, dict):  # a cast of pyarrow cuts what has its null type in lists of objects
-        return {key: _feature(own or TEXT, mixed) for key, own in kind.items()}
+        return {key: _feature(own or STRING, mixed) for key, own in kind.items()}
     if isinstance(kind, list):
         return List(_feature(kind[0], mixed))
-    if kind == MIXED:
+    if kind == JSON_VALUE:
         return mixed
-    return Value("null" if kind is None else INTEGER if kind == LARGE else kind)
+    return Value("null" if kind is None else INTEGER if kind == BIG_INTEGER else kind)

@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 DEFAULT_BLOCK_SIZE = 1024  # tokens of a sample of the causal task
-LENGTHS = {  # {task: {option of a length: what is used where it is not set}}; of most tasks the option has a default
+LENGTH_OPTIONS = {  # {task: {option of a length: its value if it is not set; 0: the option has a default}}
     "clm": {"block_size": DEFAULT_BLOCK_SIZE},
     "cls": {"max_length": 0},
     "seq2seq": {"max_source_length": 0, "max_target_length": 0},
 }
 # fractions of a part's samples
-WARNED = 0.1
-STOPPED = 0.5
-KEPT = 0.99  # fraction of the samples that the proposed length does not truncate
+WARNING_FRACTION = 0.1
+MAX_LOST_FRACTION = 0.5
+KEPT_QUANTILE = 0.99  # fraction of the samples that the proposed length does not truncate
 
 
 def choose_length(option: str, length: int, source: str | None, config: "PretrainedConfig") -> int:
@@ -67,14 +67,14 @@ def report_data_loss(
     fraction = lost / max(total, 1)
     remedy = ""
     if lost and lengths is not None and config is not None:
-        needed = int(np.quantile(lengths, KEPT, method="higher"))
+        needed = int(np.quantile(lengths, KEPT_QUANTILE, method="higher"))
         positions = usable_positions(config)
-        remedy = f". {option} = {needed} would keep {KEPT:.0%} of them complete"
+        remedy = f". {option} = {needed} would keep {KEPT_QUANTILE:.0%} of them complete"
         if positions and positions < needed:
             remedy = f". The model has {positions} positions, which keep {(lengths <= positions).mean():.0%} complete"
     message = f"{lost:,} of {total:,} {what}"
-    if fraction > STOPPED and not is_allowed:
+    if fraction > MAX_LOST_FRACTION and not is_allowed:
         raise UserError(f"{fraction:.0%}: {message}{remedy}. To train anyway, say --allow_data_loss")
-    if fraction > WARNED:
+    if fraction > WARNING_FRACTION:
         return [f"WARNING   {fraction:.0%}: {message}{remedy}"]
     return [f"note      {message}"] if lost else []

@@ -44,30 +44,30 @@ from zerofit.recipe.paths import missing_corpus
 from zerofit.recipe.tasks import ClmRecipe
 
 # megatron-core's indexed_dataset.py
-MAGIC = b"MMIDIDX\x00\x00"
-VERSION = 1
-HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype, sequences, ends of documents
-DTYPES: dict[int, type[np.number]] = dict(
+INDEX_MAGIC = b"MMIDIDX\x00\x00"
+INDEX_VERSION = 1
+INDEX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype, sequences, ends of documents
+DTYPE_OF_CODE: dict[int, type[np.number]] = dict(
     enumerate((np.uint8, np.int8, np.int16, np.int32, np.int64, np.float64, np.float32, np.uint16), 1)
 )
-INDICES = "GPTDataset_indices"  # Megatron's name of a folder of indices; its own lie beside a corpus
-PORTION = 1 << 22  # number of ids to read at a time
+INDEX_FOLDER = "GPTDataset_indices"  # Megatron's name of a folder of indices; its own lie beside a corpus
+IDS_PER_READ = 1 << 22  # number of ids to read at a time
 # Their token ids distinguish tokenizers that have the same vocabulary.
-PROBES = (
+PROBE_TEXTS = (
     "The quick brown fox's 3.14 jumps\n\n\tover  the lazy dog.",
     "def f(x):\n    return x[0] != 1_000",
     "吾輩は猫である。名前はまだ無い。",
     "naïve café — “Ünïcödé” 🙂",
     " leading and trailing ",
 )
-TRAINING, HELD_OUT, TEST = range(3)
-PARTS = ("training", "evaluation")
-SURPLUS = 1.01  # megatron-core makes half a percent more samples of each corpus of a blend than it uses
-LOOKED_AT = 2**27  # number of ids to check before training in a corpus without a card
+TRAINING, EVALUATION, TEST = range(3)
+SPLITS = ("training", "evaluation")
+BLEND_SURPLUS = 1.01  # megatron-core makes half a percent more samples of each corpus of a blend than it uses
+MAX_CHECKED_IDS = 2**27  # number of ids to check before training in a corpus without a card
 
 
 @functools.cache
-def megatron() -> SimpleNamespace:
+def import_megatron() -> SimpleNamespace:
     """megatron-core's modules for data, imported late, since it takes seconds. Raises UserError: it is not
     installed."""
     with warnings.catch_warnings():
@@ -84,7 +84,7 @@ def megatron() -> SimpleNamespace:
             raise UserError(f"pip install '.[megatron]' for megatron-core ({first_line(error)})") from None
     without_pickles = SimpleNamespace(**{**vars(np), "load": _mapped_array})
     load_without_pickles((blended_dataset, gpt_dataset), without_pickles)
-    UNTIL_THE_RUN_ENDS.callback(megatron.cache_clear)
+    UNTIL_THE_RUN_ENDS.callback(import_megatron.cache_clear)
     return SimpleNamespace(
         builder=blended_megatron_dataset_builder,
         config=blended_megatron_dataset_config,
@@ -103,7 +103,7 @@ def _mapped_array(path: str, **_: Any) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Card:
+class CorpusCard:
     """PREFIX.json, which `zerofit prepare` writes. A corpus from another program has none. `documents, tokens`: their
     numbers; documents without a token count as well."""
 
@@ -131,7 +131,7 @@ class Corpus:
     lengths: np.ndarray
     pointers: np.ndarray  # (sequences,) the start of each in the .bin, in bytes, int64
     ends: np.ndarray  # (documents + 1,) the first sequence of each document, and the end of the last, int64
-    card: Card | None  # None without PREFIX.json
+    card: CorpusCard | None  # None without PREFIX.json
 
     @property
     def documents(self) -> int:
@@ -157,44 +157,45 @@ def open_corpus(option: str, prefix: str) -> Corpus:
     if missing := missing_corpus(prefix):
         raise UserError(f"{stated}: {missing}")
     with index.open("rb") as file:
-        head = file.read(HEADER.size).ljust(HEADER.size, b"\0")
-    magic, version, code, sequences, documents = HEADER.unpack(head)
-    if (magic, version) != (MAGIC, VERSION) or not np.issubdtype(DTYPES.get(code, np.float32), np.integer):
+        head = file.read(INDEX_HEADER.size).ljust(INDEX_HEADER.size, b"\0")
+    magic, version, code, sequences, documents = INDEX_HEADER.unpack(head)
+    dtype = DTYPE_OF_CODE.get(code, np.float32)
+    if (magic, version) != (INDEX_MAGIC, INDEX_VERSION) or not np.issubdtype(dtype, np.integer):
         found = f"{magic!r}, version {version}, ids of type {code}"
         raise UserError(f"{stated}: {index} is not an index of Megatron's (MMIDIDX, version 1, integers), but {found}")
-    expected = HEADER.size + 12 * sequences + 8 * documents
+    expected = INDEX_HEADER.size + 12 * sequences + 8 * documents
     size = index.stat().st_size
     if size not in (expected, expected + sequences):  # the second has a mode of each sequence
         raise UserError(f"{stated}: {index} has {size:,} bytes, and by its header {expected:,}: it is truncated")
     if not sequences or documents < 2:
         raise UserError(f"{stated}: it holds no document")
     columns = []
-    place = HEADER.size
+    place = INDEX_HEADER.size
     for kind, count in ((np.int32, sequences), (np.int64, sequences), (np.int64, documents)):
         columns.append(np.memmap(index, kind, "r", place, (count,)))
         place += columns[-1].nbytes
     lengths, pointers, ends = columns
-    width = DTYPES[code]().itemsize
+    width = dtype().itemsize
     tokens = int(lengths.sum(dtype=np.int64))
     num_bytes = content.stat().st_size
-    portions = (ends[place : place + PORTION + 1] for place in range(0, len(ends), PORTION))
+    portions = (ends[place : place + IDS_PER_READ + 1] for place in range(0, len(ends), IDS_PER_READ))
     rises = ends[0] == 0 and ends[-1] == len(lengths) and all((part[1:] >= part[:-1]).all() for part in portions)
     if lengths.min() < 0 or int(pointers[-1]) + int(lengths[-1]) * width != tokens * width or not rises:
         raise UserError(f"{stated}: {index} contradicts itself. Prepare the corpus again, or copy it again")
     if num_bytes != tokens * width:
         found = f"{content} has {num_bytes:,} bytes, and {index} {tokens:,} tokens of {width} bytes"
         raise UserError(f"{stated}: {found}. Copy both again")
-    return Corpus(prefix, DTYPES[code], lengths, pointers, ends, read_card(prefix))
+    return Corpus(prefix, dtype, lengths, pointers, ends, read_card(prefix))
 
 
-def read_card(prefix: str) -> Card | None:
+def read_card(prefix: str) -> CorpusCard | None:
     """PREFIX.json; None if it does not exist. Raises UserError: `zerofit prepare` did not write it."""
     path = Path(f"{prefix}.json")
     if not path.is_file():
         return None
     try:
         card = parse_json(path.read_text(encoding="utf-8"))
-        return Card(**{field.name: card[field.name] for field in dataclasses.fields(Card)})
+        return CorpusCard(**{field.name: card[field.name] for field in dataclasses.fields(CorpusCard)})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not a file of `zerofit prepare` ({type(error).__name__}). Rename it") from None
 
@@ -209,7 +210,7 @@ def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
     for token, number in sorted(vocabulary.items(), key=lambda item: (item[1], item[0])):
         if number not in added:
             digest.update(f"{number} {token}\n".encode("utf-8", "surrogatepass"))
-    for text in PROBES:
+    for text in PROBE_TEXTS:
         digest.update(repr(list(tokenizer(text)["input_ids"])).encode())
     return digest.hexdigest()
 
@@ -228,7 +229,7 @@ class Blend:
     def bounds(self) -> list[tuple[float, float] | None]:
         """Return (start, end) of training, evaluation and test, as fractions of the documents; None for an empty
         part."""
-        config = megatron().config
+        config = import_megatron().config
         return config.convert_split_vector_to_split_matrix(config.parse_and_normalize_split(self.split))
 
     def tokens(self, corpus: Corpus, part: int) -> int:
@@ -248,7 +249,7 @@ class Blend:
     @property
     def proportions(self) -> list[float]:
         """The proportion of the samples that comes from each corpus."""
-        part = TRAINING if self.bounds[TRAINING] else HELD_OUT
+        part = TRAINING if self.bounds[TRAINING] else EVALUATION
         weights = self.weights or [self.samples(corpus, part) for corpus in self.corpora]
         return [weight / sum(weights) for weight in weights]
 
@@ -259,15 +260,15 @@ class Blend:
         limits = (
             self.samples(corpus, part) / proportion for corpus, proportion in zip(self.corpora, self.proportions)
         )
-        return max(1, int(min(limits) / SURPLUS))
+        return max(1, int(min(limits) / BLEND_SURPLUS))
 
     def check(self) -> None:
         """Raises UserError if a part of the split would have no document, or no sample."""
         problems = [
-            f"split = {self.split!r} leaves {PARTS[part]} {self.tokens(corpus, part):,} tokens of {corpus.prefix}: "
+            f"split = {self.split!r} leaves {SPLITS[part]} {self.tokens(corpus, part):,} tokens of {corpus.prefix}: "
             f"fewer than block_size = {self.block_size} and one. Give it a larger proportion, or 0"
             for corpus in self.corpora
-            for part in (TRAINING, HELD_OUT)
+            for part in (TRAINING, EVALUATION)
             if self.bounds[part] is not None and not self.samples(corpus, part)
         ]
         if problems:
@@ -304,7 +305,7 @@ class CorpusSamples:
         tokens, targets, counts = (native[name].numpy() for name in ("tokens", "labels", "loss_mask"))
         for number in (min(tokens.min(), targets.min()), max(tokens.max(), targets.max())):
             if not 0 <= number < self.rows:
-                raise UserError(beyond_the_vocabulary(int(number), self.rows, f"sample {index}"))
+                raise UserError(unknown_token_message(int(number), self.rows, f"sample {index}"))
         sample = {"input_ids": tokens, "next_tokens": np.where(counts > 0, targets, IGNORE)}
         if "reset_position_ids" in self.resets:
             sample["position_ids"] = native["position_ids"].numpy()
@@ -316,7 +317,7 @@ class CorpusSamples:
         return sample
 
 
-def beyond_the_vocabulary(number: int, rows: int, where: str) -> str:
+def unknown_token_message(number: int, rows: int, where: str) -> str:
     return f"data_path: {where} holds token {number:,}, the tokenizer has {rows:,}. Set tokenizer_name to its own"
 
 
@@ -376,7 +377,7 @@ def _datasets(
 ) -> list[Any]:
     """megatron-core's datasets of training and evaluation, None for an empty part; the index is read from or written
     to `cache`. The parts are made one by one: their orders do not depend on each other, but their weights may."""
-    core = megatron()
+    core = import_megatron()
     found: list[Any] = []
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     for part, count in enumerate(sizes):
@@ -405,7 +406,7 @@ def _datasets(
     return found
 
 
-def prepare_corpora(
+def prepare_blend(
     recipe: ClmRecipe, config: PretrainedConfig, block_size: int, consumed: Callable[[int], int]
 ) -> TextData:
     """Open the corpora that the recipe names, and make the samples of the run. Raises UserError: a corpus is missing
@@ -437,10 +438,10 @@ def prepare_corpora(
     total = 0
     if recipe.trains:
         total = samples_of_run(recipe.num_train_epochs, recipe.max_train_steps, per_epoch, consumed)
-    held_out = blend.max_samples_without_repeats(HELD_OUT) if blend.bounds[HELD_OUT] else 0
+    held_out = blend.max_samples_without_repeats(EVALUATION) if blend.bounds[EVALUATION] else 0
     if not (held_out or recipe.trains):
         raise UserError(f"split = {recipe.split!r} holds nothing out. 0,1 evaluates on all documents")
-    root = cache_root(recipe.cache_dir) / INDICES
+    root = cache_root(recipe.cache_dir) / INDEX_FOLDER
     held_out = min(held_out, recipe.max_eval_samples or held_out)
     train, validation = build_samples(blend, total, held_out, rows, eod, resets=resets, root=root)
     order = FixedOrder(len(train)) if train is not None else None
@@ -454,7 +455,7 @@ def prepare_corpora(
         kind=f"Megatron's GPT samples of {block_size:,} + 1 tokens, split {shown}; samples of one pass:",
         order=order,
         samples_per_epoch=per_epoch,
-        report=report(blend, total, validation),
+        report=blend_table(blend, total, validation),
     )
 
 
@@ -473,14 +474,14 @@ def check_tokenizer(corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase, r
             elif card.eod is None:
                 notes.append(f"hint      {corpus.prefix} has no --append_eod: nothing marks where a document ends")
             continue
-        one_of = max(1, corpus.tokens // LOOKED_AT)  # portions, of which one is looked at
+        one_of = max(1, corpus.tokens // MAX_CHECKED_IDS)  # portions, of which one is looked at
         ids = corpus.ids()
-        portions = (ids[start : start + PORTION] for start in range(0, len(ids), one_of * PORTION))
+        portions = (ids[start : start + IDS_PER_READ] for start in range(0, len(ids), one_of * IDS_PER_READ))
         ranges = [(int(portion.min()), int(portion.max())) for portion in portions]
         smallest = min(low for low, _ in ranges)
         largest = max(high for _, high in ranges)
         if smallest < 0 or largest >= rows:
-            problems.append(beyond_the_vocabulary(smallest if smallest < 0 else largest, rows, corpus.prefix))
+            problems.append(unknown_token_message(smallest if smallest < 0 else largest, rows, corpus.prefix))
         checked = "its ids are" if one_of == 1 else "those of its ids that were looked at are"
         notes.append(f"note      {corpus.prefix} has no .json; {checked} below {largest + 1:,}")
     if problems:
@@ -488,12 +489,12 @@ def check_tokenizer(corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase, r
     return notes
 
 
-def report(blend: Blend, total: int, validation: CorpusSamples | None) -> list[tuple[str, ...]]:
+def blend_table(blend: Blend, total: int, validation: CorpusSamples | None) -> list[tuple[str, ...]]:
     """The table before training: one row per corpus, its size and the number of epochs of the run."""
     head = ("corpus", "share", "documents", "tokens", "training", "evaluation", "test", "epochs")
     rows = []
     for corpus, proportion in zip(blend.corpora, blend.proportions):
-        samples = [blend.samples(corpus, part) for part in (TRAINING, HELD_OUT, TEST)]
+        samples = [blend.samples(corpus, part) for part in (TRAINING, EVALUATION, TEST)]
         times = total * proportion / samples[0] if samples[0] else 0.0
         counts = [f"{count:,}" for count in (corpus.documents, corpus.tokens, *samples)]
         rows.append((corpus.prefix, f"{proportion:.1%}", *counts, f"{times:.3g}"))

@@ -19,9 +19,9 @@ from zerofit.data.order import SampleOrder
 from zerofit.data.pack import DatasetStats, LabelledSamples, Sample, SampleSet, TaskData
 from zerofit.recipe.tasks import TaskRecipe
 
-PLACES = 1 << 14  # that are laid out at a time
+PLACES_PER_BLOCK = 1 << 14  # that are laid out at a time
 Data = TypeVar("Data", bound=TaskData)
-Samples = TypeVar("Samples", bound=SampleSet)
+SourceSamples = TypeVar("SourceSamples", bound=SampleSet)
 
 
 class MixtureOrder:
@@ -40,11 +40,11 @@ class MixtureOrder:
     def indices(self, start: int, stop: int) -> np.ndarray:
         """The sample indices at places [start, stop) of the run."""
         found = np.empty(stop - start, dtype=np.int64)
-        for number in range(start // PLACES, -(-stop // PLACES)):
+        for number in range(start // PLACES_PER_BLOCK, -(-stop // PLACES_PER_BLOCK)):
             sources, before = self.block(number)
-            first = max(start - number * PLACES, 0)
-            last = min(stop - number * PLACES, PLACES)
-            place = number * PLACES + first - start
+            first = max(start - number * PLACES_PER_BLOCK, 0)
+            last = min(stop - number * PLACES_PER_BLOCK, PLACES_PER_BLOCK)
+            place = number * PLACES_PER_BLOCK + first - start
             part = sources[first:last]
             for source, order in enumerate(self.orders):
                 at = np.flatnonzero(part == source)
@@ -59,9 +59,9 @@ class MixtureOrder:
         least = self._least
         sources = range(len(self.weights))
         while len(self._blocks) <= number:
-            owed = (self.weights * (len(self._blocks) * PLACES) - self._counts[-1]).tolist()
-            chosen = np.empty(PLACES, dtype=np.int16)
-            for place in range(PLACES):
+            owed = (self.weights * (len(self._blocks) * PLACES_PER_BLOCK) - self._counts[-1]).tolist()
+            chosen = np.empty(PLACES_PER_BLOCK, dtype=np.int16)
+            for place in range(PLACES_PER_BLOCK):
                 # Of those that may come (they lack 1 / (2 k - 2) of a sample or more) the one that must come first.
                 first = 0
                 soonest = np.inf
@@ -79,10 +79,10 @@ class MixtureOrder:
         return self._blocks[number], self._counts[number]
 
 
-class MixedSamples(Generic[Samples]):
+class MixedSamples(Generic[SourceSamples]):
     """The samples of all sources, one source after another."""
 
-    def __init__(self, sets: Sequence[Samples]):
+    def __init__(self, sets: Sequence[SourceSamples]):
         self.sets = list(sets)
         self.offsets = np.concatenate([[0], np.cumsum([len(each) for each in sets])])
         lengths = [each.lengths for each in sets if each.lengths is not None]
@@ -136,11 +136,11 @@ def options_of_sources(options: DataOptions, recipe: TaskRecipe) -> dict[str, Da
     return sources
 
 
-def mixed(sources: Mapping[str, Data], recipe: TaskRecipe, first: Data | None = None, **changes: Any) -> Data:
+def mix_sources(sources: Mapping[str, Data], recipe: TaskRecipe, first: Data | None = None, **changes: Any) -> Data:
     """The data of all sources, given by the source's name, as one. `first`: whose tokenizer and the like are taken; by
     default the first source. `changes`: values of other attributes."""
     held_out = {name: data.validation for name, data in sources.items() if data.validation}
-    changes["notes"] = named({name: data.notes for name, data in sources.items()})
+    changes["notes"] = merge_notes({name: data.notes for name, data in sources.items()})
     if held_out:
         changes["validation"] = MixedSamples(list(held_out.values()))
         changes["sources"] = held_out if len(held_out) > 1 else {}
@@ -161,7 +161,7 @@ def mixed(sources: Mapping[str, Data], recipe: TaskRecipe, first: Data | None = 
     return replace(first or next(iter(sources.values())), **changes)
 
 
-def named(lines: dict[str, list[str]]) -> list[str]:
+def merge_notes(lines: dict[str, list[str]]) -> list[str]:
     """The log's lines of all sources. Those that not all have say whose they are, behind `note      `."""
     found = list(dict.fromkeys(line for own in lines.values() for line in own))
     shared = [line for line in found if all(line in own for own in lines.values())]

@@ -8,7 +8,7 @@ from zerofit.recipe.files import cache_root
 from zerofit.recipe.tasks import TaskRecipe
 
 PREDICT = "predict"  # the part of predict_file, without labels
-PARTS = {"train": "training", "validation": "held-out"}  # in messages
+PART_NAMES = {"train": "training", "validation": "held-out"}  # in messages
 PART_FILES = {name: f"{name}_file" for name in ("train", "validation", "validation_mismatched", PREDICT)}
 
 

@@ -20,7 +20,7 @@ from zerofit.data.pack import Sample, SampleSet
 from zerofit.recipe.errors import UserError
 
 if TYPE_CHECKING:
-    from zerofit.data.collate import Batch, Samples
+    from zerofit.data.collate import Batch, IndexedSamples
 
 FILLER = -1  # a place in a batch without a sample
 
@@ -167,7 +167,7 @@ class _Indexed(torch.utils.data.Dataset[tuple[Sample, int]]):
         return self.samples[max(place, 0)], place
 
 
-def _without_torchs_traceback(batches: "Iterator[Batch]") -> "Iterator[Batch]":
+def _unwrap_user_errors(batches: "Iterator[Batch]") -> "Iterator[Batch]":
     """Raise the UserError of a worker process as it is."""
     try:
         yield from batches
@@ -175,10 +175,10 @@ def _without_torchs_traceback(batches: "Iterator[Batch]") -> "Iterator[Batch]":
         raise UserError(str(error).rpartition(f"{UserError.__name__}: ")[2].strip()) from None
 
 
-def loader(
+def make_loader(
     samples: SampleSet,
     batches: Iterable[list[Any]],
-    collate: "Callable[[Samples], Batch]",
+    collate: "Callable[[IndexedSamples], Batch]",
     workers: int,
     pin: bool,
 ) -> "Iterator[Batch]":
@@ -186,4 +186,4 @@ def loader(
     loaded = torch.utils.data.DataLoader(
         _Indexed(samples), batch_sampler=batches, collate_fn=collate, num_workers=workers, pin_memory=pin
     )
-    return _without_torchs_traceback(iter(loaded))
+    return _unwrap_user_errors(iter(loaded))

@@ -16,23 +16,23 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from zerofit.data import tables
 from zerofit.data.chat.instructions import (
-    ASSISTANT,
-    DIALOGUES,
-    MASKS,
-    blank,
-    checked_text,
+    ASSISTANTS,
+    DIALOGUE_COLUMNS,
+    MASK_KEYS,
     first_answer,
+    is_blank,
     is_trained,
     optional_text,
+    parse_list,
     refuse_preferences,
     refuse_rejected,
+    require_text,
     turns_of,
-    unpacked,
 )
 from zerofit.data.chat.samples import unread_note
 from zerofit.data.lengths import choose_length, report_data_loss
-from zerofit.data.mixture import mixed, options_of_sources
-from zerofit.data.options import PARTS, DataOptions
+from zerofit.data.mixture import mix_sources, options_of_sources
+from zerofit.data.options import PART_NAMES, DataOptions
 from zerofit.data.pack import TaskData, TokenizedDataset
 from zerofit.data.records import BadRecord, RecordSet, read_parts
 from zerofit.data.sources import read_source
@@ -49,8 +49,8 @@ from zerofit.recipe.data_options import OF_MODEL
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import Seq2SeqRecipe
 
-REPLIES = ("response", "reply", "target")
-SOURCES_AND_TARGETS = (
+REPLY_COLUMNS = ("response", "reply", "target")
+PAIR_COLUMNS = (
     ("source", "target"),
     ("input", "output"),
     ("document", "summary"),
@@ -62,17 +62,21 @@ SOURCES_AND_TARGETS = (
     ("question", "answer"),
     ("context", "response"),
 )
-TARGETS = {*REPLIES, "label", *(target for _, target in SOURCES_AND_TARGETS)}  # also with an s behind them
+TARGET_COLUMNS = {*REPLY_COLUMNS, "label", *(target for _, target in PAIR_COLUMNS)}  # also with an s behind them
 LANGUAGE = re.compile(r"[a-z]{2}([-_][A-Za-z]+)?|[a-z]{3}_[A-Z][a-z]{3}")  # en, en_XX, zh-CN, eng_Latn
-COLUMNS = ("input_ids", "labels")  # of a sample
-NUMBERS = ("truncated", "source_tokens", "target_tokens")
-TABLE = Features(
-    {**dict.fromkeys(COLUMNS, tables.IDS), "target": Value("string"), **dict.fromkeys(NUMBERS, Value("int32"))}
+SAMPLE_COLUMNS = ("input_ids", "labels")  # of a sample
+COUNT_COLUMNS = ("truncated", "source_tokens", "target_tokens")
+PAIR_TABLE = Features(
+    {
+        **dict.fromkeys(SAMPLE_COLUMNS, tables.TOKEN_IDS),
+        "target": Value("string"),
+        **dict.fromkeys(COUNT_COLUMNS, Value("int32")),
+    }
 )
 
 
 @dataclass(frozen=True)
-class Pair:
+class TextPair:
     """Turns (or one source text) and the target; empty where the model answers."""
 
     source: list[str]
@@ -103,49 +107,49 @@ class PairReader:
         reply = f"reply {self.target}" if self.target else "each turn after the first is a reply"
         return f"conversations {self.dialogue}, {reply if self.answered else 'to be answered'}"
 
-    def texts(self, content: list[Pair]) -> Iterator[str]:
+    def texts(self, content: list[TextPair]) -> Iterator[str]:
         """Every text once."""
         yield from content[-1].source
         yield content[-1].target
 
-    def read(self, record: dict[str, Any]) -> list[Pair]:
+    def read(self, record: dict[str, Any]) -> list[TextPair]:
         """Read the pairs of a record. With predict_file: one pair without a target, where replies at the end of the
         conversation are dropped. Raises BadRecord: there is none, or a text is empty."""
         if self.answered:
             refuse_rejected(record, self.verdict)
         if self.dialogue is None:
-            source = checked_text(record[self.source or ""], f"the {self.source}").strip()
+            source = require_text(record[self.source or ""], f"the {self.source}").strip()
             if self.context and (given := optional_text(record[self.context], f"its {self.context}")):
                 source = f"question: {source} context: {given.strip()}".strip()
-            return [Pair([source], self._target(record))]
-        held = unpacked(record[self.dialogue], f"its {self.dialogue} is") or []
+            return [TextPair([source], self._target(record))]
+        held = parse_list(record[self.dialogue], f"its {self.dialogue} is") or []
         if isinstance(held, str):
             raise BadRecord(f"its {self.dialogue} is a text, and no list of turns")
         turns = turns_of(held)
-        while not self.answered and turns and turns[-1].role in ASSISTANT:
+        while not self.answered and turns and turns[-1].role in ASSISTANTS:
             turns.pop()
         texts = [
-            checked_text(turn.text, f"turn {number} of its {self.dialogue}").strip()
+            require_text(turn.text, f"turn {number} of its {self.dialogue}").strip()
             for number, turn in enumerate(turns, 1)
         ]
         if not texts:
             raise BadRecord(f"a conversation without a turn: its {self.dialogue} is empty")
         if self.target is not None or not self.answered:
-            return [Pair(texts, self._target(record))]
-        has_assistant = any(turn.role in ASSISTANT for turn in turns)
-        replies = [place for place in range(1, len(turns)) if not has_assistant or turns[place].role in ASSISTANT]
+            return [TextPair(texts, self._target(record))]
+        has_assistant = any(turn.role in ASSISTANTS for turn in turns)
+        replies = [place for place in range(1, len(turns)) if not has_assistant or turns[place].role in ASSISTANTS]
         if not replies:
             raise BadRecord(f"a reply with no history: turns in its {self.dialogue}: {len(turns)}")
         where = f"of its {self.dialogue}"
         trained = [place for place in replies if is_trained(turns[place].more, f"turn {place + 1} {where}")]
         if not trained:
-            raise BadRecord(f"none of its replies is trained on ({', '.join(MASKS)})")
-        return [Pair(texts[:place], texts[place]) for place in trained]
+            raise BadRecord(f"none of its replies is trained on ({', '.join(MASK_KEYS)})")
+        return [TextPair(texts[:place], texts[place]) for place in trained]
 
     def _target(self, record: dict[str, Any]) -> str:
         if not self.answered:
             return ""
-        return checked_text(first_answer(record[self.target or ""]), f"the {self.target}").strip()
+        return require_text(first_answer(record[self.target or ""]), f"the {self.target}").strip()
 
 
 def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> PairReader:
@@ -157,7 +161,7 @@ def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> PairReader:
     source = recipe.source_column
     target = recipe.target_column if answered else None
     if not (dialogue or source or recipe.target_column):
-        source, target = _of_languages((recipe.source_lang, recipe.target_lang), answered, table)
+        source, target = _find_language_columns((recipe.source_lang, recipe.target_lang), answered, table)
     is_named = source is not None
     tables.check_column(table, "dialogue_column", dialogue, "list of turns")
     tables.check_column(table, "source_column", source, "text or number")
@@ -168,16 +172,16 @@ def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> PairReader:
     if dialogue is None and not is_named:
         lists = (
             name
-            for name in (*DIALOGUES, "content")
+            for name in (*DIALOGUE_COLUMNS, "content")
             if name in table.column_names and (tables.may_hold_turns(table.features[name]) or _are_lists(table, name))
         )
         dialogue = next(lists, None)
     if dialogue:
-        reply = target or (tables.match_columns(REPLIES, texts) if answered else None)
+        reply = target or (tables.match_columns(REPLY_COLUMNS, texts) if answered else None)
         return PairReader(dialogue, None, reply, verdict=verdict, answered=answered)
     context = None
     if source is None and target is None:
-        known: list[tuple[str, ...]] = [pair if answered else pair[:1] for pair in SOURCES_AND_TARGETS]
+        known: list[tuple[str, ...]] = [pair if answered else pair[:1] for pair in PAIR_COLUMNS]
         of_squad = {"question", "context"} <= {*table.column_names}
         if answered and of_squad and (answers := tables.match_columns(("answers", "answer"), table.column_names)):
             source = "question"
@@ -191,12 +195,12 @@ def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> PairReader:
             known = [pair for pair in known if pair[0] != "input" or "instruction" not in texts]
             values = [name for name in table.column_names if tables.holds_values(table, name)]
             source, target = (*(tables.match_columns(known, values) or ()), None, None)[:2]
-    of_known = set(chain.from_iterable(SOURCES_AND_TARGETS))  # of which each may hold numbers
-    texts = [name for name in texts if name in of_known or name in tables.worded_columns(table)]
+    of_known = set(chain.from_iterable(PAIR_COLUMNS))  # of which each may hold numbers
+    texts = [name for name in texts if name in of_known or name in tables.word_columns(table)]
     if (source is None or target is None) and answered and len(texts) == 2:
         for name in () if source or target else texts:
             tables.check_name(name, "source_column and --target_column")
-        texts.sort(key=lambda name: bool({name, name.removesuffix("s")} & TARGETS))  # else in the file's order
+        texts.sort(key=lambda name: bool({name, name.removesuffix("s")} & TARGET_COLUMNS))  # else in the file's order
         source = source or next(name for name in texts if name != target)
         target = target or next(name for name in texts if name != source)
     if source is None and not answered and len(texts) == 1:
@@ -204,17 +208,17 @@ def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> PairReader:
     if source is None or (answered and target is None):
         others = [name for name in table.column_names if name in of_known and not tables.holds_values(table, name)]
         what = f" ({' and '.join(others)}: no text each, but lists or objects)" if others else ""
-        raise UserError(f"no pairs{what}: name --source_column and --target_column; {tables.columns_present(table)}")
+        raise UserError(f"no pairs{what}: name --source_column and --target_column; {tables.list_columns(table)}")
     return PairReader(None, source, target, context, verdict, answered)
 
 
 def _are_lists(table: Dataset, name: str) -> bool:
     """Return whether the texts of a column are those of lists, as pandas writes lists in a .csv file."""
-    first = [text for text in table[name][: tables.LOOKED_AT] if not blank(text)]
+    first = [text for text in table[name][: tables.NUM_CHECKED_RECORDS] if not is_blank(text)]
     return bool(first) and all(re.match(r"""\s*\[\s*['"{\[]""", text) for text in first)
 
 
-def _of_languages(
+def _find_language_columns(
     languages: tuple[str | None, str | None], answered: bool, table: Dataset
 ) -> tuple[str | None, str | None]:
     """The columns of source_lang and target_lang, where texts stand in a column for each language (as those of wmt).
@@ -225,7 +229,7 @@ def _of_languages(
     ]
     if not given or len(columns) < 1 + answered:
         return None, None
-    found = [column_of(code, columns) for code in languages]
+    found = [language_column(code, columns) for code in languages]
     if len(columns) == 2 and found.count(None) == 1 and None in languages:
         (other,) = {*columns} - {*found}
         found = [column or other for column in found]
@@ -238,7 +242,7 @@ def _of_languages(
     return source, target
 
 
-def column_of(code: str | None, columns: list[str]) -> str | None:
+def language_column(code: str | None, columns: list[str]) -> str | None:
     """The column of a language: en of en, en_XX and eng_Latn, where only one can be meant."""
     if code is None:
         return None
@@ -278,7 +282,7 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> PairData:
         for name, own in options_of_sources(options, recipe).items():
             parts, columns, encoder, notes = open_pairs(recipe, own, config)
             encoded = own.limited(
-                {part: held.encode(encoder.encode, TABLE, encoder.key, own.cache) for part, held in parts.items()}
+                {part: held.encode(encoder.encode, PAIR_TABLE, encoder.key, own.cache) for part, held in parts.items()}
             )
             widths = encoder.widths
             sides = dict(zip(("source", "target"), widths))
@@ -287,11 +291,11 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> PairData:
             for (part, table), (side, width) in product(encoded.items(), sides.items()):
                 option = f"max_{side}_length"
                 lengths = np.asarray(table.with_format("numpy")[f"{side}_tokens"][:])
-                what = f"{PARTS[part]} {side}s are cut at {width} tokens ({option})"
+                what = f"{PART_NAMES[part]} {side}s are cut at {width} tokens ({option})"
                 lost = int((lengths > width).sum())
                 allowed = recipe.allow_data_loss or side == "source"
                 notes += report_data_loss(allowed, lost, len(table), what, lengths, option=option, config=config)
-            samples = {part: TokenizedDataset(table, COLUMNS) for part, table in encoded.items()}
+            samples = {part: TokenizedDataset(table, SAMPLE_COLUMNS) for part, table in encoded.items()}
             data = PairData(train=samples.get("train"), tokenizer=encoder.tokenizer, widths=widths, notes=notes)
             data.validation = samples.get("validation")
             if "validation" in encoded:
@@ -300,7 +304,7 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> PairData:
     if not recipe.mixture:
         return sources[""]
     targets = [target for data in sources.values() for target in data.targets]
-    return mixed(sources, recipe, targets=targets)
+    return mix_sources(sources, recipe, targets=targets)
 
 
 def open_pairs(
@@ -324,7 +328,7 @@ def open_pairs(
     for option, column in (("source_lang", columns.source), ("target_lang", columns.target)):
         code = getattr(recipe, option)
         is_said = code and recipe.source(option) != OF_MODEL
-        if is_said and not language_codes(tokenizer) and not (column and column_of(code, [column])):
+        if is_said and not language_codes(tokenizer) and not (column and language_column(code, [column])):
             raise UserError(
                 f"{option} = {code!r} has no effect: the tokenizer marks no languages, and there is no column of this "
                 "name. T5 reads --source_prefix 'translate English to German: '"
@@ -350,7 +354,7 @@ def split_translation_columns(table: Dataset) -> Dataset:
     names = {name: name.removeprefix("translation.") for name in flat.column_names}
     new = list(names.values())
     renamed = {name: other for name, other in names.items() if name != other and new.count(other) == 1}
-    return tables.derived(flat.rename_columns(renamed), table)
+    return tables.derive_table_key(flat.rename_columns(renamed), table)
 
 
 def turn_separator(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, said: str | None = None) -> str:
@@ -388,7 +392,7 @@ class PairEncoder:
         place = next(i for i in range(len(marked)) if marked[i : i + len(plain)] == plain)
         return marked[:place], marked[place + len(plain) :]
 
-    def encode(self, records: list[list[Pair]], names: list[str]) -> tables.Columns:
+    def encode(self, records: list[list[TextPair]], names: list[str]) -> tables.Columns:
         """A row for each pair of the records: input_ids, labels, target (the full text), truncated (tokens cut), and
         the numbers of tokens of the full source and target."""
         pairs = list(chain.from_iterable(records))

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from zerofit.data.chat.instructions import KINDS, Form, find_form
+from zerofit.data.chat.instructions import RECORD_KINDS, RecordForm, find_form
 from zerofit.data.chat.samples import unread_note
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.pack import DatasetStats, Sample, TextData
 from zerofit.data.pairs import PairData, PairEncoder, open_pairs, turn_separator
 from zerofit.data.records import read_parts
 from zerofit.data.sources import Source, read_source
-from zerofit.data.tables import columns_present, kept_columns
+from zerofit.data.tables import input_columns, list_columns
 from zerofit.data.text import text_column
 from zerofit.model.chat import BadTemplate, Conversation, apply_template, for_template, install_template, unread_keys
 from zerofit.model.configuration import TRAINED_WITH, usable_positions
@@ -26,9 +26,9 @@ from zerofit.recipe.tasks import ClmRecipe, Seq2SeqRecipe
 
 Messages = list[dict[str, Any]]  # [{"role": "user", "content": "..."}, ...]
 Prompt = str | Conversation  # a text, or a conversation that needs a reply
-OF_CHATS = ("chat_template", "system_prompt", "train_on_prompt")
-OF_TEXT = ("document_separator", "append_eos")
-MADE_HERE = ("instruction", "input", "trained", "masked")  # keys of messages that are in no record
+CHAT_ONLY = ("chat_template", "system_prompt", "train_on_prompt")
+TEXT_ONLY = ("document_separator", "append_eos")
+ADDED_KEYS = ("instruction", "input", "trained", "masked")  # keys of messages that are in no record
 
 
 class Renderer:
@@ -168,7 +168,7 @@ def read_sources(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> PairData:
     ids, cut_tokens = encoder.sources([pair.source for (pair,) in parts[PREDICT].contents()])
     if cut := sum(map(bool, cut_tokens)):
         notes.append(f"note      {cut:,} of {len(ids):,} sources are cut at max_source_length = {widths[0]}")
-    kept = kept_columns(parts[PREDICT].records, "source", "prediction")
+    kept = input_columns(parts[PREDICT].records, "source", "prediction")
     read = [
         {**record, "source": str(tokenizer.decode(row, skip_special_tokens=True)).strip()}
         for record, row in zip(kept, ids)
@@ -194,7 +194,7 @@ def read_causal_prompts(
         ends = []
         column = text_column(source.first, recipe.text_column)
         others = [name for name in source.first.column_names if name != column]
-        rows = kept_columns(source.first.select_columns(others), "prompt", "prediction") if others else repeat({})
+        rows = input_columns(source.first.select_columns(others), "prompt", "prediction") if others else repeat({})
         texts = source.first[column]
         records = [{**row, "prompt": text} for row, text in zip(rows, texts) if text and text.strip()]
         if not records:
@@ -210,9 +210,9 @@ def read_causal_prompts(
         notes = [form.describe, template, *notes]
         renderer = Renderer(tokenizer, config)
         records = [
-            {**record, "messages": [{key: turn[key] for key in turn if key not in MADE_HERE} for turn in turns]}
+            {**record, "messages": [{key: turn[key] for key in turn if key not in ADDED_KEYS} for turn in turns]}
             | turns.given
-            for record, turns in zip(kept_columns(parts[PREDICT].records, "messages", "prediction"), conversations)
+            for record, turns in zip(input_columns(parts[PREDICT].records, "messages", "prediction"), conversations)
         ]
         keys = (key for turns in conversations for key in unread_keys(tokenizer, turns))
         notes += unread_note([name for name in source.first.column_names if name not in form.columns], keys)
@@ -242,16 +242,14 @@ def longest_answer(max_new_tokens: int, is_set: bool, config: PretrainedConfig) 
     return max_new_tokens
 
 
-def check_options(recipe: ClmRecipe, form: Form | None, source: Source) -> None:
+def check_options(recipe: ClmRecipe, form: RecordForm | None, source: Source) -> None:
     """Raises UserError for options that the detected kind of data does not use."""
     if form is None:
-        given = [name for name in OF_CHATS if getattr(recipe, name) and recipe.source(name) != OF_MODEL]
-        what = (
-            f"text; {columns_present(source.first)}. Name the columns as those of chats are named (docs/fine-tune.md)"
-        )
+        given = [name for name in CHAT_ONLY if getattr(recipe, name) and recipe.source(name) != OF_MODEL]
+        what = f"text; {list_columns(source.first)}. Name the columns as those of chats are named (docs/fine-tune.md)"
     else:
-        given = [name for name in OF_TEXT if getattr(recipe, name) is not None and recipe.source(name) != OF_MODEL]
-        what = f"{KINDS[form.kind]} a record (column {form.question}). For running text say --text_column NAME"
+        given = [name for name in TEXT_ONLY if getattr(recipe, name) is not None and recipe.source(name) != OF_MODEL]
+        what = f"{RECORD_KINDS[form.kind]} a record (column {form.question}). For running text say --text_column NAME"
     if given and not recipe.mixture:  # of which another source may be of the other kind
         named = ", ".join(f"{name} = {getattr(recipe, name)!r}" for name in given)
         raise UserError(f"{named}: no effect, the data is taken for {what}, or leave the option out")

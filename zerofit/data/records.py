@@ -13,13 +13,13 @@ from datasets import Dataset, Features, Value
 from zerofit.data.lengths import report_data_loss
 from zerofit.data.options import DataOptions
 from zerofit.data.sources import Source
-from zerofit.data.tables import Columns, columns_present, derived, encode_table, random_split, select
+from zerofit.data.tables import Columns, derive_table_key, encode_table, list_columns, random_split, select
 from zerofit.recipe.errors import UserError
 
 COLUMN_OPTIONS = ("dialogue_column", "source_column", "target_column", "text_column",
                   "text_columns", "label_column")  # fmt: skip
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # columns of what goes into a text at a placeholder
-PLACEHOLDER = re.compile(r"<\|?(image|img|video|audio)[^<>]{0,20}>")
+MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")  # their content replaces placeholders
+MEDIA_PLACEHOLDER = re.compile(r"<\|?(image|img|video|audio)[^<>]{0,20}>")
 Encode = Callable[[list[Any], list[str]], Columns]  # (what records hold, their names) -> their rows of a table
 
 
@@ -97,10 +97,10 @@ def read_parts(
         reader = readers[name]
         where = source.where(name)
         if missing := [column for column in reader.columns if column not in table.column_names]:
-            raise UserError(f"{where} has no column {', '.join(missing)}; {columns_present(table)}")
-        read = derived(table.select_columns([*dict.fromkeys(reader.columns)]), table)
+            raise UserError(f"{where} has no column {', '.join(missing)}; {list_columns(table)}")
+        read = derive_table_key(table.select_columns([*dict.fromkeys(reader.columns)]), table)
         part = RecordSet(read, reader, where, np.arange(len(table)), table)
-        bad = _bad_records(part, [column for column in MEDIA if column in table.column_names], options.cache)
+        bad = _bad_records(part, [column for column in MEDIA_COLUMNS if column in table.column_names], options.cache)
         if len(bad):
             first = f"record {bad[0]['record'] + 1}: {bad[0]['problem']}"
             held = {key for key, value in table[bad[0]["record"]].items() if value}
@@ -134,7 +134,7 @@ def _bad_records(part: RecordSet, media: list[str], cache: Path) -> Dataset:
         for place, record in zip(places, records_of(batch)):
             try:
                 content = reader.read(record)
-                found = map(PLACEHOLDER.search, reader.texts(content) if media else ())
+                found = map(MEDIA_PLACEHOLDER.search, reader.texts(content) if media else ())
                 if place_of := next(filter(None, found), None):
                     what = f"the place of what is in the column {' or '.join(media)}"
                     raise BadRecord(f"a text has {place_of[0]}, {what}: only text is read")

@@ -34,44 +34,44 @@ from zerofit.data.delimited_files import (
     repeats_note,
     unique_names,
 )
-from zerofit.data.json_files import read_json
+from zerofit.data.json_files import read_json_files
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.streaming import find_shards
-from zerofit.data.tables import derived, stored_table, texts_of, with_class_names, write_table
+from zerofit.data.tables import derive_table_key, stored_table, texts_of, with_class_names, write_table
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import PACKED, counted, ending_of
 from zerofit.recipe.paths import FILE_OPTIONS, find_files
 from zerofit.recipe.tasks import TaskRecipe
 
-TEXTS = (
+TEXT_EXTENSIONS = (
     ".txt .text .md .rst .tokens .tex .html .htm .py .c .h .cc .cpp .hpp .cs .go .java .js .ts .kt .php .r .rb "
     ".rs .scala .sh .sql .swift"
 ).split()
 FORMATS = {
     ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "tsv", ".xlsx": "xlsx",
-    ".parquet": "parquet", ".conll": "conll", **dict.fromkeys(TEXTS, "text"),
+    ".parquet": "parquet", ".conll": "conll", **dict.fromkeys(TEXT_EXTENSIONS, "text"),
 }  # fmt: skip
-OPTIONS = {  # that some formats have
+FORMATS_OF_OPTION = {  # that some formats have
     "encoding": ("json", "csv", "tsv", "text", "conll"),
     "delimiter": ("csv", "tsv"),
     "field": ("json",),
 }
-COMMENT = re.compile(r"#\s*(id\s|(newdoc|newpar)\b|[\w.:]+\s*=)")  # of CoNLL-U, MultiCoNER; "# O" is a word
-ENTITY = re.compile("O|[BIESLU]-.+")
-DOCUMENT = "-DOCSTART-"  # the first word of a line between documents of a .conll file
-BLANKS = " \t\r"  # no others: a tweet has U+00A0 and U+2028 as words
-EMBEDDED = ("stdlib-docstrings", "stdlib-functions")  # the data sets made from Python's standard library
+CONLL_COMMENT = re.compile(r"#\s*(id\s|(newdoc|newpar)\b|[\w.:]+\s*=)")  # of CoNLL-U, MultiCoNER; "# O" is a word
+ENTITY_TAG = re.compile("O|[BIESLU]-.+")
+CONLL_DOCUMENT = "-DOCSTART-"  # the first word of a line between documents of a .conll file
+CONLL_BLANKS = " \t\r"  # no others: a tweet has U+00A0 and U+2028 as words
+STDLIB_DATASETS = ("stdlib-docstrings", "stdlib-functions")  # the data sets made from Python's standard library
 NUM_PACKAGES = 12  # of the library, those with the most docstrings
 HELD_OUT_PERCENT = 12  # of the library
 MIN_WORDS = 3  # shorter docstrings are not informative: "Constructor.", "See above."
 MIN_WORDS_OF_CODE = 6  # as do shorter functions: "def this self pass"
-NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-MASK = "..."  # replaces the names of packages in docstrings
-THIS = "this"  # replaces the name of a function in its code
-DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-TABLE = Features({name: Value("string") for name in ("package", "top", "name", "text", "code")})
-SAVED = ("dataset_dict.json", "state.json")  # in a folder that save_to_disk has written
-HELD_OUT = ("validation", "valid", "val", "dev")  # names of the held-out part in data sets of the hub
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+PACKAGE_MASK = "..."  # replaces the names of packages in docstrings
+FUNCTION_MASK = "this"  # replaces the name of a function in its code
+DEFINITION_NODES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+STDLIB_FEATURES = Features({name: Value("string") for name in ("package", "top", "name", "text", "code")})
+SAVED_DATASET_FILES = ("dataset_dict.json", "state.json")  # in a folder that save_to_disk has written
+HELD_OUT_SPLITS = ("validation", "valid", "val", "dev")  # names of the held-out part in data sets of the hub
 
 
 def read_table(
@@ -82,7 +82,7 @@ def read_table(
     files, which is a record: line, paragraph, file, or what stands between two marks of this text. `header`: names of
     the columns of .csv and .tsv files without a header."""
     recipe = data.recipe
-    for option, kinds in OPTIONS.items():
+    for option, kinds in FORMATS_OF_OPTION.items():
         if (value := getattr(recipe, option)) and kind not in kinds:
             raise UserError(f"{option} = {value!r}: no effect on {paths[0]}, a .{kind} file. Remove it")
     if kind == "parquet":
@@ -94,7 +94,7 @@ def read_table(
             cause = " ".join(str(error.__cause__ or error).split())[:400]
             raise UserError(f"{paths[0]} cannot be read as parquet: {cause}") from None
     makers: dict[str, Callable[[Path], list[str]]] = {
-        "json": partial(read_json, paths, data),
+        "json": partial(read_json_files, paths, data),
         "xlsx": partial(_read_excel, paths),
         "conll": partial(_read_conll, paths, recipe.encoding),
         "text": partial(_read_texts, paths, recipe.encoding, unit),
@@ -193,13 +193,13 @@ def _read_conll(paths: list[Path], encoding: str | None, place: Path) -> list[st
     records: list[dict[str, Any]] = []
     for path in paths:
         with open_text(path, encoding) as file:
-            records += sentences(file, path)
+            records += read_sentences(file, path)
     names = dict.fromkeys(chain.from_iterable(records))
     write_table(iter(records), Features({name: List(Value("string")) for name in names}), place)
     return []
 
 
-def sentences(lines: Iterable[str], path: Path) -> Iterator[dict[str, list[str]]]:
+def read_sentences(lines: Iterable[str], path: Path) -> Iterator[dict[str, list[str]]]:
     """The sentences of tagged words as records: `tokens`, the first column, and `tags`, the last; no tags if there
     is only one.
 
@@ -212,15 +212,15 @@ def sentences(lines: Iterable[str], path: Path) -> Iterator[dict[str, list[str]]
     tags: list[str] = []
     for number, line in enumerate(chain(lines, [""]), 1):
         line = line.removesuffix("\n")
-        if not words and COMMENT.match(line):
+        if not words and CONLL_COMMENT.match(line):
             continue
-        plain = [field for field in line.strip(BLANKS).split(" ") if field]
-        columns = [field.strip(BLANKS) for field in line.split("\t")] if "\t" in line else plain
-        if not any(columns) or columns[0] == DOCUMENT:
+        plain = [field for field in line.strip(CONLL_BLANKS).split(" ") if field]
+        columns = [field.strip(CONLL_BLANKS) for field in line.split("\t")] if "\t" in line else plain
+        if not any(columns) or columns[0] == CONLL_DOCUMENT:
             if num_columns > 4 and words == [*map(str, range(1, len(words) + 1))] and len(words) > 1:
                 what = "the first column has the numbers of words, as in CoNLL-U"
                 raise UserError(f"{path}, line {number}: {what}. Keep the columns of words and of tags")
-            are_tags = [all(map(ENTITY.fullmatch, column)) for column in (words, tags)]
+            are_tags = [all(map(ENTITY_TAG.fullmatch, column)) for column in (words, tags)]
             if are_tags == [True, False] and any("-" in word for word in words):  # as in the MIT corpora of films
                 what = f"the first column has the tags ({words[-1]} of {tags[-1]})"
                 raise UserError(f"{path}, line {number}: {what}. Write the word first, and its tag last")
@@ -242,12 +242,13 @@ def sentences(lines: Iterable[str], path: Path) -> Iterator[dict[str, list[str]]
 
 
 def read_stdlib(name: str, cache: Path) -> dict[str, Dataset]:
-    """The training and the held-out part of one of EMBEDDED. Reading the library takes seconds; it is cached."""
+    """Return the training and the held-out part of one of STDLIB_DATASETS, read in seconds, or from the cache."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = [path for path in sorted(root.rglob("*.py")) if not NOT_THE_LIBRARY & set(path.relative_to(root).parts)]
+    files = [path for path in sorted(root.rglob("*.py")) if not SKIPPED_FOLDERS & set(path.relative_to(root).parts)]
 
     def parse(place: Path) -> list[str]:
-        write_table((entry for path in files for entry in definitions(path, path.relative_to(root))), TABLE, place)
+        entries = (entry for path in files for entry in read_definitions(path, path.relative_to(root)))
+        write_table(entries, STDLIB_FEATURES, place)
         return []
 
     table, _ = stored_table(files, cache, parse, platform.python_version())
@@ -256,16 +257,16 @@ def read_stdlib(name: str, cache: Path) -> dict[str, Dataset]:
     held_out: list[dict[str, Any]] = []
     for record in _docstrings(entries) if name == "stdlib-docstrings" else _functions(entries):
         if len(record["says"]) >= MIN_WORDS:
-            (held_out if _drawn(record["top"]) % 100 < HELD_OUT_PERCENT else train).append(record)
+            (held_out if _hash_number(record["top"]) % 100 < HELD_OUT_PERCENT else train).append(record)
     trained = {record["says"] for record in train}
     held_out = [record for record in held_out if record["says"] not in trained]
     # Shuffled, so that the first ones (max_eval_samples) are like the others.
-    held_out.sort(key=lambda record: _drawn(" ".join(record["says"])))
+    held_out.sort(key=lambda record: _hash_number(" ".join(record["says"])))
     parts = {"train": train, "validation": held_out}
     return {part: Dataset.from_list(rows).remove_columns(["top", "says"]) for part, rows in parts.items()}
 
 
-def definitions(path: Path, file: Path) -> Iterator[dict[str, str]]:
+def read_definitions(path: Path, file: Path) -> Iterator[dict[str, str]]:
     """The definitions in a file: functions and methods; classes and the module itself if they have a docstring.
 
     Each is {package: empty for a module outside of any, top: the file and the top-level definition that contains it,
@@ -280,7 +281,7 @@ def definitions(path: Path, file: Path) -> Iterator[dict[str, str]]:
     package = file.parts[0] if len(file.parts) > 1 else ""
     for top in [module, *module.body]:
         for node in [module] if top is module else ast.walk(top):
-            if not isinstance(node, (ast.Module, *DEFINITIONS)):
+            if not isinstance(node, (ast.Module, *DEFINITION_NODES)):
                 continue
             # it may stand in an `if` or a `try`
             named = getattr(top, "name", "")
@@ -297,9 +298,9 @@ def _code(node: ast.AST) -> str:
     if ast.get_docstring(node) is not None:
         node.body = node.body[1:] or [ast.Pass()]
     name = node.name
-    node.name = THIS
+    node.name = FUNCTION_MASK
     node.decorator_list = []
-    return re.sub(rf"\b{re.escape(name)}\b", THIS, ast.unparse(node))
+    return re.sub(rf"\b{re.escape(name)}\b", FUNCTION_MASK, ast.unparse(node))
 
 
 def _docstrings(entries: list[dict[str, str]]) -> list[dict[str, Any]]:
@@ -312,34 +313,34 @@ def _docstrings(entries: list[dict[str, str]]) -> list[dict[str, Any]]:
     said_by: dict[tuple[str, ...], set[str]] = {}
     for entry in entries:
         if entry["package"] in packages:
-            text = named.sub(MASK, entry["text"])
-            said_by.setdefault(_words(text), set()).add(entry["package"])
-            records.append({"text": text, "label": entry["package"], "top": entry["top"], "says": _words(text)})
+            text = named.sub(PACKAGE_MASK, entry["text"])
+            said_by.setdefault(_letters_only(text), set()).add(entry["package"])
+            records.append({"text": text, "label": entry["package"], "top": entry["top"], "says": _letters_only(text)})
     return [record for record in records if len(said_by[record["says"]]) == 1]
 
 
 def _functions(entries: list[dict[str, str]]) -> list[dict[str, Any]]:
     records = []
     for entry in entries:
-        source = in_words(entry["code"]) if entry["code"] else ""
+        source = split_code(entry["code"]) if entry["code"] else ""
         if len(source.split()) >= MIN_WORDS_OF_CODE:
-            target = in_words(entry["name"])
-            records.append({"source": source, "target": target, "top": entry["top"], "says": _words(source)})
+            target = split_code(entry["name"])
+            records.append({"source": source, "target": target, "top": entry["top"], "says": _letters_only(source)})
     return records
 
 
-def in_words(code: str) -> str:
+def split_code(code: str) -> str:
     """The words of code, with names split: `def getSize(self, depth=3)` is "def get size self depth 3"."""
     apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", code.replace("_", " "))
     return " ".join(re.findall(r"[A-Za-z]+|[0-9]+", apart)).lower() or code
 
 
-def _drawn(text: str) -> int:
+def _hash_number(text: str) -> int:
     """A pseudo-random number for a text, the same on every machine."""
     return int(sha256(text.encode()).hexdigest(), 16)
 
 
-def _words(text: str) -> tuple[str, ...]:
+def _letters_only(text: str) -> tuple[str, ...]:
     """The words of a text, to compare two texts: letters only, in lower case."""
     return tuple(re.findall(r"[a-z]+", text.lower()))
 
@@ -392,7 +393,7 @@ def read_source(
     """Read files, or a data set of the hub. Raises UserError: a file is missing, empty, not UTF-8 or not of its
     format; the hub cannot be reached. `unit_of`: for text files: returns which part of them is a record, see
     `read_table`. Without it text files are refused."""
-    held_out = {PREDICT: ()} if PREDICT in data.patterns else held_out or {"validation": HELD_OUT}
+    held_out = {PREDICT: ()} if PREDICT in data.patterns else held_out or {"validation": HELD_OUT_SPLITS}
     files = {
         part: find_files(f"{part}_file", data.patterns[part]) for part in ("train", *held_out) if part in data.patterns
     }
@@ -400,7 +401,7 @@ def read_source(
         parts, notes = _from_hub(data, held_out)
         if not data.trains and len(parts) > 1:
             parts.pop("train", None)
-        return in_lower_case(Source(parts, {}, notes=notes), data)
+        return lower_column_names(Source(parts, {}, notes=notes), data)
     every = list(chain.from_iterable(files.values()))
     kinds: dict[str, Path] = {}
     unit = ""
@@ -423,10 +424,10 @@ def read_source(
     for part, paths in files.items():
         parts[part], of_part = read_table(paths, kind, data, unit, header)
         notes += of_part
-    return in_lower_case(Source(parts, files, notes=notes), data)
+    return lower_column_names(Source(parts, files, notes=notes), data)
 
 
-def in_lower_case(source: Source, data: DataOptions) -> Source:
+def lower_column_names(source: Source, data: DataOptions) -> Source:
     """The source with lower-case column names, so that Text is found as text. Columns that an option names keep their
     names (as do those of GLUE's original files)."""
     if not data.lowercases:
@@ -446,7 +447,7 @@ def in_lower_case(source: Source, data: DataOptions) -> Source:
             )
         if changed:
             source.written |= {other: name for name, other in changed.items()}
-            parts[part] = derived(table.rename_columns(changed), table)
+            parts[part] = derive_table_key(table.rename_columns(changed), table)
     return source
 
 
@@ -455,10 +456,10 @@ def _from_hub(data: DataOptions, held_out: dict[str, tuple[str, ...]]) -> tuple[
     name = data.recipe.dataset_name or ""
     config = data.recipe.dataset_config_name
     folder = Path(name).expanduser()
-    if name in EMBEDDED:
+    if name in STDLIB_DATASETS:
         return read_stdlib(name, data.cache), []
     try:
-        if any((folder / file).is_file() for file in SAVED):
+        if any((folder / file).is_file() for file in SAVED_DATASET_FILES):
             saved = load_from_disk(str(folder))
             dataset = saved if isinstance(saved, DatasetDict) else DatasetDict({"train": saved})
         else:

@@ -35,20 +35,20 @@ from datasets import Dataset, load_dataset
 from filelock import FileLock
 
 from zerofit.data.pack import Sample, SampleSet
-from zerofit.data.tables import keyed
+from zerofit.data.tables import set_table_key
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import atomic_file, ending_of, object_of
 from zerofit.recipe.paths import find_files, is_address, open_address
 
 # {ending: the datasets library's reader}; of packed files by the ending before .gz, .zst and so on
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".ndjson": "json", ".tar": "webdataset"}
-RECORDS = 64  # of a batch; a window ends after one
-PAUSES_S = (1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 60, 60)  # before a lost connection is tried again: about 7 minutes
-LOST = (OSError, asyncio.TimeoutError, EOFError)
-NOT_LOST = (FileNotFoundError, PermissionError, IsADirectoryError)
+RECORDS_PER_BATCH = 64  # of a batch; a window ends after one
+RETRY_PAUSES_S = (1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 60, 60)  # between attempts to reopen a connection: 7 minutes
+CONNECTION_ERRORS = (OSError, asyncio.TimeoutError, EOFError)
+FINAL_ERRORS = (FileNotFoundError, PermissionError, IsADirectoryError)
 # (a shard by its place in the order of a pass, the records of it that have been read): where the next record is
-Place = tuple[int, int]
-OPENED = 4  # windows of which a process keeps the files mapped
+ShardPlace = tuple[int, int]
+MAX_OPEN_WINDOWS = 4  # windows of which a process keeps the files mapped
 LAG_UPDATES = 16  # that ranks and their loaders may be apart: files are removed so much later
 Prepare = Callable[[Dataset, str, Path], SampleSet]
 
@@ -98,7 +98,7 @@ def find_shards(patterns: tuple[str, ...]) -> Shards:
     return Shards(tuple(names), tuple(sizes), READERS[ending_of(Path(names[0]))])
 
 
-def read_window(shards: Shards, order: list[int], start: Place, size: int) -> tuple[pa.Table, Place | None]:
+def read_window(shards: Shards, order: list[int], start: ShardPlace, size: int) -> tuple[pa.Table, ShardPlace | None]:
     """Return (records from a place on, where the next ones are), about `size` bytes of them, those of a shard
     together. Raises UserError: a shard is gone, cannot be read, or its connection stays lost.
 
@@ -113,7 +113,7 @@ def read_window(shards: Shards, order: list[int], start: Place, size: int) -> tu
     following = None
     (shard, record) = start
     while shard < len(order) and following is None:
-        for table in _batches(shards, order[shard], record):
+        for table in _shard_tables(shards, order[shard], record):
             if taken >= size:  # and there is more
                 following = shard, record
                 break
@@ -135,28 +135,28 @@ def read_window(shards: Shards, order: list[int], start: Place, size: int) -> tu
         raise UserError(f"streaming: {names} differ in {', '.join(found)}. Write values of one type") from None
 
 
-def _batches(shards: Shards, number: int, record: int) -> Iterator[pa.Table]:
+def _shard_tables(shards: Shards, number: int, record: int) -> Iterator[pa.Table]:
     """The records of a shard from one on. A lost connection is opened again at the record that would come next."""
     name = shards.names[number]
-    pauses = iter(PAUSES_S)
+    pauses = iter(RETRY_PAUSES_S)
     file = name if is_address(name) else glob.escape(name)  # the library searches for names of files
     while True:
         try:
             stream = load_dataset(shards.reader, data_files={"train": [file]}, split="train", streaming=True)
             if shards.reader != "webdataset":  # whose tables differ in their columns
                 stream = stream.with_format("arrow")
-            for batch in stream.skip(record).iter(batch_size=RECORDS):
+            for batch in stream.skip(record).iter(batch_size=RECORDS_PER_BATCH):
                 table = pa.table(batch)
                 table.validate(full=True)  # the library lets bytes through that are not UTF-8
                 yield table
                 record = record + len(table)
-                pauses = iter(PAUSES_S)
+                pauses = iter(RETRY_PAUSES_S)
             return
-        except NOT_LOST as error:
+        except FINAL_ERRORS as error:
             raise UserError(f"train_file: {name} cannot be read: {first_line(error)}") from None
         except Exception as error:  # the library raises a dozen types
             of_aiohttp = type(error).__module__.partition(".")[0] == "aiohttp"  # which opens addresses
-            if not (of_aiohttp or isinstance(error, LOST)):
+            if not (of_aiohttp or isinstance(error, CONNECTION_ERRORS)):
                 raise UserError(f"{name}, after record {record}: {first_line(error.__cause__ or error)}") from None
             pause = next(pauses, None)
             if pause is None:
@@ -290,11 +290,11 @@ class StreamedSamples:
                     written.write_table(table)
             shard = self.shards.names[order[window.shard]]
             name = f"the window of the stream from record {window.record + 1} of {shard} on"
-            table = keyed(Dataset.from_file(str(records)), *self.made_of.values(), window.number)
+            table = set_table_key(Dataset.from_file(str(records)), *self.made_of.values(), window.number)
             samples = self.prepare(table, name, folder)
         drawn = np.random.default_rng([self.seed, window.turn, window.index]).permutation(len(samples))
         found = self._opened[window.number] = samples, drawn
-        for number in list(self._opened)[:-OPENED]:  # those opened first
+        for number in list(self._opened)[:-MAX_OPEN_WINDOWS]:  # those opened first
             self._opened.pop(number, None)
         with self._adding:
             if window.number == len(self.known):

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SPLIT_SEED = 0  # the held-out part stays the same when the run's seed changes
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
-LOOKED_AT = 1000  # records whose texts say whether a column holds numbers
+NUMBER_TEXT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+NUM_CHECKED_RECORDS = 1000  # records whose texts say whether a column holds numbers
 SENTENCE_MARKS = "。、\uff01\uff1f"  # the last two are the full-width ! and ?
-WRITTEN_AT_ONCE = 200  # records
-STRINGS = ("string", "large_string", "string_view")  # the types of texts in Arrow
-IDS = List(Value("int32"))  # a column of token ids
+ROWS_PER_WRITE = 200  # records
+STRING_DTYPES = ("string", "large_string", "string_view")  # the types of texts in Arrow
+TOKEN_IDS = List(Value("int32"))  # a column of token ids
 Columns = dict[str, list[Any]]  # {name: values of some rows}
-Form = TypeVar("Form", str, tuple[str, ...])
+ColumnGroup = TypeVar("ColumnGroup", str, tuple[str, ...])
 Records = TypeVar("Records", bound=Any)  # a Dataset, or what has its length and its selection of rows
 
 
@@ -60,22 +60,22 @@ def empty_split(fraction: float, count: int) -> UserError:
 
 
 def text_columns(dataset: Dataset) -> list[str]:
-    return [name for name, feature in dataset.features.items() if getattr(feature, "dtype", "") in STRINGS]
+    return [name for name, feature in dataset.features.items() if getattr(feature, "dtype", "") in STRING_DTYPES]
 
 
-def worded_columns(dataset: Dataset) -> list[str]:
+def word_columns(dataset: Dataset) -> list[str]:
     """The columns of text that hold words, to choose one from: in a .csv file numbers are texts too. All columns of
     text where none holds words."""
     texts = text_columns(dataset)
     worded = []
     for name in texts:
-        written = [text.strip().lower() for text in dataset[name][:LOOKED_AT] if text and text.strip()]
-        if not written or not all(NUMBER.fullmatch(text) or text in ("true", "false") for text in written):
+        written = [text.strip().lower() for text in dataset[name][:NUM_CHECKED_RECORDS] if text and text.strip()]
+        if not written or not all(NUMBER_TEXT.fullmatch(text) or text in ("true", "false") for text in written):
             worded.append(name)
     return worded or texts
 
 
-def match_columns(forms: Iterable[Form], present: Iterable[str]) -> Form | None:
+def match_columns(forms: Iterable[ColumnGroup], present: Iterable[str]) -> ColumnGroup | None:
     """The first of these names of columns, or groups of names, that are all present."""
     names = set(present)
     return next((form for form in forms if names.issuperset([form] if isinstance(form, str) else form)), None)
@@ -131,10 +131,10 @@ def with_class_names(table: Dataset, others: Iterable[Features]) -> Dataset:
         features=features,
         desc="Naming classes",
     )
-    return derived(new, table, named)
+    return derive_table_key(new, table, named)
 
 
-def is_value(name: str) -> bool:
+def looks_like_value(name: str) -> bool:
     """Return whether the name of a column is rather a value: a sentence or a number."""
     text = name.strip()
     is_sentence = (
@@ -146,13 +146,13 @@ def is_value(name: str) -> bool:
     return is_sentence or text.replace(".", "", 1).isdigit()
 
 
-def columns_present(dataset: Dataset) -> str:
+def list_columns(dataset: Dataset) -> str:
     names = dataset.column_names
     inside = [
         name for name, kind in dataset.features.items() if isinstance(kind, List) and isinstance(kind.feature, dict)
     ]
     hint = ""
-    if any(map(is_value, names)):
+    if any(map(looks_like_value, names)):
         hint = " (is the first line a record? A line of names must be before it)"
     elif len(names) == 1 and ("  " in names[0] or ":" in names[0]):
         hint = f" (what separates the fields of {names[0]!r}? Name it with --delimiter)"
@@ -161,7 +161,7 @@ def columns_present(dataset: Dataset) -> str:
     return f"the columns are {', '.join(names)}{hint}"
 
 
-def kept_columns(dataset: Dataset, *own: str) -> Dataset:
+def input_columns(dataset: Dataset, *own: str) -> Dataset:
     """All columns for predictions.jsonl, which has `own` columns: others of these names become input_NAME."""
     names = set(dataset.column_names)
     renamed = {}
@@ -180,7 +180,7 @@ def check_column(dataset: Dataset, option: str, name: str | None, holds: str = "
     if name is None:
         return
     if name not in dataset.column_names:
-        raise UserError(f"{option} = {name!r}: there is no such column; {columns_present(dataset)}")
+        raise UserError(f"{option} = {name!r}: there is no such column; {list_columns(dataset)}")
     is_right = {
         "": True,
         "text": name in text_columns(dataset),
@@ -188,29 +188,29 @@ def check_column(dataset: Dataset, option: str, name: str | None, holds: str = "
         "list of turns": may_hold_turns(dataset.features[name]),
     }
     if not is_right[holds]:
-        raise UserError(f"{option} = {name!r} holds no {holds}; {columns_present(dataset)}")
+        raise UserError(f"{option} = {name!r} holds no {holds}; {list_columns(dataset)}")
 
 
 def check_name(name: str, option: str) -> None:
     """Check a column that was chosen because it is the only one: in a .csv file without a header it is a record.
     Raises UserError: its name is a text."""
-    if is_value(name):
+    if looks_like_value(name):
         raise UserError(f"the first line is not a name of a column: {name[:60]!r}. Add one, or say --{option}")
 
 
-_KEYS: WeakKeyDictionary[Dataset, str] = WeakKeyDictionary()  # of the tables that are in use
+_TABLE_KEYS: WeakKeyDictionary[Dataset, str] = WeakKeyDictionary()  # of the tables that are in use
 
 
-def keyed(dataset: Dataset, *words: object) -> Dataset:
+def set_table_key(dataset: Dataset, *words: object) -> Dataset:
     """Note the cache key of a table: a hash of what its rows follow from (files, options, other tables). Returns the
     table. Without it `table_key` reads all rows."""
-    _KEYS[dataset] = sha256(" ".join(map(str, (dataset.column_names, *words))).encode()).hexdigest()[:32]
+    _TABLE_KEYS[dataset] = sha256(" ".join(map(str, (dataset.column_names, *words))).encode()).hexdigest()[:32]
     return dataset
 
 
-def derived(dataset: Dataset, origin: Dataset, *words: object) -> Dataset:
+def derive_table_key(dataset: Dataset, origin: Dataset, *words: object) -> Dataset:
     """Note the cache key of a table that follows from another one by `words`. Returns the table."""
-    return keyed(dataset, table_key(origin), *words)
+    return set_table_key(dataset, table_key(origin), *words)
 
 
 def select(records: Records, places: Sequence[int] | np.ndarray) -> Records:
@@ -218,24 +218,24 @@ def select(records: Records, places: Sequence[int] | np.ndarray) -> Records:
     chosen = records.select(places)
     if isinstance(records, Dataset):
         rows = np.asarray(places, dtype=np.int64)
-        derived(chosen, records, "rows", sha256(rows.tobytes()).hexdigest())
+        derive_table_key(chosen, records, "rows", sha256(rows.tobytes()).hexdigest())
     return chosen
 
 
 def table_key(dataset: Dataset) -> str:
     """A key of the rows of a table, the same in every process and in every run on the same data: of what was noted
-    (see `keyed`), of the library's files on the disk, or of all rows of a table in memory."""
-    if dataset not in _KEYS:
+    (see `set_table_key`), of the library's files on the disk, or of all rows of a table in memory."""
+    if dataset not in _TABLE_KEYS:
         files = [Path(file["filename"]) for file in dataset.cache_files]
         if files and len(dataset) == len(dataset.data):  # all rows of the files, in their order
             stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-            keyed(dataset, dataset.split, len(dataset), stats)
+            set_table_key(dataset, dataset.split, len(dataset), stats)
         else:
             digest = sha256(repr(dataset.features).encode())
-            for batch in dataset.iter(LOOKED_AT):
+            for batch in dataset.iter(NUM_CHECKED_RECORDS):
                 digest.update(repr(batch).encode())
-            keyed(dataset, digest.hexdigest())
-    return _KEYS[dataset]
+            set_table_key(dataset, digest.hexdigest())
+    return _TABLE_KEYS[dataset]
 
 
 @contextmanager
@@ -267,7 +267,7 @@ def stored_table(
         found = make(place)
         with atomic_file(notes) as file:
             json.dump(found, file)
-    return keyed(Dataset.from_file(str(place)), name), json.loads(notes.read_text(encoding="utf-8"))
+    return set_table_key(Dataset.from_file(str(place)), name), json.loads(notes.read_text(encoding="utf-8"))
 
 
 def texts_of(columns: Iterable[str]) -> Features:
@@ -282,7 +282,7 @@ def write_table(
     schema = (shown or stored).arrow_schema
     records = iter(records)
     with atomic_file(place, "wb") as file, pa.ipc.new_stream(file, schema) as stream:
-        while rows := list(islice(records, WRITTEN_AT_ONCE)):
+        while rows := list(islice(records, ROWS_PER_WRITE)):
             columns = {
                 field.name: pa.array((row.get(field.name) for row in rows), field.type)
                 for field in stored.arrow_schema
@@ -314,7 +314,7 @@ def encode_table(
         new_fingerprint=name,
         desc="Tokenising",
     )
-    return keyed(encoded, name)
+    return set_table_key(encoded, name)
 
 
 def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -11,16 +11,16 @@ from transformers import PreTrainedTokenizerBase
 from zerofit.data import tables
 from zerofit.data.delimited_files import open_text
 from zerofit.data.lengths import report_data_loss
-from zerofit.data.options import PARTS, DataOptions
+from zerofit.data.options import PART_NAMES, DataOptions
 from zerofit.data.pack import NO_TEXT, Documents, PackedBlocks, SeparateDocuments, TextData
 from zerofit.data.sources import Source, read_source
 from zerofit.model.tokenizer import END_OF_TEXT, padding_token
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import ClmRecipe
 
-FIRST_RECORDS = 100  # that show which column holds most
-FEW_DOCUMENTS = 20  # with fewer, the held-out part is cut from the texts, not from the list of documents
-GROUP = 4 << 20  # characters of the texts that are tokenised together
+NUM_COMPARED_RECORDS = 100  # that show which column holds most
+MIN_SPLIT_DOCUMENTS = 20  # with fewer, the held-out part is cut from the texts, not from the list of documents
+CHARACTERS_PER_CALL = 4 << 20  # characters of the texts that are tokenised together
 BYTES_PER_CHARACTER = 175  # while a text is tokenised: 7.05 GiB for one of 40 MB
 
 
@@ -56,7 +56,7 @@ def take_texts(source: Source, recipe: ClmRecipe, options: DataOptions) -> dict[
         source.notes += report_data_loss(recipe.allow_data_loss, lost, len(table), what)
         if lost:
             table = table.filter(lambda text: text is not None, input_columns="text", desc="Removing empty records")
-        parts[name] = tables.derived(table, source.parts[name], column, "with text")
+        parts[name] = tables.derive_table_key(table, source.parts[name], column, "with text")
     if "validation" not in parts and options.held_out_fraction > 0:
         parts["train"], parts["validation"] = split_documents(parts["train"], options.held_out_fraction)
     train = parts.pop("train", None)
@@ -72,18 +72,16 @@ def text_column(dataset: Dataset, name: str | None) -> str:
     tables.check_column(dataset, "text_column", name, "text")
     if name:
         return name
-    texts = tables.worded_columns(dataset)
+    texts = tables.word_columns(dataset)
     if len(texts) != 1:
-        raise UserError(
-            f"no column is called text; {tables.columns_present(dataset)}. Name the one with --text_column"
-        )
+        raise UserError(f"no column is called text; {tables.list_columns(dataset)}. Name the one with --text_column")
     tables.check_name(texts[0], "text_column")
-    first = dataset[:FIRST_RECORDS]
+    first = dataset[:NUM_COMPARED_RECORDS]
     others = [each for each, kind in dataset.features.items() if tables.holds_lists(kind) or isinstance(kind, dict)]
     if larger := [each for each in others if len(str(first[each])) > len(str(first[texts[0]]))]:
         raise UserError(
             f"the only column of text is {texts[0]}, and {larger[0]} holds more, in no form of chats or pairs that is "
-            f"known; {tables.columns_present(dataset)}. Name the text with --text_column"
+            f"known; {tables.list_columns(dataset)}. Name the text with --text_column"
         )
     return texts[0]
 
@@ -91,7 +89,7 @@ def text_column(dataset: Dataset, name: str | None) -> str:
 def split_documents(dataset: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
     """Return (training, held-out) parts: documents drawn at random with a fixed seed, or the ends of a few long
     documents."""
-    if len(dataset) >= FEW_DOCUMENTS:
+    if len(dataset) >= MIN_SPLIT_DOCUMENTS:
         return tables.random_split(dataset, fraction)
     cuts = [_cut_near_the_end(text, fraction) for text in dataset["text"]]
     parts = [[text for text in part if text.strip()] for part in zip(*cuts)] if cuts else [[], []]
@@ -99,8 +97,8 @@ def split_documents(dataset: Dataset, fraction: float) -> tuple[Dataset, Dataset
         raise UserError(NO_TEXT)
     if not all(parts):
         raise tables.empty_split(fraction, len(dataset))
-    train = tables.derived(Dataset.from_dict({"text": parts[0]}), dataset, fraction, "train")
-    held_out = tables.derived(Dataset.from_dict({"text": parts[1]}), dataset, fraction, "held out")
+    train = tables.derive_table_key(Dataset.from_dict({"text": parts[0]}), dataset, fraction, "train")
+    held_out = tables.derive_table_key(Dataset.from_dict({"text": parts[1]}), dataset, fraction, "held out")
     return train, held_out
 
 
@@ -131,7 +129,9 @@ def prepare_text(
     for part, dataset in parts.items():
         documents = Documents(tokenize_texts(dataset, tokenizer, ends, options.cache))
         if empty := len(dataset) - len(documents):
-            notes.append(f"note      {empty:,} of {len(dataset):,} {PARTS[part]} texts are empty, and are left out")
+            notes.append(
+                f"note      {empty:,} of {len(dataset):,} {PART_NAMES[part]} texts are empty, and are left out"
+            )
         limit = recipe.max_eval_samples if part == "validation" else None
         if packing == "none":
             sets[part] = SeparateDocuments(documents, block_size, limit)
@@ -161,7 +161,7 @@ def tokenize_texts(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, append_
             start = len(ids)
             stop = start + 1
             size = len(texts[start])
-            while stop < len(texts) and size + len(texts[stop]) <= GROUP:
+            while stop < len(texts) and size + len(texts[stop]) <= CHARACTERS_PER_CALL:
                 size += len(texts[stop])
                 stop += 1
             rows = tokenizer(texts[start:stop], return_attention_mask=False, verbose=False)["input_ids"]
@@ -171,5 +171,5 @@ def tokenize_texts(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, append_
             ids = [row if len(row) and row[-1] == end else np.append(row, np.int32(end)) for row in ids]
         return {"input_ids": [row for row in ids if len(row)]}
 
-    columns = Features({"input_ids": tables.IDS})
+    columns = Features({"input_ids": tables.TOKEN_IDS})
     return tables.encode_table(dataset, encode, columns, (tables.tokenizer_hash(tokenizer), append_eos), cache)

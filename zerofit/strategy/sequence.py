@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from zerofit.compat.torch import Ring
 from zerofit.compat.transformers import attention_of, with_attention
-from zerofit.data.collate import within_documents
+from zerofit.data.collate import document_mask
 from zerofit.model.attention import added_mask, has_attention_dropout
 from zerofit.model.families import family_of
 from zerofit.model.loss import IGNORE
@@ -160,7 +160,7 @@ class SplitRows:
         """The mask (B, 1, T, T) of rows in full; None where each position sees all before it. Padding is on the right
         of a row, and so no mask hides it: nothing is trained on what sees it."""
         if packed:
-            seen = within_documents((positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(1))
+            seen = document_mask((positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(1))
         elif mask is not None and mask.dim() == 4:
             seen = F.pad(mask, (0, fill, 0, fill), value=True).tril()
         else:

@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from zerofit.data.collate import Batch
-from zerofit.data.labelled.examples import GLUE, located
-from zerofit.data.labelled.labels import THRESHOLD, HeldOut, Labels, configure_labels, pretrained_head
+from zerofit.data.labelled.examples import GLUE_TASKS, find_entities
+from zerofit.data.labelled.labels import MULTI_LABEL_THRESHOLD, HeldOut, Labels, configure_labels, pretrained_head
 from zerofit.model.configuration import check_task
 from zerofit.model.load import head_weights
 from zerofit.model.loss import IGNORE, logits_of_examples, loss_of_examples
@@ -69,7 +69,7 @@ def figures_of(labels: Labels, held_out: list[HeldOut], task_name: str | None) -
         f1 = ("f1", "f1_macro") if len(labels.names) == 2 else ("f1_macro",)
         of_part = ("accuracy", *f1, "matthews_correlation", "loss")
     names = [f"{name}{part.suffix}" for part in held_out for name in of_part] or ["loss"]
-    first = GLUE[task_name].metric if task_name else names[0]
+    first = GLUE_TASKS[task_name].metric if task_name else names[0]
     return tuple(dict.fromkeys([first, *names]))
 
 
@@ -159,7 +159,7 @@ def _answers(logits: torch.Tensor, targets: torch.Tensor, labels: Labels) -> lis
         return [(value, None) for value in logits[:, 0].tolist()]
     if labels.of_sets:
         of_rows = logits.sigmoid().tolist()
-        return [([place for place, value in enumerate(row) if value > THRESHOLD], row) for row in of_rows]
+        return [([place for place, value in enumerate(row) if value > MULTI_LABEL_THRESHOLD], row) for row in of_rows]
     probabilities = logits.softmax(dim=-1)
     return list(zip(probabilities.argmax(dim=-1).tolist(), probabilities.tolist()))
 
@@ -212,7 +212,7 @@ def report_classes(folder: RunFolder, labels: Labels, held_out: list[HeldOut]) -
             heading = "entities    of the held-out sentences, by kind"
             what = ("kind", "entities")
             sentences = [_words(row) for row in rows]
-            truth, predicted = (located([[word[key] for word in words] for words in sentences]) for key in keys)
+            truth, predicted = (find_entities([[word[key] for word in words] for words in sentences]) for key in keys)
             names = tuple(sorted({kind for _, kind, *_ in truth | predicted}))
         elif labels.of_sets:
             heading = "labels      of the held-out examples"

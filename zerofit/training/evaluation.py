@@ -13,7 +13,7 @@ import torch
 
 from zerofit.checkpoint.writer import BestEvaluation
 from zerofit.data.collate import Batch
-from zerofit.data.order import FILLER, FixedOrder, loader, rank_batches
+from zerofit.data.order import FILLER, FixedOrder, make_loader, rank_batches
 from zerofit.data.pack import SampleSet
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import EvaluationOptions
@@ -109,7 +109,7 @@ def eval_batches(
         order, stop, start, batch_size, 1, num_replicas=layout.data_size, rank=layout.data_rank, sort_key=key
     )
     engine.model.eval()
-    for batch in loader(samples, micro_batches, collate, 0, pin=pins_memory(engine.device)):
+    for batch in make_loader(samples, micro_batches, collate, 0, pin=pins_memory(engine.device)):
         engine.alive()
         yield batch.to(engine.device)
     engine.model.train()

@@ -12,7 +12,7 @@ from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef, precision_score, recall_score
 from sklearn.preprocessing import MultiLabelBinarizer
 
-from zerofit.data.labelled.examples import located
+from zerofit.data.labelled.examples import find_entities
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
@@ -92,8 +92,8 @@ class Entities(_Metric):
     feature = datasets.List(datasets.Value("string"))
 
     def _compute(self, predictions: list[list[str]], references: list[list[str]]) -> dict[str, float]:
-        found = located(predictions)
-        there = located(references)
+        found = find_entities(predictions)
+        there = find_entities(references)
         right = len(found & there)
         pairs = [pair for rows in zip(predictions, references) for pair in zip(*rows)]
         return {

@@ -16,7 +16,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from zerofit.checkpoint.manager import EarlierRuns, ResumePlan
 from zerofit.data.collate import GPU_MULTIPLE, round_up
-from zerofit.data.lengths import DEFAULT_BLOCK_SIZE, LENGTHS, choose_length, length_warmup
+from zerofit.data.lengths import DEFAULT_BLOCK_SIZE, LENGTH_OPTIONS, choose_length, length_warmup
 from zerofit.model.adapter_folder import (
     AdapterFolder,
     adapter_to_train_on,
@@ -244,7 +244,7 @@ def check_model(task: str, recipe: TaskRecipe, strategy: Strategy | None, auto_c
     with problems.collected():
         if strategy is not None:
             check_layout(config, strategy, recipe)
-    for option, default in LENGTHS[model_kind(task)].items():
+    for option, default in LENGTH_OPTIONS[model_kind(task)].items():
         with problems.collected():
             asked: int = getattr(recipe, option) or default
             length = choose_length(option, asked, recipe.source(option), config)
@@ -370,7 +370,7 @@ def widths_of(recipe: Any) -> int:
     is_packed = getattr(recipe, "packing", "none") != "none" and not getattr(recipe, "preference_loss", None)
     if is_packed or getattr(recipe, "data_path", None):
         return 1
-    lengths = (getattr(recipe, name) or DEFAULT_BLOCK_SIZE for name in LENGTHS[model_kind(recipe.task)])
+    lengths = (getattr(recipe, name) or DEFAULT_BLOCK_SIZE for name in LENGTH_OPTIONS[model_kind(recipe.task)])
     return math.prod(len(np.unique(round_up(np.arange(1, length + 1), GPU_MULTIPLE))) for length in lengths)
 
 

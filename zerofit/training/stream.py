@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from zerofit.data.collate import Batch, TokenUpdates
-from zerofit.data.order import SampleOrder, loader, rank_batches, samples_of_run
+from zerofit.data.order import SampleOrder, make_loader, rank_batches, samples_of_run
 from zerofit.health.shutdown import StopReason
 from zerofit.health.slow_ranks import RankSeconds
 from zerofit.recipe.errors import UserError
@@ -188,6 +188,6 @@ def update_batches(run: "Run") -> Iterator[list[Batch]]:
     )
     workers = recipe.dataloader_num_workers or 0
     pin = pins_memory(run.engine.device)
-    batches = loader(samples, micro, run.collate, workers, pin)
+    batches = make_loader(samples, micro, run.collate, workers, pin)
     for update in range(done + 1, length.num_updates + 1):
         yield [next(batches) for _ in range(sizes.accumulation_of(update))]

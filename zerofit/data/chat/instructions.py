@@ -28,11 +28,11 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import parse_json
 from zerofit.recipe.tasks import ClmRecipe
 
-DIALOGUES = "dialogue dialog messages turns conversation conversations utterances contents history".split()
-TEXT_OF_A_TURN = ("content", "message", "text", "value", "utterance", "parts")
-TEXT_OF_A_PART = ("text", "value", "content")
-ROLE_OF_A_TURN = ("role", "from", "speaker", "sender", "author")
-PREFERENCES = (
+DIALOGUE_COLUMNS = "dialogue dialog messages turns conversation conversations utterances contents history".split()
+TURN_TEXT_KEYS = ("content", "message", "text", "value", "utterance", "parts")
+PART_TEXT_KEYS = ("text", "value", "content")
+TURN_ROLE_KEYS = ("role", "from", "speaker", "sender", "author")
+PREFERENCE_COLUMNS = (
     ("chosen", "rejected"),
     ("response_a", "response_b"),
     ("response_0", "response_1"),
@@ -40,46 +40,47 @@ PREFERENCES = (
     ("answer_a", "answer_b"),
     ("output_1", "output_2"),
 )
-VERDICTS = ("label", "kto_tag")  # columns that say whether an answer is good or bad
-TEXT_PARTS = (None, "text", "input_text", "output_text")  # types of parts whose text is read
-TRAINED = ("weight", "train", "training", "trainable", "trained", "loss", "loss_mask", "loss_weight", "calculate_loss")
-MASKED = ("mask", "masked", "is_masked")
-MASKS = (*TRAINED, *MASKED)  # keys of a turn that say whether it is trained on
+VERDICT_COLUMNS = ("label", "kto_tag")  # columns that say whether an answer is good or bad
+TEXT_PART_TYPES = (None, "text", "input_text", "output_text")  # types of parts whose text is read
+TRAIN_KEYS = ("weight", "train", "training", "trainable", "trained",
+              "loss", "loss_mask", "loss_weight", "calculate_loss")  # fmt: skip
+MASKED_KEYS = ("mask", "masked", "is_masked")
+MASK_KEYS = (*TRAIN_KEYS, *MASKED_KEYS)  # keys of a turn that say whether it is trained on
 YES_OR_NO = {"true": True, "1": True, "1.0": True, "yes": True, "false": False, "0": False, "0.0": False, "no": False}
 # If there are turns of these, only they are replies.
-ASSISTANT = ("assistant", "gpt", "bot", "model", "ai", "chatgpt", "bing", "bard")
-QUESTIONS = ("instruction", "prompt", "question", "query", "input", "inputs")
-ANSWERS = ("output", "completion", "response", "answer", "answers", "target", "targets")
-UNSURE = ("input", "inputs", "target", "targets")  # which beside a column `text` are about it
-SPEAKERS = (("user", "assistant"), ("human", "assistant"))  # a column for the text of each
-INPUTS = ("input", "context")
-SYSTEMS = ("system", "system_prompt", "system_message", "system_instruction", "systeminstruction")
-ROLES = {
+ASSISTANTS = ("assistant", "gpt", "bot", "model", "ai", "chatgpt", "bing", "bard")
+QUESTION_COLUMNS = ("instruction", "prompt", "question", "query", "input", "inputs")
+ANSWER_COLUMNS = ("output", "completion", "response", "answer", "answers", "target", "targets")
+AMBIGUOUS_COLUMNS = ("input", "inputs", "target", "targets")  # which beside a column `text` are about it
+SPEAKER_COLUMNS = (("user", "assistant"), ("human", "assistant"))  # a column for the text of each
+INPUT_COLUMNS = ("input", "context")
+SYSTEM_COLUMNS = ("system", "system_prompt", "system_message", "system_instruction", "systeminstruction")
+NAMES_OF_ROLE = {
     "system": ("system", "developer"),
     "user": ("user", "human", "prompter"),
-    "assistant": (*ASSISTANT, "function_call"),  # a call written as text is trained on
+    "assistant": (*ASSISTANTS, "function_call"),  # a call written as text is trained on
     "tool": ("tool", "function", "observation", "ipython"),  # the answer of a tool
 }
-ROLE_OF_NAME = {name: role for role, names in ROLES.items() for name in names}
-ROLE_OF_KEY = {**ROLE_OF_NAME, **dict.fromkeys(QUESTIONS, "user"), **dict.fromkeys(ANSWERS, "assistant")}  # of a turn
-KINDS = {"messages": "a conversation", "instruction": "an instruction", "prompt": "a prompt and its answer"}
-TURNS = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")  # of a text, what only a list has
-LISTS = re.compile(r"\s*\[\s*[\[{]")  # the text of a list of pairs or turns
-SPOKEN = re.compile(r"(?:^|(?:\r?\n){2})(Human|Assistant):[ ]?")
-FIRST_RECORDS = 100  # that are looked at for turns with roles
+ROLE_OF_NAME = {name: role for role, names in NAMES_OF_ROLE.items() for name in names}
+ROLE_OF_KEY = {**ROLE_OF_NAME, **dict.fromkeys(QUESTION_COLUMNS, "user"), **dict.fromkeys(ANSWER_COLUMNS, "assistant")}
+RECORD_KINDS = {"messages": "a conversation", "instruction": "an instruction", "prompt": "a prompt and its answer"}
+TURNS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")  # only lists have it
+LISTS_AS_TEXT = re.compile(r"\s*\[\s*[\[{]")  # the text of a list of pairs or turns
+SPEAKER_PREFIX = re.compile(r"(?:^|(?:\r?\n){2})(Human|Assistant):[ ]?")
+NUM_INSPECTED_RECORDS = 100  # that are looked at for turns with roles
 
 
 def refuse_preferences(table: Dataset, remedy: str) -> str | None:
     """The column that says whether an answer is good or bad, if there is one. Raises UserError: each record has a
     preferred and a rejected answer."""
-    if pair := tables.match_columns(PREFERENCES, table.column_names):
+    if pair := tables.match_columns(PREFERENCE_COLUMNS, table.column_names):
         what = f"the records are preferences ({', '.join(pair)}): train/dpo.py reads them as chosen and rejected"
-        raise UserError(f"{what}. Or name columns with {remedy}; {tables.columns_present(table)}")
+        raise UserError(f"{what}. Or name columns with {remedy}; {tables.list_columns(table)}")
     flags = [name for name, kind in table.features.items() if kind == Value("bool")]
-    for name in set(VERDICTS).intersection(tables.text_columns(table)):  # in a .csv file true and false are texts
-        if {str(value).lower() for value in table[name][: tables.LOOKED_AT]} <= {"true", "false"}:
+    for name in set(VERDICT_COLUMNS).intersection(tables.text_columns(table)):  # as a .csv file has them
+        if {str(value).lower() for value in table[name][: tables.NUM_CHECKED_RECORDS]} <= {"true", "false"}:
             flags.append(name)
-    return tables.match_columns(VERDICTS, flags)
+    return tables.match_columns(VERDICT_COLUMNS, flags)
 
 
 def refuse_rejected(record: dict[str, Any], verdict: str | None) -> None:
@@ -93,7 +94,7 @@ def first_answer(value: Any) -> Any:
     (pandas' to_csv), [{"text": "..."}] as in its files. Turns with roles as they are. Raises BadRecord: that text is
     not JSON, and no Python."""
     if isinstance(value, str) and "answer_start" in value:
-        value = unpacked(value, "its answers are", "{")
+        value = parse_list(value, "its answers are", "{")
     while isinstance(value, (list, dict)) and not role_of(value[0] if isinstance(value, list) and value else value):
         value = value.get("text") if isinstance(value, dict) else value[0] if value else None
     return value
@@ -108,14 +109,14 @@ class Turn(NamedTuple):
     more: dict[str, Any]
 
 
-def listed(items: Any) -> list[Any]:
+def as_turn_list(items: Any) -> list[Any]:
     """The turns as a list, also where the datasets library has made an object of lists of a list of objects."""
     return [dict(zip(items, values)) for values in zip(*items.values())] if isinstance(items, dict) else items
 
 
 def role_of(turn: Any) -> str | None:
     """The role of a turn in lower case; None if it has none."""
-    named = (turn.get(key) for key in ROLE_OF_A_TURN) if isinstance(turn, dict) else ()
+    named = (turn.get(key) for key in TURN_ROLE_KEYS) if isinstance(turn, dict) else ()
     return next((str(name).lower() for name in named if name), None)
 
 
@@ -123,42 +124,42 @@ def is_trained(more: dict[str, Any], where: str) -> bool:
     """Return whether a turn may be trained on: no key of it, such as weight, train or mask, says otherwise. Raises
     BadRecord: a key has another value than yes or no."""
     answers = []
-    for key in MASKS:
+    for key in MASK_KEYS:
         if key not in more:
             continue
         answer = YES_OR_NO.get(str(more[key]).strip().lower())
-        if answer is None or (key in MASKED and str(more[key]).strip() in ("0", "1", "0.0", "1.0")):
-            expected = "true or false" if key in MASKED else "0 or 1, or true or false"
+        if answer is None or (key in MASKED_KEYS and str(more[key]).strip() in ("0", "1", "0.0", "1.0")):
+            expected = "true or false" if key in MASKED_KEYS else "0 or 1, or true or false"
             raise BadRecord(f"{where}: {key} = {more[key]!r}, where {expected} is read (whether it is trained on)")
-        answers.append(answer != (key in MASKED))
+        answers.append(answer != (key in MASKED_KEYS))
     return all(answers)
 
 
-def without_nothing(value: Any) -> Any:
+def drop_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: without_nothing(item) for key, item in value.items() if item is not None}
-    return [without_nothing(item) for item in value] if isinstance(value, list) else value
+        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
+    return [drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def turns_of(items: Any) -> list[Turn]:
     """Turns that are plain texts, or objects with a text and perhaps a role. Raises BadRecord: an object has no text,
     or more than text."""
     turns = []
-    for item in listed(items):
+    for item in as_turn_list(items):
         if not isinstance(item, dict):
             turns.append(Turn(None, item, {}))
             continue
         role, text = (
-            next((key for key in keys if item.get(key) is not None), None) for keys in (ROLE_OF_A_TURN, TEXT_OF_A_TURN)
+            next((key for key in keys if item.get(key) is not None), None) for keys in (TURN_ROLE_KEYS, TURN_TEXT_KEYS)
         )
-        if text is None and not any(key in item for key in TEXT_OF_A_TURN):
-            raise BadRecord(f"a turn has {', '.join(item)}, and none of {', '.join(TEXT_OF_A_TURN)} for its text")
+        if text is None and not any(key in item for key in TURN_TEXT_KEYS):
+            raise BadRecord(f"a turn has {', '.join(item)}, and none of {', '.join(TURN_TEXT_KEYS)} for its text")
         more = {key: value for key, value in item.items() if key not in (role, text)}
-        turns.append(Turn(role_of(item), _plain(item.get(text)), without_nothing(more)))
+        turns.append(Turn(role_of(item), _join_parts(item.get(text)), drop_nulls(more)))
     return turns
 
 
-def _plain(content: Any) -> Any:
+def _join_parts(content: Any) -> Any:
     """A turn's text, also where it comes in parts: [{"type": "text", "text": ...}, ...], or with "value" for "text".
     Raises BadRecord: a part is something else, such as a picture."""
     parts = [content] if isinstance(content, dict) else content
@@ -167,15 +168,15 @@ def _plain(content: Any) -> Any:
     texts: list[str] = []
     others: dict[str, None] = {}
     for part in parts:
-        text = _of_part(part)
+        text = _part_text(part)
         kind = part.get("type") if isinstance(part, dict) else "text"
         texts.append(text or "")
-        if kind not in TEXT_PARTS:
+        if kind not in TEXT_PART_TYPES:
             others[str(kind)] = None
         elif kind is None and text is None and (named := [key for key, value in part.items() if value is not None]):
             others[", ".join(named)] = None
     if others:
-        raise BadRecord(f"a turn holds {' and '.join(others)}: only text is read ({' or '.join(TEXT_OF_A_PART)})")
+        raise BadRecord(f"a turn holds {' and '.join(others)}: only text is read ({' or '.join(PART_TEXT_KEYS)})")
     return "".join(texts)
 
 
@@ -185,23 +186,23 @@ def optional_text(value: Any, what: str) -> str:
     if role_of(value):
         value = turns_of([value])[0].text
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
-        value = _plain(value)
-    value = worded(value)
-    if not isinstance(value, str) and without_nothing(value):
+        value = _join_parts(value)
+    value = number_as_text(value)
+    if not isinstance(value, str) and drop_nulls(value):
         raise BadRecord(f"{what} is a list or an object, and only a text is read there")
-    return "" if blank(value) else value
+    return "" if is_blank(value) else value
 
 
-def _of_part(part: dict[str, Any] | str) -> str | None:
+def _part_text(part: dict[str, Any] | str) -> str | None:
     if isinstance(part, str):
         return part
-    text = next((part[key] for key in TEXT_OF_A_PART if part.get(key) is not None), None)
+    text = next((part[key] for key in PART_TEXT_KEYS if part.get(key) is not None), None)
     if isinstance(text, dict):  # {"type": "text", "text": {"value": ..., "annotations": []}}
-        return _of_part(text)
+        return _part_text(text)
     return text if isinstance(text, str) else None
 
 
-def unpacked(value: Any, what: str = "its turns are", begins: str = "[") -> Any:
+def parse_list(value: Any, what: str = "its turns are", begins: str = "[") -> Any:
     """Turns that are stored as the text of a list, in JSON or in Python, as in tables without lists."""
     if isinstance(value, str) and value.lstrip()[:1] in tuple(begins):
         try:
@@ -216,27 +217,27 @@ def unpacked(value: Any, what: str = "its turns are", begins: str = "[") -> Any:
     return value
 
 
-def blank(text: Any) -> bool:
+def is_blank(text: Any) -> bool:
     """Return whether there is no text, or only white space."""
     return not isinstance(text, str) or not text.strip()
 
 
-def worded(value: Any) -> Any:
+def number_as_text(value: Any) -> Any:
     """A number as text, any other value as it is: an answer of digits is read as a number."""
     return tables.text_of(value) if isinstance(value, (int, float, Decimal)) else value
 
 
-def checked_text(value: Any, what: str) -> str:
+def require_text(value: Any, what: str) -> str:
     """A text, or a number as one. Raises BadRecord: it is empty, or no text. `what`: its name in the message."""
-    text = worded(value)
-    if blank(text):
+    text = number_as_text(value)
+    if is_blank(text):
         is_other = value is not None and not isinstance(value, str)
         raise BadRecord(f"{what} is a {type(value).__name__}, and no text" if is_other else f"{what} is empty")
     return str(text)
 
 
 @dataclass(frozen=True)
-class Form:
+class RecordForm:
     """The kind of a table's records, and their columns."""
 
     kind: str  # instruction, prompt or messages
@@ -259,7 +260,7 @@ class Form:
 
     @property
     def describe(self) -> str:
-        return f"data      each record is {KINDS[self.kind]} ({', '.join(self.columns)})"
+        return f"data      each record is {RECORD_KINDS[self.kind]} ({', '.join(self.columns)})"
 
     def texts(self, content: list[Message]) -> Iterator[str]:
         return (message["content"] for message in content)
@@ -270,26 +271,26 @@ class Form:
         if self.answered:
             refuse_rejected(record, self.verdict)
         if self.kind == "instruction":
-            instruction = checked_text(record[self.question], f"the {self.question}")
+            instruction = require_text(record[self.question], f"the {self.question}")
             message: Message = {"role": "user", "content": instruction, "instruction": instruction}
             if self.input and (given := optional_text(record[self.input], f"its {self.input}")):
                 message |= {"input": given, "content": f"{instruction}\n\n{given}"}
             turns = [message]
         else:
             value = record[self.question] or ([] if self.kind == "messages" else None)
-            value = unpacked(value) if self.kind == "messages" else spoken(value) if self.spoken else value
+            value = parse_list(value) if self.kind == "messages" else split_turns(value) if self.spoken else value
             turns = turns_in(value, "user", self.question)
         if self.kind == "prompt":
             turns = [{**turn, "trained": False} if turn["role"] == "assistant" else turn for turn in turns]
         turns = [*self._history(record), *turns]
         if self.answer:
             answer = first_answer(record[self.answer])
-            turns += turns_in(spoken(answer) if self.spoken else answer, "assistant", self.answer)
+            turns += turns_in(split_turns(answer) if self.spoken else answer, "assistant", self.answer)
         while not self.answered and turns and turns[-1]["role"] == "assistant":
             turns = turns[:-1]
         check_order(turns, self.answered)
         if self.answered and all(turn.get("masked") for turn in turns if turn["role"] == "assistant"):
-            raise BadRecord(f"none of its answers is trained on ({', '.join(MASKS)})")
+            raise BadRecord(f"none of its answers is trained on ({', '.join(MASK_KEYS)})")
         own = optional_text(record[self.system], f"the {self.system}") if self.system else ""
         system = own or self.system_prompt
         if turns[0]["role"] == "system":
@@ -301,40 +302,40 @@ class Form:
         else:
             first = {"role": "system"}
         begin = [{**first, "content": system or ""}] if system or len(first) > 2 else []
-        return Conversation([*begin, *turns], given_in(record, self.given))
+        return Conversation([*begin, *turns], template_values(record, self.given))
 
     def _history(self, record: dict[str, Any]) -> list[Message]:
         turns = []
-        entries = listed(unpacked(record[self.history]) or []) if self.history else []
+        entries = as_turn_list(parse_list(record[self.history]) or []) if self.history else []
         if entries and isinstance(entries[0], dict):
             return turns_in(entries, "user", "history")
         for number, pair in enumerate(entries, 1):
             if not isinstance(pair, list) or len(pair) != 2:
                 raise BadRecord(f"entry {number} of its {self.history} is not a pair of question and answer")
             for role, text, name in zip(("user", "assistant"), pair, ("question", "answer")):
-                content = checked_text(text, f"the {name} in entry {number} of its {self.history}")
+                content = require_text(text, f"the {name} in entry {number} of its {self.history}")
                 turns.append({"role": role, "content": content})
         return turns
 
 
-def spoken(text: Any) -> Any:
+def split_turns(text: Any) -> Any:
     """The turns of a text that has "Human:" and "Assistant:" in front of each, without the last if it is still to be
     said; another text without the blanks around it."""
     if not isinstance(text, str):
         return text
-    before, *parts = SPOKEN.split(text.rstrip())
+    before, *parts = SPEAKER_PREFIX.split(text.rstrip())
     if before.strip() or "Human" not in parts[::2]:
         return text.strip()
     turns = [{"role": role, "content": said.strip()} for role, said in zip(parts[::2], parts[1::2])]
     return turns[:-1] if parts[-2:] == ["Assistant", ""] else turns
 
 
-def given_in(record: dict[str, Any], columns: tuple[str, ...]) -> dict[str, Any]:
+def template_values(record: dict[str, Any], columns: tuple[str, ...]) -> dict[str, Any]:
     """Return the values that a record gives to the template beside its messages: tools, documents, and arguments of
     its own. Raises BadRecord: it is not of the form that templates take."""
     given: dict[str, Any] = {}
     for name in columns:
-        value = without_nothing(unpacked(record[name], f"its {name} are", "{["))
+        value = drop_nulls(parse_list(record[name], f"its {name} are", "{["))
         if value in (None, "", [], {}):
             continue
         try:
@@ -351,37 +352,37 @@ def given_in(record: dict[str, Any], columns: tuple[str, ...]) -> dict[str, Any]
 
 def turns_in(value: Any, role: str, column: str) -> list[Message]:
     """The turns of a column: a list of them, its text, or the one text of a `role`."""
-    if isinstance(value, str) and TURNS.match(value):
-        value = unpacked(value, f"the {column} is")
+    if isinstance(value, str) and TURNS_AS_TEXT.match(value):
+        value = parse_list(value, f"the {column} is")
     if not isinstance(value, (list, dict)):
-        return [{"role": role, "content": checked_text(value, f"the {column}")}]
+        return [{"role": role, "content": require_text(value, f"the {column}")}]
     messages = []
     for number, (name, text, more) in enumerate(turns_of(_with_roles(value)), 1):
         if name is None:
-            raise BadRecord(f"turn {number} of its {column} has no role ({' or '.join(ROLE_OF_A_TURN)})")
+            raise BadRecord(f"turn {number} of its {column} has no role ({' or '.join(TURN_ROLE_KEYS)})")
         if name not in ROLE_OF_NAME:
-            known = "; ".join(f"{role}: {', '.join(names)}" for role, names in ROLES.items())
+            known = "; ".join(f"{role}: {', '.join(names)}" for role, names in NAMES_OF_ROLE.items())
             raise BadRecord(f"turn {number} of its {column} has the role {name!r}. Known are {known}")
         where = f"turn {number} of its {column} ({name})"
         is_answer = ROLE_OF_NAME[name] == "assistant"
         calls: list[dict[str, Any]] = []
         if is_answer:
-            calls = unpacked(more.pop("tool_calls", None) or [], f"{where}: its tool_calls are")
+            calls = parse_list(more.pop("tool_calls", None) or [], f"{where}: its tool_calls are")
             if isinstance(more.get("function_call"), dict) and not calls:  # OpenAI's older form
                 calls = [{"type": "function", "function": more.pop("function_call")}]
             if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
                 raise BadRecord(f"{where}: its tool_calls are not a list of objects")
-        flags = {key: more.pop(key) for key in MASKS if key in more}
+        flags = {key: more.pop(key) for key in MASK_KEYS if key in more}
         if is_answer and not is_trained(flags, where):
             more["masked"] = True
         elif not is_answer and flags and is_trained(flags, where):
             more |= flags  # nobody follows them: only answers are trained on
-        if blank(text) and (calls or ROLE_OF_NAME[name] == "system"):
+        if is_blank(text) and (calls or ROLE_OF_NAME[name] == "system"):
             text = ""
         elif text is None:
             raise BadRecord(f"{where} has no text and no tool_calls")
         else:
-            text = checked_text(text, where)
+            text = require_text(text, where)
         message = {"role": ROLE_OF_NAME[name], "content": text, **more}
         messages.append({**message, "tool_calls": calls} if calls else message)
     return messages
@@ -390,7 +391,7 @@ def turns_in(value: Any, role: str, column: str) -> list[Message]:
 def _with_roles(turns: Any) -> list[Any]:
     """The turns as a list; {"human": "Hi?", "assistant": "Ho."} and {"input": "Hi?", "output": "Ho."} are two."""
     found: list[Any] = []
-    for turn in listed(turns):
+    for turn in as_turn_list(turns):
         if not isinstance(turn, dict) or role_of(turn):
             found.append(turn)
             continue
@@ -423,7 +424,7 @@ def check_order(messages: list[Message], answered: bool = True) -> None:
         raise BadRecord(f"no answer: the last turn, number {len(messages)}, is the {messages[-1]['role']}'s")
 
 
-def find_form(recipe: ClmRecipe, table: Dataset) -> Form | None:
+def find_form(recipe: ClmRecipe, table: Dataset) -> RecordForm | None:
     """The form of the records, by the names of the columns. None: plain text."""
     if recipe.text_column:
         return None
@@ -432,42 +433,42 @@ def find_form(recipe: ClmRecipe, table: Dataset) -> Form | None:
     form = first_form(recipe, table, answered)
     if form is None:
         return None
-    given = tuple(name for name in given_columns(table) if name not in form.columns)
+    given = tuple(name for name in template_columns(table) if name not in form.columns)
     return replace(form, verdict=verdict, given=given)
 
 
-def first_form(recipe: ClmRecipe, table: Dataset, answered: bool) -> Form | None:
+def first_form(recipe: ClmRecipe, table: Dataset, answered: bool) -> RecordForm | None:
     """The first of the possible forms whose columns exist. `answered`: whether records must have an answer."""
     names = table.column_names
-    system = tables.match_columns(SYSTEMS, names)
-    form = partial(Form, system=system, system_prompt=recipe.system_prompt, answered=answered)
-    lists = [name for name in DIALOGUES if name in names and tables.may_hold_turns(table.features[name])]
-    packed = [name for name in DIALOGUES if name in tables.text_columns(table)]
+    system = tables.match_columns(SYSTEM_COLUMNS, names)
+    form = partial(RecordForm, system=system, system_prompt=recipe.system_prompt, answered=answered)
+    lists = [name for name in DIALOGUE_COLUMNS if name in names and tables.may_hold_turns(table.features[name])]
+    packed = [name for name in DIALOGUE_COLUMNS if name in tables.text_columns(table)]
     for name in (*lists, *packed):
-        if name != "history" and _has_roles(table[name][:FIRST_RECORDS]):
+        if name != "history" and _has_roles(table[name][:NUM_INSPECTED_RECORDS]):
             return form("messages", name)
-    sure = [name for name in names if "text" not in names or name not in UNSURE]
-    question = tables.match_columns(QUESTIONS, sure)
-    answer = tables.match_columns(ANSWERS, sure)
+    sure = [name for name in names if "text" not in names or name not in AMBIGUOUS_COLUMNS]
+    question = tables.match_columns(QUESTION_COLUMNS, sure)
+    answer = tables.match_columns(ANSWER_COLUMNS, sure)
     if question is None or (answered and answer is None):
-        question, answer = tables.match_columns(SPEAKERS, names) or (None, None)
+        question, answer = tables.match_columns(SPEAKER_COLUMNS, names) or (None, None)
     if question is None:
         return None
     answer = answer if answered else None
-    history = "history" if "history" in names and holds_turns(table, "history", LISTS) else None
-    given = tables.match_columns(INPUTS, [name for name in names if name != question])
+    history = "history" if "history" in names and holds_turns(table, "history", LISTS_AS_TEXT) else None
+    given = tables.match_columns(INPUT_COLUMNS, [name for name in names if name != question])
     turns = [name for name in (question, answer, history) if name and holds_turns(table, name)]
     if question == "instruction" or (given and question not in turns):
         return form("instruction", question, answer, given, history=history)
-    texts = [] if turns or recipe.chat_template == "none" else table[question][:FIRST_RECORDS]
-    is_spoken = any(isinstance(spoken(text), list) for text in texts)
+    texts = [] if turns or recipe.chat_template == "none" else table[question][:NUM_INSPECTED_RECORDS]
+    is_spoken = any(isinstance(split_turns(text), list) for text in texts)
     return form("prompt", question, answer, history=history, plain=not (turns or is_spoken), spoken=is_spoken)
 
 
-def given_columns(table: Dataset) -> tuple[str, ...]:
+def template_columns(table: Dataset) -> tuple[str, ...]:
     """The columns of what templates take beside the messages, with lists, objects or their JSON texts."""
     found = [name for name in TEMPLATE_ARGUMENTS if name in table.column_names]
-    held = {name: [value for value in table[name][:FIRST_RECORDS] if value] for name in found}
+    held = {name: [value for value in table[name][:NUM_INSPECTED_RECORDS] if value] for name in found}
     return tuple(
         name
         for name in found
@@ -475,19 +476,19 @@ def given_columns(table: Dataset) -> tuple[str, ...]:
     )
 
 
-def holds_turns(table: Dataset, name: str, form: re.Pattern[str] = TURNS) -> bool:
+def holds_turns(table: Dataset, name: str, form: re.Pattern[str] = TURNS_AS_TEXT) -> bool:
     """Return whether a column holds turns, and not one text: as a list, an object, or the text of a list of `form`."""
     kind = table.features[name]
-    texts = table[name][:FIRST_RECORDS] if name in tables.text_columns(table) else []
+    texts = table[name][:NUM_INSPECTED_RECORDS] if name in tables.text_columns(table) else []
     return tables.holds_lists(kind) or isinstance(kind, dict) or any(text and form.match(text) for text in texts)
 
 
 def _has_roles(conversations: list[Any]) -> bool:
     """Return whether turns have a known role."""
     try:
-        if any(isinstance(items, str) and TURNS.match(items) for items in conversations):
+        if any(isinstance(items, str) and TURNS_AS_TEXT.match(items) for items in conversations):
             return True
-        lists = [items for items in map(unpacked, conversations) if isinstance(items, (list, dict))]
+        lists = [items for items in map(parse_list, conversations) if isinstance(items, (list, dict))]
         return any(role in ROLE_OF_NAME for items in lists for role in map(role_of, _with_roles(items)))
     except BadRecord:
         return False

@@ -23,22 +23,22 @@ from datasets import Dataset, Features, Value
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from zerofit.data.chat.instructions import (
-    MASKS,
-    Form,
+    MASK_KEYS,
+    RecordForm,
     check_order,
     first_form,
-    given_columns,
-    given_in,
     holds_turns,
-    spoken,
+    split_turns,
+    template_columns,
+    template_values,
     turns_in,
 )
 from zerofit.data.lengths import report_data_loss
-from zerofit.data.options import PARTS, DataOptions
+from zerofit.data.options import PART_NAMES, DataOptions
 from zerofit.data.pack import DatasetStats, Documents, Sample, SampleSet, TextData
 from zerofit.data.records import BadRecord, read_parts
 from zerofit.data.sources import Source
-from zerofit.data.tables import IDS, Columns, columns_present, table_key, texts_of, tokenizer_hash, with_class_names
+from zerofit.data.tables import TOKEN_IDS, Columns, list_columns, table_key, texts_of, tokenizer_hash, with_class_names
 from zerofit.model import chat
 from zerofit.model.loss import IGNORE
 from zerofit.model.tokenizer import get_tokenizer, padding_token
@@ -48,24 +48,24 @@ from zerofit.recipe.tasks import ClmRecipe
 
 CHOSEN = "chosen"
 REJECTED = "rejected"
-Pair = tuple[chat.Conversation, chat.Conversation]
-TABLE = Features(
-    {"input_ids": IDS, "labels": IDS, "truncated": Value("int32"), "trained": Value("int32"),
+ConversationPair = tuple[chat.Conversation, chat.Conversation]
+CHAT_TABLE = Features(
+    {"input_ids": TOKEN_IDS, "labels": TOKEN_IDS, "truncated": Value("int32"), "trained": Value("int32"),
      "is_cut": Value("bool"), "unread": Value("string")}
 )  # fmt: skip
-TABLE_OF_PAIRS = Features({**TABLE, "rejected_ids": IDS, "rejected_labels": IDS})
+PREFERENCE_TABLE = Features({**CHAT_TABLE, "rejected_ids": TOKEN_IDS, "rejected_labels": TOKEN_IDS})
 Rendered = tuple[str, list[chat.Span], list[chat.Span]]  # text, answers, and what is never trained on
-FIRST_TEXTS = 1000  # that are searched for what the template writes
+NUM_SEARCHED_TEXTS = 1000  # that are searched for what the template writes
 # of a sample: runs of trained or other tokens, and characters at each end of a run
 SHOWN_RUNS = 6
-SHOWN = 200
+SHOWN_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
 class PreferenceForm:
     """The columns from which the pairs of a table are read."""
 
-    prompt: Form | None  # how its prompts are read; None: both answers are whole conversations
+    prompt: RecordForm | None  # how its prompts are read; None: both answers are whole conversations
     system_prompt: str | None  # for conversations without one
     plain: bool  # prompt and answers are texts, which can be concatenated without a template
     given: tuple[str, ...] = ()  # the columns of what a template takes beside the messages, such as tools
@@ -80,10 +80,10 @@ class PreferenceForm:
             f"data      each record is a pair of answers, of which the first is preferred ({', '.join(self.columns)})"
         )
 
-    def texts(self, content: Pair) -> Iterator[str]:
+    def texts(self, content: ConversationPair) -> Iterator[str]:
         return (message["content"] for conversation in content for message in conversation)
 
-    def read(self, record: dict[str, Any]) -> Pair:
+    def read(self, record: dict[str, Any]) -> ConversationPair:
         """The two conversations of a record; only what is not common to both is compared. Raises BadRecord: a text is
         empty, a role is out of order, there is no prompt, the prompts differ, or both answers are the same."""
         chosen, rejected = (self._conversation(record, column) for column in (CHOSEN, REJECTED))
@@ -98,13 +98,13 @@ class PreferenceForm:
             raise BadRecord(same if len(chosen) == len(rejected) else "one conversation is the beginning of the other")
         if (role := chosen[common]["role"]) != "assistant":
             raise BadRecord(f"turn {common + 1}, the {role}'s, differs: both answers must be to one prompt")
-        given = given_in(record, self.given)
+        given = template_values(record, self.given)
         pair = []
         for conversation in (chosen, rejected):
             before = conversation[:common]
             after = conversation[common:]
             if all(turn.get("masked") for turn in after if turn["role"] == "assistant"):
-                raise BadRecord(f"nothing is compared: all answers are masked ({', '.join(MASKS)})")
+                raise BadRecord(f"nothing is compared: all answers are masked ({', '.join(MASK_KEYS)})")
             before = [{**turn, "trained": False} if turn["role"] == "assistant" else turn for turn in before]
             pair.append(chat.Conversation([*before, *after], given))
         return pair[0], pair[1]
@@ -114,7 +114,7 @@ class PreferenceForm:
         if isinstance(value, dict) and not any(isinstance(each, list) for each in value.values()):
             value = [value]  # one turn
         is_spoken = self.prompt is None or self.prompt.spoken
-        turns = turns_in(spoken(value) if is_spoken else value, "assistant", column)
+        turns = turns_in(split_turns(value) if is_spoken else value, "assistant", column)
         if turns and turns[0]["role"] == "system":
             begins = []
         elif turns and turns[0]["role"] != "assistant":  # a whole conversation, but for the system's turn
@@ -136,11 +136,11 @@ def find_preferences(recipe: ClmRecipe, table: Dataset) -> PreferenceForm:
     if missing := [name for name in (CHOSEN, REJECTED) if name not in table.column_names]:
         raise UserError(
             f"preference_loss: the records have no column {' and no column '.join(missing)}. It reads the columns "
-            f"chosen and rejected, two answers to a prompt; {columns_present(table)}"
+            f"chosen and rejected, two answers to a prompt; {list_columns(table)}"
         )
     prompt = first_form(recipe, table, answered=False)
     plain = not any(holds_turns(table, name) for name in (CHOSEN, REJECTED)) and prompt is not None and prompt.plain
-    return PreferenceForm(prompt, recipe.system_prompt, plain, given_columns(table))
+    return PreferenceForm(prompt, recipe.system_prompt, plain, template_columns(table))
 
 
 def prepare_chat(
@@ -148,7 +148,7 @@ def prepare_chat(
     options: DataOptions,
     config: PretrainedConfig,
     source: Source,
-    forms: Mapping[str, Form | PreferenceForm],
+    forms: Mapping[str, RecordForm | PreferenceForm],
     *,
     block_size: int,
 ) -> TextData:
@@ -164,9 +164,9 @@ def prepare_chat(
     tokenizer = get_tokenizer(recipe, config, first.texts, f"{table_key(first.table)} {form}")
     template, note = chat.install_template(tokenizer, recipe.chat_template, "none" if form.plain else None)
     notes = [note, form.describe, *notes, *chat.missing_end_token(tokenizer, template)]
-    notes += chat.written_twice(tokenizer, template, islice(first.texts(), FIRST_TEXTS))
+    notes += chat.written_twice(tokenizer, template, islice(first.texts(), NUM_SEARCHED_TEXTS))
     encoder = ChatEncoder(tokenizer, template, block_size, recipe.train_on_prompt and not compares)
-    encode, features = (encode_pairs, TABLE_OF_PAIRS) if compares else (encode_conversations, TABLE)
+    encode, features = (encode_pairs, PREFERENCE_TABLE) if compares else (encode_conversations, CHAT_TABLE)
     sets: dict[str, Conversations] = {}
     unread: list[str] = []
     for name, part in parts.items():
@@ -178,10 +178,10 @@ def prepare_chat(
     read = {name for form in forms.values() for name in form.columns}
     notes += unread_note([name for name in columns if name not in read], unread)
     sample = sets[first_of][0]
-    shown = show(sample, tokenizer, template, PARTS[first_of])
+    shown = show_sample(sample, tokenizer, template, PART_NAMES[first_of])
     if compares:
         rejected = {"input_ids": sample["rejected_ids"], "labels": sample["rejected_labels"]}
-        shown += ["sample    the same with the rejected answer:", *show(rejected, tokenizer, template)[1:]]
+        shown += ["sample    the same with the rejected answer:", *show_sample(rejected, tokenizer, template)[1:]]
     packed: dict[str, SampleSet] = dict(sets)
     if not compares and recipe.packing != "none":
         filler = padding_token(tokenizer)
@@ -229,8 +229,8 @@ class ChatEncoder:
             raise UserError(f"{where}: {self.template} fails on it: {bad}") from None
 
     def encode(self, rendered: list[Rendered]) -> dict[str, list[Any]]:
-        """The columns of TABLE but `unread`; a record without a trained token within block_size gets no tokens."""
-        rows: dict[str, list[Any]] = {name: [] for name in TABLE if name != "unread"}
+        """Return the columns of CHAT_TABLE except `unread`. A row without trained tokens in block_size is empty."""
+        rows: dict[str, list[Any]] = {name: [] for name in CHAT_TABLE if name != "unread"}
         how = {"add_special_tokens": False, "return_offsets_mapping": True, "return_attention_mask": False}
         encoded = self.tokenizer([text for text, *_ in rendered], **how, verbose=False)
         for row, (_, spans, never) in enumerate(rendered):
@@ -254,9 +254,9 @@ def encode_conversations(encoder: ChatEncoder, conversations: list[chat.Conversa
     return {**encoder.encode(rendered), "unread": [" ".join(keys) for keys in unread]}
 
 
-def encode_pairs(encoder: ChatEncoder, pairs: list[Pair], names: list[str]) -> dict[str, list[Any]]:
-    """The columns of TABLE_OF_PAIRS. A pair of which one answer has no trained token within block_size has no tokens:
-    there is nothing to compare."""
+def encode_pairs(encoder: ChatEncoder, pairs: list[ConversationPair], names: list[str]) -> dict[str, list[Any]]:
+    """Return the columns of PREFERENCE_TABLE. If one answer of a pair has no trained token within block_size, the pair
+    has no tokens: there is nothing to compare."""
     chosen, rejected = (encode_conversations(encoder, list(side), names) for side in zip(*pairs))
     for row, trained in enumerate(zip(chosen["trained"], rejected["trained"])):
         for side in (chosen, rejected) if not all(trained) else ():
@@ -323,7 +323,7 @@ class PreferencePairs(Conversations):
     """Pairs of answers with their labels, one pair a sample; the collator pads them.
 
     Args:
-        table: of TABLE_OF_PAIRS; all ids of a pair are empty where it is skipped.
+        table: with the columns of PREFERENCE_TABLE; all ids of a pair are empty where it is skipped.
     """
 
     def __init__(self, table: Dataset):
@@ -410,7 +410,7 @@ def chat_truncation_notes(
     if skipped == len(table):
         longest = columns["truncated"].max(initial=0)
         raise UserError(f"block_size = {block_size}: no answer lies within it. Choose up to {longest:,}")
-    of = f"{PARTS[part]} samples"
+    of = f"{PART_NAMES[part]} samples"
     beyond = f"block_size = {block_size} tokens"
     lengths = Documents(table).lengths + columns["truncated"]
     notes = []
@@ -422,7 +422,7 @@ def chat_truncation_notes(
     return notes
 
 
-def show(
+def show_sample(
     sample: dict[str, np.ndarray], tokenizer: PreTrainedTokenizerBase, template: str, part: str = "training"
 ) -> list[str]:
     """The first runs of a sample as text, with marks around what is trained on (in the held-out part: predicted)."""
@@ -433,10 +433,10 @@ def show(
     for end in ends[:SHOWN_RUNS]:
         decoded = str(tokenizer.decode(sample["input_ids"][:end], clean_up_tokenization_spaces=False))
         run = decoded[len(so_far) :]
-        run = f"{run[:SHOWN]} […] {run[-SHOWN:]}" if len(run) > 2 * SHOWN else run
+        run = f"{run[:SHOWN_CHARACTERS]} […] {run[-SHOWN_CHARACTERS:]}" if len(run) > 2 * SHOWN_CHARACTERS else run
         text += f"⟦{run}⟧" if trained[end - 1] else run
         so_far = decoded
     text += " …" if len(ends) > SHOWN_RUNS else ""
-    does = "is trained on" if part == PARTS["train"] else "is predicted"
+    does = "is trained on" if part == PART_NAMES["train"] else "is predicted"
     heading = f"sample    the first {part} sample, written by {template}; the text in ⟦ ⟧ {does}:"
     return [heading, *("  | " + line for line in text.splitlines())]

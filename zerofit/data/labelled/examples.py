@@ -19,9 +19,9 @@ from datasets import ClassLabel, Dataset, Features, Value
 from transformers import PretrainedConfig
 
 from zerofit.data import tables
-from zerofit.data.chat.instructions import blank
+from zerofit.data.chat.instructions import is_blank
 from zerofit.data.labelled.labels import (
-    INTEGER,
+    INTEGER_LABEL,
     ExampleData,
     HeldOut,
     LabelledColumns,
@@ -29,40 +29,40 @@ from zerofit.data.labelled.labels import (
     Labels,
     encode_parts,
     find_labels,
-    in_model_order,
     is_missing,
     label_report,
     name_of,
+    order_as_model,
     refuse_flags,
     trained_labels,
 )
 from zerofit.data.lengths import choose_length
-from zerofit.data.mixture import MixedSamples, mixed, options_of_sources
+from zerofit.data.mixture import MixedSamples, mix_sources, options_of_sources
 from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.records import BadRecord, read_parts
-from zerofit.data.sources import HELD_OUT, Source, read_source
+from zerofit.data.sources import HELD_OUT_SPLITS, Source, read_source
 from zerofit.model.configuration import has_head
 from zerofit.model.loss import IGNORE
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import ClsRecipe
 
-NUMBERED = re.compile(r"(choice|ending|option|answer|sol|alternative)_?(\d+|[a-h])")
-LISTS = ("choices", "options", "endings")
-CONTEXTS = (  # the columns of a question, by default
+NUMBERED_CHOICE = re.compile(r"(choice|ending|option|answer|sol|alternative)_?(\d+|[a-h])")
+CHOICE_LIST_COLUMNS = ("choices", "options", "endings")
+CONTEXT_COLUMNS = (  # the columns of a question, by default
     ("sent1", "sent2"), ("article", "question"), ("context", "question"), ("passage", "question"),
     ("premise", "question"), ("premise",), ("startphrase",), ("question",), ("ctx",), ("goal",), ("sentence",),
     ("context",),
 )  # fmt: skip
-ANSWERS = ("label", "answerkey", "answer", "labels", "gold")
-WORDS = ("tokens", "words")  # columns that hold lists of words, by default, and those of their tags
-TAGS = ("ner_tags", "tags", "labels", "label", "pos_tags")
-TEXTS = (  # columns that hold the text, or the texts of a pair, by default
+RIGHT_CHOICE_COLUMNS = ("label", "answerkey", "answer", "labels", "gold")
+WORD_COLUMNS = ("tokens", "words")  # columns that hold lists of words, by default, and those of their tags
+TAG_COLUMNS = ("ner_tags", "tags", "labels", "label", "pos_tags")
+SENTENCE_COLUMNS = (  # columns that hold the text, or the texts of a pair, by default
     ("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("question", "sentence"),
     ("text1", "text2"), ("text_a", "text_b"), ("text", "text_pair"), ("sentence_a", "sentence_b"),
     ("sentence",), ("text",), ("review",), ("content",), ("title", "content"),
 )  # fmt: skip
-LABELS = ("label", "labels", "class", "category", "target", "score", "gold_label")
-PAIR = ("sentence1", "sentence2")
+LABEL_COLUMNS = ("label", "labels", "class", "category", "target", "score", "gold_label")
+SENTENCE_PAIR = ("sentence1", "sentence2")
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ class Choices:
         """Return (the two texts of each choice, which is right). Raises BadRecord: a text is empty, or the label is
         none."""
         names, choices = self._choices(record)
-        texts = [text for text in choices if text and not blank(text)]
+        texts = [text for text in choices if text and not is_blank(text)]
         parts = [record[name] for name in self.context]
-        if any(blank(text) for text in parts):
+        if any(is_blank(text) for text in parts):
             raise BadRecord(f"the question ({', '.join(self.context)}) is empty")
         if len(choices) < 2 or len(texts) < len(choices):
             raise BadRecord(f"it has {len(choices)} choices" if len(choices) < 2 else "a choice is empty")
@@ -111,25 +111,25 @@ class Choices:
     def _choices(self, record: dict[str, Any]) -> tuple[list[str], list[str | None]]:
         """Return (names of the choices, where they have some; their texts)."""
         if len(self.choices) > 1:
-            return [*self.choices], _texts(record[name] for name in self.choices)
+            return [*self.choices], _as_texts(record[name] for name in self.choices)
         held = record[self.choices[0]] or []
         if isinstance(held, dict) and "text" not in held:  # {"A": text, ...}, as MedQA has it
             held = {name: text for name, text in held.items() if text is not None}
-            return [*held], _texts(held.values())
+            return [*held], _as_texts(held.values())
         if isinstance(held, dict):  # {"label": ["A", ...], "text": [...]}, as ARC and CommonsenseQA have it
-            return [name_of(name) for name in held.get("label") or []], _texts(held.get("text") or [])
+            return [name_of(name) for name in held.get("label") or []], _as_texts(held.get("text") or [])
         if held and isinstance(held[0], dict):
-            return [name_of(choice.get("label")) for choice in held], _texts(choice.get("text") for choice in held)
-        return [], _texts(held)
+            return [name_of(choice.get("label")) for choice in held], _as_texts(choice.get("text") for choice in held)
+        return [], _as_texts(held)
 
     def _number(self, name: str) -> int:
         if len(name) == 1 and name.isalpha():
             return ord(name.upper()) - ord("A")
-        integer = INTEGER.fullmatch(name)
+        integer = INTEGER_LABEL.fullmatch(name)
         return int(integer[1]) - self.start if integer else -1
 
 
-def _texts(values: Iterable[Any]) -> list[str | None]:
+def _as_texts(values: Iterable[Any]) -> list[str | None]:
     return [None if value is None else tables.text_of(value) for value in values]
 
 
@@ -137,18 +137,18 @@ def find_choices(recipe: ClsRecipe, table: Dataset) -> Choices | None:
     """The columns of multiple choice; None for other records. Raises UserError: `choice_columns` names columns that
     are not there, or no column of the question or label is found."""
     present = table.column_names
-    choices = tuple(recipe.choice_columns or ()) or known_choices(table)
+    choices = tuple(recipe.choice_columns or ()) or find_choice_columns(table)
     if not choices or (recipe.text_columns and not recipe.choice_columns):
         return None
     texts = set(tables.text_columns(table)) - set(choices)
-    context = tuple(recipe.text_columns or tables.match_columns(CONTEXTS, texts) or ())
-    label = recipe.label_column or tables.match_columns(ANSWERS, {*present} - {*choices})
+    context = tuple(recipe.text_columns or tables.match_columns(CONTEXT_COLUMNS, texts) or ())
+    label = recipe.label_column or tables.match_columns(RIGHT_CHOICE_COLUMNS, {*present} - {*choices})
     missing = [name for name in (*choices, *context, label) if name and name not in present]
     if not recipe.choice_columns and not (context and label):
         return None  # it may be another kind of data
     is_list = len(choices) > 1 or _is_list(table, choices[0])
     if missing or not (context and label and is_list):
-        found = f"question: {' '.join(context) or 'none'}, label: {label or 'none'}; {tables.columns_present(table)}"
+        found = f"question: {' '.join(context) or 'none'}, label: {label or 'none'}; {tables.list_columns(table)}"
         problem = f"there is no column {missing[0]!r}" if missing else f"name two columns, or one of lists ({found})"
         raise UserError(f"choice_columns = {' '.join(choices)}: {problem}. See also --text_columns and --label_column")
     reader = Choices(context, choices, label)
@@ -159,19 +159,19 @@ def find_choices(recipe: ClsRecipe, table: Dataset) -> Choices | None:
             name = name_of(row[label])
             (_, held) = reader._choices(row)
             values.add((name, len(held), name in [text and text.strip() for text in held]))
-    numbers = {(int(match[1]), size) for name, size, _ in values if (match := INTEGER.fullmatch(name))}
+    numbers = {(int(match[1]), size) for name, size, _ in values if (match := INTEGER_LABEL.fullmatch(name))}
     counts_from_one = any(number == size for number, size in numbers) and all(number for number, _ in numbers)
     return replace(reader, start=int(counts_from_one), by_text=all(is_text for _, _, is_text in values))
 
 
-def known_choices(table: Dataset) -> tuple[str, ...]:
+def find_choice_columns(table: Dataset) -> tuple[str, ...]:
     """The columns of choices by their usual names, in the order of their numbers or letters."""
     of_stem: dict[str, list[tuple[int, str]]] = {}
     for name in table.column_names:
-        if match := NUMBERED.fullmatch(name):
+        if match := NUMBERED_CHOICE.fullmatch(name):
             of_stem.setdefault(match[1], []).append((int(match[2], 18), name))  # h is 17
     numbered = next((names for names in of_stem.values() if len(names) > 1), [])
-    lists = [(name,) for name in LISTS if name in table.column_names and _is_list(table, name)]
+    lists = [(name,) for name in CHOICE_LIST_COLUMNS if name in table.column_names and _is_list(table, name)]
     return tuple(name for _, name in sorted(numbered)) or next(iter(lists), ())
 
 
@@ -192,7 +192,7 @@ class TaggedWords(LabelledColumns):
         words = record[column] or []
         if self.label is None:
             return [word or "" for word in words], [0] * len(words)
-        if any(map(blank, words)) or not words:
+        if any(map(is_blank, words)) or not words:
             raise BadRecord(f"it has {'an empty word' if words else 'no words'} ({column})")
         tags = record[self.label] or []
         if len(tags) != len(words):
@@ -203,15 +203,15 @@ class TaggedWords(LabelledColumns):
 
 
 def find_words(texts: list[str] | None, table: Dataset) -> str | None:
-    return next((name for name in texts or WORDS if _items(table, name) in tables.STRINGS), None)
+    return next((name for name in texts or WORD_COLUMNS if _item_dtype(table, name) in tables.STRING_DTYPES), None)
 
 
-def _items(table: Dataset, name: str) -> str | None:
+def _item_dtype(table: Dataset, name: str) -> str | None:
     """Return the type of the elements of a column's lists; None if it has no lists."""
     return getattr(getattr(table.features.get(name), "feature", None), "dtype", None)
 
 
-def located(sentences: list[list[str]]) -> set[tuple[int, str, int, int]]:
+def find_entities(sentences: list[list[str]]) -> set[tuple[int, str, int, int]]:
     """Return (sentence, kind, first word, last word) of each named entity in the tags of these sentences: B-PER,
     I-PER, O (IOB1, IOB2, IOBES and BILOU). One begins at B or S, after O, E or S, and where the kind changes: I needs
     no B before it, as in conlleval."""
@@ -243,20 +243,20 @@ class GlueTask:
     header: tuple[str, ...] = ()  # the columns of original training and development files without a header (CoLA)
 
 
-GLUE = {
+GLUE_TASKS = {
     "cola": GlueTask(("sentence",), ("unacceptable", "acceptable"), "matthews_correlation",
                      header=("source", "label", "mark", "sentence")),
     "mnli": GlueTask(("premise", "hypothesis"), ("entailment", "neutral", "contradiction"), "accuracy",
-                     PAIR, "gold_label"),
-    "mrpc": GlueTask(PAIR, ("not_equivalent", "equivalent"), "accuracy", ("#1 String", "#2 String"),
+                     SENTENCE_PAIR, "gold_label"),
+    "mrpc": GlueTask(SENTENCE_PAIR, ("not_equivalent", "equivalent"), "accuracy", ("#1 String", "#2 String"),
                      "Quality"),
     "qnli": GlueTask(("question", "sentence"), ("entailment", "not_entailment"), "accuracy"),
     "qqp": GlueTask(("question1", "question2"), ("not_duplicate", "duplicate"), "accuracy",
                     label_column="is_duplicate"),
-    "rte": GlueTask(PAIR, ("entailment", "not_entailment"), "accuracy"),
+    "rte": GlueTask(SENTENCE_PAIR, ("entailment", "not_entailment"), "accuracy"),
     "sst2": GlueTask(("sentence",), ("negative", "positive"), "accuracy"),
-    "stsb": GlueTask(PAIR, None, "pearson", label_column="score"),
-    "wnli": GlueTask(PAIR, ("not_entailment", "entailment"), "accuracy"),
+    "stsb": GlueTask(SENTENCE_PAIR, None, "pearson", label_column="score"),
+    "wnli": GlueTask(SENTENCE_PAIR, ("not_entailment", "entailment"), "accuracy"),
 }  # fmt: skip
 
 
@@ -274,7 +274,7 @@ class LabelledSource(NamedTuple):
 def prepare_examples(recipe: ClsRecipe, config: PretrainedConfig) -> ExampleData:
     """Read, check and tokenise; the first process of the machine works, the others find the result in the cache.
     Raises UserError: columns are not found, a text is empty, a label is missing or outside the label set."""
-    task = GLUE.get(recipe.task_name or "")
+    task = GLUE_TASKS.get(recipe.task_name or "")
     options = DataOptions.of(recipe)
     length = choose_length("max_length", recipe.max_length, recipe.source("max_length"), config)
     if recipe.predict_file:
@@ -283,7 +283,7 @@ def prepare_examples(recipe: ClsRecipe, config: PretrainedConfig) -> ExampleData
         return _prepare_unlabelled(recipe, options, config, task, length)
     with tables.one_process_at_a_time(options.cache):
         own = options_of_sources(options, recipe)
-        sources = [_find(recipe, each, task) for each in own.values()]
+        sources = [_find_reader(recipe, each, task) for each in own.values()]
         readers = _readers(recipe, sources, task, config)
         read = [
             read_parts(each.source, dict.fromkeys(each.source.parts, reader), each.options)
@@ -309,16 +309,16 @@ def prepare_examples(recipe: ClsRecipe, config: PretrainedConfig) -> ExampleData
             samples = {name: part.samples for name, part in parts_held if part.suffix == suffix}
             records = [table for _, part in parts_held if part.suffix == suffix for table in part.tables]
             held.append(HeldOut(MixedSamples(list(samples.values())), records, suffix, samples))
-        data = mixed(by_name, recipe, held_out=held)
+        data = mix_sources(by_name, recipe, held_out=held)
     trained = [each.train.labels for each in prepared if each.train is not None]
     held_out = [part.samples.labels for part in data.held_out]
     data.notes += label_report(labels, trained, held_out)
     return data
 
 
-def _find(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None) -> LabelledSource:
+def _find_reader(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None) -> LabelledSource:
     """The records of a source, those of GLUE as its task is published, and the columns that hold texts and labels."""
-    held_out: dict[str, tuple[str, ...]] = {"validation": HELD_OUT}
+    held_out: dict[str, tuple[str, ...]] = {"validation": HELD_OUT_SPLITS}
     if recipe.task_name == "mnli":
         held_out = {"validation": ("validation_matched",), "validation_mismatched": ("validation_mismatched",)}
     source = read_source(options, held_out)
@@ -336,8 +336,8 @@ def _find(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None) -> Lab
             choices = find_choices(recipe, source.first) or choices
         return LabelledSource(options, source, choices)
     words = find_words(recipe.text_columns, source.first)
-    known = (recipe.label_column,) if recipe.label_column else TAGS
-    tags = next((name for name in known if name != words and _items(source.first, name)), None)
+    known = (recipe.label_column,) if recipe.label_column else TAG_COLUMNS
+    tags = next((name for name in known if name != words and _item_dtype(source.first, name)), None)
     if task is None and words and tags:
         names = tables.class_names(source.first.features[tags])
         return LabelledSource(options, source, TaggedWords((words,), tags, Labels(None, of_words=True), names))
@@ -391,7 +391,7 @@ def _readers(
             raise UserError(f"regression = true: {where} has lists of labels ({column}), and no numbers")
         regression = False if of_words or of_sets else recipe.regression
         labels = replace(find_labels(values, where, class_names, regression, column), of_sets=of_sets)
-    labels = replace(in_model_order(labels, config), of_words=of_words)
+    labels = replace(order_as_model(labels, config), of_words=of_words)
     return [
         replace(
             reader,
@@ -418,19 +418,19 @@ def _prepare_unlabelled(
         texts = tuple[str, ...]()
         if has_head(config, "TokenClassification"):
             if (words := find_words(recipe.text_columns, table)) is None:
-                raise UserError(f"text_columns: no column of lists of words is found; {tables.columns_present(table)}")
+                raise UserError(f"text_columns: no column of lists of words is found; {tables.list_columns(table)}")
             kind = TaggedWords
             texts = (words,)
             labels = replace(labels, of_words=True)
         else:
             texts, _ = _columns(recipe, table, task, labelled=False)
-            labels = in_model_order(labels, config)
+            labels = order_as_model(labels, config)
             source.parts = {PREDICT: _as_text(table, texts)}
         columns = kind(texts, None, labels)
         parts, notes = read_parts(source, {PREDICT: columns}, options)
         data = encode_parts(options, config, parts, labels, length)
     data.notes[:0] = [f"data      {source.describe(columns)}", *notes]
-    if empty := sum(all(map(blank, columns.texts(content))) for content in parts[PREDICT].contents()):
+    if empty := sum(all(map(is_blank, columns.texts(content))) for content in parts[PREDICT].contents()):
         data.notes.append(f"note      {empty:,} of {len(table):,} texts are empty")
     data.to_answer = True
     return data
@@ -448,13 +448,13 @@ def _columns(
     tables.check_column(table, "label_column", label if labelled else None)
     problems = []
     if not texts:
-        known: list[tuple[str, ...]] = [pair for pair in TEXTS if len(pair) == 2]
+        known: list[tuple[str, ...]] = [pair for pair in SENTENCE_COLUMNS if len(pair) == 2]
         if task:
             known = [task.texts, task.released]
-        known += [] if task else [(name,) for name in tables.worded_columns(table) if (name,) in TEXTS]
-        known += [] if task else [names for names in TEXTS if len(names) == 1]  # texts of digits
+        known += [] if task else [(name,) for name in tables.word_columns(table) if (name,) in SENTENCE_COLUMNS]
+        known += [] if task else [names for names in SENTENCE_COLUMNS if len(names) == 1]  # texts of digits
         texts = tables.match_columns(filter(None, known), present - {label}) or ()
-        words = [name for name in tables.worded_columns(table) if name not in (*LABELS, label)]
+        words = [name for name in tables.word_columns(table) if name not in (*LABEL_COLUMNS, label)]
         if not texts and not task and len(words) == 1:
             tables.check_name(words[0], "text_columns")
             texts = (words[0],)
@@ -463,10 +463,10 @@ def _columns(
             problems.append(f"{missing}. Name it (or two, of a pair) with --text_columns")
     label = label if labelled else None
     if labelled and not label:
-        label = tables.match_columns(("label", task.label_column) if task else LABELS, present)
+        label = tables.match_columns(("label", task.label_column) if task else LABEL_COLUMNS, present)
         if label is None:
             problems.append("no column of labels is found. Name it with --label_column")
-    if problems and not task and (choices := known_choices(table)):
+    if problems and not task and (choices := find_choice_columns(table)):
         problems.append(f"For multiple choice name the choices, too: --choice_columns {' '.join(choices)}")
     if label in texts:
         problems.append(f"label_column = {label!r} is a text column too: name another one")
@@ -478,7 +478,7 @@ def _columns(
             if not isinstance(feature, (Value, ClassLabel)):
                 problems.append(f"{option}: {name!r} holds lists or records, not one value each")
     if problems:
-        raise UserError([f"{problem}; {tables.columns_present(table)}" for problem in problems])
+        raise UserError([f"{problem}; {tables.list_columns(table)}" for problem in problems])
     return texts, label or ""
 
 

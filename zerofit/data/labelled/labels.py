@@ -14,29 +14,29 @@ import numpy as np
 from datasets import Dataset, Features, List, Value
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from zerofit.data.chat.instructions import blank
+from zerofit.data.chat.instructions import is_blank
 from zerofit.data.lengths import report_data_loss
 from zerofit.data.mixture import MixedSamples
-from zerofit.data.options import PARTS, PREDICT, DataOptions
+from zerofit.data.options import PART_NAMES, PREDICT, DataOptions
 from zerofit.data.pack import LabelledSamples, TaskData, TokenizedDataset, stats_rows
 from zerofit.data.records import BadRecord, Encode, RecordSet
-from zerofit.data.tables import IDS, NUMBER, kept_columns, table_key, text_of, tokenizer_hash
+from zerofit.data.tables import NUMBER_TEXT, TOKEN_IDS, input_columns, table_key, text_of, tokenizer_hash
 from zerofit.model.configuration import has_head
 from zerofit.model.tokenizer import get_tokenizer, padding_values, read_by_words
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import BALANCED, ClsRecipe
 
-MISSING = -1  # the hub's GLUE marks records without a label so
+MISSING_LABEL = -1  # the hub's GLUE marks records without a label so
 MULTI_LABEL: Final = "multi_label_classification"  # problem_type of transformers
-GOLD = "gold_label"  # the column of SNLI and MNLI, where "-" says that the annotators did not agree
-MOST_CLASSES = 1000
-THRESHOLD = 0.5  # the probability above which a label is predicted, where a record may have several
-INTEGER = re.compile(r"(0|-?[1-9]\d*)(\.0)?", re.ASCII)  # as programs write it: no name such as 007 or 1e3
-WITH_COMMA = re.compile(r"[+-]?\d*,\d+(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
-SEPARATED = re.compile(r"[+-]?[0-9][0-9.,'\u2019\s]*")  # 0,5 and 1,234.5 and 1.234,5 and 1 234,5, also with U+202F
-FEW = 5  # records of a class that are too few to learn it from
-SHOWN = 20  # classes with their numbers of records
-NAMED = 5  # classes of a note
+GOLD_LABEL_COLUMN = "gold_label"  # the column of SNLI and MNLI, where "-" says that the annotators did not agree
+MAX_CLASSES = 1000
+MULTI_LABEL_THRESHOLD = 0.5  # the probability above which a label is predicted, where a record may have several
+INTEGER_LABEL = re.compile(r"(0|-?[1-9]\d*)(\.0)?", re.ASCII)  # as programs write it: no name such as 007 or 1e3
+DECIMAL_COMMA_NUMBER = re.compile(r"[+-]?\d*,\d+(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+SEPARATED_NUMBER = re.compile(r"[+-]?[0-9][0-9.,'\u2019\s]*")  # 0,5; 1,234.5; 1.234,5; 1 234,5 (also U+202F)
+MIN_RECORDS = 5  # records of a class that are too few to learn it from
+MAX_COUNTED_CLASSES = 20  # classes with their numbers of records
+MAX_NAMED_CLASSES = 5  # classes of a note
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Labels:
         more = ", ..." if len(self.names) > 10 else ""
         shown = f"{len(self.names)} {what}: {', '.join(self.names[:10])}{more}"
         if self.of_sets:
-            return f"{shown} (predicted are those with a probability above {THRESHOLD:g})"
+            return f"{shown} (predicted are those with a probability above {MULTI_LABEL_THRESHOLD:g})"
         is_binary = len(self.names) == 2 and not self.of_words
         return shown + (f" (f1 is that of {self.names[1]})" if is_binary else "")
 
@@ -92,9 +92,9 @@ class Labels:
         """The label of a record: the number of its class, or a number. Raises BadRecord: there is none; it is none of
         the classes, or no number. `class_names`: the names of the data's class numbers, if it has class numbers."""
         name = "" if is_missing(value, self.number) else name_of(value)
-        if class_names and (isinstance(value, int) or name not in class_names) and INTEGER.fullmatch(name):
+        if class_names and (isinstance(value, int) or name not in class_names) and INTEGER_LABEL.fullmatch(name):
             index = int(float(name))
-            name = "" if index == MISSING else class_names[index] if 0 <= index < len(class_names) else name
+            name = "" if index == MISSING_LABEL else class_names[index] if 0 <= index < len(class_names) else name
         if not name:
             raise BadRecord(f"it has no label ({self.number})")
         if self.names is None:
@@ -110,7 +110,7 @@ class Labels:
     def place_of(self, name: str) -> int | None:
         """The number of the class of that name; 1 and 1.0 are one class, where the set does not have both."""
         names = self.names or ()
-        integer = INTEGER.fullmatch(name)
+        integer = INTEGER_LABEL.fullmatch(name)
         spellings = (name, integer[1], f"{integer[1]}.0") if integer else (name,)
         return next((names.index(each) for each in spellings if each in names), None)
 
@@ -142,19 +142,19 @@ def find_labels(
     if regression is None:
         refuse_unclear(present, where)
     names = tuple(sorted(present))
-    integers = [INTEGER.fullmatch(name) for name in present]
+    integers = [INTEGER_LABEL.fullmatch(name) for name in present]
     if all(integers):
         ordered = sorted(filter(None, integers), key=lambda match: int(match[1]))
         shortened = not all(match[2] for match in ordered)
         names = tuple(dict.fromkeys(match[1] if shortened else match[0] for match in ordered))
-    if len(names) < 2 or len(names) > MOST_CLASSES:
+    if len(names) < 2 or len(names) > MAX_CLASSES:
         what = f"only one label, {names[0]!r}" if len(names) < 2 else f"{len(names):,} different labels"
         raise UserError(f"{where} has {what}: nothing to classify. Correct label_column, or use --regression")
     blank = sorted({str(value) for value in values if str(value) != str(value).strip() and not is_missing(value)})
     if blank:
         shown = ", ".join(map(repr, blank[:3])) + (", ..." if len(blank) > 3 else "")
         return Labels(names, notes=(f"note      labels are read without the blanks at their ends: {shown}",))
-    if names == tuple(map(str, range(MISSING, len(names) + MISSING))):
+    if names == tuple(map(str, range(MISSING_LABEL, len(names) + MISSING_LABEL))):
         note = "note      the label -1 is a class; if records have it that have no label, as SNLI's, remove these"
         return Labels(names, notes=(note,))
     return Labels(names)
@@ -165,7 +165,7 @@ def _numbers(names: Iterable[str], where: str) -> Labels:
     commas = [name for name in names if "," in name]
     if not commas:
         return Labels(None)
-    wrong = [name for name in commas if not WITH_COMMA.fullmatch(name)]
+    wrong = [name for name in commas if not DECIMAL_COMMA_NUMBER.fullmatch(name)]
     thousands = all(re.fullmatch(r"[+-]?[1-9]\d{0,2},\d{3}", name) for name in commas)
     if wrong or thousands or any("." in name for name in names):
         raise UserError(
@@ -199,7 +199,7 @@ def refuse_unclear(names: Iterable[str], where: str) -> None:
             '{"labels": ["a", "c"]}; or say --regression false if each such text is a class'
         )
     commas = [name for name in names if re.search(r"[,'\u2019\s]", name)]
-    if commas and all(SEPARATED.fullmatch(name) or WITH_COMMA.fullmatch(name) for name in names):
+    if commas and all(SEPARATED_NUMBER.fullmatch(name) or DECIMAL_COMMA_NUMBER.fullmatch(name) for name in names):
         raise UserError(
             f"{where}: labels such as {commas[0]!r} have a comma or blank. If they are numbers with a decimal comma, "
             "say --regression true; if they are names of classes, --regression false; several labels of a record are "
@@ -219,7 +219,7 @@ def _labels_of_head(config: PretrainedConfig) -> tuple[str, ...]:
     return tuple(str(name) for _, name in sorted((config.id2label or {}).items()))
 
 
-def in_model_order(labels: Labels, config: PretrainedConfig) -> Labels:
+def order_as_model(labels: Labels, config: PretrainedConfig) -> Labels:
     """The classes in the order of a pretrained model that has the same names; else unchanged."""
     theirs = _labels_of_head(config)
     ours = {name.lower(): name for name in labels.names or ()}
@@ -315,7 +315,7 @@ def is_missing(value: Any, column: str = "") -> bool:
     nan is a name."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return True
-    return not str(value).strip() or (column == GOLD and value == "-")
+    return not str(value).strip() or (column == GOLD_LABEL_COLUMN and value == "-")
 
 
 def _number(value: Any, decimal_comma: bool = False) -> float | None:
@@ -323,9 +323,9 @@ def _number(value: Any, decimal_comma: bool = False) -> float | None:
     try:
         if isinstance(value, str):
             text = value.strip()
-            if decimal_comma and WITH_COMMA.fullmatch(text):
+            if decimal_comma and DECIMAL_COMMA_NUMBER.fullmatch(text):
                 text = text.replace(",", ".")
-            value = text if NUMBER.fullmatch(text) else None
+            value = text if NUMBER_TEXT.fullmatch(text) else None
         number = float(value)
     except (TypeError, ValueError):
         return None
@@ -344,14 +344,14 @@ def label_report(labels: Labels, trained: list[np.ndarray], held_out: list[np.nd
         for own in parts:
             count += own.sum(axis=0).astype(np.int64) if labels.of_sets else np.bincount(own, minlength=len(names))
     both = " + ".join([*(["training"] if trained else []), *(["held out"] if held_out else [])])
-    most = sorted(np.argsort(-(counts + held), kind="stable")[:SHOWN])
+    most = sorted(np.argsort(-(counts + held), kind="stable")[:MAX_COUNTED_CLASSES])
     columns = [*([counts] if trained else []), *([held] if held_out else [])]
     shown = [f"{names[place]} {' + '.join(f'{column[place]:,}' for column in columns)}" for place in most]
-    more = f", and {len(names) - SHOWN:,} labels with fewer" if len(names) > SHOWN else ""
+    more = f", and {len(names) - MAX_COUNTED_CLASSES:,} labels with fewer" if len(names) > MAX_COUNTED_CLASSES else ""
     lines = [f"labels    {what} of each label ({both}): {', '.join(shown)}{more}"]
     if trained:
-        few = [f"{names[place]} ({counts[place]})" for place in np.flatnonzero((counts > 0) & (counts < FEW))]
-        lines += _note(f"fewer than {FEW} training {what}", few)
+        few = [f"{names[place]} ({counts[place]})" for place in np.flatnonzero((counts > 0) & (counts < MIN_RECORDS))]
+        lines += _note(f"fewer than {MIN_RECORDS} training {what}", few)
         lines += _note(f"no training {what}", [names[place] for place in np.flatnonzero(counts == 0)])
     if held_out:
         lines += _note(f"no held-out {what}", [names[place] for place in np.flatnonzero(held == 0)])
@@ -361,8 +361,8 @@ def label_report(labels: Labels, trained: list[np.ndarray], held_out: list[np.nd
 def _note(what: str, found: Sequence[str]) -> list[str]:
     if not found:
         return []
-    more = f", and {len(found) - NAMED:,} more" if len(found) > NAMED else ""
-    return [f"note      {what}: {', '.join(found[:NAMED])}{more}"]
+    more = f", and {len(found) - MAX_NAMED_CLASSES:,} more" if len(found) > MAX_NAMED_CLASSES else ""
+    return [f"note      {what}: {', '.join(found[:MAX_NAMED_CLASSES])}{more}"]
 
 
 # The text or the pair of each row (one, or one a choice), and the label (0 or 1 for each class of a set).
@@ -399,7 +399,7 @@ class LabelledColumns:
         texts = tuple(record[name] or "" for name in self.text)
         if self.label is None:
             return [texts], [0.0] * self.labels.num_outputs if self.labels.of_sets else 0
-        if all(map(blank, texts)):
+        if all(map(is_blank, texts)):
             raise BadRecord(f"the text ({', '.join(self.text)}) is empty")
         label = record[self.label]
         if not self.labels.of_sets:
@@ -465,17 +465,17 @@ def encode_parts(
     encode: Encode = partial(_encode_words if labels.of_words else _encode_rows, tokenizer, length)
     if labels.of_words:
         read_by_words(tokenizer)
-        kinds: dict[str, Any] = {"tags": IDS, "starts": IDS}
+        kinds: dict[str, Any] = {"tags": TOKEN_IDS, "starts": TOKEN_IDS}
     else:
         kind = List(Value("float32")) if labels.of_sets else Value("int64" if labels.names else "float32")
-        kinds = {"sizes": IDS, "label": kind}
+        kinds = {"sizes": TOKEN_IDS, "label": kind}
     numbers = dict.fromkeys(("truncated", "longest"), Value("int32"))
-    features = Features({**dict.fromkeys(columns, IDS), **kinds, **numbers})
+    features = Features({**dict.fromkeys(columns, TOKEN_IDS), **kinds, **numbers})
     more = ("sizes",) if labels.choices else ("tags", "starts") if labels.of_words else ()
     for name, part in parts.items():
         table = part.encode(encode, features, (tokenizer_hash(tokenizer), length, columns), options.cache)
         sets[name] = TokenizedDataset(table, (*columns, *more))
-        what = f"{PARTS.get(name, PARTS['validation'])} texts are cut at {length} tokens (max_length)"
+        what = f"{PART_NAMES.get(name, PART_NAMES['validation'])} texts are cut at {length} tokens (max_length)"
         longest = np.asarray(table.with_format("numpy")["longest"][:])
         cut = int((longest > length).sum())
         notes += report_data_loss(True, cut, len(part), what, longest, option="max_length", config=config)
@@ -486,7 +486,7 @@ def encode_parts(
         records = parts[name].records
         records = records.remove_columns("label") if label == "label" else records
         own = ("prediction", "probability", "probabilities", *(("label",) if label else ()))
-        held.append(HeldOut(sets[name], [kept_columns(records, *own)], suffix))
+        held.append(HeldOut(sets[name], [input_columns(records, *own)], suffix))
     return ExampleData(
         train=sets.get("train"), held_out=held, labels=labels, tokenizer=tokenizer, max_length=length, notes=notes
     )

@@ -18,7 +18,7 @@ from transformers import (
     TextStreamer,
 )
 
-from zerofit.data.chat.instructions import SYSTEMS, given_in, optional_text, turns_in
+from zerofit.data.chat.instructions import SYSTEM_COLUMNS, optional_text, template_values, turns_in
 from zerofit.data.chat.samples import unread_note
 from zerofit.data.prompts import Messages, Prompt, Renderer
 from zerofit.data.records import BadRecord
@@ -285,8 +285,8 @@ def _prompt_of(line: str, where: str) -> Prompt:
     if name is None:
         raise UserError(f"{where} has no `prompt` and no `messages`; it has {keys}")
     try:
-        given = given_in(record, tuple(name for name in TEMPLATE_ARGUMENTS if name in record))
-        system = next(filter(None, (optional_text(record.get(each), f"its {each}") for each in SYSTEMS)), "")
+        given = template_values(record, tuple(name for name in TEMPLATE_ARGUMENTS if name in record))
+        system = next(filter(None, (optional_text(record.get(each), f"its {each}") for each in SYSTEM_COLUMNS)), "")
         if isinstance(record[name], str) and not (given or system):
             return str(record[name])
         messages = turns_in(record[name], "user", name)

@@ -9,8 +9,8 @@ import numpy as np
 from transformers import GPT2Config, PreTrainedTokenizerBase
 
 from zerofit import __version__
-from zerofit.data.delimited_files import proposal
-from zerofit.data.megatron import Card, megatron, tokenizer_fingerprint
+from zerofit.data.delimited_files import propose_encodings
+from zerofit.data.megatron import CorpusCard, import_megatron, tokenizer_fingerprint
 from zerofit.data.options import DataOptions
 from zerofit.model.configuration import model_folder
 from zerofit.model.pretrained_io import silence_libraries
@@ -58,7 +58,7 @@ def prepare_corpora(options: Any) -> list[str]:
         for part, (columns, bad) in workers.encode(parts):
             if bad and not options.skip_bad_lines:
                 is_encoded = "not UTF-8" in bad[0]
-                guess = f" {proposal(b''.join(record for _, record in part.records))}" if is_encoded else ""
+                guess = f" {propose_encodings(b''.join(record for _, record in part.records))}" if is_encoded else ""
                 raise UserError(f"{bad[0]}.{guess} Correct it, or skip such lines with --skip_bad_lines")
             num_bad += len(bad)
             shown += bad[: SHOWN_BAD - len(shown)]
@@ -73,7 +73,7 @@ def prepare_corpora(options: Any) -> list[str]:
             raise UserError(f"input = {' '.join(options.input)}: there is no text in it, so no corpus is written")
         fingerprint = tokenizer_fingerprint(tokenizer)
         rows = vocab_size(tokenizer)
-        card = Card(options.tokenizer, fingerprint, rows, encoder.end, 0, 0, 0, names, f"zerofit {__version__}")
+        card = CorpusCard(options.tokenizer, fingerprint, rows, encoder.end, 0, 0, 0, names, f"zerofit {__version__}")
         for writer in writers:
             writer.finish(card)
         for writer in writers:
@@ -123,7 +123,7 @@ def encoder_of(tokenizer: PreTrainedTokenizerBase, options: Any) -> Encoder:
     end = tokenizer.eos_token_id if options.append_eod else None
     if options.append_eod and end is None:
         raise UserError(f"append_eod: {options.tokenizer!r} has no eos_token. Remove --append_eod, or set it there")
-    dtype = np.dtype(megatron().indexed.DType.optimal_dtype(vocab_size(tokenizer))).name
+    dtype = np.dtype(import_megatron().indexed.DType.optimal_dtype(vocab_size(tokenizer))).name
     special = bool(getattr(tokenizer, "split_special_tokens", False))
     settings = (special, tuple(options.json_keys), dtype, end, options.skip_bad_lines)
     plain = Encoder(tokenizer, *settings)

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from zerofit import __version__
-from zerofit.data.delimited_files import as_utf8, encoding_of_mark
-from zerofit.data.megatron import INDICES, Card, Corpus, megatron, open_corpus
+from zerofit.data.delimited_files import as_utf8, bom_encoding
+from zerofit.data.megatron import INDEX_FOLDER, Corpus, CorpusCard, import_megatron, open_corpus
 from zerofit.data.options import DataOptions
 from zerofit.data.records import records_of
 from zerofit.data.sources import FORMATS, read_source
@@ -79,7 +79,7 @@ class CorpusWriter:
             pass
         for ending in (".json", ".idx"):
             self.paths[ending].unlink(missing_ok=True)
-        self.builder = megatron().indexed.IndexedDatasetBuilder(str(content), dtype=self.dtype.type)
+        self.builder = import_megatron().indexed.IndexedDatasetBuilder(str(content), dtype=self.dtype.type)
         # 12 bytes a document, where lists take 72
         self.builder.sequence_lengths = array("i")
         self.builder.document_indices = array("q", [0])
@@ -114,7 +114,7 @@ class CorpusWriter:
         self.tokens += corpus.tokens
         self.largest = max(self.largest, corpus.card.largest_id if corpus.card else -1)
 
-    def finish(self, card: Card | None) -> None:
+    def finish(self, card: CorpusCard | None) -> None:
         """Write everything to the disk, still under the .partial names; the card with the corpus' numbers."""
         with self._writing():
             if card is not None:
@@ -210,7 +210,7 @@ def find_input(inputs: list[str]) -> dict[Path, str]:
             unfinished = path.with_suffix(f".idx{PARTIAL}").exists()
             is_corpus = path.suffix in (".bin", ".idx", ".json") and (unfinished or path.with_suffix(".idx").exists())
             is_named = str(path) == os.path.abspath(name)
-            is_skipped = is_corpus or path.suffix == PARTIAL or INDICES in path.parts
+            is_skipped = is_corpus or path.suffix == PARTIAL or INDEX_FOLDER in path.parts
             if path in files or (is_skipped and not is_named):
                 continue
             kind = KINDS.get(ending_of(path))
@@ -268,7 +268,7 @@ def parts_of(
 
 def _blocks(path: Path, encoding: str | None) -> Iterator[bytes]:
     """The bytes of a file, unpacked and as UTF-8, in blocks."""
-    encoding = encoding or encoding_of_mark(path)
+    encoding = encoding or bom_encoding(path)
     with path.open("rb") as raw:
         file = unpacked(raw, path)
         yield from as_utf8(file, encoding, path) if encoding else iter(lambda: file.read(PART), b"")
