@@ -34,7 +34,7 @@ from typing import Any
 import loop_speed
 import torch
 
-from zerofit.model.chunked_loss import IGNORE, PLAIN, _Chunked, compiled_chunk
+from zerofit.model.chunked_loss import CROSS_ENTROPY, IGNORE, _ChunkedLoss, compiled_chunk
 from zerofit.recipe import ClmRecipe
 from zerofit.record.environment import describe_environment
 from zerofit.strategy.devices import device_name, synchronise
@@ -160,8 +160,8 @@ def time_heads(device: torch.device, vocabulary: int, hidden: int, tokens: int, 
             before = _restart_peak(device)
             synchronise(device)
             began = time.perf_counter()
-            loss = _Chunked.apply(
-                states, weight, None, targets, rows, [True, True, False], *[None, PLAIN, None, compiled]
+            loss = _ChunkedLoss.apply(
+                states, weight, None, targets, rows, [True, True, False], *[None, CROSS_ENTROPY, None, compiled]
             )
             torch.autograd.grad(loss, (states, weight))
             synchronise(device)

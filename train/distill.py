@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.collate import Batch, CausalCollator, multiple_for
-from zerofit.model.loss import HIDDEN, model_loss
+from zerofit.model.loss import TEACHER_HIDDEN, model_loss
 from zerofit.model.tokenizer import check_vocabulary, pad_vocabulary, padding_token
 from zerofit.recipe.options import make_schedule
 from zerofit.strategy.optimizers import make_optimizer
@@ -65,7 +65,7 @@ def main(start: Start) -> int:
     def loss_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         assert teacher is not None, "a run that trains has one"
         hidden = teacher.hidden(batch)  # (B, T, H), without gradients: the loss makes logits of it with its head
-        return model_loss(model, replace(batch, inputs={**batch.inputs, HIDDEN: hidden}))
+        return model_loss(model, replace(batch, inputs={**batch.inputs, TEACHER_HIDDEN: hidden}))
 
     def evaluate() -> dict[str, float]:
         batches = held_out_batches(engine, data.parts, collate, recipe.per_device_eval_batch_size)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from zerofit.data.causal import prepare_causal_data
 from zerofit.data.collate import CausalCollator, PreferenceCollator, multiple_for
-from zerofit.model.loss import BETA, PreferenceLoss, without_dropout
+from zerofit.model.loss import DEFAULT_BETA, PreferenceLoss, disable_dropout
 from zerofit.model.tokenizer import check_vocabulary, pad_vocabulary, padding_token
 from zerofit.recipe.options import make_schedule
 from zerofit.strategy.optimizers import make_optimizer
@@ -45,7 +45,7 @@ def main(start: Start) -> int:
     model = build_model(AutoModelForCausalLM, config, run)
     add_lora(model, run)  # if the recipe says so; everything else is frozen then
     choose_loss_and_attention(model, run)
-    without_dropout(model)
+    disable_dropout(model)
 
     # Accelerate or DeepSpeed wraps, shards and places model and optimizer as the strategy says.
     optimizer = make_optimizer(model, recipe, run.device, run.strategy)
@@ -57,7 +57,7 @@ def main(start: Start) -> int:
 
     # The loss compares log-probabilities of the two answers with those of the reference: the model as it is now. They
     # are measured once, before training, and kept with the prepared data, so no second model is held.
-    beta = BETA[recipe.preference_loss] if recipe.preference_beta is None else recipe.preference_beta
+    beta = DEFAULT_BETA[recipe.preference_loss] if recipe.preference_beta is None else recipe.preference_beta
     loss_sum = PreferenceLoss(recipe.preference_loss, beta, recipe.simpo_gamma, recipe.preference_label_smoothing)
     collate = PreferenceCollator(pad, multiple)
     if loss_sum.needs_reference and recipe.trains:

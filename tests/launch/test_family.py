@@ -19,7 +19,7 @@ from helpers import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zerofit.model.families import ALL_LINEAR, BY_MODEL_TYPE
+from zerofit.model.families import ALL_LINEAR, FAMILY_BY_MODEL_TYPE
 from zerofit.recipe import ClmRecipe, parse_recipe
 
 UPDATES, RTOL = 8, 1e-5
@@ -42,7 +42,7 @@ def pytest_generate_tests(metafunc):
 
 
 def is_possible(family: str, layout: str) -> bool:
-    about = BY_MODEL_TYPE[family]
+    about = FAMILY_BY_MODEL_TYPE[family]
     return {
         "tp": about.tensor_plan, "tp_zero3": about.tensor_plan, "pp": about.stage_plan,
         "3d": about.tensor_plan and about.stage_plan, "sp": about.splits_rows,
@@ -99,6 +99,6 @@ def test_an_adapter_finds_its_layers(family, run):
     model = AutoModelForCausalLM.from_config(config)
     linear = {path for path, layer in model.named_modules() if getattr(layer, "weight", None) is not None
               and layer.weight.dim() == 2 and "embed" not in path}  # fmt: skip
-    for target in BY_MODEL_TYPE[family].lora_targets:
+    for target in FAMILY_BY_MODEL_TYPE[family].lora_targets:
         found = [path for path in linear if path.endswith(f".{target}")]
         assert target == ALL_LINEAR or len(found) >= config.num_hidden_layers, target

@@ -19,7 +19,7 @@ import zerofit.model.attention as attention
 from zerofit.compat.transformers import attention_of
 from zerofit.data.collate import CausalCollator
 from zerofit.data.pack import Documents, PackedBlocks
-from zerofit.model.attention import SDPA, VARLEN, check_attention_installed, choose_attention, kernel_of, takes_lengths
+from zerofit.model.attention import VARLEN, check_attention_installed, choose_attention, kernel_of, takes_lengths
 from zerofit.model.loss import install_loss
 from zerofit.model.preflight import check_packing
 from zerofit.recipe import ClmRecipe
@@ -52,7 +52,7 @@ class Flash:
         return torch.cat(pieces)
 
     def varlen_attn(self, q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=None):
-        assert enable_gqa == ((q.shape[1] != k.shape[1]) if attention.TAKES_GROUPS else None)
+        assert enable_gqa == ((q.shape[1] != k.shape[1]) if attention.VARLEN_TAKES_GQA else None)
         assert q.shape[-1] % 8 == 0
         assert window_size[1] == 0
         return self.of_documents(q, k, v, cu_q, max_q, scale, window_size[0])
@@ -211,13 +211,13 @@ def test_our_names_stay_in_this_process_and_transformers_own_mean_what_they_mean
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
 
-    for name, precision in ((SDPA, "fp32"), (VARLEN, "bf16")):
+    for name, precision in ((attention.MASKED_SDPA, "fp32"), (VARLEN, "bf16")):
         model = tiny_model("llama", "sdpa")
         choose_attention(model, None, precision, gpu)
         assert attention_of(model.config) == name
         model.save_pretrained(tmp_path / name)
         written = (tmp_path / name / "config.json").read_text()
-        assert not [each for each in (SDPA, VARLEN) if each in written]
+        assert not [each for each in (attention.MASKED_SDPA, VARLEN) if each in written]
         assert kernel_of(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)) == "sdpa"
     assert transformers.AttentionInterface()["sdpa"] is sdpa_attention_forward
     assert transformers.AttentionMaskInterface()["sdpa"] is sdpa_mask

@@ -14,7 +14,7 @@ from zerofit.data.chat.instructions import RecordForm
 from zerofit.data.chat.samples import best_fit
 from zerofit.data.collate import CausalCollator
 from zerofit.data.prompts import Renderer
-from zerofit.model.chat import BadTemplate, named_template, render, written_twice
+from zerofit.model.chat import BadTemplate, read_template, render, warn_of_repeated_prompt
 from zerofit.model.loss import IGNORE, install_loss, model_loss
 
 WRITTEN = {  # Llama-2's: below
@@ -28,7 +28,7 @@ WRITTEN = {  # Llama-2's: below
 @pytest.mark.parametrize("template", WRITTEN)
 def test_what_the_templates_write(tokenizer_of, template):
     tokenizer = tokenizer_of("llama")
-    tokenizer.chat_template = named_template(template)
+    tokenizer.chat_template = read_template(template)
     asked = {"role": "user", "content": "Add.\n\n1 2", "instruction": "Add.", "input": "1 2"}
     text, ((start, stop),) = render(tokenizer, [asked, {"role": "assistant", "content": "3"}])
     begin = text[:start].removeprefix(tokenizer.bos_token)
@@ -88,17 +88,17 @@ def test_a_template_that_fails_on_a_record(tokenizer_of, tmp_path, template, wor
 
 def test_texts_that_a_template_has_written_are_named(tokenizer_of):
     tokenizer = tokenizer_of("llama")
-    tokenizer.chat_template = named_template("llama-2-chat")
-    (warning,) = written_twice(tokenizer, "it", ["a", "<s>[INST] b [/INST]"])
+    tokenizer.chat_template = read_template("llama-2-chat")
+    (warning,) = warn_of_repeated_prompt(tokenizer, "it", ["a", "<s>[INST] b [/INST]"])
     assert "texts have '[INST]', which it writes again" in warning
-    assert not written_twice(tokenizer, "it", ["a", "<|im_start|>user"])
-    tokenizer.chat_template = named_template("none")
-    assert not written_twice(tokenizer, "it", ["[INST]"])
+    assert not warn_of_repeated_prompt(tokenizer, "it", ["a", "<|im_start|>user"])
+    tokenizer.chat_template = read_template("none")
+    assert not warn_of_repeated_prompt(tokenizer, "it", ["[INST]"])
 
 
 def test_a_template_that_does_not_write_calls_of_tools_is_refused(tokenizer_of):
     tokenizer = tokenizer_of("llama")
-    tokenizer.chat_template = named_template("none")
+    tokenizer.chat_template = read_template("none")
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}}
     turns = [LONG_TALK[1], {"role": "assistant", "content": None, "tool_calls": [call]}]
     with pytest.raises(BadTemplate, match="does not write the tool_calls of turn 2"):

@@ -15,7 +15,7 @@ import zerofit.model.chunked_loss as chunked_module
 from zerofit.data.collate import Batch
 from zerofit.estimate.planned_model import read_planned_model
 from zerofit.model.chunked_loss import Distillation, TokenLoss
-from zerofit.model.loss import HIDDEN, install_loss
+from zerofit.model.loss import TEACHER_HIDDEN, install_loss
 from zerofit.recipe.errors import UserError
 from zerofit.training.causal import Teacher
 from zerofit.training.run_configuration import check_teacher
@@ -68,7 +68,7 @@ def test_loss_and_gradients(terms, kind, monkeypatch):
         head = other.get_output_embeddings()
         install_loss(model, kind, terms._replace(distillation=terms.distillation._replace(head=head)))
         hidden = Teacher(other).hidden(Batch(inputs, 0, 0, 0, []))
-        loss = model.train()(**inputs, **{HIDDEN: hidden})
+        loss = model.train()(**inputs, **{TEACHER_HIDDEN: hidden})
     (loss / 7).backward()
     torch.testing.assert_close(loss.double(), expected, rtol=2e-6, atol=0)
     for (name, ours), right in zip(model.named_parameters(), exact.parameters()):

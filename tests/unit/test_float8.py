@@ -10,7 +10,7 @@ from helpers import recipe_of, refusal, tiny_model
 from zerofit.data.collate import CausalCollator
 from zerofit.model import compilation
 from zerofit.model.compilation import (
-    EMULATED,
+    FLOAT8_EMULATION,
     blocks_of,
     check_float8,
     check_float8_device,
@@ -27,7 +27,7 @@ def torchao(monkeypatch):
     if not OPTIONAL.is_dir():
         pytest.skip("torchao is not there: make setup")
     monkeypatch.syspath_prepend(str(OPTIONAL))
-    monkeypatch.setenv(EMULATED, "1")
+    monkeypatch.setenv(FLOAT8_EMULATION, "1")
 
 
 def test_linear_layers_of_blocks_have_it_and_parameters_stay(torchao):

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from zerofit.model.adapter_folder import open_adapter
 from zerofit.model.compilation import fuse_gelu
-from zerofit.model.export import write_card
+from zerofit.model.export import write_model_card
 from zerofit.model.load import load_model
 from zerofit.model.lora import add_adapter, check_quantisation, inject_adapter
 from zerofit.model.parameters import count_parameters
@@ -123,7 +123,7 @@ def test_what_was_trained_is_read_by_plain_peft_and_put_on_its_base_again(bases,
 def test_nothing_of_the_frozen_model_is_written(bases, tmp_path, family):
     model, adapter = adapted(bases[family], family)
     assert not adapter.save(model, moved(model), MagicMock(), tmp_path)
-    write_card(tmp_path, "a card")
+    write_model_card(tmp_path, "a card")
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     assert sum(tensor.numel() for tensor in tensors.values()) == count_parameters(model)[1]
     assert all("lora_" in name or ".classifier." in name for name in tensors)

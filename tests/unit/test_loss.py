@@ -37,7 +37,7 @@ def test_the_plain_loss_is_transformers_own(family, tied):
 @pytest.mark.parametrize("chunk_bytes", [128 * 2**20, 4 * 97 * 7])
 def test_same_loss_and_gradients(family, tied, chunk_bytes, monkeypatch):
     monkeypatch.setattr(chunked_module, "CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr(chunked_module, "SMALLEST_CHUNK", 1)  # so that the small one means several chunks
+    monkeypatch.setattr(chunked_module, "MIN_CHUNK_ROWS", 1)  # so that the small one means several chunks
     model = tiny_model(family, tie_word_embeddings=tied)
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
     check_chunked_loss(model, batch())

@@ -21,10 +21,10 @@ from transformers import (
 )
 
 from zerofit.model.configuration import (
+    apply_overrides,
     known_architectures,
     load_configuration,
-    override,
-    overrides_of,
+    parse_overrides,
     usable_positions,
 )
 from zerofit.model.load import load_model
@@ -222,7 +222,7 @@ def test_a_configuration_that_is_made_smaller_can_be_stored(family, named, tmp_p
         AutoConfig.for_model(family).save_pretrained(tmp_path / "base")
         recipe = ClmRecipe(config_name=str(tmp_path / "base"), config_overrides=SMALL)
     config = load_configuration(recipe)
-    expected = AutoConfig.for_model(family, **overrides_of(SMALL))
+    expected = AutoConfig.for_model(family, **parse_overrides(SMALL))
     names = [name for name in ("layer_types", "num_key_value_heads") if hasattr(expected, name)]
     assert {name: getattr(config, name) for name in names} == {name: getattr(expected, name) for name in names} != {}
     config.save_pretrained(tmp_path / "model")
@@ -418,7 +418,7 @@ def test_layers_that_are_skipped_at_random_are_refused_on_several_processes(proc
     """Each rank would skip others, and a reduction of their gradients would never end."""
     config = M2M100Config(encoder_layers=2, decoder_layers=2)
     assert config.encoder_layerdrop > 0
-    override(config, overrides)
+    apply_overrides(config, overrides)
     if refused:
         assert "--config_overrides encoder_layerdrop=0" in refusal(check_layerdrop, config, processes, "ddp.yaml")
     elif processes > 1:
@@ -437,7 +437,7 @@ def test_layers_that_are_skipped_at_random_are_refused_on_several_processes(proc
 )
 def test_a_value_of_another_kind_is_refused(family, given):
     """Also where the configuration's class checks no type: T5's, and what stands in rope_parameters."""
-    assert given.partition("=")[0] in refusal(override, AutoConfig.for_model(family), given)
+    assert given.partition("=")[0] in refusal(apply_overrides, AutoConfig.for_model(family), given)
 
 
 # ------------------------------------------------------------------------------------------------------------ families

@@ -26,7 +26,7 @@ FUSED = {"llama": 2 * 3 + 1, "qwen3": 4 * 3 + 1, "mistral": 7, "deepseek_v3": 4 
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch):
     """A CPU does what CUDA does."""
-    monkeypatch.setattr(compilation, "DEVICES", {"cpu"})
+    monkeypatch.setattr(compilation, "NORM_DEVICES", {"cpu"})
 
 
 def of_family(name: str) -> torch.nn.Module:

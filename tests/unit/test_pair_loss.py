@@ -9,7 +9,7 @@ from helpers import check_chunked_loss, loss_and_gradients
 import zerofit.model.chunked_loss as chunked_module
 from zerofit.data.collate import ExampleCollator
 from zerofit.data.order import FILLER
-from zerofit.model.loss import IGNORE, install_loss, loss_of_examples, shifted_right
+from zerofit.model.loss import IGNORE, install_loss, loss_of_examples, shift_right
 from zerofit.model.parameters import flops_per_pair_token
 
 VOCAB = 97
@@ -69,7 +69,7 @@ def test_the_plain_loss_is_transformers_own(name):
 @pytest.mark.parametrize("chunk_bytes", [128 * 2**20, 4 * VOCAB * 5])
 def test_the_memory_saving_loss_is_the_plain_one(name, chunk_bytes, monkeypatch):
     monkeypatch.setattr(chunked_module, "CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr(chunked_module, "SMALLEST_CHUNK", 1)  # so that the small one means several chunks
+    monkeypatch.setattr(chunked_module, "MIN_CHUNK_ROWS", 1)  # so that the small one means several chunks
     check_chunked_loss(pair_model(name), batch())
 
 
@@ -83,7 +83,7 @@ def test_rows_that_fill_a_batch_up_do_not_disturb_mbart():
     )  # fmt: skip
     model = AutoModelForSeq2SeqLM.from_config(config).eval()
     labels = torch.tensor([[5, 6, 2, 9], [7, 2, 9, IGNORE], [IGNORE] * 4])
-    assert shifted_right(model, labels)[:2].tolist() == [[9, 5, 6, 2], [9, 7, 2, 9]]
+    assert shift_right(model, labels)[:2].tolist() == [[9, 5, 6, 2], [9, 7, 2, 9]]
     inputs = {"input_ids": torch.tensor([[5, 6], [7, 8], [9, 1]]), "labels": labels}
     expected = 7 * model(**{name: rows[:2] for name, rows in inputs.items()}).loss
     install_loss(model, "full")

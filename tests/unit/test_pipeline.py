@@ -13,7 +13,7 @@ from helpers import refusal, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerofit.model.export import export_model
-from zerofit.model.families import BY_MODEL_TYPE
+from zerofit.model.families import FAMILY_BY_MODEL_TYPE
 from zerofit.model.loss import install_loss
 from zerofit.model.stages import check_stages, keep_stage
 from zerofit.recipe import ClmRecipe
@@ -77,7 +77,7 @@ def test_stages_one_after_another_find_what_the_full_model_finds(name, stages):
 @pytest.mark.parametrize(("family", "bytes_at_once"), [("gpt_neox", 20_000), ("llama", 1), ("gpt2", 10**9)])
 def test_an_export_in_parts_is_the_model(tmp_path, monkeypatch, family, bytes_at_once):
     """Weights one after another, of which few are in memory; GPT-NeoX's head has another name on the disk."""
-    monkeypatch.setattr("zerofit.model.export.LARGEST_FILE", bytes_at_once)
+    monkeypatch.setattr("zerofit.model.export.MAX_FILE_BYTES", bytes_at_once)
     model = tiny_model(family, unpadded_vocab_size=89)
     tokenizer = SimpleNamespace(model_max_length=10, name_or_path="", save_pretrained=lambda folder: None)
     export_model(model, ((name, weight.detach()) for name, weight in model.named_parameters()), tokenizer, tmp_path)
@@ -131,7 +131,7 @@ def model_of(folder: Path) -> torch.nn.Module:
     """The model with weights that are not zero or one; its family is known from then on."""
     spec = importlib.util.spec_from_file_location("family_of_the_page", folder / "family.py")
     spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-    BY_MODEL_TYPE.update({name: family for family in module.FAMILIES for name in family.model_types})
+    FAMILY_BY_MODEL_TYPE.update({name: family for family in module.FAMILIES for name in family.model_types})
     config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
     config.use_cache, config.resid_pdrop, config.embd_pdrop, config.attn_pdrop = False, 0.0, 0.0, 0.0
     torch.manual_seed(0)
@@ -146,7 +146,7 @@ def model_of(folder: Path) -> torch.nn.Module:
 def folder(tmp_path):
     write_ported_model(tmp_path)
     yield tmp_path
-    BY_MODEL_TYPE.pop("rms_gpt2", None)
+    FAMILY_BY_MODEL_TYPE.pop("rms_gpt2", None)
 
 
 def test_stages_of_a_pipeline_find_what_the_model_finds(folder):

@@ -14,7 +14,7 @@ from zerofit.data.collate import PreferenceCollator
 from zerofit.data.order import FILLER
 from zerofit.data.records import BadRecord
 from zerofit.model import chunked_loss
-from zerofit.model.loss import BETA, PreferenceLoss, install_loss, without_dropout
+from zerofit.model.loss import DEFAULT_BETA, PreferenceLoss, disable_dropout, install_loss
 from zerofit.recipe import ClmRecipe
 from zerofit.recipe.causal_options import PREFERENCE_LOSSES
 
@@ -74,13 +74,13 @@ def plain_loss(kind: str, model, beta: float, gamma: float, smoothing: float) ->
 @pytest.mark.parametrize("loss", ["full", "chunked"])
 def test_the_loss_and_its_gradients_are_those_of_the_formula(kind, loss, monkeypatch):
     monkeypatch.setattr(chunked_loss, "CHUNK_BYTES", 4 * VOCAB * 7)
-    monkeypatch.setattr(chunked_loss, "SMALLEST_CHUNK", 1)  # several chunks
+    monkeypatch.setattr(chunked_loss, "MIN_CHUNK_ROWS", 1)  # several chunks
     model = tiny_model("llama")
-    expected = plain_loss(kind, copy.deepcopy(model), BETA[kind], 0.5, 0.2 if kind == "dpo" else 0.0)
+    expected = plain_loss(kind, copy.deepcopy(model), DEFAULT_BETA[kind], 0.5, 0.2 if kind == "dpo" else 0.0)
     plain = copy.deepcopy(model)
-    plain_loss(kind, plain, BETA[kind], 0.5, 0.2 if kind == "dpo" else 0.0).backward()
+    plain_loss(kind, plain, DEFAULT_BETA[kind], 0.5, 0.2 if kind == "dpo" else 0.0).backward()
     install_loss(model, loss)
-    found = PreferenceLoss(kind, BETA[kind], 0.5, 0.2 if kind == "dpo" else 0.0)(model, batch())
+    found = PreferenceLoss(kind, DEFAULT_BETA[kind], 0.5, 0.2 if kind == "dpo" else 0.0)(model, batch())
     found.backward()
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters()):
@@ -110,7 +110,7 @@ def test_a_tie_is_half_a_pair(moved, accuracy):
 def test_dropout_is_off():
     model = tiny_model("gpt2", resid_pdrop=0.5, attn_pdrop=0.5, embd_pdrop=0.5).train()
     install_loss(model, "chunked")
-    without_dropout(model)
+    disable_dropout(model)
     inputs = batch().inputs
     torch.testing.assert_close(model(**inputs), model.eval()(**inputs))
 

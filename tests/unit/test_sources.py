@@ -17,7 +17,7 @@ from zerofit.data.delimited_files import likely_encodings, propose_encodings
 from zerofit.data.options import DataOptions
 from zerofit.data.streaming import find_shards, read_window
 from zerofit.data.text import split_documents, take_texts
-from zerofit.model.chat import named_template
+from zerofit.model.chat import read_template
 from zerofit.model.configuration import load_configuration
 from zerofit.recipe import ClmRecipe, UserError, parse_recipe
 from zerofit.recipe.files import read_yaml
@@ -327,7 +327,7 @@ def test_texts_of_csv_files_of_a_data_set_stay_as_they_are_written(tmp_path, cac
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
 def test_other_files_with_a_byte_order_mark(tmp_path, encoding):
     (tmp_path / "a.jinja").write_bytes("{{ messages }}".encode(encoding))
-    assert named_template(str(tmp_path / "a.jinja")) == "{{ messages }}"
+    assert read_template(str(tmp_path / "a.jinja")) == "{{ messages }}"
     (tmp_path / "a.yaml").write_bytes("train_file: [ä.txt]\nmodel_name_or_path: gpt2\n".encode(encoding))
     assert read_yaml(tmp_path / "a.yaml") == {"train_file": ["ä.txt"], "model_name_or_path": "gpt2"}
     assert parse_recipe(ClmRecipe, ["--config", str(tmp_path / "a.yaml")]).train_file == ["ä.txt"]

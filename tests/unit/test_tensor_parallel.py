@@ -89,7 +89,7 @@ def share(rank: int, folder: str) -> None:
         cut = getattr(parameter, "cut", None)
         return gradient if cut is None else join_shares(gradient, cut, tensor)
 
-    chunked_loss.CHUNK_BYTES, chunked_loss.SMALLEST_CHUNK = 4 * 97 * 16, 16
+    chunked_loss.CHUNK_BYTES, chunked_loss.MIN_CHUNK_ROWS = 4 * 97 * 16, 16
     found = {}
     for name in MODELS:
         model = model_of(name)
@@ -111,7 +111,7 @@ def ranks(tmp_path_factory) -> list[dict]:
 @pytest.mark.parametrize("name", MODELS)
 def test_two_processes_find_what_one_finds(ranks, name, monkeypatch):
     monkeypatch.setattr("zerofit.model.chunked_loss.CHUNK_BYTES", 4 * 97 * 16)
-    monkeypatch.setattr("zerofit.model.chunked_loss.SMALLEST_CHUNK", 16)
+    monkeypatch.setattr("zerofit.model.chunked_loss.MIN_CHUNK_ROWS", 16)
     expected = figures_of(model_of(name), lambda gradient, parameter: gradient)
     for found in (rank[name] for rank in ranks):
         for kind in ("full", "chunked"):

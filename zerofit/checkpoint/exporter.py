@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from zerofit.checkpoint.mirror import reason
 from zerofit.model.configuration import TRAINED_WITH, work_offline_without_network
-from zerofit.model.export import Weights, export_model, review_export, write_beside, write_card
+from zerofit.model.export import Weights, export_model, review_export, write_model_card, write_other_files
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.record.model_card import model_card
 from zerofit.strategy.strategy import without_sharding
@@ -60,9 +60,9 @@ class ModelExporter:
             text = model_card(
                 self._task, self._recipe, held_out, self._environment, is_adapter, model_class=name, base=base
             )
-            write_card(folder, text)
+            write_model_card(folder, text)
 
-        failed |= write_beside({"README.md": card})
+        failed |= write_other_files({"README.md": card})
         return [f"{name} ({first_line(error)})" for name, error in failed.items()]
 
     def review(self, folder: Path) -> list[str]:

@@ -17,7 +17,7 @@ from zerofit.data.records import read_parts
 from zerofit.data.sources import Source, read_source
 from zerofit.data.tables import input_columns, list_columns
 from zerofit.data.text import text_column
-from zerofit.model.chat import BadTemplate, Conversation, apply_template, for_template, install_template, unread_keys
+from zerofit.model.chat import BadTemplate, Conversation, adapt_messages, apply_template, install_template, unread_keys
 from zerofit.model.configuration import TRAINED_WITH, usable_positions
 from zerofit.model.tokenizer import check_marked, get_tokenizer, language_codes, set_languages
 from zerofit.recipe.data_options import OF_MODEL
@@ -111,7 +111,7 @@ class Renderer:
 
     def _render(self, messages: Messages, for_an_answer: bool = True) -> str:
         try:
-            conversation = for_template(self.tokenizer, messages)
+            conversation = adapt_messages(self.tokenizer, messages)
             return apply_template(self.tokenizer, conversation, for_an_answer, conversation.given)
         except (BadTemplate, ValueError) as error:  # or there are several templates
             raise UserError(f"the chat template fails on this conversation: {first_line(error)}") from None

@@ -26,8 +26,8 @@ from zerofit.estimate.traced_steps import (
 from zerofit.estimate.tracer import TRACED_ATTENTION, Tracer, TraceSettings, outer_lists, reduced_configuration
 from zerofit.estimate.weights import MASTER_BYTES, Weight, Weights
 from zerofit.model.adapter_folder import open_adapter, recorded_base, trained_config
-from zerofit.model.chunked_loss import terms_of
-from zerofit.model.compilation import ends_of, fuse_gelu, fuse_norms, round_embeddings
+from zerofit.model.chunked_loss import token_loss_of
+from zerofit.model.compilation import embedding_and_head_of, fuse_gelu, fuse_norms, round_embeddings
 from zerofit.model.configuration import (
     has_head,
     is_adapter,
@@ -166,7 +166,7 @@ class PlannedModel:
         untied = outputs is not None and outputs.weight is not embeddings.weight
         named = dict(self.full.named_parameters())
         heads = [name for name, weight in named.items() if untied and weight is outputs.weight]
-        end_modules = [(number, module) for number, end in enumerate(ends_of(self.full)) for module in end]
+        end_modules = [(number, module) for number, end in enumerate(embedding_and_head_of(self.full)) for module in end]
         ends = {id(weight): number for number, module in end_modules for weight in module.parameters()}
         gathered = {name: ends[id(weight)] for name, weight in named.items() if id(weight) in ends}
         linear = [
@@ -380,7 +380,7 @@ def longest_rows(recipe: Any, task: str, config: Any, full: Any, on_gpu: bool) -
     head = full.get_output_embeddings()
     is_full = recipe.loss == "full" or full.base_model is full or hasattr(head, "lora_A")
     kind = "full" if is_full else "chunked"
-    terms = terms_of(recipe)
+    terms = token_loss_of(recipe)
     if task == "seq2seq":
         source = round_up(recipe.max_source_length, multiple)
         target = round_up(recipe.max_target_length, multiple)

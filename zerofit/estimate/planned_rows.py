@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerofit.model.chunked_loss import PLAIN, TokenLoss
+from zerofit.model.chunked_loss import CROSS_ENTROPY, TokenLoss
 from zerofit.model.configuration import has_head
-from zerofit.model.loss import HIDDEN
+from zerofit.model.loss import TEACHER_HIDDEN
 from zerofit.recipe.tasks import CAUSAL
 
 AUTO_CLASSES = {
@@ -48,7 +48,7 @@ class PlannedRows:
     masked: bool = False  # True if a mask (B, 1, T, T) separates packed documents, as sdpa needs it
     loss_kind: str = "chunked"  # or "full", for clm and seq2seq
     per_sample: int = 1  # rows of a sample: 2 for pairs of answers
-    terms: TokenLoss = PLAIN  # terms that are added to the cross entropy of tokens
+    terms: TokenLoss = CROSS_ENTROPY  # terms that are added to the cross entropy of tokens
 
     def install(self, model: torch.nn.Module) -> None:
         """Give the model the loss that it is trained with."""
@@ -96,7 +96,7 @@ def make_inputs(config: Any, rows: PlannedRows, batch_size: int, makes_masks: bo
     if rows.task in CAUSAL:
         inputs["labels"] = torch.zeros(shape, dtype=torch.int64)
         if rows.terms.distillation is not None:
-            inputs[HIDDEN] = torch.zeros((*shape, rows.terms.distillation.head.width))
+            inputs[TEACHER_HIDDEN] = torch.zeros((*shape, rows.terms.distillation.head.width))
         if rows.masked or not (makes_masks or rows.per_sample == 2):
             inputs["position_ids"] = torch.zeros(shape, dtype=torch.int64)
         if rows.masked and not makes_masks:

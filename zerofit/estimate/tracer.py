@@ -254,7 +254,7 @@ class Tracer:
             entered.append(LinearOfZero3())
         if settings.gpu_kernels and settings.own_kernels:
             entered.append(replaced(chunked_loss, "compiled_chunk", lambda device: loss_of_chunk))
-            entered += [replaced(compilation, "rms_norm", fused_norm), replaced(compilation, "DEVICES", {"cpu"})]
+            entered += [replaced(compilation, "rms_norm", fused_norm), replaced(compilation, "NORM_DEVICES", {"cpu"})]
         entered.append(self.mode)
         if settings.on_gpu and settings.autocast:
             entered.append(CudaCasts())

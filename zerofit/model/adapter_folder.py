@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerofit.model.configuration import (
     STORED_ROWS,
+    apply_overrides,
     check_quantiser,
     has_tokenizer,
     is_adapter,
     load_configuration,
     model_folder,
     name_some,
-    override,
     read_config,
     read_json,
 )
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PretrainedConfig
 
-WEIGHTS = "adapter_model.safetensors"
-PICKLED = "adapter_model.bin"  # of an older peft
-WRAPPED = re.compile(  # peft's, DDP's and torch.compile's before a name; inside of one, the last is peft's own
+ADAPTER_FILE = "adapter_model.safetensors"
+PICKLED_ADAPTER_FILE = "adapter_model.bin"  # of an older peft
+WRAPPER_PREFIXES = re.compile(  # what DDP, torch.compile and peft put before a name, or into one
     r"^((base_model\.model|module|_orig_mod)\.)+"
     r"|(?<=\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|modules_to_save(\.default)?)\."
 )
-NAMED = re.compile(r"(?<=\.)(lora_\w+)\.default(?=\.|$)")  # peft's, of a state_dict
+DEFAULT_ADAPTER_SUFFIX = re.compile(r"(?<=\.)(lora_\w+)\.default(?=\.|$)")  # peft's, of a state_dict
 EMBEDDINGS = ("embed_tokens", "word_embeddings", "tok_embeddings", "wte", "shared", "embed_in", "embed_out", "lm_head")
 ADAPTER_PREFIX = "base_model.model."  # of every name in an adapter's file: peft's wrappers around the model
 TASK_TYPES = {  # peft's names of tasks: the script of each, and what the model is called, AutoModelFor...
@@ -45,10 +45,10 @@ TASK_TYPES = {  # peft's names of tasks: the script of each, and what the model 
     "TOKEN_CLS": ("cls", "TokenClassification"),
     "SEQ_2_SEQ_LM": ("seq2seq", "Seq2SeqLM"),
 }
-CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")
+CLASSIFIER_TASK_TYPES = ("SEQ_CLS", "TOKEN_CLS")
 PEFT_CLASSIFIER_HEADS = ("classifier", "score")  # peft itself saves these with the adapter of a classifier
-LABEL_ROWS = (*PEFT_CLASSIFIER_HEADS, "classifier.out_proj", "classification_head.out_proj")  # a row for each label
-SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+CLASSIFIER_LAYERS = (*PEFT_CLASSIFIER_HEADS, "classifier.out_proj", "classification_head.out_proj")  # a row per label
+MODEL_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class AdapterFolder:
 
     @property
     def where(self) -> str:
-        """The beginning of a message about it."""
+        """The beginning of a message about the adapter: the option and the folder that it names."""
         return f"{self.option} = {str(self.path)!r}"
 
     @property
@@ -71,11 +71,11 @@ class AdapterFolder:
 
     @property
     def classifies(self) -> bool:
-        return self.settings.get("task_type") in CLASSIFIERS
+        return self.settings.get("task_type") in CLASSIFIER_TASK_TYPES
 
     @property
     def full_weights(self) -> list[str]:
-        """The base's own weights that the adapter's file has in full."""
+        """The names of the base's weights that the adapter's file holds in full."""
         return [name.replace(".base_layer.", ".") for name in self.tensors if "lora_" not in name]
 
 
@@ -99,16 +99,16 @@ def open_adapter(name: str, option: str = "adapter", task: str | None = None) ->
         raise UserError(f"{where} is for the task {task_type}; supported are {', '.join(TASK_TYPES)}")
     if task_type and task and TASK_TYPES[task_type][0] != model_kind(task):
         raise UserError(f"{where} is an adapter of train/{TASK_TYPES[task_type][0]}.py: use that")
-    file = next((name for name in (WEIGHTS, PICKLED) if (path / name).is_file()), None)
+    file = next((name for name in (ADAPTER_FILE, PICKLED_ADAPTER_FILE) if (path / name).is_file()), None)
     if file is None:
-        raise UserError(f"{where} has no {WEIGHTS}: the adapter's weights are missing. Copy them into the folder")
+        raise UserError(f"{where} has no {ADAPTER_FILE}: the adapter's weights are missing. Copy them into the folder")
     try:
         tensors = load_peft_weights(str(path), device="cpu")  # no code in a pickle is run
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
         what = f"is broken, or holds more than tensors: {first_line(error)}"
-        raise UserError(f"{where}: {file} {what}. Save the adapter again, as {WEIGHTS}") from None
+        raise UserError(f"{where}: {file} {what}. Save the adapter again, as {ADAPTER_FILE}") from None
     if not isinstance(tensors, dict) or not all(isinstance(each, torch.Tensor) for each in tensors.values()):
-        raise UserError(f"{where}: {file} holds more than tensors by name. Save the adapter again, as {WEIGHTS}")
+        raise UserError(f"{where}: {file} holds more than tensors by name. Save the adapter again, as {ADAPTER_FILE}")
     filled = sum(tensor.numel() > 0 for tensor in tensors.values())
     if not tensors or filled < len(tensors):
         stated = f"{where}: {file} is an incomplete adapter"
@@ -117,7 +117,7 @@ def open_adapter(name: str, option: str = "adapter", task: str | None = None) ->
     # resized peft writes the base's own as well (original_module), and the trained ones twice.
     named: dict[str, torch.Tensor] = {}
     for key in sorted(tensors, key=lambda each: ".modules_to_save." in each):
-        plain = NAMED.sub(r"\1", WRAPPED.sub("", key))
+        plain = DEFAULT_ADAPTER_SUFFIX.sub(r"\1", WRAPPER_PREFIXES.sub("", key))
         plain = plain.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
         if plain in named and ".modules_to_save." not in key:
             raise UserError(f"{where}: two of its tensors have the name {plain}. Save one adapter alone")
@@ -127,7 +127,7 @@ def open_adapter(name: str, option: str = "adapter", task: str | None = None) ->
 
 
 def adapter_settings(folder: AdapterFolder) -> "LoraConfig":
-    """peft's configuration of the adapter, for inference. Raises UserError where a newer peft made it."""
+    """Return peft's configuration of the adapter, for inference. Raises UserError where a newer peft made it."""
     from peft import LoraConfig
 
     if unknown := folder.settings.keys() - {field.name for field in dataclasses.fields(LoraConfig)}:
@@ -139,19 +139,19 @@ def adapter_settings(folder: AdapterFolder) -> "LoraConfig":
 
 
 # What LoRA adapters may say and still be trained on: the rest changes the base, or is not a weight of a layer.
-TRAINABLE = {
+TRAINABLE_LORA_FIELDS = {
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora",
     "modules_to_save", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "use_dora",
     "target_parameters", "ensure_weight_tying", "megatron_core", "qalora_group_size", "runtime_config", "lora_bias",
 }  # fmt: skip
-PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")  # of init_lora_weights: they leave the base as it is
+BASE_PRESERVING_INITS = (True, False, "gaussian", "eva", "orthogonal")  # of init_lora_weights: the base is unchanged
 
 
 def adapter_to_train_on(recipe: Any, task: str | None) -> AdapterFolder | None:
-    """The adapter that a recipe trains on, if its model is one: from now on the recipe names the base (what it records
-    is still the adapter), and the adapter's tokenizer. `task`: the name of a script of train/; None: any. Raises
-    UserError, with the command that merges it, where it cannot be trained on."""
+    """Return the adapter that a recipe trains on; None if its model is not an adapter. From now on the recipe names
+    the base (what it records is still the adapter), and the adapter's tokenizer. `task`: the name of a script of
+    train/; None: any. Raises UserError, with the command that merges it, where the adapter cannot be trained on."""
     name = recipe.model_name_or_path
     if not (recipe.trains and name and is_adapter(name)):
         return None
@@ -160,9 +160,9 @@ def adapter_to_train_on(recipe: Any, task: str | None) -> AdapterFolder | None:
     try:
         folder = open_adapter(name, "model_name_or_path", task)
         settings = adapter_settings(folder)
-        others = {field.name for field in dataclasses.fields(settings)} - TRAINABLE - {"init_lora_weights"}
+        others = {field.name for field in dataclasses.fields(settings)} - TRAINABLE_LORA_FIELDS - {"init_lora_weights"}
         extra = [name for name in sorted(others) if getattr(settings, name) != getattr(type(settings)(), name)]
-        if settings.init_lora_weights not in PLAIN_STARTS:
+        if settings.init_lora_weights not in BASE_PRESERVING_INITS:
             extra.append(f"init_lora_weights = {settings.init_lora_weights!r}")
         if below := [name for name in folder.tensors if ".base_layer." in name and name.endswith(".weight")]:
             extra.append(f"a full weight below its adapter ({name_some(below)})")
@@ -188,7 +188,7 @@ def with_base_configuration(recipe: Any, task: str | None = None, auto_class: An
 
 
 def check_resized(folder: AdapterFolder, config: Any) -> None:
-    """Raises UserError if embeddings shall get more rows that the adapter itself has in full."""
+    """Raises UserError if embeddings are to get more rows, and the adapter has these embeddings in full."""
     if hasattr(config, STORED_ROWS) and _num_rows(folder):
         raise UserError(
             f"resize_embeddings: the adapter {str(folder.path)!r} has embeddings of its own, of {_num_rows(folder):,} "
@@ -196,8 +196,8 @@ def check_resized(folder: AdapterFolder, config: Any) -> None:
         )
 
 
-class Base(NamedTuple):
-    """The base of an adapter."""
+class AdapterBase(NamedTuple):
+    """The base model of an adapter."""
 
     option: str  # that names it
     name: str  # its folder or hub name
@@ -207,9 +207,9 @@ class Base(NamedTuple):
 
 def find_base(
     folder: AdapterFolder, base: str | None = None, option: str = "base", trust_remote_code: bool = False
-) -> Base:
-    """Find the base of an adapter. `base`: its folder or hub name, of this option; None: the one that the adapter
-    names. Raises UserError where the adapter names no base, or the base cannot be read."""
+) -> AdapterBase:
+    """Return the base model of an adapter. `base`: its folder or hub name, from `option`; None: the one that the
+    adapter names. Raises UserError where the adapter names no base, or the base cannot be read."""
     file = folder.path / "adapter_config.json"
     name = base
     revision = None
@@ -223,14 +223,14 @@ def find_base(
     if is_adapter(name):
         raise UserError(f"{option} = {name!r} is an adapter itself: merge that first, and name the merged model here")
     try:
-        return Base(option, name, read_config(option, name, trust_remote_code, revision), revision)
+        return AdapterBase(option, name, read_config(option, name, trust_remote_code, revision), revision)
     except UserError as error:
         raise UserError(f"{error}. It is the base of {str(folder.path)!r}: name it there (merge: --base)") from None
 
 
 def recorded_base(folder: AdapterFolder) -> str | None:
-    """The base that an adapter names: a hub name, or a folder. Where it is a folder's last name alone
-    (published_base), the path is in the recipe.yaml of the run that made the adapter."""
+    """Return the base that an adapter names: a hub name, or a folder. If the adapter has only the last name of a
+    folder (published_base), the path is in the recipe.yaml of the run that made the adapter."""
     name = folder.settings.get("base_model_name_or_path")
     if not name or not name.startswith("./") or Path(name).is_dir():
         return name
@@ -248,14 +248,14 @@ def recorded_base(folder: AdapterFolder) -> str | None:
 
 
 def trained_config(folder: AdapterFolder, base: "PretrainedConfig", overrides: str | None = None) -> Any:
-    """The configuration that the adapter was trained with: it is beside the adapter, else the base's with the labels
-    and tokens that the adapter has. Raises UserError where the two have other sizes."""
+    """Return the configuration that the adapter was trained with: the config.json in its folder, else the base's with
+    the labels and tokens that the adapter has. Raises UserError where the sizes of the two differ."""
     config: Any = base
     if (folder.path / "config.json").is_file():
         if not hasattr(base, "auto_map"):  # else the configuration's class comes with the base
             config = read_config("adapter", str(folder.path))
         refusal = f"{folder.where} is for another base than {base.name_or_path!r}"
-        for size in ("model_type", *SIZES):
+        for size in ("model_type", *MODEL_SIZES):
             own = getattr(config, size, None)
             of_base = getattr(base, size, None)
             if own != of_base:
@@ -266,9 +266,9 @@ def trained_config(folder: AdapterFolder, base: "PretrainedConfig", overrides: s
             config.quantization_config = base.quantization_config
         config.dtype = base.dtype
         config.use_cache = getattr(base, "use_cache", True)
-        override(config, overrides)
+        apply_overrides(config, overrides)
     elif folder.classifies:
-        endings = tuple(f".{head}.weight" for head in LABEL_ROWS)
+        endings = tuple(f".{head}.weight" for head in CLASSIFIER_LAYERS)
         labels = [len(tensor) for name, tensor in folder.tensors.items() if f".{name}".endswith(endings)]
         if labels and labels[0] != config.num_labels:
             config.num_labels = labels[0]
@@ -280,7 +280,8 @@ def trained_config(folder: AdapterFolder, base: "PretrainedConfig", overrides: s
 
 
 def _num_rows(folder: AdapterFolder) -> int | None:
-    """The rows of the embeddings that the adapter has in full; those of the base may be fewer or more."""
+    """Return the number of rows of the embeddings that the adapter has in full (the base may have fewer or more); None
+    if it has none."""
     found = {
         len(tensor)
         for name, tensor in folder.tensors.items()

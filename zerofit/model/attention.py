@@ -27,28 +27,28 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 # torch 2.11 computes with fewer heads of key and value unasked.
-TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+VARLEN_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 # The lengths of documents, as transformers names them.
-LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+LENGTH_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 VARLEN = "torch_varlen"  # torch's own flash kernel, as transformers calls it here
-SDPA = "zerofit_sdpa"  # sdpa, whose mask is converted once
-PACKAGES = {
+MASKED_SDPA = "zerofit_sdpa"  # sdpa, whose mask is converted once
+FLASH_PACKAGES = {
     "flash_attention_2": "flash_attn",
     "flash_attention_3": "flash_attn_interface",
     "flash_attention_4": "flash_attn",
 }
-HALF = ("bf16", "fp16")
-AMPERE = (8, 0)  # compute capability: flash kernels need it
+FLASH_PRECISIONS = ("bf16", "fp16")
+MIN_FLASH_CAPABILITY = (8, 0)  # compute capability: flash kernels need it
 # {major compute capability: versions of flash-attn, the fastest first}. 3 is written for Hopper (9) and refuses newer
 # GPUs; 4 is for Blackwell (10). Its kernels for consumer GPUs (12) have no complete backward pass yet.
-FASTEST_FIRST = {9: "324", 10: "42", 12: "24"}
-WIDEST_HEAD_OF_4 = 128  # elements; 2 takes heads of 256
+FLASH_VERSIONS = {9: "324", 10: "42", 12: "24"}
+FLASH_4_MAX_HEAD_DIM = 128  # elements; 2 takes heads of 256
 
 
 def choose_attention(
     model: "PreTrainedModel", requested: str | None, precision: str, device: torch.device | None = None
 ) -> str:
-    """Before the model is prepared: choose the kernel for packed documents. Returns a line for the log.
+    """Choose the attention kernel for packed documents, before the model is prepared. Returns a line for the log.
 
     Args:
         requested: attn_implementation of the recipe, which is not changed; None: choose.
@@ -60,14 +60,15 @@ def choose_attention(
     if not requested:
         reason = _use_flash(model, precision, device)
     if attention_of(model.config) == "sdpa" and attentions_of(model)[0]:
-        set_attention(model, SDPA)
+        set_attention(model, MASKED_SDPA)
     if takes_lengths(model):
         return f"attention {kernel_of(model)}: packed documents by their lengths, without a mask ({reason})"
     return f"attention {kernel_of(model)}: packed documents by a mask ({reason})"
 
 
 def set_attention(model: Any, name: str) -> None:
-    """Let a model attend with what has this name in transformers' AttentionInterface, SDPA and VARLEN among them."""
+    """Let a model use the attention of this name in transformers' AttentionInterface, MASKED_SDPA and VARLEN among
+    them."""
     _register()
     split = getattr(model, "split_rows", None)  # strategy/sequence.py: it stands between the model and its attention
     if split is not None:
@@ -77,10 +78,10 @@ def set_attention(model: Any, name: str) -> None:
 
 
 def kernel_of(model: Any) -> str | None:
-    """Return what computes a model's attention, as an attn_implementation of the recipe would name it."""
+    """Return the name of a model's attention kernel, as attn_implementation of the recipe would name it."""
     split = getattr(model, "split_rows", None)
     name = attention_of(model.config) if split is None else split.kernel
-    return "sdpa" if name == SDPA else name
+    return "sdpa" if name == MASKED_SDPA else name
 
 
 def check_attention_installed(requested: str | None) -> None:
@@ -88,7 +89,7 @@ def check_attention_installed(requested: str | None) -> None:
     else the kernels package, with which transformers takes one of the hub."""
     from transformers.utils.import_utils import KERNELS_MAX_VERSION, KERNELS_MIN_VERSION, is_kernels_available
 
-    package = PACKAGES.get(requested or "")
+    package = FLASH_PACKAGES.get(requested or "")
     if package and not (is_kernels_available() or importlib.util.find_spec(package)):
         raise UserError(
             f"attn_implementation = {requested!r} needs flash-attn, or the kernels package: pip install "
@@ -97,7 +98,7 @@ def check_attention_installed(requested: str | None) -> None:
 
 
 def takes_lengths(model: Any) -> bool:
-    """Return whether a model's attention takes the lengths of packed documents, and no mask."""
+    """Return whether a model's attention takes the lengths of packed documents and no mask."""
     from transformers.utils.generic import is_flash_attention_requested
 
     kernel = kernel_of(model)
@@ -112,9 +113,9 @@ def _use_flash(model: "PreTrainedModel", precision: str, device: torch.device) -
     problems = []
     if device.type != "cuda":
         return f"flash kernels are for GPUs, this is a {device.type} device"
-    if precision not in HALF:
+    if precision not in FLASH_PRECISIONS:
         return "flash kernels compute in bf16 and fp16 only"
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) < AMPERE:
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < MIN_FLASH_CAPABILITY:
         return "flash kernels need compute capability 8.0"
     is_looked_up, kernels = attentions_of(model)
     if kernels is None or not is_looked_up:
@@ -125,9 +126,9 @@ def _use_flash(model: "PreTrainedModel", precision: str, device: torch.device) -
         return f"a {config.model_type} needs its own flash kernel: name it, --attn_implementation {kernels[0]}"
     dropout = has_attention_dropout(config)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    for version in FASTEST_FIRST.get(torch.cuda.get_device_capability(device)[0], "234"):
+    for version in FLASH_VERSIONS.get(torch.cuda.get_device_capability(device)[0], "234"):
         name = f"flash_attention_{version}"
-        can = version == "2" or not (dropout or (version == "4" and width > WIDEST_HEAD_OF_4))
+        can = version == "2" or not (dropout or (version == "4" and width > FLASH_4_MAX_HEAD_DIM))
         if can and getattr(utils, f"is_flash_attn_{version}_available")():
             try:
                 model.set_attn_implementation(name)
@@ -158,12 +159,12 @@ def has_attention_dropout(config: "PretrainedConfig") -> bool:
 
 @functools.cache
 def _register() -> None:
-    """Add SDPA and VARLEN to the names that transformers knows; what it has under its own stays."""
+    """Register MASKED_SDPA and VARLEN in transformers, whose own names stay as they are."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    AttentionInterface.register(SDPA, sdpa_attention_forward)
-    AttentionMaskInterface.register(SDPA, additive_mask)
+    AttentionInterface.register(MASKED_SDPA, sdpa_attention_forward)
+    AttentionMaskInterface.register(MASKED_SDPA, make_additive_mask)
     AttentionInterface.register(VARLEN, varlen_attention)
     AttentionMaskInterface.register(VARLEN, _mask_beside_lengths)
 
@@ -182,12 +183,12 @@ def varlen_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention for transformers' AttentionInterface: inside documents, if their lengths are given (LENGTHS). Raises
-    ValueError: the model needs something that the kernel does not support.
+    """Compute attention within documents for transformers' AttentionInterface; without their lengths (LENGTH_NAMES),
+    as sdpa does. Raises ValueError: the model needs something that the kernel does not support.
 
     Shapes: query (1, H, T, D), key and value (1, H or fewer, T, D) -> ((1, T, H, D), None).
     """
-    lengths = [kwargs.get(name) for name in LENGTHS]
+    lengths = [kwargs.get(name) for name in LENGTH_NAMES]
     sliding_window = kwargs.get("sliding_window")
     if lengths[0] is None:  # in generation nothing is packed
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -206,14 +207,15 @@ def varlen_attention(
     parts = [F.pad(part, (0, columns)) if columns else part for part, columns in missing]  # a padding by 0 is a copy
     parts = [part.to(dtype).transpose(1, 2).flatten(0, 1) for part in parts]
     window = (sliding_window - 1 if sliding_window else -1, 0)
-    groups = {"enable_gqa": query.shape[1] != key.shape[1]} if TAKES_GROUPS else {}
+    groups = {"enable_gqa": query.shape[1] != key.shape[1]} if VARLEN_TAKES_GQA else {}
     attend: Any = varlen_attn  # other versions of torch have other arguments
     output = attend(*parts, *lengths, scale=scaling, window_size=window, **groups)
     return output[None, ..., :width], None
 
 
 def _mask_beside_lengths(*, q_length: int = 0, kv_length: int = 0, **kwargs: Any) -> torch.Tensor | None:
-    """No mask for packed rows (for which transformers sets allow_is_causal_skip to False), else that of sdpa."""
+    """Return no mask for packed rows (for which transformers sets allow_is_causal_skip to False), else that of
+    sdpa."""
     from transformers.masking_utils import sdpa_mask
 
     may_be_packed = kwargs.get("attention_mask") is None and not kwargs.get("allow_is_causal_skip", True)
@@ -223,7 +225,7 @@ def _mask_beside_lengths(*, q_length: int = 0, kv_length: int = 0, **kwargs: Any
 
 
 def _trial(device: torch.device, dtype: torch.dtype) -> str:
-    """Say why the kernel is wrong on this device; empty if it agrees with sdpa, forward and backward."""
+    """Return why the kernel is wrong on this device; empty if it agrees with sdpa, forward and backward."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = parts = tuple(
         torch.randn(1, heads, 16, 16, generator=generator).to(device, dtype).requires_grad_() for heads in (4, 2, 2)
@@ -232,7 +234,7 @@ def _trial(device: torch.device, dtype: torch.dtype) -> str:
     is_second = torch.arange(16, device=device) >= 5
     seen = (is_second[:, None] == is_second).tril()
     try:
-        lengths: dict[str, Any] = dict(zip(LENGTHS, (ends, ends, 11, 11)))
+        lengths: dict[str, Any] = dict(zip(LENGTH_NAMES, (ends, ends, 11, 11)))
         output, _ = varlen_attention(None, query, key, value, None, **lengths)
         gradients = torch.autograd.grad(output.float().square().sum(), parts)
         wide = query.float(), key.float(), value.float()
@@ -248,17 +250,18 @@ def _trial(device: torch.device, dtype: torch.dtype) -> str:
 # ------------------------------------------------------------------------------------------------------- sdpa's mask
 
 
-def additive_mask(*, dtype: torch.dtype = torch.float32, **kwargs: Any) -> torch.Tensor | None:
-    """sdpa's mask (B, 1, T, T) as torch adds it: 0 where a position sees another, else minus infinity. From a boolean
-    mask torch makes the same tensor, in each layer (convert_boolean_attn_mask in its attention.cpp)."""
+def make_additive_mask(*, dtype: torch.dtype = torch.float32, **kwargs: Any) -> torch.Tensor | None:
+    """Return sdpa's mask (B, 1, T, T) as torch adds it to scores: 0 where a position sees another, else minus
+    infinity. From a boolean mask torch makes the same tensor, in each layer (convert_boolean_attn_mask in its
+    attention.cpp)."""
     from transformers.masking_utils import sdpa_mask
 
     mask = sdpa_mask(**kwargs)
-    return None if mask is None else added_mask(mask, dtype)
+    return None if mask is None else as_additive(mask, dtype)
 
 
-def added_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A boolean mask as it is added to attention scores in `dtype`, or in autocast's."""
+def as_additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Convert a boolean mask to one that is added to attention scores in `dtype`, or in autocast's."""
     kind = mask.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)

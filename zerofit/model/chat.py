@@ -21,18 +21,19 @@ from zerofit.recipe.files import read_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TEMPLATES = Path(__file__).parent / "templates"
-PLACEHOLDER = "\ue0f1{}\ue0f2"  # for an answer: private-use characters, which no template compares or strips
+TEMPLATE_FOLDER = Path(__file__).parent / "templates"
+ANSWER_PLACEHOLDER = "\ue0f1{}\ue0f2"  # for an answer: private-use characters, which no template compares or strips
 
 Message = dict[str, Any]  # role and content; some carry more, see zerofit/data/chat/instructions.py
 Span = tuple[int, int]  # a range of characters
 TEMPLATE_ARGUMENTS = ("tools", "functions", "documents", "chat_template_kwargs")  # columns of records
-OWN_KEYS = set("role content tool_calls instruction input trained masked".split())  # read by zerofit itself
+ZEROFIT_KEYS = set("role content tool_calls instruction input trained masked".split())  # read by zerofit itself
 PROBE = {"zerofit": 'a "b"'}  # arguments of a call
 
 
 class Conversation(list[Message]):
-    """Messages, and what their record gives to the template beside them (`given`): tools, documents, arguments."""
+    """The messages of a conversation, and what their record gives to the template in addition (`given`): tools,
+    documents, arguments."""
 
     def __init__(self, messages: Iterable[Message], given: dict[str, Any] | None = None):
         super().__init__(messages)
@@ -40,7 +41,8 @@ class Conversation(list[Message]):
 
 
 class BadTemplate(Exception):
-    """A template is not valid Jinja (`syntax`), or fails on a conversation: why, and in which line."""
+    """The error of a template that is not valid Jinja (`syntax`), or fails on a conversation: why, and in which
+    line."""
 
     def __init__(self, problem: str, line: int | None = None, syntax: bool = False):
         super().__init__(f"line {line}: {problem}" if line else problem)
@@ -50,10 +52,10 @@ class BadTemplate(Exception):
 # ---------------------------------------------------------------------------------------------------- which template
 
 
-def named_template(name: str) -> str:
-    """The text of a template: one of zerofit/model/templates by its name, else a .jinja file by its path. Raises
-    UserError where there is none."""
-    file = TEMPLATES / f"{name}.jinja" if name in known_templates() else Path(name).expanduser()
+def read_template(name: str) -> str:
+    """Return the text of a template: one of zerofit/model/templates by its name, else a .jinja file by its path.
+    Raises UserError where there is none."""
+    file = TEMPLATE_FOLDER / f"{name}.jinja" if name in known_templates() else Path(name).expanduser()
     if file.suffix != ".jinja":
         raise UserError(f"chat_template = {name!r}: known are {', '.join(known_templates())}, or a .jinja file")
     try:
@@ -63,16 +65,16 @@ def named_template(name: str) -> str:
 
 
 def known_templates() -> list[str]:
-    """The names of the templates that zerofit has."""
-    return sorted(file.stem for file in TEMPLATES.glob("*.jinja"))
+    """Return the names of the templates that zerofit has."""
+    return sorted(file.stem for file in TEMPLATE_FOLDER.glob("*.jinja"))
 
 
 def install_template(
     tokenizer: "PreTrainedTokenizerBase", requested: str | None, default: str | None = None
 ) -> tuple[str, str]:
-    """Give the tokenizer the requested template, else its own, else the default one; it is exported with it. Returns
-    its name for messages, and a line for the log. Raises UserError where there is none, it is not valid Jinja, or
-    texts have no end."""
+    """Give the tokenizer the requested template, else keep its own, else give it the default one; it is exported with
+    the tokenizer. Returns its name for messages, and a line for the log. Raises UserError where there is no template,
+    it is not valid Jinja, or the tokenizer has no end-of-text token."""
     if tokenizer.eos_token is None:
         raise UserError(f"{tokenizer.name_or_path!r} has no end-of-text token. Set another tokenizer_name")
     own = tokenizer.chat_template
@@ -80,7 +82,7 @@ def install_template(
     if not (own or name):
         raise UserError(f"no chat template: set --chat_template ({', '.join(known_templates())}, or a .jinja file)")
     if name:
-        text = named_template(name)
+        text = read_template(name)
         adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
         if adds_bos and name in known_templates() and "bos_token" not in text:
             text = "{{- bos_token -}}" + text  # it begins like the tokenizer's texts
@@ -99,9 +101,9 @@ def install_template(
 # ----------------------------------------------------------------------------- what a record gives to the template
 
 
-def tool_definitions(value: Any) -> list[dict[str, Any]]:
-    """Definitions of tools as templates take them: {"type": "function", "function": {...}}. Raises ValueError where
-    they are not a list of objects."""
+def parse_tools(value: Any) -> list[dict[str, Any]]:
+    """Return definitions of tools as templates take them: {"type": "function", "function": {...}}. Raises ValueError
+    where the value is not a list of objects."""
     value = json.loads(value) if isinstance(value, str) else value
     definitions = []
     for tool in [value] if isinstance(value, dict) else value:
@@ -115,8 +117,8 @@ def tool_definitions(value: Any) -> list[dict[str, Any]]:
 
 
 def check_arguments(value: Any) -> dict[str, Any]:
-    """Arguments of a record for its template (chat_template_kwargs). Raises ValueError where they are not an object,
-    or one is not the template's."""
+    """Return the arguments of a record for its template (chat_template_kwargs). Raises ValueError where they are not
+    an object, or one of them is a parameter of apply_chat_template itself."""
     from transformers import PreTrainedTokenizerBase
 
     known = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"tools", "documents"}
@@ -127,9 +129,10 @@ def check_arguments(value: Any) -> dict[str, Any]:
     return value
 
 
-def for_template(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> Conversation:
-    """A conversation as the tokenizer's template reads it: tools of a message go beside the messages unless the
-    template looks for them there, and arguments of calls are objects or JSON texts, as the template writes them."""
+def adapt_messages(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> Conversation:
+    """Return a conversation as the tokenizer's template reads it: a message's tools become an argument of the
+    template, unless the template looks for them in messages; arguments of calls become objects or JSON texts, as the
+    template writes them."""
     conversation = Conversation(messages, _given_to(tokenizer, messages))
     if not any(message.get("tool_calls") for message in messages):
         return conversation
@@ -149,10 +152,11 @@ def for_template(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) 
 
 
 def unread_keys(tokenizer: "PreTrainedTokenizerBase", messages: list[Message], text: str | None = None) -> list[str]:
-    """The keys of messages, and of what their record gives, that the template does not mention. `text`: what the
-    template wrote; then also the roles of messages whose text is not in it, such as system.content."""
+    """Return the keys of messages, and of the arguments from their record, that the template does not mention. `text`:
+    the output of the template; if given, the roles of messages whose text is missing there are added, such as
+    system.content."""
     given = _given_to(tokenizer, messages)
-    found = {key for message in messages for key in message if key not in OWN_KEYS} | given.keys()
+    found = {key for message in messages for key in message if key not in ZEROFIT_KEYS} | given.keys()
     hoisted = {"functions"} if "tools" in given else set()
     unread = {key for key in found - hoisted if not re.search(rf"\b{re.escape(key)}\b", _source(tokenizer))}
     if text is None:
@@ -164,35 +168,35 @@ def unread_keys(tokenizer: "PreTrainedTokenizerBase", messages: list[Message], t
 
 
 def _given_to(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> dict[str, Any]:
-    """The arguments of a template beside the messages: what the record gives, and the tools of a message, unless the
-    template looks for them there."""
+    """Return the arguments of a template in addition to the messages: what the record gives, and the tools of a
+    message, unless the template looks for them there."""
     given = dict(getattr(messages, "given", {}))
     for message in messages if "tools" not in given else ():
         for name in ("tools", "functions"):
             read_there = rf"(\.|\[['\"]|get\(['\"]){name}\b"
             if message.get(name) and not re.search(read_there, _source(tokenizer)):
                 with suppress(ValueError, TypeError):
-                    given["tools"] = tool_definitions(message[name])
+                    given["tools"] = parse_tools(message[name])
     return given
 
 
 def _source(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """The text of the tokenizer's templates, without comments."""
+    """Return the text of the tokenizer's templates, without comments."""
     held = tokenizer.chat_template or ""
     return re.sub(r"{#.*?#}", "", held if isinstance(held, str) else "\n".join(held.values()), flags=re.DOTALL)
 
 
-def _function(call: dict[str, Any]) -> dict[str, Any]:
+def _function_of(call: dict[str, Any]) -> dict[str, Any]:
     return call["function"] if isinstance(call.get("function"), dict) else call
 
 
 def _with_arguments(conversation: Conversation, changed: Callable[[Any], Any]) -> Conversation:
-    """The conversation with other arguments in each call that has some."""
+    """Return the conversation with the arguments of each call replaced by `changed(arguments)`."""
     messages = []
     for message in conversation:
         calls = []
         for call in message.get("tool_calls", ()):
-            function = _function(call)
+            function = _function_of(call)
             if "arguments" in function:
                 own = {**function, "arguments": changed(function["arguments"])}
                 call = own if function is call else {**call, "function": own}
@@ -221,8 +225,8 @@ def apply_template(
     add_generation_prompt: bool = False,
     given: dict[str, Any] | None = None,
 ) -> str:
-    """The text of a conversation; `add_generation_prompt`: up to the place of the next answer. `given`: what the
-    template takes beside the messages, such as tools.
+    """Return the text of a conversation; with `add_generation_prompt` up to the place of the next answer. `given`:
+    further arguments of the template, such as tools.
 
     Raises:
         BadTemplate: the template is not valid, or refuses the conversation.
@@ -253,7 +257,7 @@ def render(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> tup
     end-of-text token. Raises BadTemplate: the template fails on the conversation, changes an answer, or does not
     write its calls.
     """
-    conversation = for_template(tokenizer, messages)
+    conversation = adapt_messages(tokenizer, messages)
     text = apply_template(tokenizer, conversation, given=conversation.given)
     spans: list[Span] = []
     stop = 0
@@ -271,9 +275,9 @@ def render(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> tup
             start = len(prompt)
             stop = len(prompt) + len(added)
         else:
-            start, stop = _place_in(text, tokenizer, conversation, turn, prompt=prompt, begin=stop)
+            start, stop = _find_answer(text, tokenizer, conversation, turn, prompt=prompt, begin=stop)
         for call in message.get("tool_calls", ()):
-            name = _function(call).get("name")
+            name = _function_of(call).get("name")
             if not name or name not in text[start:stop]:
                 raise BadTemplate(f"it does not write the tool_calls of turn {turn + 1}. Name another --chat_template")
         if message.get("trained", True) and not message.get("masked"):
@@ -281,16 +285,16 @@ def render(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> tup
     return text, spans
 
 
-def _place_in(
+def _find_answer(
     text: str, tokenizer: "PreTrainedTokenizerBase", messages: Conversation, turn: int, *, prompt: str, begin: int
 ) -> Span:
-    """The place of an answer in the text of a conversation, found with another answer in its place: what follows it
-    does not change. It begins after its generation prompt, or, where later turns change the text before it (such as
-    the reasoning of earlier answers, which is dropped), after that prompt's last words. `prompt`: the text up to the
-    place of the answer."""
+    """Return the place of an answer in the text of a conversation. It is found by putting another answer there: what
+    follows it does not change. The place begins after its generation prompt, or, where later turns change the text
+    before it (such as the reasoning of earlier answers, which is dropped), after that prompt's last words. `prompt`:
+    the text up to the place of the answer."""
     marked: list[Message] = list(messages)
-    marked[turn] = {"role": "assistant", "content": PLACEHOLDER.format(turn)}
-    placeholder = PLACEHOLDER.format(turn)
+    marked[turn] = {"role": "assistant", "content": ANSWER_PLACEHOLDER.format(turn)}
+    placeholder = ANSWER_PLACEHOLDER.format(turn)
     before, written, after = apply_template(tokenizer, marked, given=messages.given).partition(placeholder)
     if not written or placeholder in after:
         raise BadTemplate(f"it does not write turn {turn + 1}, an answer, exactly once")
@@ -300,7 +304,7 @@ def _place_in(
         earlier = apply_template(tokenizer, messages[:turn], given=messages.given)
         opening = prompt[len(earlier) :] if prompt.startswith(earlier) else ""  # what begins an answer
         place = text.find(opening, begin, stop) if opening else -1
-        start = place + len(opening) if place >= 0 else _in_common(before, text)
+        start = place + len(opening) if place >= 0 else _common_prefix(before, text)
     if not (begin <= start <= stop and text.endswith(after) and _ends_with(text[start:stop], messages[turn])):
         raise BadTemplate(f"it changes turn {turn + 1}, an answer. Use e.g. --chat_template instruction")
     ending = after
@@ -310,18 +314,18 @@ def _place_in(
 
 
 def _ends_with(written: str, message: Message) -> bool:
-    """Return whether what a template wrote ends with an answer, or with what follows its reasoning."""
+    """Return whether the output of a template ends with an answer, or with the part after its reasoning."""
     answer = message["content"].rstrip()
     written = written.rstrip()
     if "tool_calls" in message or not answer:
         return True
-    same = _in_common(answer[::-1], written[::-1])
+    same = _common_prefix(answer[::-1], written[::-1])
     rest = answer[: len(answer) - same].rstrip(" ")
     return same > 0 and (not rest or rest[-1] in "\n>")
 
 
-def missing_end_token(tokenizer: "PreTrainedTokenizerBase", template: str) -> list[str]:
-    """A warning if the template ends an answer with something else than the end-of-text token."""
+def warn_of_missing_end_token(tokenizer: "PreTrainedTokenizerBase", template: str) -> list[str]:
+    """Return a warning if the template ends an answer with something other than the end-of-text token."""
     question = [{"role": "user", "content": "a"}]
     try:
         text, spans = render(tokenizer, [*question, {"role": "assistant", "content": "bcd"}])
@@ -331,7 +335,7 @@ def missing_end_token(tokenizer: "PreTrainedTokenizerBase", template: str) -> li
     prompt = apply_template(tokenizer, question, add_generation_prompt=True)
     notes = []
     if not text.startswith(prompt):
-        begins = prompt[_in_common(prompt, text) :]
+        begins = prompt[_common_prefix(prompt, text) :]
         notes.append(
             f"warning   {template} begins an answer with {begins!r} in generation, and not in conversations: "
             "the model is not trained on answers that begin so"
@@ -344,9 +348,10 @@ def missing_end_token(tokenizer: "PreTrainedTokenizerBase", template: str) -> li
     return notes
 
 
-def written_twice(tokenizer: "PreTrainedTokenizerBase", template: str, texts: Iterable[str]) -> list[str]:
-    """A warning if a text has in it what the template writes before a question: a template has written it already."""
-    placeholder = PLACEHOLDER.format(0)
+def warn_of_repeated_prompt(tokenizer: "PreTrainedTokenizerBase", template: str, texts: Iterable[str]) -> list[str]:
+    """Return a warning if a text contains what the template writes before a question: a template has been applied to
+    it already."""
+    placeholder = ANSWER_PLACEHOLDER.format(0)
     before = ""
     with suppress(BadTemplate):  # it accepts other conversations only
         before = apply_template(tokenizer, [{"role": "user", "content": placeholder}]).partition(placeholder)[0]
@@ -357,8 +362,8 @@ def written_twice(tokenizer: "PreTrainedTokenizerBase", template: str, texts: It
 
 
 def _end_mark(ending: str, after: str, tokenizer: "PreTrainedTokenizerBase") -> str:
-    """The mark at the end of an answer: the text after it, as far as that does not depend on a next turn."""
-    common = ending[: _in_common(ending, after)]
+    """Return the mark at the end of an answer: the text after it, as far as that does not depend on a next turn."""
+    common = ending[: _common_prefix(ending, after)]
     end = common.find(tokenizer.eos_token)
     if end >= 0:
         return common[: end + len(tokenizer.eos_token)]
@@ -370,6 +375,6 @@ def _end_mark(ending: str, after: str, tokenizer: "PreTrainedTokenizerBase") -> 
     return common
 
 
-def _in_common(first: str, second: str) -> int:
-    """The number of characters that two texts have in common at their beginning."""
+def _common_prefix(first: str, second: str) -> int:
+    """Return the number of characters that two texts have in common at their beginning."""
     return next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 Share: TypeAlias = "VocabularyShare | None"  # None: no tensor parallelism
 IGNORE = -100
 CHUNK_BYTES = 128 * 2**20  # of fp32 logits: large enough for full speed, small compared with a model's activations
-SMALLEST_CHUNK = 64  # rows
+MIN_CHUNK_ROWS = 64  # rows
 # with each chunk the head's whole gradient is read and written
 GPU_CHUNK_BYTES = 2**30
 GPU_CHUNK_ROWS = (1024, 2048)
-GPU_VOCABULARY = 64  # products are made of a multiple of this many tokens
+GPU_VOCABULARY_MULTIPLE = 64  # products are made of a multiple of this many tokens
 # of logits and their gradient: what the chunks above take at most
-COMPILED_BYTES = 5 * 2**29
-COMPILED_ROWS = 4096
+COMPILED_CHUNK_BYTES = 5 * 2**29
+MAX_COMPILED_ROWS = 4096
 
 
 class Distillation(NamedTuple):
@@ -64,7 +64,7 @@ class Distillation(NamedTuple):
 
 
 class TokenLoss(NamedTuple):
-    """Terms that are added to the cross entropy of a token where a model is trained."""
+    """The terms that training adds to the cross entropy of a token."""
 
     label_smoothing: float = 0.0  # this part of the target is divided among the whole vocabulary
     # what the square of the logits' logsumexp is multiplied by (Chowdhery et al. 2022, PaLM: 1e-4)
@@ -77,11 +77,11 @@ class TokenLoss(NamedTuple):
         return 1.0 if self.distillation is None else 1 - self.distillation.weight
 
 
-PLAIN = TokenLoss()
+CROSS_ENTROPY = TokenLoss()
 
 
-def terms_of(recipe: LossOptions) -> TokenLoss:
-    """The terms that a recipe adds to the cross entropy of tokens."""
+def token_loss_of(recipe: LossOptions) -> TokenLoss:
+    """Return the terms that a recipe adds to the cross entropy of tokens."""
     distillation = None
     if isinstance(recipe, DistillationOptions):
         reverse = recipe.distill_divergence == "reverse"
@@ -90,20 +90,21 @@ def terms_of(recipe: LossOptions) -> TokenLoss:
 
 
 def chunk_rows(vocab_size: int, on_gpu: bool) -> int:
-    """The rows of logits that are held at a time."""
+    """Return how many rows of logits are in memory at a time."""
     if not on_gpu:
-        return max(SMALLEST_CHUNK, CHUNK_BYTES // (4 * vocab_size))
+        return max(MIN_CHUNK_ROWS, CHUNK_BYTES // (4 * vocab_size))
     smallest, largest = GPU_CHUNK_ROWS
     return min(max(GPU_CHUNK_BYTES // (4 * vocab_size) // 128 * 128, smallest), largest)
 
 
 def compiled_rows(vocab_size: int) -> int:
-    """The rows of logits that are held at a time where a chunk is compiled: 6 bytes a logit, and not 10."""
-    return min(max(COMPILED_BYTES // (6 * vocab_size) // 128 * 128, GPU_CHUNK_ROWS[0]), COMPILED_ROWS)
+    """Return how many rows of logits are in memory at a time where a chunk is compiled: it takes 6 bytes per logit
+    instead of 10."""
+    return min(max(COMPILED_CHUNK_BYTES // (6 * vocab_size) // 128 * 128, GPU_CHUNK_ROWS[0]), MAX_COMPILED_ROWS)
 
 
 def chunk_starts(num_rows: int, rows: int) -> Iterable[int]:
-    """The first row of each chunk; `zerofit plan` goes through some of them."""
+    """Return the first row of each chunk; `zerofit plan` traces some of them."""
     return range(0, num_rows, rows)
 
 
@@ -115,10 +116,11 @@ def chunked_loss(
     targets: Tensor,
     share: Share = None,
     *,
-    terms: TokenLoss = PLAIN,
+    terms: TokenLoss = CROSS_ENTROPY,
     teacher: Tensor | None = None,
 ) -> Tensor:
-    """The summed loss (fp32) of hidden states (N, H) against targets (N,), some rows of logits at a time.
+    """Return the summed loss (fp32) of hidden states (N, H) against targets (N,), computing some rows of logits at a
+    time.
 
     Args:
         weight, bias: (V, H) and (V,); in fp32 they are cast to the dtype of the hidden states, and their gradients
@@ -133,7 +135,7 @@ def chunked_loss(
     is_plain = share is None and terms.distillation is None and hidden.dtype != torch.float32 and any(needs_grad)
     compiled = compiled_chunk(hidden.device) if is_plain else None
     rows = _rows_of_chunk(hidden, weight, share) if compiled is None else compiled_rows(len(weight))
-    return _Chunked.apply(hidden, weight, bias, targets, rows, needs_grad, share, terms, teacher, compiled)
+    return _ChunkedLoss.apply(hidden, weight, bias, targets, rows, needs_grad, share, terms, teacher, compiled)
 
 
 def _rows_of_chunk(hidden: Tensor, weight: Tensor, share: Share) -> int:
@@ -145,11 +147,12 @@ def _rows_of_chunk(hidden: Tensor, weight: Tensor, share: Share) -> int:
 def chunked_token_losses(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, share: Share = None
 ) -> Tensor:
-    """The loss (N,), fp32, of each token, some rows of logits at a time. Arguments as of chunked_loss."""
-    return _ChunkedTokens.apply(hidden, weight, bias, targets, _rows_of_chunk(hidden, weight, share), share)
+    """Return the loss (N,), fp32, of each token, computing some rows of logits at a time. The arguments are those of
+    chunked_loss."""
+    return _ChunkedTokenLosses.apply(hidden, weight, bias, targets, _rows_of_chunk(hidden, weight, share), share)
 
 
-class _Chunked(torch.autograd.Function):
+class _ChunkedLoss(torch.autograd.Function):
     """The loss and its gradients, chunk by chunk: logits, and sums over rows and chunks, are in fp32. torch's
     linear_cross_entropy (2.13), under each of its policies, rounds to the half precision of its inputs: the gradient
     of the weight after every chunk, each token's loss (a sum would keep two digits), and so the gradient of the
@@ -225,9 +228,9 @@ class _Chunked(torch.autograd.Function):
         return *scaled, None, None, None, None, None, None, None
 
 
-class _ChunkedTokens(torch.autograd.Function):
-    """The loss of each token. The backward pass, which alone knows what each token's loss is multiplied by, computes
-    the logits again: the head costs a third more than in _Chunked, and nothing is held but its inputs."""
+class _ChunkedTokenLosses(torch.autograd.Function):
+    """The loss of each token. Only the backward pass knows the factor of each token's loss, so it computes the logits
+    again: the head costs a third more than in _ChunkedLoss, and nothing but its inputs is kept."""
 
     @staticmethod
     def forward(  # noqa: PLR0917
@@ -277,16 +280,16 @@ class _ChunkedTokens(torch.autograd.Function):
 
 
 def _cast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias that are held in fp32, in the dtype of the hidden states; the weight in fp32 where products are.
-    Where products are in half precision the weight has rows of zeros behind its own, up to a multiple of 64: on an
-    H100 a vocabulary of 50,257 took longer than one of 128,256, although its rows were aligned in memory."""
+    """Cast weight and bias from fp32 to the dtype of the hidden states; the weight stays fp32 where products are in
+    fp32. Where products are in half precision the weight is padded with rows of zeros to a multiple of 64: on an H100
+    a vocabulary of 50,257 took longer than one of 128,256, although its rows were aligned in memory."""
     dtype = weight.dtype
     if dtype == torch.float32:
         dtype = hidden.dtype
         bias = None if bias is None else bias.to(dtype)
     if not has_half_matmul(hidden.device):
         return weight.to(dtype).float(), bias
-    lacking = -len(weight) % GPU_VOCABULARY
+    lacking = -len(weight) % GPU_VOCABULARY_MULTIPLE
     if dtype == torch.float32 or not lacking:
         return weight.to(dtype), bias
     wider = weight.new_zeros((len(weight) + lacking, weight.shape[1]), dtype=dtype)
@@ -297,8 +300,8 @@ def _cast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, 
 def _add_gradients(
     totals: Iterable[Tensor | None], start: int, gradient: Tensor, weight: Tensor, chunk: Tensor, *, is_ignored: Tensor
 ) -> None:
-    """Add what a chunk's gradient of its logits (N, V or more) comes to, where `totals` (of hidden states, weight and
-    bias) has a tensor; rows that are ignored count as zeros."""
+    """Add a chunk's gradients to `totals` (of hidden states, weight and bias; None: not needed), from the gradient of
+    its logits (N, V or more). Ignored rows count as zeros."""
     of_hidden, of_weight, of_bias = totals
     if of_hidden is not None:
         of_hidden[start : start + len(chunk)] = (gradient @ weight).masked_fill_(is_ignored, 0)
@@ -311,10 +314,10 @@ def _add_gradients(
 def loss_and_gradient(
     logits: Tensor, target: Tensor, gradient: Tensor, label_smoothing: float, z_loss: float
 ) -> Tensor:
-    """The loss (N,), fp32, of each row of logits (N, V), fp32, against targets (N,), 0 where a row is ignored. The
-    gradient (N, V) of the logits is written into `gradient`. Compiled it is two passes: logits are read by both, and
-    the gradient is written once (10 bytes a logit in half precision). As separate operations the same takes 22 to
-    28."""
+    """Return the loss (N,), fp32, of each row of logits (N, V), fp32, against targets (N,), 0 where a row is ignored.
+    The gradient (N, V) of the logits is written into `gradient`. When compiled it takes two passes: both read the
+    logits, and the gradient is written once (10 bytes per logit in half precision). As separate operations it takes 22
+    to 28."""
     log_sums = logits.logsumexp(-1)
     is_kept = target != IGNORE
     columns = torch.arange(logits.shape[1], device=logits.device)
@@ -334,8 +337,9 @@ def loss_and_gradient(
 
 @functools.cache
 def compiled_chunk(device: torch.device) -> Callable[..., Tensor] | None:
-    """`loss_and_gradient` for a device, compiled; None where chunks are computed by separate operations: on others
-    than CUDA, and where torch's compiler does not work. Where it fails at this very function, that runs as it is."""
+    """Return `loss_and_gradient` compiled for a device; None where chunks are computed by separate operations: on
+    devices other than CUDA, and where torch's compiler does not work. If it fails at this very function, that runs
+    uncompiled."""
     if device.type != "cuda" or not has_half_matmul(device):
         return None
     if fault := failing_compiler(device):
@@ -345,7 +349,8 @@ def compiled_chunk(device: torch.device) -> Callable[..., Tensor] | None:
 
 
 def with_eager_fallback(compiled: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiled function; from the first failure of its compiler on, with a warning, the function itself."""
+    """Return the compiled function; when its compiler fails for the first time, it warns and calls the function itself
+    from then on."""
     chosen = [compiled]
 
     def call(*arguments: Any) -> Any:
@@ -365,7 +370,7 @@ def with_eager_fallback(compiled: Callable[..., Any], function: Callable[..., An
 
 
 class Scores(NamedTuple):
-    """The log probabilities of some rows, fp32, and what their loss and its gradient are made of."""
+    """The log probabilities of some rows, fp32, and what is needed to compute their loss and its gradient."""
 
     log_probabilities: Tensor  # (N, V)
     target: Tensor  # (N,), among them; IGNORE also where another rank has it
@@ -385,8 +390,8 @@ def _scores(chunk: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, 
 
 
 def _loss_of_chunk(scores: Scores, is_ignored: Tensor, vocab_size: int, terms: TokenLoss) -> Tensor:
-    """The summed loss of some rows; under tensor parallelism this rank's part of it. `is_ignored`: (N, 1) whether a
-    row has no target on any rank."""
+    """Return the summed loss of some rows; under tensor parallelism this rank's part of it. `is_ignored`: (N, 1)
+    whether a row has no target on any rank."""
     log_probabilities, target, _, log_sums = scores
     loss = F.nll_loss(log_probabilities, target, ignore_index=IGNORE, reduction="sum")
     if smoothing := terms.label_smoothing:
@@ -398,10 +403,11 @@ def _loss_of_chunk(scores: Scores, is_ignored: Tensor, vocab_size: int, terms: T
 
 
 def _gradient_of_logits(
-    scores: Scores, vocab_size: int = 1, terms: TokenLoss = PLAIN, soft: Tensor | None = None
+    scores: Scores, vocab_size: int = 1, terms: TokenLoss = CROSS_ENTROPY, soft: Tensor | None = None
 ) -> Tensor:
-    """Probabilities, less 1 at the target, in the memory of the log probabilities; `terms` and teacher add theirs.
-    `soft`: (N, V) the gradient of the divergence. It adds up to 0 over the vocabulary, so it is that of the logits."""
+    """Return the gradient of the logits, in the memory of the log probabilities: probabilities, less 1 at the target,
+    plus the gradients of `terms` and the teacher. `soft`: (N, V) the gradient of the divergence. It adds up to 0 over
+    the vocabulary, so it is that of the logits."""
     log_probabilities, targets, at_target, log_sums = scores
     target = targets[:, None]
     gradient = log_probabilities.exp_()
@@ -453,21 +459,22 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _padded_gradient(weight: Tensor, rows: int, size: int) -> Tensor:
-    """A new matrix for the gradient of some rows of logits: as wide as the weight has rows, zero behind `size`."""
+    """Return a new matrix for the gradient of some rows of logits: one column per row of the weight, zero from column
+    `size` on."""
     padded = weight.new_empty(rows, len(weight))
     padded[:, size:] = 0
     return padded
 
 
 def _to_padded(weight: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient of logits (N, V) in the weight's dtype, as wide as the weight has rows."""
+    """Return the gradient of logits (N, V) in the weight's dtype, with one column per row of the weight."""
     padded = _padded_gradient(weight, *gradient.shape)
     padded[:, : gradient.shape[1]] = gradient
     return padded
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, size: int) -> Tensor:
-    """Return logits (N, V) in fp32 of hidden states (N, H), of any dtype, and the first `size` rows of a weight."""
+    """Return logits (N, V), fp32, of hidden states (N, H), any dtype, and the first `size` rows of a weight."""
     if weight.dtype == torch.float32:
         return F.linear(hidden, weight, None if bias is None else bias.float())
     logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)[:, :size]

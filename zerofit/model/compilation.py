@@ -45,16 +45,16 @@ if TYPE_CHECKING:
 
     from zerofit.recipe.options import TrainingRecipe
 
-MULTIPLE = 16  # of a product's widths; torch._scaled_mm needs it
-CAPABILITY = (8, 9)  # compute capability from which GPUs of NVIDIA multiply in float8
-ROUTERS = ("gate", "router")  # the names of linear layers that choose experts, or weigh them
-EMULATED = "ZEROFIT_EMULATES_FLOAT8"  # set by tests: round to float8, and multiply in fp32, on any device
-_converted: WeakSet[Linear] = WeakSet()
+FLOAT8_MULTIPLE = 16  # of a product's widths; torch._scaled_mm needs it
+MIN_FLOAT8_CAPABILITY = (8, 9)  # compute capability from which GPUs of NVIDIA multiply in float8
+ROUTER_LAYERS = ("gate", "router")  # the names of linear layers that choose experts, or weigh them
+FLOAT8_EMULATION = "ZEROFIT_EMULATES_FLOAT8"  # set by tests: round to float8, and multiply in fp32, on any device
+_float8_layers: WeakSet[Linear] = WeakSet()
 
 
 def is_emulated() -> bool:
-    """Return whether products in float8 are emulated, which no run should be: it is slow, and needs no GPU."""
-    return os.environ.get(EMULATED) == "1"
+    """Return whether products in float8 are emulated, for tests only: it is slow, and needs no GPU."""
+    return os.environ.get(FLOAT8_EMULATION) == "1"
 
 
 def check_float8(recipe: "TrainingRecipe") -> None:
@@ -64,7 +64,8 @@ def check_float8(recipe: "TrainingRecipe") -> None:
 
 
 def check_float8_device(recipe: "TrainingRecipe") -> None:
-    """Raises UserError where a GPU of this process does not multiply in float8, or there is none."""
+    """Raises UserError where float8 is asked for, and this process has no GPU or one that does not multiply in
+    float8."""
     if not (recipe.float8 and recipe.trains) or is_emulated():
         return
     needs = f"float8 ({recipe.source('float8')}) needs an NVIDIA GPU of compute capability 8.9 or more (L40S, H100)"
@@ -72,35 +73,35 @@ def check_float8_device(recipe: "TrainingRecipe") -> None:
         raise UserError(f"{needs}, and there is none. Remove it")
     for number in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_capability(number)
-        if found < CAPABILITY:
+        if found < MIN_FLOAT8_CAPABILITY:
             name = torch.cuda.get_device_name(number)
             raise UserError(f"{needs}, and a {name} has {found[0]}.{found[1]}. Remove it")
 
 
 def convert_to_float8(model: "PreTrainedModel", blocks: list[torch.nn.Module]) -> str:
     """Let the linear layers of these blocks of a model multiply in float8, in place; parameters stay the same objects,
-    and layers whose widths do not divide by 16 stay in bf16. Returns a line for the log. Raises UserError where no
-    layer is left."""
+    and layers whose widths are not multiples of 16 stay in bf16. Returns a line for the log. Raises UserError where no
+    layer can be converted."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     inside = (each for block in blocks for each in block.named_modules())
-    linear = [each for name, each in inside if type(each) is Linear and name.rpartition(".")[2] not in ROUTERS]
-    fitting = {each for each in linear if not any(width % MULTIPLE for width in each.weight.shape)}
+    linear = [each for name, each in inside if type(each) is Linear and name.rpartition(".")[2] not in ROUTER_LAYERS]
+    fitting = {each for each in linear if not any(width % FLOAT8_MULTIPLE for width in each.weight.shape)}
     if not fitting:
-        why = f"no linear layer of its blocks has widths that divide by {MULTIPLE}"
+        why = f"no linear layer of its blocks has widths that divide by {FLOAT8_MULTIPLE}"
         why = why if linear else "its blocks have no torch.nn.Linear (those of GPT-2 have Conv1D)"
         raise UserError(f"float8: a {model.config.model_type} has nothing to compute in float8: {why}. Remove it")
     # Rows whose number does not divide by 16 are padded for the product that sums over them.
     config = replace(Float8LinearConfig.from_recipe_name("tensorwise"), emulate=is_emulated(), pad_inner_dim=True)
     convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: module in fitting)
     converted = (each for each in model.modules() if type(each).__module__.startswith("torchao."))
-    _converted.update(each for each in converted if isinstance(each, Linear))
+    _float8_layers.update(each for each in converted if isinstance(each, Linear))
     part = sum(each.weight.numel() for each in fitting) / sum(each.numel() for each in model.parameters())
     emulated = ", emulated" if is_emulated() else ""
     return f"float8 in {counted(len(fitting), 'linear layer')}, which have {part:.0%} of the weights{emulated}"
 
 
-GRAPHS = 64  # of the code that blocks share; torch computes without its compiler beyond its limit, which is 8
+MAX_GRAPHS = 64  # of the code that blocks share; torch computes without its compiler beyond its limit, which is 8
 
 
 def fuse_gelu(model: Any) -> Any:
@@ -118,16 +119,16 @@ def fuse_gelu(model: Any) -> Any:
 def compile_model(
     model: "PreTrainedModel", what: str, backend: str | Callable[..., Any] = "inductor", falls_back: bool = False
 ) -> None:
-    """Compile a model when it is called: its "blocks", or all of it ("model"). In place, so that weights keep their
-    names and hooks that come later (FSDP2's) are called. `falls_back`: code that the compiler fails at is computed as
-    it is, with torch's warning. Raises UserError where transformers knows of no blocks."""
+    """Compile a model when it is called: its "blocks", or all of it ("model"). This is done in place, so that weights
+    keep their names and later hooks (FSDP2's) are called. `falls_back`: code that the compiler fails at runs
+    uncompiled, with torch's warning. Raises UserError where transformers names no blocks of the model."""
     modules = [model] if what == "model" else blocks_of(model)
     if not modules:
         kind = model.config.model_type
         raise UserError(f"torch_compile = {what}: the code of a {kind} names no blocks. Use --torch_compile model")
     for module in modules:
         module.compile(backend=backend)
-    torch.compiler.config.recompile_limit = GRAPHS
+    torch.compiler.config.recompile_limit = MAX_GRAPHS
     compute_uncompiled_after_errors(falls_back)
 
 
@@ -153,10 +154,11 @@ def failing_compiler(device: torch.device) -> str | None:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """The context of passes that are not worth a graph: checks before a run, and generation, whose lengths change.
-    They are in bf16 where training is in float8, whose one scale for all rows of a batch lets each row depend on the
-    others: too little to matter to training, and too much for a check that compares rows."""
-    with computed_as_linear(list(_converted)):
+    """Run the passes within this context uncompiled, because a graph is not worth its time: checks before a run, and
+    generation, whose lengths change. They are in bf16 where training is in float8: its one scale for all rows of a
+    batch lets each row depend on the others, which hardly matters in training, and breaks a check that compares
+    rows."""
+    with computed_as_linear(list(_float8_layers)):
         if "torch._dynamo" not in sys.modules:  # then nothing is compiled
             yield
             return
@@ -165,8 +167,8 @@ def uncompiled() -> Iterator[None]:
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The model's blocks, none within another: what transformers can recompute one at a time, else what it says is not
-    to be split."""
+    """Return the model's blocks, none within another: the layers that transformers can recompute one at a time, else
+    the modules that it says are not to be split."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     undivided = undivided_modules(model)
@@ -181,9 +183,10 @@ def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     return list((layers or others).values())
 
 
-def ends_of(model: "PreTrainedModel") -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
-    """Return ([the embedding], [the final norm, the head]) of a model that predicts tokens: what is gathered for
-    itself, as torchtitan does, beside the blocks; empty where other modules share a weight of it, as tied ends do."""
+def embedding_and_head_of(model: "PreTrainedModel") -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
+    """Return ([the embedding], [the final norm, the head]) of a model that predicts tokens: the modules that are
+    gathered separately from the blocks, as torchtitan does. A list is empty where other modules share a weight of it,
+    such as tied embeddings."""
     blocks = blocks_of(model)
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
@@ -200,15 +203,15 @@ def ends_of(model: "PreTrainedModel") -> tuple[list[torch.nn.Module], list[torch
     return first, last
 
 
-DEVICES = {"cuda"}  # elsewhere torch has no kernel, and in half precision its operations keep more than transformers'
+NORM_DEVICES = {"cuda"}  # elsewhere torch has no kernel, and its operations keep more activations
 
 
 def fuse_norms(model: torch.nn.Module) -> int:
-    """Let each RMSNorm of a model that is written as Llama's be computed by one function. Returns their number. One
-    with another forward pass is left as it is, such as Gemma's, which multiplies by 1 + weight."""
+    """Compute each RMSNorm of a model that is written as Llama's in one kernel. Returns their number. A norm with
+    another forward pass is left as it is, such as Gemma's, which multiplies by 1 + weight."""
     norms = [module for module in model.modules() if is_llama_norm(module)]
     for module in norms:
-        module.forward = types.MethodType(_fused, module)
+        module.forward = types.MethodType(_fused_norm, module)
     return len(norms)
 
 
@@ -224,15 +227,15 @@ def is_llama_norm(module: torch.nn.Module) -> bool:
     return "forward" not in vars(module) and all(getattr(own, part, None) == getattr(of_llama, part) for part in parts)
 
 
-def _fused(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """The forward pass that a norm is given in place of its own: the norm in the dtype that transformers' has; under
-    autocast in that of the products behind it, each of which would cast it. torch's kernel wants input and weight in
-    one dtype: the weight is cast as a product's is."""
+def _fused_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """The forward pass of a fused norm. The result has the dtype of transformers' norm; under autocast that of the
+    products behind it, each of which would cast it. torch's kernel needs input and weight in one dtype: the weight is
+    cast as that of a product is."""
     weight = self.weight
     device = hidden_states.device.type
     epsilon = self.variance_epsilon
     is_cast = torch.is_autocast_enabled(device)
-    if device not in DEVICES or (hidden_states.dtype != weight.dtype and not is_cast):
+    if device not in NORM_DEVICES or (hidden_states.dtype != weight.dtype and not is_cast):
         return type(self).forward(self, hidden_states)
     if not is_cast:
         return rms_norm(hidden_states, weight.shape, weight, epsilon)
@@ -242,16 +245,16 @@ def _fused(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def round_embeddings(model: torch.nn.Module) -> None:
-    """Let embeddings before the blocks come in bf16 under autocast in bf16, and with them the residual stream.
-    Embeddings in fp32 make every addition behind them, and every sum of gradients on its way back, one in fp32. Where
-    DeepSpeed or FSDP2 hold the weights of the passes in bf16, none of these is."""
+    """Round embeddings before the blocks, and with them the residual stream, to bf16 under autocast in bf16.
+    Embeddings in fp32 would make every addition behind them, and every sum of gradients in the backward pass, one in
+    fp32. Where DeepSpeed or FSDP2 hold the weights of the passes in bf16, none of these is in fp32."""
     within = {module for block in blocks_of(model) for module in block.modules()}
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding) and module not in within:
-            module.register_forward_hook(_rounded)
+            module.register_forward_hook(_round_to_bf16)
 
 
-def _rounded(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+def _round_to_bf16(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
     device = output.device.type
     if not torch.is_autocast_enabled(device) or torch.get_autocast_dtype(device) != torch.bfloat16:
         return output

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 TRAINED_WITH = "trained_with"  # in tokenizer_config.json: the options that shaped the inputs in training
-WEIGHTS = ("*.safetensors", "*.bin", "*.json")
+WEIGHT_FILE_PATTERNS = ("*.safetensors", "*.bin", "*.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt",
                    "spiece.model", "spm.model", "sentencepiece.bpe.model", "source.spm")  # fmt: skip
 
@@ -52,7 +52,7 @@ def weights_key(name: str) -> Any:
 
         found = try_to_load_from_cache(name, "config.json")  # .../snapshots/COMMIT/config.json
         return name, Path(found).parent.name if isinstance(found, str) else None
-    stats = ((file.name, file.stat()) for pattern in WEIGHTS for file in folder.glob(pattern))
+    stats = ((file.name, file.stat()) for pattern in WEIGHT_FILE_PATTERNS for file in folder.glob(pattern))
     return sorted((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
 
 
@@ -83,8 +83,8 @@ def name_some(names: Iterable[str]) -> str:
 
 
 # What transformers raises at files that are not as it expects.
-OF_FILES = (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError, NotImplementedError)
-PER_LAYER = re.compile("layer|_types$|pattern")  # names of lists with an entry for each layer
+FILE_ERRORS = (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError, NotImplementedError)
+PER_LAYER_FIELD = re.compile("layer|_types$|pattern")  # names of lists with an entry for each layer
 ARCHITECTURES = Path(__file__).parent / "architectures"
 STORED_ROWS = "stored_vocab_size"  # of a configuration whose embeddings are resized: the rows of the stored weights
 AUTO_CLASSES = {  # AutoModelFor...: what transformers calls the task in the name of its table of models
@@ -95,7 +95,7 @@ AUTO_CLASSES = {  # AutoModelFor...: what transformers calls the task in the nam
     "MultipleChoice": "MULTIPLE_CHOICE",
 }
 # What a config.json may name: other names are repositories of the hub, whose code transformers would run.
-ATTENTION = {None, "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"}
+KERNEL_NAMES = {None, "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"}
 
 
 @cache
@@ -139,7 +139,7 @@ def load_configuration(recipe: ModelOptions, auto_class: Any = None) -> "Pretrai
             config = read_config(option, name, recipe.trust_remote_code)
     if not recipe.model_name_or_path and hasattr(config, "quantization_config"):
         del config.quantization_config  # it is of weights that are not read
-    override(config, recipe.config_overrides)
+    apply_overrides(config, recipe.config_overrides)
     if auto_class is not None:
         check_task(recipe, config, auto_class)
         if getattr(config, "output_router_logits", False) and not family_of(config).has_experts:
@@ -182,7 +182,7 @@ def from_hub_or_folder(option: str, name: str, load: Callable[..., Any], **kwarg
         loaded = load(name, **kwargs)
     except ImportError as error:
         raise UserError(f"{option} = {name!r} {missing_package(error)}") from None
-    except (*OF_FILES, StrictDataclassError, SafetensorError, pickle.UnpicklingError) as error:
+    except (*FILE_ERRORS, StrictDataclassError, SafetensorError, pickle.UnpicklingError) as error:
         first = first_line(error)
         if pointer := next((file.name for file in Path(name).glob("*") if is_pointer(file)), None):
             raise UserError(f"{option} = {name!r}: {pointer} {POINTER}") from None
@@ -201,7 +201,7 @@ def from_hub_or_folder(option: str, name: str, load: Callable[..., Any], **kwarg
             remedy += ", or name an architecture that needs no network, such as llama-3.1-8b"
         raise UserError(f"{option} = {name!r} is neither a folder nor on the hub ({reason}); {remedy}") from None
     for part in (loaded, *(getattr(loaded, name, None) for name in getattr(loaded, "sub_configs", ()))):
-        if attention_of(part) not in ATTENTION:  # the code of a repository
+        if attention_of(part) not in KERNEL_NAMES:  # the code of a repository
             raise UserError(f"{option} = {name!r}: remove the code {attention_of(part)!r} from its config.json")
     return loaded
 
@@ -245,7 +245,7 @@ def check_quantiser(option: str, name: str, config: Any, on_gpu: bool = False) -
     try:
         quantiser = AutoHfQuantizer.from_config(copy.deepcopy(settings), pre_quantized=True)
         quantiser.validate_environment(device_map=None)
-    except (*OF_FILES, ImportError, RuntimeError) as error:
+    except (*FILE_ERRORS, ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300].rstrip(".")
         raise UserError(f"{stated}: {reason}. Name weights that are not quantised") from None
 
@@ -269,7 +269,7 @@ def work_offline_without_network() -> None:
     UNTIL_THE_RUN_ENDS.callback(work_offline_without_network.cache_clear)
 
 
-def overrides_of(text: str | None) -> dict[str, Any]:
+def parse_overrides(text: str | None) -> dict[str, Any]:
     """`n_layer=4,resid_pdrop=0.0` as a dict, values read as JSON where they are JSON and as text otherwise."""
     overrides: dict[str, Any] = {}
     for part in filter(None, (text or "").split(",")):
@@ -280,10 +280,10 @@ def overrides_of(text: str | None) -> dict[str, Any]:
     return overrides
 
 
-def override(config: "PretrainedConfig", text: str | None) -> None:
+def apply_overrides(config: "PretrainedConfig", text: str | None) -> None:
     """Apply `config_overrides`; what the configuration's class derives from the changed fields is derived anew, as
     layer_types from num_hidden_layers. Raises UserError where a name or a value is not that of the configuration."""
-    overrides = overrides_of(text)
+    overrides = parse_overrides(text)
     if not overrides:
         return
     problems = []
@@ -298,7 +298,7 @@ def override(config: "PretrainedConfig", text: str | None) -> None:
             problems.append(f"config_overrides: {config.model_type} has no {name}. {remedy}")
             continue
         current = rope[name] if in_rope else getattr(config, name)
-        if (in_rope or value is not None) and isinstance(current, (bool, int, float)) and not _fits(value, current):
+        if (in_rope or value is not None) and isinstance(current, (bool, int, float)) and not _is_like(value, current):
             problems.append(f"config_overrides: {name} = {value!r}; expected as in {name}={current}")
             continue
         if in_rope:
@@ -311,17 +311,17 @@ def override(config: "PretrainedConfig", text: str | None) -> None:
             problems.append(f"config_overrides: {name} = {value!r}: {why.removeprefix('TypeError: ')}")
     if problems:
         raise UserError(problems)
-    _derive_again(config, before, {config.attribute_map.get(name, name) for name in overrides})
+    _update_derived(config, before, {config.attribute_map.get(name, name) for name in overrides})
     for name in ("head_dim", "attention_head_size"):  # a constant in some configurations
         if head_size and head_size == getattr(config, name, None) and name not in overrides:
             setattr(config, name, _head_size(config))
     try:
         type(config).from_dict(config.to_dict())
-    except (*OF_FILES, StrictDataclassError) as error:  # transformers would refuse to store the trained model
+    except (*FILE_ERRORS, StrictDataclassError) as error:  # transformers would refuse to store the trained model
         raise UserError(f"config_overrides = {text!r}: {str(error).strip().splitlines()[-1].strip()}") from None
 
 
-def _derive_again(config: "PretrainedConfig", before: dict[str, Any], changed: set[str]) -> None:
+def _update_derived(config: "PretrainedConfig", before: dict[str, Any], changed: set[str]) -> None:
     """Set the fields anew that the configuration's class derives from others. `changed`: the names of those that the
     overrides set."""
     from transformers.utils import logging as of_transformers
@@ -332,7 +332,7 @@ def _derive_again(config: "PretrainedConfig", before: dict[str, Any], changed: s
     def gives_all(fields: dict[str, Any]) -> bool:
         try:
             return bool(kind.from_dict(fields).to_dict() == before)
-        except (*OF_FILES, StrictDataclassError):
+        except (*FILE_ERRORS, StrictDataclassError):
             return False
 
     loud = of_transformers.get_verbosity()
@@ -345,12 +345,12 @@ def _derive_again(config: "PretrainedConfig", before: dict[str, Any], changed: s
     finally:
         of_transformers.set_verbosity(loud)
     for name, value in stated.items():
-        is_by_layer = isinstance(value, list) and len(value) == before.get(layers) and PER_LAYER.search(name)
+        is_by_layer = isinstance(value, list) and len(value) == before.get(layers) and PER_LAYER_FIELD.search(name)
         if is_by_layer and name not in changed:
             stated[name] = value[: getattr(config, layers)]
     try:
         made = kind.from_dict({**stated, **{name: getattr(config, name) for name in changed if name in before}})
-    except (*OF_FILES, StrictDataclassError):  # what does not go together is said where all is set
+    except (*FILE_ERRORS, StrictDataclassError):  # what does not go together is said where all is set
         return
     for name, value in made.to_dict().items():
         if name in before and name not in changed and not isinstance(value, dict) and value != before[name]:
@@ -363,7 +363,7 @@ def _head_size(config: "PretrainedConfig") -> int | None:
     return hidden // heads if hidden and heads else None
 
 
-def _fits(value: Any, like: bool | int | float) -> bool:
+def _is_like(value: Any, like: bool | int | float) -> bool:
     if isinstance(like, bool) or isinstance(value, bool):
         return isinstance(value, bool) and isinstance(like, bool)
     return isinstance(value, int) or (isinstance(like, float) and isinstance(value, float))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-ROUTER = "TopKRouter"  # how transformers ends the names of modules whose outputs begin with a router's logits
+ROUTER_CLASS_SUFFIX = "TopKRouter"  # class names in transformers: the first output of such a module is its logits
 
 
 class RoutingFigures(NamedTuple):
@@ -37,8 +37,8 @@ class Routing:
         self.coefficient = model.router_aux_loss_coef if model.config.output_router_logits else 0.0
         self._auxiliary_loss = sys.modules[type(model).__module__].load_balancing_loss_func
         self._logits: list[torch.Tensor] | None = None  # (B * T, E) of each layer, while a forward pass is watched
-        routers = [module for module in model.modules() if type(module).__name__.endswith(ROUTER)]
-        assert routers, f"{type(model).__name__} has no {ROUTER}: its loss of experts would be 0"
+        routers = [module for module in model.modules() if type(module).__name__.endswith(ROUTER_CLASS_SUFFIX)]
+        assert routers, f"{type(model).__name__} has no {ROUTER_CLASS_SUFFIX}: its loss of experts would be 0"
         for router in routers:
             router.register_forward_hook(self._note)
         self.begin(1.0)

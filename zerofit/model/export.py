@@ -20,7 +20,7 @@ from zerofit.compat.transformers import weights_alone
 from zerofit.model.configuration import has_tokenizer, is_adapter, name_some, read_json, usable_positions
 from zerofit.model.families import family_of
 
-LORA = re.compile(r"\.lora_(embedding_)?[AB]\b")
+LORA_MATRIX = re.compile(r"\.lora_(embedding_)?[AB]\b")
 MERGED = "`zerofit merge` makes a model that it loads"
 
 
@@ -29,7 +29,7 @@ def review_export(folder: Path, model_class: Any) -> list[str]:
     `model_class`: of the model that was trained, one of transformers. Raises RuntimeError where weights are
     missing."""
     adapter = is_adapter(str(folder))
-    stored = stored_weights(folder, "adapter_model" if adapter else "model")
+    stored = read_weight_headers(folder, "adapter_model" if adapter else "model")
     if not stored:
         raise RuntimeError(f"{folder} holds no weights")
     dtypes = Counter(str(dtype) for shape, dtype in stored.values() if len(shape) > 1)
@@ -38,7 +38,7 @@ def review_export(folder: Path, model_class: Any) -> list[str]:
     if adapter:
         if read_json(folder / "adapter_config.json").get("target_parameters"):
             lines.append(f"vLLM drops the adapters on some models' experts in silence (vllm#41384, #41754): {MERGED}")
-        if others := sorted(name for name in stored if not LORA.search(name)):
+        if others := sorted(name for name in stored if not LORA_MATRIX.search(name)):
             lines.append(f"vLLM and llama.cpp take pairs of A and B only, not {name_some(others)}: {MERGED}")
     else:
         model, info = model_class.from_pretrained(
@@ -57,7 +57,7 @@ def review_export(folder: Path, model_class: Any) -> list[str]:
     return lines if has_tokenizer(folder) else [*lines, "there is no tokenizer"]
 
 
-def stored_weights(folder: Path, name: str = "model") -> dict[str, tuple[list[int], str]]:
+def read_weight_headers(folder: Path, name: str = "model") -> dict[str, tuple[list[int], str]]:
     """{name: (shape, dtype)} of the weights in the files that transformers and peft look for, from their headers."""
     index = folder / f"{name}.safetensors.index.json"
     files = {f"{name}.safetensors"}
@@ -71,7 +71,7 @@ def stored_weights(folder: Path, name: str = "model") -> dict[str, tuple[list[in
     return found
 
 
-LARGEST_FILE = 5 * 10**9  # bytes, about: what is in memory at once of a model that is written in parts
+MAX_FILE_BYTES = 5 * 10**9  # bytes, about: what is in memory at once of a model that is written in parts
 
 Weights = Iterable[tuple[str, torch.Tensor]]  # (name, full weight on the CPU)
 
@@ -100,10 +100,10 @@ def export_model(
         tokenizer.model_max_length = positions
     files["the tokenizer"] = lambda: tokenizer.save_pretrained(folder)
     files["tokenizer.model"] = lambda: _copy_sentencepiece_model(Path(tokenizer.name_or_path), folder)
-    return write_beside(files)
+    return write_other_files(files)
 
 
-def write_beside(files: dict[str, Callable[[], object]]) -> dict[str, Exception]:
+def write_other_files(files: dict[str, Callable[[], object]]) -> dict[str, Exception]:
     """Write files that are not the weights, each whatever became of the others. Returns {file: why it failed}."""
     failed = {}
     for name, write in files.items():
@@ -135,7 +135,7 @@ def _write_weights(written: Any, weights: Weights, folder: Path) -> None:
             continue
         if tensor.numel() == 0:
             raise RuntimeError(f"the gathered weights are incomplete: {name} is empty")
-        if in_parts and part and size + tensor.nbytes > LARGEST_FILE:
+        if in_parts and part and size + tensor.nbytes > MAX_FILE_BYTES:
             _save_weights_alone(written, part, folder)
             files.append((folder / "model.safetensors").rename(folder / f"part_{len(files)}.safetensors"))
             part = {}
@@ -171,7 +171,7 @@ def _save_weights_alone(written: Any, part: dict[str, torch.Tensor], folder: Pat
 
 def save_generation_settings(model: Any, folder: Path) -> None:
     """Write generation_config.json without the settings that transformers refuses to save."""
-    settings, _ = valid_settings(model.generation_config.to_diff_dict())
+    settings, _ = split_valid_settings(model.generation_config.to_diff_dict())
     settings.save_pretrained(folder)
 
 
@@ -184,10 +184,10 @@ def read_generation_settings(name: str) -> tuple[GenerationConfig | None, dict[s
         return None, {}
     except Exception:  # ValueError, TypeError, ...: as a value is checked
         stored = json.loads(Path(cached_file(name, GENERATION_CONFIG_NAME) or "").read_text(encoding="utf-8"))
-        return valid_settings(stored) if isinstance(stored, dict) else (GenerationConfig(), {"the file": stored})
+        return split_valid_settings(stored) if isinstance(stored, dict) else (GenerationConfig(), {"the file": stored})
 
 
-def valid_settings(stored: dict[str, Any]) -> tuple[GenerationConfig, dict[str, Any]]:
+def split_valid_settings(stored: dict[str, Any]) -> tuple[GenerationConfig, dict[str, Any]]:
     """Return (the settings that are valid together, the others, as a temperature without sampling, which published
     models have). Some need another, so those are tried again."""
     valid: dict[str, Any] = {}
@@ -211,7 +211,7 @@ def _copy_sentencepiece_model(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def write_card(folder: Path, card: str) -> None:
+def write_model_card(folder: Path, card: str) -> None:
     """Write README.md, and give the weights its permissions: safetensors lets only the owner read them."""
     readme = folder / "README.md"
     readme.write_text(card, encoding="utf-8")

@@ -111,7 +111,7 @@ LLAMA_LIKE = Family(  # some have norms within their attention, or factors befor
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
 )
 QWEN3 = replace(LLAMA_LIKE, model_types=("qwen3",), splits_rows=True)
-GATED = TensorPlan(
+GATED_PLAN = TensorPlan(
     columns=dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 1),
     rows=("o_proj", "down_proj"),
     widths=("num_attention_heads", "num_key_value_heads", "intermediate_size"),
@@ -120,13 +120,13 @@ MISTRAL = replace(
     LLAMA_LIKE,
     model_types=("mistral", "qwen2"),
     splits_rows=True,
-    tensor_plan=GATED,
+    tensor_plan=GATED_PLAN,
     stage_plan=StagePlan(layers="layers", before=("embed_tokens",), after=("norm",)),
 )
 # Meta's own code and published folders begin every text with the beginning-of-text token.
 LLAMA = replace(MISTRAL, model_types=("llama",), bare_tokenizer_options={"add_bos_token": True})
 # OLMo et al. 2025: norms behind attention and MLP, and over all queries, all keys.
-OLMO2 = replace(MISTRAL, model_types=("olmo2",), tensor_plan=replace(GATED, norms=("q_norm", "k_norm")))
+OLMO2 = replace(MISTRAL, model_types=("olmo2",), tensor_plan=replace(GATED_PLAN, norms=("q_norm", "k_norm")))
 # Mixtral (Jiang et al. 2024), Qwen, OLMoE (Muennighoff et al. 2024): transformers keeps the experts of a layer in two
 # parameters, and a router chooses for each token.
 EXPERTS = Family(
@@ -205,14 +205,14 @@ T5 = replace(  # Raffel et al. 2020: trained in bf16; the larger sizes exceed fp
 
 FAMILIES = (GPT2, FUSED_BY_HEADS, GPT_NEOX, LLAMA_LIKE, QWEN3, MISTRAL, LLAMA, OLMO2, EXPERTS, BERT, ROBERTA,
             POSITIONS_OF_ROBERTA, DEBERTA, DEBERTA_V2, BART, PEGASUS, BLENDERBOT, OPT, SWITCH, T5)  # fmt: skip
-BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
-DEFAULT = Family()
+FAMILY_BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
+DEFAULT_FAMILY = Family()
 Plan = TypeVar("Plan", TensorPlan, StagePlan)
 
 
 def family_of(config: "PretrainedConfig") -> Family:
     """The family of a model with this configuration of transformers."""
-    return BY_MODEL_TYPE.get(config.model_type, DEFAULT)
+    return FAMILY_BY_MODEL_TYPE.get(config.model_type, DEFAULT_FAMILY)
 
 
 def require_plan(plan: Plan | None) -> Plan:

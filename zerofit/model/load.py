@@ -11,10 +11,10 @@ import torch
 from zerofit.compat.transformers import initialize, keep_conversions
 from zerofit.model.compilation import fuse_gelu
 from zerofit.model.configuration import STORED_ROWS, from_hub_or_folder, missing_package
-from zerofit.model.export import read_generation_settings, valid_settings
+from zerofit.model.export import read_generation_settings, split_valid_settings
 from zerofit.model.lora import quantisation
 from zerofit.model.parameters import check_finite, true_shape
-from zerofit.model.pretrained_io import WRAPPERS, of_wrappers
+from zerofit.model.pretrained_io import WRAPPER_MAPPING, removes_wrapper
 from zerofit.model.stages import keep_stage
 from zerofit.model.tensor_parallel import draw_share, keep_rows, split_model, stored_dtype
 from zerofit.recipe.errors import UserError
@@ -95,7 +95,7 @@ def _build(
     try:
         torch.manual_seed(recipe.seed)
         if name:
-            common |= _ignoring(ignored_weights, strategy) if ignored_weights else {"key_mapping": WRAPPERS}
+            common |= _ignore_args(ignored_weights, strategy) if ignored_weights else {"key_mapping": WRAPPER_MAPPING}
             if strategy.device_of_weights is not None:  # not a context: computation stays on the CPU
                 common.setdefault("device_map", {"": strategy.device_of_weights})
             settings, dropped = read_generation_settings(name)
@@ -110,10 +110,10 @@ def _build(
                     model.config.pad_token_id = config.pad_token_id
             # What was renamed or converted at load is undone at save. Under ZeRO-3 transformers notes every rule that
             # it knows, and would give the weights names that this model has never had (LayerNorm.gamma).
-            keep_conversions(model, lambda rule: rule.was_used() and not of_wrappers(rule))
-            _check_names(model, info["missing_keys"], name)
+            keep_conversions(model, lambda rule: rule.was_used() and not removes_wrapper(rule))
+            _check_any_loaded(model, info["missing_keys"], name)
             if model.can_generate():
-                _, invalid = valid_settings(model.generation_config.to_diff_dict())
+                _, invalid = split_valid_settings(model.generation_config.to_diff_dict())
                 for setting in invalid:
                     setattr(model.generation_config, setting, None)
                 model.dropped_settings = {**dropped, **invalid}
@@ -169,15 +169,15 @@ def _resize_embeddings(model: Any, rows: int, dtype: torch.dtype) -> None:
     model.resized_modules = [name for name, module in model.named_modules() if any(module is end for end in ends)]
 
 
-def _ignoring(names: Sequence[str], strategy: "Strategy") -> dict[str, Any]:
+def _ignore_args(names: Sequence[str], strategy: "Strategy") -> dict[str, Any]:
     """The arguments of from_pretrained with which it ignores some weights. Under ZeRO-3 ignore_mismatched_sizes has no
     effect on transformers; there, and only there, it ignores a weight that gets a name unknown to the model."""
     if strategy.shards_parameters:
-        return {"key_mapping": WRAPPERS | {f"^{re.escape(name)}$": f"ignored.{name}" for name in names}}
-    return {"key_mapping": WRAPPERS, "ignore_mismatched_sizes": True}
+        return {"key_mapping": WRAPPER_MAPPING | {f"^{re.escape(name)}$": f"ignored.{name}" for name in names}}
+    return {"key_mapping": WRAPPER_MAPPING, "ignore_mismatched_sizes": True}
 
 
-def _check_names(model: torch.nn.Module, missing: Iterable[str], name: str) -> None:
+def _check_any_loaded(model: torch.nn.Module, missing: Iterable[str], name: str) -> None:
     """Raises UserError if not one weight of the model was loaded: it would train from random ones."""
     if not {each for each, _ in model.named_parameters()} - set(missing):
         first = next(model.named_parameters())[0]

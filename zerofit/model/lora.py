@@ -24,16 +24,16 @@ from transformers.pytorch_utils import Conv1D
 from zerofit.compat.transformers import keep_conversions
 from zerofit.model.adapter_folder import (
     ADAPTER_PREFIX,
-    CLASSIFIERS,
+    CLASSIFIER_TASK_TYPES,
     PEFT_CLASSIFIER_HEADS,
     TASK_TYPES,
+    AdapterBase,
     AdapterFolder,
-    Base,
     adapter_settings,
     trained_config,
 )
 from zerofit.model.configuration import has_head, has_model, name_some
-from zerofit.model.export import save_generation_settings, write_beside
+from zerofit.model.export import save_generation_settings, write_other_files
 from zerofit.model.families import ALL_LINEAR, family_of
 from zerofit.model.parameters import true_shape
 from zerofit.model.pretrained_io import read_model
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
     from zerofit.strategy.strategy import Strategy
 
-NAME = "default"  # peft's name for the only adapter
-UNSHARDED: Any = SimpleNamespace(  # the strategy of a tool: nothing is sharded, and weights keep their precision
+ADAPTER_NAME = "default"  # peft's name for the only adapter
+UNSHARDED_STRATEGY: Any = SimpleNamespace(  # for tools: nothing is sharded, and weights keep their precision
     deepspeed={},
     shards_parameters=False,
     fully_shards=False,
@@ -106,7 +106,7 @@ class Adapter:
         if model.config.is_encoder_decoder:  # the settings of train/seq2seq.py
             files["generation_config.json"] = lambda: save_generation_settings(model, folder)
         files["the tokenizer"] = lambda: tokenizer.save_pretrained(folder)
-        return write_beside(files)
+        return write_other_files(files)
 
 
 def add_adapter(model: "PreTrainedModel", recipe: TrainingRecipe, task: str, strategy: "Strategy") -> Adapter | None:
@@ -120,7 +120,7 @@ def add_adapter(model: "PreTrainedModel", recipe: TrainingRecipe, task: str, str
     chosen = [name for name in PEFT_CLASSIFIER_HEADS if task == "cls" and name in names]
     chosen += [name.rpartition(".")[0] for name in getattr(model, "initialized_weights", ())]
     chosen += getattr(model, "resized_modules", ())  # their new rows are in no base
-    for requested in _names(recipe.lora_modules_to_save):
+    for requested in _split_names(recipe.lora_modules_to_save):
         matching = [name for name in names if name == requested or name.endswith(f".{requested}")]
         if not matching:
             raise UserError(_no_match("lora_modules_to_save", requested, {name.rpartition(".")[2] for name in names}))
@@ -152,7 +152,7 @@ def add_adapter(model: "PreTrainedModel", recipe: TrainingRecipe, task: str, str
 
 def targets_of(model: "PreTrainedModel", recipe: LoraOptions) -> tuple[str, ...]:
     """Return the names of what gets an adapter: those of the recipe, or the preset of the model's family."""
-    return tuple(_names(recipe.lora_target_modules) or family_of(model.config).lora_targets)
+    return tuple(_split_names(recipe.lora_target_modules) or family_of(model.config).lora_targets)
 
 
 def inject_lora(
@@ -282,7 +282,7 @@ def check_expert_targets(targets: list[str], strategy: "Strategy", recipe: LoraO
         raise UserError(problems)
 
 
-def _names(option: list[str] | None) -> list[str]:
+def _split_names(option: list[str] | None) -> list[str]:
     """The names that an option lists, also where they are separated by commas; all_linear is all-linear."""
     names = [name.strip() for item in option or () for name in item.split(",") if name.strip()]
     return [ALL_LINEAR if name == "all_linear" else name for name in names]
@@ -320,7 +320,7 @@ def published_base(name: str | None) -> str | None:
 
 def load_with_adapter(
     folder: AdapterFolder,
-    base: Base,
+    base: AdapterBase,
     *,
     precision: str | None = None,
     quantised: str = "refuse",
@@ -338,7 +338,7 @@ def load_with_adapter(
     config = trained_config(folder, base.config)
     task_type = folder.settings.get("task_type")
     if task_type is None:
-        classifiers = [kind for kind in CLASSIFIERS if has_head(config, TASK_TYPES[kind][1])]
+        classifiers = [kind for kind in CLASSIFIER_TASK_TYPES if has_head(config, TASK_TYPES[kind][1])]
         task_type = "SEQ_2_SEQ_LM" if config.is_encoder_decoder else (*classifiers, "CAUSAL_LM")[0]
     auto_class = getattr(transformers, f"AutoModelFor{TASK_TYPES[task_type][1]}")
     if not has_model(auto_class, config):
@@ -358,13 +358,13 @@ def load_with_adapter(
             del model.config.quantization_config
         # The steps that read quantised weights cannot be reversed, and writing would try to.
         keep_conversions(model, _does_not_quantise, or_usual=True)
-    for tied in trained_apart(folder, model):
+    for tied in separately_trained(folder, model):
         for weight in tied[1:]:
             owner, _, attribute = weight.rpartition(".")
             own = torch.nn.Parameter(model.get_parameter(weight).detach().clone(), requires_grad=False)
             setattr(model.get_submodule(owner), attribute, own)
         model.config.tie_word_embeddings = False
-    adapted = inject_adapter(folder, model, base.name, UNSHARDED, as_peft_model=True)
+    adapted = inject_adapter(folder, model, base.name, UNSHARDED_STRATEGY, as_peft_model=True)
     return adapted.eval(), auto_class
 
 
@@ -423,7 +423,7 @@ def inject_adapter(
     check_expert_targets(sorted(settings.target_parameters or ()), strategy)
     try:
         inject: Any = PeftModel if as_peft_model else inject_adapter_in_model
-        adapted = inject(model=model, peft_config=settings, adapter_name=NAME)
+        adapted = inject(model=model, peft_config=settings, adapter_name=ADAPTER_NAME)
     except ValueError as error:  # nothing matches target_modules
         raise UserError(f"{refusal}: {first_line(error)}") from None
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -434,7 +434,7 @@ def inject_adapter(
     if unplaced or unfilled:
         problem = f"no place for {name_some(unplaced)}" if unplaced else f"no weights for {name_some(unfilled)}"
         raise UserError(f"{refusal}: {problem}")
-    for tied in trained_apart(folder, model):
+    for tied in separately_trained(folder, model):
         raise UserError(
             f"{folder.where}: {tied[0]} and {tied[-1]} are one weight in {name!r}, and the adapter trained them "
             f"apart. Make a full model of it: {merge_command(str(folder.path))}"
@@ -452,7 +452,7 @@ def inject_adapter(
     return adapted
 
 
-def trained_apart(folder: AdapterFolder, model: torch.nn.Module) -> list[list[str]]:
+def separately_trained(folder: AdapterFolder, model: torch.nn.Module) -> list[list[str]]:
     """Names of each weight that the base uses twice (its embeddings, as the head) and the adapter trained apart."""
     tensors = {key.replace(".base_layer.", "."): tensor for key, tensor in folder.tensors.items()}  # below an adapter
     names: dict[int, list[str]] = {}

@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 
 from zerofit.model.attention import packed_rows
-from zerofit.model.chunked_loss import IGNORE, PLAIN, TokenLoss, chunked_loss, chunked_token_losses
+from zerofit.model.chunked_loss import CROSS_ENTROPY, IGNORE, TokenLoss, chunked_loss, chunked_token_losses
 from zerofit.model.experts import Routing
 from zerofit.model.families import family_of
 from zerofit.recipe.causal_options import WITH_REFERENCE
@@ -42,10 +42,10 @@ from zerofit.recipe.causal_options import WITH_REFERENCE
 if TYPE_CHECKING:
     from zerofit.data.collate import Batch
 
-HIDDEN = "teacher_hidden"  # of a batch
+TEACHER_HIDDEN = "teacher_hidden"  # of a batch
 
 
-def install_loss(model: Any, kind: str, terms: TokenLoss = PLAIN) -> None:
+def install_loss(model: Any, kind: str, terms: TokenLoss = CROSS_ENTROPY) -> None:
     """Let `model(..., labels=...)` return the summed loss, computed by `kind` (full or chunked).
 
     Shapes: input_ids (B, T) -> scalar. Of a causal model labels are (B, T) and not shifted: position t is trained on
@@ -77,13 +77,13 @@ def _forward_with_loss(
 ) -> Any:
     is_token = inputs.pop("is_token", None)
     mask = inputs.get("attention_mask")
-    teacher = inputs.pop(HIDDEN).flatten(0, 1) if HIDDEN in inputs else None
+    teacher = inputs.pop(TEACHER_HIDDEN).flatten(0, 1) if TEACHER_HIDDEN in inputs else None
     if next_tokens is not None:
         targets = next_tokens
     elif labels is None:
         return self.original_forward(*args, **inputs)
     elif self.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = shifted_right(self, labels)
+        inputs["decoder_input_ids"] = shift_right(self, labels)
         targets = labels
     else:
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
@@ -111,7 +111,7 @@ def _loss(
     **inputs: Any,
 ) -> torch.Tensor:
     """The summed loss; or the plain one of each token, (N,) fp32, 0 where a target is ignored."""
-    terms = self.loss_terms if self.training else PLAIN
+    terms = self.loss_terms if self.training else CROSS_ENTROPY
     if self.loss_kind != "full":
         hidden = self.base_model(*args, **inputs).last_hidden_state.flatten(0, 1)
         return self.get_output_embeddings()(hidden, targets, of_tokens=of_tokens, terms=terms, teacher=teacher)
@@ -137,7 +137,7 @@ def model_loss(model: Any, batch: "Batch") -> torch.Tensor:
         return model(**batch.inputs)
 
 
-def shifted_right(model: Any, labels: torch.Tensor) -> torch.Tensor:
+def shift_right(model: Any, labels: torch.Tensor) -> torch.Tensor:
     """The ids that the decoder reads to predict `labels` (B, U): the start token, then each label but the last."""
     start = model.config.decoder_start_token_id
     padding = model.config.pad_token_id
@@ -153,7 +153,7 @@ def _head_forward(
     targets: torch.Tensor | None = None,
     *,
     of_tokens: bool = False,
-    terms: TokenLoss = PLAIN,
+    terms: TokenLoss = CROSS_ENTROPY,
     teacher: torch.Tensor | None = None,
 ) -> Any:
     if targets is None:
@@ -211,12 +211,12 @@ def logits_of_examples(model: Any, batch: "Batch") -> torch.Tensor:
     return logits if mask.dim() == 2 else logits.masked_fill(mask.sum(-1) == 1, torch.finfo(logits.dtype).min)
 
 
-OF_MEANS = ("ipo", "simpo", "orpo")  # which compare means over the tokens of an answer, not sums
-ROUNDING = 1e-6  # of log-probabilities, relative: before training both rewards are 0, and neither is the larger
-BETA = {"dpo": 0.1, "ipo": 0.1, "hinge": 0.1, "simpo": 2.0, "orpo": 0.1}  # the libraries' and papers' usual ones
+MEAN_LOSSES = ("ipo", "simpo", "orpo")  # which compare means over the tokens of an answer, not sums
+TIE_TOLERANCE = 1e-6  # of log-probabilities, relative: before training both rewards are 0, and neither is the larger
+DEFAULT_BETA = {"dpo": 0.1, "ipo": 0.1, "hinge": 0.1, "simpo": 2.0, "orpo": 0.1}  # as libraries and papers use
 
 
-def without_dropout(model: torch.nn.Module) -> None:
+def disable_dropout(model: torch.nn.Module) -> None:
     """Switch dropout off, as in the reference's pass: its noise is as large as what the two answers differ by."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -279,9 +279,9 @@ class PreferenceLoss:
         counts = ~batch.labels.isnan()[:, 0]
         reference = batch.labels.nan_to_num()
         gained = found - reference if self.needs_reference else found
-        per = tokens if self.kind in OF_MEANS else torch.ones_like(tokens)
+        per = tokens if self.kind in MEAN_LOSSES else torch.ones_like(tokens)
         rewards = self.beta * (gained / per).detach()
-        rounding = ROUNDING * self.beta * (found / per).detach().abs().sum(dim=1)
+        rounding = TIE_TOLERANCE * self.beta * (found / per).detach().abs().sum(dim=1)
         ahead = rewards[:, 0] - rewards[:, 1]
         right = (ahead > rounding).float() + (ahead.abs() <= rounding).float() / 2
         of_pair = torch.stack([right, rewards[:, 0], rewards[:, 1]])  # (3, P)

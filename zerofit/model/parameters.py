@@ -142,8 +142,8 @@ def _matrix_flops(module: torch.nn.Module, head: torch.nn.Module | None = None, 
     return total
 
 
-DAMAGED = "They cannot be repaired: take an earlier checkpoint, or get the files again"
-OVERFLOW = "A value above 65,504 is infinite in fp16: use --precision bf16, if the files are good"
+DAMAGED_REMEDY = "They cannot be repaired: take an earlier checkpoint, or get the files again"
+OVERFLOW_REMEDY = "A value above 65,504 is infinite in fp16: use --precision bf16, if the files are good"
 
 
 def check_finite(model: torch.nn.Module, origin: str, gather: Callable[[Any], list[Any]] = lambda own: [own]) -> None:
@@ -167,7 +167,7 @@ def check_finite(model: torch.nn.Module, origin: str, gather: Callable[[Any], li
         any_fp16 = any(parameters[name].dtype == torch.float16 for name in found)
         raise UserError(
             f"{origin}: {len(found)} of its {len(parameters)} weights hold NaN or infinity: {name_some(found)}. "
-            f"{OVERFLOW if any_fp16 else DAMAGED}"
+            f"{OVERFLOW_REMEDY if any_fp16 else DAMAGED_REMEDY}"
         )
 
 

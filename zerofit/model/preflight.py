@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from zerofit.model.attention import SDPA, kernel_of, set_attention, takes_lengths
-from zerofit.model.chunked_loss import terms_of
+from zerofit.model.attention import MASKED_SDPA, kernel_of, set_attention, takes_lengths
+from zerofit.model.chunked_loss import token_loss_of
 from zerofit.model.compilation import uncompiled
 from zerofit.model.families import family_of
 from zerofit.model.loss import install_loss
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from zerofit.strategy.engine import Engine
     from zerofit.strategy.strategy import Strategy
 
-TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 1e-2}  # of one sum in two orders, relative
+LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 1e-2}  # of one sum in two orders, relative
 NUM_ROWS = 2  # a model may keep documents apart in one row only
 DOCUMENT_TOKENS = 8  # if the model has twice as many positions
 
@@ -47,7 +47,7 @@ def safe_precision(strategy: "Strategy", config: "PretrainedConfig") -> tuple[st
 
 def install_chosen_loss(model: Any, recipe: LossOptions) -> None:
     """Install the loss that the recipe names and the model can have."""
-    install_loss(model, _choose(model, recipe)[0], terms_of(recipe))
+    install_loss(model, _choose_loss_kind(model, recipe)[0], token_loss_of(recipe))
 
 
 # ----------------------------------------------------------------------------------------------- of the prepared model
@@ -59,14 +59,14 @@ def check_loss(engine: "Engine", recipe: LossOptions) -> str:
     differs (the model caps or scales its logits, say), the plain loss replaces it; one that the recipe names is
     refused."""
     config = engine.module.config
-    kind, reason = _choose(engine.module, recipe)
+    kind, reason = _choose_loss_kind(engine.module, recipe)
     if kind != "full":
         engine.model.eval()
-        tokens = random_tokens(*_sizes(engine), count=2)
+        tokens = random_tokens(*_check_sizes(engine), count=2)
         inputs = {"input_ids": tokens, "labels": tokens.clone()}
         difference = loss_difference(engine.model, engine.module, inputs)
         engine.model.train()
-        if not difference < TOLERANCE[engine.strategy.precision]:
+        if not difference < LOSS_TOLERANCE[engine.strategy.precision]:
             problem = f"the {kind} loss is not the loss of a {config.model_type}, it differs by {difference:.1e}"
             if recipe.loss != "auto":
                 raise UserError(f"loss = {recipe.loss}: {problem}. Use --loss full")
@@ -84,12 +84,12 @@ def check_packing(engine: "Engine", recipe: ModelOptions, collate: "CausalCollat
     note = ""
     collate.flatten = takes_lengths(engine.module)
     engine.model.eval()
-    leak = documents_leak(engine.model, collate, *_sizes(engine))
+    leak = documents_leak(engine.model, collate, *_check_sizes(engine))
     if leak and collate.flatten and not recipe.attn_implementation:  # the recipe did not name this kernel
-        set_attention(engine.module, SDPA)
+        set_attention(engine.module, MASKED_SDPA)
         collate.flatten = False
         note = f"attention sdpa: a {kind} does not tell its attention how long documents are"
-        leak = documents_leak(engine.model, collate, *_sizes(engine))
+        leak = documents_leak(engine.model, collate, *_check_sizes(engine))
     engine.model.train()
     if leak:
         attention = kernel_of(engine.module)
@@ -108,7 +108,7 @@ def check_split_rows(engine: "Engine", collate: "CausalCollator", packed: bool) 
     UserError where it differs. `packed`: rows are of documents that do not see each other."""
     if engine.layout.sequence == 1:
         return
-    vocab_size, device, length = _sizes(engine)
+    vocab_size, device, length = _check_sizes(engine)
     width = 2 * length - 1  # to be filled up
     ids = random_tokens(vocab_size, device, width, NUM_ROWS).view(NUM_ROWS, width).cpu().numpy()
     positions = {"position_ids": np.arange(width) % length} if packed else {}
@@ -118,7 +118,7 @@ def check_split_rows(engine: "Engine", collate: "CausalCollator", packed: bool) 
     with engine.rows_in_full():
         full = engine.model(**batch.inputs).item()
     engine.model.train()
-    allowed = TOLERANCE[engine.strategy.precision] * abs(full)
+    allowed = LOSS_TOLERANCE[engine.strategy.precision] * abs(full)
     if not abs(split - full) <= allowed:  # both are 0 on a device without data
         raise UserError(
             f"sequence_parallel_size = {engine.layout.sequence}: the loss of a {engine.module.config.model_type} with "
@@ -178,7 +178,7 @@ def random_tokens(
     return torch.randint(0, vocab_size, (1, count * length), generator=generator).to(device)
 
 
-def _choose(model: Any, recipe: LossOptions) -> tuple[str, str]:
+def _choose_loss_kind(model: Any, recipe: LossOptions) -> tuple[str, str]:
     """Return (kind of loss, reason for the log)."""
     head_has_adapter = hasattr(model.get_output_embeddings(), "lora_A")
     if (head_has_adapter or model.base_model is model) and recipe.loss != "full":
@@ -193,7 +193,7 @@ def _choose(model: Any, recipe: LossOptions) -> tuple[str, str]:
     return "chunked", "chunked: logits are never held all at once, and their sums are in fp32"
 
 
-def _sizes(engine: "Engine") -> tuple[int, torch.device, int]:
+def _check_sizes(engine: "Engine") -> tuple[int, torch.device, int]:
     """Return (vocabulary, device, tokens of a document) for the checks."""
     positions = getattr(engine.module.config, "max_position_embeddings", None) or 2 * DOCUMENT_TOKENS
     vocab_size = engine.module.config.get_text_config().vocab_size

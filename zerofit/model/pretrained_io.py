@@ -15,16 +15,16 @@ from zerofit.recipe.files import temporary_path
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-WRAPPERS = {  # a key_mapping: what torch.compile, FSDP and DDP put into the names of weights is not part of them
+WRAPPER_MAPPING = {  # key_mapping: removes what torch.compile, FSDP and DDP put into the names of weights
     **{rf"\b{name}\.": "" for name in ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")},
     r"^module\.": "",
 }
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPE_OF_PRECISION = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def of_wrappers(step: Any) -> bool:
+def removes_wrapper(step: Any) -> bool:
     """Return whether a step of loading takes away the name of a wrapper, which saving must not undo."""
-    return not WRAPPERS.keys().isdisjoint(step.source_patterns)
+    return not WRAPPER_MAPPING.keys().isdisjoint(step.source_patterns)
 
 
 def read_model(
@@ -45,7 +45,7 @@ def read_model(
     from zerofit.model.compilation import fuse_gelu  # imports torch
     from zerofit.model.parameters import check_finite
 
-    common = {"dtype": DTYPES.get(precision or "", "auto"), "trust_remote_code": False, **more}
+    common = {"dtype": DTYPE_OF_PRECISION.get(precision or "", "auto"), "trust_remote_code": False, **more}
     quantised = getattr(config, "quantization_config", None) is not None
     if quantised:
         check_quantiser(option, name, config)
@@ -59,14 +59,14 @@ def read_model(
             config=config,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
-            key_mapping=WRAPPERS,
+            key_mapping=WRAPPER_MAPPING,
             **common,
         )
     except RuntimeError as error:
         if not quantised:
             raise
         raise UserError(f"{option} = {name!r} is quantised, and needs more: {first_line(error)}") from None
-    keep_conversions(model, lambda step: not of_wrappers(step))
+    keep_conversions(model, lambda step: not removes_wrapper(step))
     check_finite(model, f"{option} = {name!r}")
     mismatched = [entry[0] for entry in info["mismatched_keys"]]
     return fuse_gelu(model).eval(), sorted({*info["missing_keys"], *mismatched})

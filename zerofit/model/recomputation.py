@@ -22,7 +22,7 @@ from zerofit.recipe.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")  # of linear layers; the last in float8
+MATRIX_PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")  # of linear layers; the last in float8
 
 
 def enable_recomputation(
@@ -62,16 +62,16 @@ def selective_contexts(keeps_attention: bool = True, compiled: bool = False) -> 
     noting, replaying = create_selective_checkpoint_contexts(_policy, allow_cache_entry_mutation=True)
     if compiled:
         return noting, replaying
-    return Selected(noting, keeps_attention), Selected(replaying, keeps_attention)
+    return SelectiveMode(noting, keeps_attention), SelectiveMode(replaying, keeps_attention)
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep what `Selected` asks for. A compiler asks for all operators."""
-    is_kept = _kind(operator) is not None and not _drops(operator, args, kwargs)
+    is_kept = _operator_kind(operator) is not None and not _has_dropout(operator, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class Selected(DispatchMode):
+class SelectiveMode(DispatchMode):
     """A context of torch's that is asked about kept results only: those of products, of fused attention, and of what
     changes one of these in place (a linear layer adds its bias so where its input is not contiguous). torch's
     recomputation refuses a pass that has other operators than the forward pass, and ZeRO-3 fetches weights otherwise
@@ -92,12 +92,12 @@ class Selected(DispatchMode):
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        kind = _kind(operator)
+        kind = _operator_kind(operator)
         keeps = kind == "product"
         if kind == "change":
             keeps = isinstance(args[0], torch.Tensor) and id(args[0].untyped_storage()) in self.kept
         elif kind == "attention":
-            keeps = self.keeps_attention and not _drops(operator, args, kwargs)
+            keeps = self.keeps_attention and not _has_dropout(operator, args, kwargs)
         if not keeps:
             return operator(*args, **kwargs)
         result = self.context.__torch_dispatch__(operator, types, args, kwargs)
@@ -109,17 +109,17 @@ class Selected(DispatchMode):
 
 
 @functools.cache
-def _kind(operator: Any) -> str | None:
+def _operator_kind(operator: Any) -> str | None:
     """Return what an operator is: a product, a fused kernel of attention (torch's, or one of a package: flash_attn, a
     hub's kernel), a change in place, or none of these."""
-    if operator.name() in PRODUCTS:
+    if operator.name() in MATRIX_PRODUCTS:
         return "product"
     if "attention" in operator.name() or "attn" in operator.name():
         return "attention"
     return "change" if operator.name().partition(".")[0].endswith("_") else None
 
 
-def _drops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _has_dropout(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a call of an operator has a probability of dropout above 0."""
     for place, (name, default) in enumerate(argument_names(operator)):
         value = kwargs.get(name, args[place] if place < len(args) else default)
@@ -132,9 +132,9 @@ def offload_inputs(model: torch.nn.Module, saved: Callable[[], AbstractContextMa
     """Save the inputs of the layers that `model` recomputes elsewhere, for instance in the host's memory. What such a
     layer saves within has hooks of its own. `saved`: makes a context in which autograd saves tensors there
     (torch.autograd.graph.save_on_cpu)."""
-    recomputing_functions(model, lambda checkpoint: functools.partial(_checkpoint, checkpoint, saved))
+    recomputing_functions(model, lambda checkpoint: functools.partial(_offload_and_checkpoint, checkpoint, saved))
 
 
-def _checkpoint(checkpoint: Any, saved: Any, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _offload_and_checkpoint(checkpoint: Any, saved: Any, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     with saved():
         return checkpoint(layer, *args, **kwargs)

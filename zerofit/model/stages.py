@@ -70,7 +70,7 @@ def check_stages(config: "PretrainedConfig", stages: int, source: str) -> None:
 def keep_stage(model: "PreTrainedModel", stage: int, stages: int, dtype: torch.dtype) -> None:
     """Keep this stage's part of a causal model; `whole_model` knows the rest from then on. `dtype`: of the weights
     when the model is loaded."""
-    model.__dict__["whole"] = without_weights(model, dtype)
+    model.__dict__["whole"] = copy_without_weights(model, dtype)
     plan = require_plan(family_of(model.config).stage_plan)
     body = model.base_model
     is_first = stage == 0
@@ -99,7 +99,7 @@ def is_tied(model: "PreTrainedModel") -> bool:
     return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-def empty_parameters(model: nn.Module, dtype: torch.dtype | None = None) -> dict[int, nn.Parameter]:
+def meta_parameters(model: nn.Module, dtype: torch.dtype | None = None) -> dict[int, nn.Parameter]:
     """{id of each parameter: one like it, without memory}."""
     return {
         id(p): nn.Parameter(torch.empty(true_shape(p), dtype=dtype or p.dtype, device="meta"), p.requires_grad)
@@ -107,10 +107,10 @@ def empty_parameters(model: nn.Module, dtype: torch.dtype | None = None) -> dict
     }
 
 
-def without_weights(model: Model, dtype: torch.dtype | None = None) -> Model:
+def copy_without_weights(model: Model, dtype: torch.dtype | None = None) -> Model:
     """A copy that has the names, shapes and dtypes of all weights, and no memory. `dtype`: of all weights; None: each
     has its own."""
-    kept: dict[int, object] = {**empty_parameters(model, dtype)}
+    kept: dict[int, object] = {**meta_parameters(model, dtype)}
     # What recomputes layers may hold streams, which cannot be copied.
     kept |= {id(function): function for function in recomputing_functions(model)}
     whole = copy.deepcopy(model, kept)

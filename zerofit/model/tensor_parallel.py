@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from accelerate import init_empty_weights
 from torch import distributed, nn
 
-from zerofit.model.export import stored_weights
+from zerofit.model.export import read_weight_headers
 from zerofit.model.families import family_of, require_plan
 from zerofit.model.parameters import replace_parameters
 from zerofit.model.stages import IdentityLayer
@@ -40,13 +40,13 @@ from zerofit.recipe.errors import UserError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def stored_dtype(name: str) -> torch.dtype | None:
     """The dtype of all weights in a folder of safetensors files; None where it is not known, or is not one."""
-    dtypes = {dtype for _, dtype in stored_weights(Path(name)).values()}
-    return DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
+    dtypes = {dtype for _, dtype in read_weight_headers(Path(name)).values()}
+    return SAFETENSORS_DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
 
 
 def draw_share(make: Callable[[], "PreTrainedModel"], keep: Callable[["PreTrainedModel"], None]) -> "PreTrainedModel":
@@ -173,14 +173,14 @@ def join_shares(share: torch.Tensor, cut: Cut, tensor: TensorGroup) -> torch.Ten
 # --------------------------------------------------------------------------------------------- what ranks exchange
 
 
-Exchanged = Callable[[torch.Tensor], torch.Tensor]
+TensorExchange = Callable[[torch.Tensor], torch.Tensor]
 
 
 class CollectiveFunction(torch.autograd.Function):
     """Exchange a tensor between ranks in the forward pass, and its gradient in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, forward: Exchanged, backward: Exchanged) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, forward: TensorExchange, backward: TensorExchange) -> torch.Tensor:
         ctx.exchange = backward
         return forward(tensor)
 
@@ -189,7 +189,7 @@ class CollectiveFunction(torch.autograd.Function):
         return ctx.exchange(gradient), None, None
 
 
-def all_reduced(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+def all_reduce_sum(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """The sum of all ranks' tensors."""
     summed = tensor.clone(memory_format=torch.contiguous_format)
     distributed.all_reduce(summed, group=group)
@@ -198,7 +198,7 @@ def all_reduced(tensor: torch.Tensor, group: Any) -> torch.Tensor:
 
 def reduce_from_tensor_parallel(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """Return the sum of all ranks' tensors; the backward pass gives each of them the whole gradient."""
-    return CollectiveFunction.apply(tensor, partial(all_reduced, group=group), torch.Tensor.contiguous)
+    return CollectiveFunction.apply(tensor, partial(all_reduce_sum, group=group), torch.Tensor.contiguous)
 
 
 class ReduceScatterTokens(torch.autograd.Function):
@@ -211,29 +211,29 @@ class ReduceScatterTokens(torch.autograd.Function):
     def forward(ctx: Any, share: torch.Tensor, bias: torch.Tensor | None, tensor: TensorGroup) -> torch.Tensor:
         ctx.shape = share.shape[:2]
         ctx.tensor = tensor
-        part = _scatter(share, tensor)
+        part = _reduce_scatter(share, tensor)
         return part if bias is None else part.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        whole = _gather(gradient, ctx.shape, ctx.tensor)
+        whole = _all_gather(gradient, ctx.shape, ctx.tensor)
         return whole, whole.sum((0, 1)) if ctx.needs_input_grad[1] else None, None
 
 
-def _filled_up(whole: torch.Tensor, tensor: TensorGroup) -> torch.Tensor:
+def _pad_tokens(whole: torch.Tensor, tensor: TensorGroup) -> torch.Tensor:
     tokens = whole.flatten(0, 1).contiguous()
     fill = -len(tokens) % tensor.size
     return F.pad(tokens, (0, 0, 0, fill)) if fill else tokens
 
 
-def _gather(part: torch.Tensor, shape: torch.Size, tensor: TensorGroup) -> torch.Tensor:
+def _all_gather(part: torch.Tensor, shape: torch.Size, tensor: TensorGroup) -> torch.Tensor:
     tokens = part.new_empty(tensor.size * part.shape[1], part.shape[2])
     distributed.all_gather_into_tensor(tokens, part[0].contiguous(), group=tensor.group)
     return tokens[: shape.numel()].view(*shape, -1)
 
 
-def _scatter(share: torch.Tensor, tensor: TensorGroup) -> torch.Tensor:
-    tokens = _filled_up(share, tensor)
+def _reduce_scatter(share: torch.Tensor, tensor: TensorGroup) -> torch.Tensor:
+    tokens = _pad_tokens(share, tensor)
     part = tokens.new_empty(1, len(tokens) // tensor.size, tokens.shape[1])
     distributed.reduce_scatter_tensor(part[0], tokens, group=tensor.group)
     return part
@@ -258,23 +258,23 @@ class TokenParts:
         self._incoming = None
         if received is not None:
             return received
-        return CollectiveFunction.apply(hidden, self._own, partial(_gather, shape=self._shape, tensor=self.tensor))
+        return CollectiveFunction.apply(hidden, self._own, partial(_all_gather, shape=self._shape, tensor=self.tensor))
 
     def _own(self, whole: torch.Tensor) -> torch.Tensor:
-        return _filled_up(whole, self.tensor).chunk(self.tensor.size)[self.tensor.rank].unsqueeze(0).clone()
+        return _pad_tokens(whole, self.tensor).chunk(self.tensor.size)[self.tensor.rank].unsqueeze(0).clone()
 
     def join(self, part: torch.Tensor) -> torch.Tensor:
         """All tokens (B, T, H), to be read by layers that are cut: the gradients of their shares add up."""
         if self._shape is None:
             return part
-        join = partial(_gather, shape=self._shape, tensor=self.tensor)
-        return CollectiveFunction.apply(part, join, partial(_scatter, tensor=self.tensor))
+        join = partial(_all_gather, shape=self._shape, tensor=self.tensor)
+        return CollectiveFunction.apply(part, join, partial(_reduce_scatter, tensor=self.tensor))
 
     def add_up(self, share: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """This rank's part of the sum of all ranks' shares (B, T, H) and of a bias that all of them have."""
         if self._shape is not None:
             return ReduceScatterTokens.apply(share, bias, self.tensor)
-        whole = all_reduced(share, self.tensor.group)
+        whole = all_reduce_sum(share, self.tensor.group)
         return whole if bias is None else whole + bias
 
     def leave(self, module: nn.Module, args: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -344,7 +344,7 @@ class SharedNorm(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         wide = hidden.float()
-        add_up = partial(all_reduced, group=self.tensor.group)
+        add_up = partial(all_reduce_sum, group=self.tensor.group)
         squares = CollectiveFunction.apply(wide.pow(2).sum(-1, keepdim=True), add_up, add_up)
         return (self.weight * (wide * torch.rsqrt(squares / self.channels + self.eps))).to(hidden.dtype)
 
@@ -375,12 +375,12 @@ class VocabularyShare:
         max_logits = logits.amax(dim=-1, keepdim=True)
         distributed.all_reduce(max_logits, distributed.ReduceOp.MAX, group=self.tensor.group)
         logits -= max_logits
-        log_sums = all_reduced(logits.exp().sum(dim=-1, keepdim=True), self.tensor.group).log_()
+        log_sums = all_reduce_sum(logits.exp().sum(dim=-1, keepdim=True), self.tensor.group).log_()
         return logits.sub_(log_sums), log_sums.add_(max_logits)
 
     def summed(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' tensors."""
-        return all_reduced(tensor, self.tensor.group)
+        return all_reduce_sum(tensor, self.tensor.group)
 
     def join(self, own: torch.Tensor) -> torch.Tensor:
         """All ranks' columns side by side, on every rank; the gradient of each share is its part of the whole one."""
@@ -517,6 +517,6 @@ def _share_tokens(model: "PreTrainedModel", parts: TokenParts) -> None:
     norms = (module for module in (*layers.modules(), last) if not isinstance(module, RowLinear))
     for parameter in (each for module in norms for each in module.parameters(recurse=False)):
         if parameter.requires_grad and not hasattr(parameter, "cut"):
-            hook = partial(all_reduced, group=parts.tensor.group)
+            hook = partial(all_reduce_sum, group=parts.tensor.group)
             parameter.register_hook(hook)
             parameter.gradient_hook = hook  # what takes the parameter's place has to have it too

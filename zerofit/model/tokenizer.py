@@ -18,7 +18,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 
-from zerofit.model.configuration import STORED_ROWS, from_hub_or_folder, has_tokenizer, overrides_of, read_config
+from zerofit.model.configuration import STORED_ROWS, from_hub_or_folder, has_tokenizer, parse_overrides, read_config
 from zerofit.model.families import family_of
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import cache_root, is_there, put_in_place, read_text, temporary_path
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from zerofit.recipe.options import TrainingRecipe
     from zerofit.recipe.tasks import ClmRecipe
 
-MARIAN = re.compile(r"\s*>>[^<>\s]+<<\s?")  # at the beginning of a source
-NAMES = ("src_lang", "tgt_lang")  # of the tokenizer; saved in its configuration
-SHOWN = 12  # codes in a message
+MARIAN_CODE = re.compile(r"\s*>>[^<>\s]+<<\s?")  # at the beginning of a source
+LANGUAGE_FIELDS = ("src_lang", "tgt_lang")  # of the tokenizer; saved in its configuration
+MAX_LISTED_CODES = 12  # codes in a message
 
 
 def set_languages(
@@ -55,20 +55,20 @@ def set_languages(
         bare = code.strip("_").removeprefix(">>").removesuffix("<<") if code is not None else None
         if bare is not None and bare not in codes:
             near = [known for known in codes if known[:2].lower() == bare[:2].lower()]
-            similar = f"Similar ones: {', '.join(near[:SHOWN])}. " if near else ""
+            similar = f"Similar ones: {', '.join(near[:MAX_LISTED_CODES])}. " if near else ""
             problem = f"{option} = {code!r}: the tokenizer has no such language"
-            raise UserError(f"{problem}. {similar}Its codes are {_shown(codes)}")
+            raise UserError(f"{problem}. {similar}Its codes are {_list_codes(codes)}")
         given[option] = bare
     if not _marks_texts(tokenizer):
-        return f">>{given['target_lang']}<< {MARIAN.sub('', prefix, count=1)}" if target else prefix
-    stored = [tokenizer.init_kwargs.get(name) for name in NAMES]  # src_lang alone may be the class's default
+        return f">>{given['target_lang']}<< {MARIAN_CODE.sub('', prefix, count=1)}" if target else prefix
+    stored = [tokenizer.init_kwargs.get(name) for name in LANGUAGE_FIELDS]  # src_lang alone may be the class's default
     chosen = [code or (known if all(stored) else None) for code, known in zip(given.values(), stored)]
     if None in chosen:
         raise UserError(
             f"{tokenizer.name_or_path!r} marks each text with its language. Say --source_lang and --target_lang, "
-            f"two of its codes: {_shown(codes)}"
+            f"two of its codes: {_list_codes(codes)}"
         )
-    for name, code in zip(NAMES, chosen):
+    for name, code in zip(LANGUAGE_FIELDS, chosen):
         setattr(tokenizer, name, code)
         tokenizer.init_kwargs[name] = code
     return prefix
@@ -77,10 +77,10 @@ def set_languages(
 def check_marked(tokenizer: "PreTrainedTokenizerBase", prefix: str, sources: Iterable[str]) -> None:
     """Raises UserError if sources must begin with the code of the target's language (Marian), and none is said."""
     codes = [] if _marks_texts(tokenizer) else language_codes(tokenizer)
-    if codes and not all(MARIAN.match(prefix + source) for source in sources):
+    if codes and not all(MARIAN_CODE.match(prefix + source) for source in sources):
         raise UserError(
             f"{tokenizer.name_or_path!r} translates into several languages, and a source does not begin with one, "
-            f"such as >>{codes[0]}<<. Say --target_lang, one of its codes: {_shown(codes)}"
+            f"such as >>{codes[0]}<<. Say --target_lang, one of its codes: {_list_codes(codes)}"
         )
 
 
@@ -112,7 +112,7 @@ def language_codes(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
 
 def describe_languages(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
     """Return the lines of the log that name the languages."""
-    names = [tokenizer.init_kwargs.get(name) for name in NAMES]
+    names = [tokenizer.init_kwargs.get(name) for name in LANGUAGE_FIELDS]
     if not (_marks_texts(tokenizer) and all(names)):
         return []
     return [f"note      languages: {names[0]} -> {names[1]} (saved with the model)"]
@@ -123,12 +123,12 @@ def _marks_texts(tokenizer: "PreTrainedTokenizerBase") -> bool:
     return hasattr(tokenizer, "set_tgt_lang_special_tokens")
 
 
-def _shown(codes: list[str]) -> str:
-    more = f", ... ({len(codes)} in all)" if len(codes) > SHOWN else ""
-    return ", ".join(codes[:SHOWN]) + more
+def _list_codes(codes: list[str]) -> str:
+    more = f", ... ({len(codes)} in all)" if len(codes) > MAX_LISTED_CODES else ""
+    return ", ".join(codes[:MAX_LISTED_CODES]) + more
 
 
-START = "decoder_start_token_id"
+START_FIELD = "decoder_start_token_id"
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's only special token
 PAIR_TOKENS = {
     "pad_token": "[PAD]",
@@ -290,7 +290,7 @@ def check_vocabulary(
     tokens (a padded size), but not fewer. A model from scratch gets the tokenizer's size, beginning, end and padding;
     a pretrained one its size, with resize_embeddings. Returns a sentence for the log."""
     from_scratch = not recipe.model_name_or_path
-    vocab_size_is_set = "vocab_size" in overrides_of(recipe.config_overrides)
+    vocab_size_is_set = "vocab_size" in parse_overrides(recipe.config_overrides)
     tokens = producible_tokens(tokenizer)
     rows = config.vocab_size
     max_padding = 1024
@@ -371,7 +371,7 @@ def read_by_words(tokenizer: "PreTrainedTokenizerBase") -> None:
 def set_decoder_start_token(config: "PretrainedConfig", tokenizer: "PreTrainedTokenizerBase") -> None:
     """Set the token with which the decoder begins: that of the target's language (mBART); else, where a configuration
     from scratch has none, a usual one. Raises UserError where neither has one."""
-    config.decoder_start_token_id = first_target_tokens(tokenizer).get(START, getattr(config, START, None))
+    config.decoder_start_token_id = first_target_tokens(tokenizer).get(START_FIELD, getattr(config, START_FIELD, None))
     if config.decoder_start_token_id is None:
         candidates = (config.bos_token_id, tokenizer.cls_token_id, config.pad_token_id)
         config.decoder_start_token_id = next((token for token in candidates if token is not None), None)

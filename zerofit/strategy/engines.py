@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from zerofit.compat.deepspeed import SplitStep
 from zerofit.compat.torch import norms_of
-from zerofit.model.compilation import blocks_of, ends_of
+from zerofit.model.compilation import blocks_of, embedding_and_head_of
 from zerofit.model.parameters import replace_parameters
-from zerofit.model.stages import empty_parameters, without_weights
+from zerofit.model.stages import copy_without_weights, meta_parameters
 from zerofit.model.tensor_parallel import join_shares, shard_rows
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.deepspeed_config import fill_bucket_size
@@ -172,7 +172,7 @@ class FullyShardedEngine(TorchEngine):
     """
 
     def _prepare(self, model: Any, recipe: OptimizerOptions, optimizer: Any) -> Any:
-        self.whole = without_weights(model)
+        self.whole = copy_without_weights(model)
         if not recipe.trains:
             model.requires_grad_(False)
         before, self.optimizer = dict(model.named_parameters()), optimizer
@@ -201,9 +201,9 @@ class FullyShardedEngine(TorchEngine):
         else:  # ranks that share a replica's weights stand side by side
             mesh = init_device_mesh(self.device.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
         rows = {name: self._rows(parameter) for name, parameter in model.named_parameters()}
-        replace_parameters(model, empty_parameters(model))
+        replace_parameters(model, meta_parameters(model))
         blocks, divided = blocks_of(model), {each for module in experts for each in module.parameters()}
-        self.blocks, (embedding, last) = len(blocks), ends_of(model)
+        self.blocks, (embedding, last) = len(blocks), embedding_and_head_of(model)
         common: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "ignored_params": divided}
         for block in [*blocks, *embedding]:
             fully_shard(block, reshard_after_forward=self.strategy.reshards, **common)

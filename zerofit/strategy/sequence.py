@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from zerofit.compat.torch import Ring
 from zerofit.compat.transformers import attention_of, with_attention
 from zerofit.data.collate import document_mask
-from zerofit.model.attention import added_mask, has_attention_dropout
+from zerofit.model.attention import as_additive, has_attention_dropout
 from zerofit.model.families import family_of
 from zerofit.model.loss import IGNORE
 from zerofit.model.tensor_parallel import reduce_from_tensor_parallel
@@ -165,7 +165,7 @@ class SplitRows:
             seen = F.pad(mask, (0, fill, 0, fill), value=True).tril()
         else:
             return None
-        return added_mask(seen, self.model.dtype)
+        return as_additive(seen, self.model.dtype)
 
     def _joined(self, part: torch.Tensor) -> torch.Tensor:
         """All ranks' parts (B, T / ranks, ...) as (B, T, ...), without a gradient."""

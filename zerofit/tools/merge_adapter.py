@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from zerofit import __version__
 from zerofit.model.adapter_folder import AdapterFolder, find_base
 from zerofit.model.configuration import read_config, usable_positions
-from zerofit.model.export import export_model, write_card
+from zerofit.model.export import export_model, write_model_card
 from zerofit.model.lora import load_with_adapter
 from zerofit.model.pretrained_io import atomic_folder, read_model
 from zerofit.model.tokenizer import load_named_tokenizer
@@ -55,7 +55,7 @@ def merge(folder: AdapterFolder, output: Path, options: Any) -> list[str]:
             model.generation_config = GenerationConfig.from_pretrained(folder.path)
         for error in export_model(model, model.state_dict().items(), tokenizer, partial).values():
             raise error
-        write_card(partial, _card(model, folder, base.name, notes))
+        write_model_card(partial, _card(model, folder, base.name, notes))
         del model, adapted  # there are never two models in memory
         config = read_config("output", str(partial), trust)
         reading = {"precision": None, "trust_remote_code": trust}

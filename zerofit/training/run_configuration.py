@@ -24,8 +24,8 @@ from zerofit.model.adapter_folder import (
     open_adapter,
     trained_config,
 )
-from zerofit.model.chat import named_template
-from zerofit.model.compilation import GRAPHS, check_float8, failing_compiler
+from zerofit.model.chat import read_template
+from zerofit.model.compilation import MAX_GRAPHS, check_float8, failing_compiler
 from zerofit.model.configuration import (
     TRAINED_WITH,
     check_quantiser,
@@ -253,7 +253,7 @@ def check_model(task: str, recipe: TaskRecipe, strategy: Strategy | None, auto_c
                 length_warmup(warmup, recipe.source("block_size_warmup"), length, is_chat=False)
     with problems.collected():
         if template := getattr(recipe, "chat_template", None):
-            named_template(template)
+            read_template(template)
     problems.raise_found()
     return config
 
@@ -354,7 +354,7 @@ def choose(
         reasons |= {
             "block_size_warmup lets rows grow": getattr(recipe, "block_size_warmup", None),
             "tokens_per_batch makes batches of many shapes": getattr(recipe, "tokens_per_batch", None),
-            f"rows are padded to up to {widths} widths, more than {GRAPHS}": widths > GRAPHS,
+            f"rows are padded to up to {widths} widths, more than {MAX_GRAPHS}": widths > MAX_GRAPHS,
             f"{num_updates} updates, fewer than {MIN_UPDATES}": num_updates is not None and num_updates < MIN_UPDATES,
         }
     if reason := next((reason for reason, holds in reasons.items() if holds), None):

@@ -23,7 +23,7 @@ from datasets import Dataset, Value
 
 from zerofit.data import tables
 from zerofit.data.records import BadRecord
-from zerofit.model.chat import TEMPLATE_ARGUMENTS, Conversation, Message, check_arguments, tool_definitions
+from zerofit.model.chat import TEMPLATE_ARGUMENTS, Conversation, Message, check_arguments, parse_tools
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import parse_json
 from zerofit.recipe.tasks import ClmRecipe
@@ -344,7 +344,7 @@ def template_values(record: dict[str, Any], columns: tuple[str, ...]) -> dict[st
             elif name == "documents":
                 given[name] = value
             else:
-                given["tools"] = tool_definitions(value)
+                given["tools"] = parse_tools(value)
         except ValueError as error:
             raise BadRecord(f"its {name}: {error}") from None
     return given

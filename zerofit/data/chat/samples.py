@@ -163,8 +163,8 @@ def prepare_chat(
     first_of, first = next(iter(parts.items()))
     tokenizer = get_tokenizer(recipe, config, first.texts, f"{table_key(first.table)} {form}")
     template, note = chat.install_template(tokenizer, recipe.chat_template, "none" if form.plain else None)
-    notes = [note, form.describe, *notes, *chat.missing_end_token(tokenizer, template)]
-    notes += chat.written_twice(tokenizer, template, islice(first.texts(), NUM_SEARCHED_TEXTS))
+    notes = [note, form.describe, *notes, *chat.warn_of_missing_end_token(tokenizer, template)]
+    notes += chat.warn_of_repeated_prompt(tokenizer, template, islice(first.texts(), NUM_SEARCHED_TEXTS))
     encoder = ChatEncoder(tokenizer, template, block_size, recipe.train_on_prompt and not compares)
     encode, features = (encode_pairs, PREFERENCE_TABLE) if compares else (encode_conversations, CHAT_TABLE)
     sets: dict[str, Conversations] = {}

@@ -22,7 +22,7 @@ from zerofit.data.chat.instructions import SYSTEM_COLUMNS, optional_text, templa
 from zerofit.data.chat.samples import unread_note
 from zerofit.data.prompts import Messages, Prompt, Renderer
 from zerofit.data.records import BadRecord
-from zerofit.model.adapter_folder import AdapterFolder, Base, find_base, open_adapter
+from zerofit.model.adapter_folder import AdapterBase, AdapterFolder, find_base, open_adapter
 from zerofit.model.chat import TEMPLATE_ARGUMENTS, Conversation, unread_keys
 from zerofit.model.configuration import has_model, is_adapter, model_folder, read_config, usable_positions
 from zerofit.model.lora import load_with_adapter
@@ -45,7 +45,7 @@ NOT_WRITERS = (
 )
 
 
-def find_model(options: Any) -> tuple[Base, AdapterFolder | None, PreTrainedTokenizerBase]:
+def find_model(options: Any) -> tuple[AdapterBase, AdapterFolder | None, PreTrainedTokenizerBase]:
     """Find the model (or the base of an adapter), its adapter and its tokenizer; the weights are not loaded.
     `options`: those of generating or evaluating. Raises UserError: they cannot be loaded, or the model does not write
     texts."""
@@ -53,7 +53,7 @@ def find_model(options: Any) -> tuple[Base, AdapterFolder | None, PreTrainedToke
     if not (is_adapter(name) or options.adapter):
         config = read_config("model", name, trust)
         _auto_class(config, name)
-        return Base("model", name, config), None, load_named_tokenizer("model", name, config, trust)
+        return AdapterBase("model", name, config), None, load_named_tokenizer("model", name, config, trust)
     names_adapter = is_adapter(name)
     if names_adapter and options.adapter:
         raise UserError(f"model = {name!r} is an adapter, and adapter = {options.adapter!r} too: name one")
@@ -66,7 +66,7 @@ def find_model(options: Any) -> tuple[Base, AdapterFolder | None, PreTrainedToke
     return base, adapter, load_named_tokenizer(option, place, base.config, trust)
 
 
-def load(base: Base, adapter: AdapterFolder | None, options: Any) -> PreTrainedModel:
+def load(base: AdapterBase, adapter: AdapterFolder | None, options: Any) -> PreTrainedModel:
     """The model on its device, with its adapter if there is one. Raises UserError: its weights cannot be loaded, are
     incomplete, or do not fit the adapter."""
     device = accelerator()
