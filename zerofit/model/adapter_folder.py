@@ -105,25 +105,25 @@ def open_adapter(name: str, option: str = "adapter", task: str | None = None) ->
     try:
         tensors = load_peft_weights(str(path), device="cpu")  # no code in a pickle is run
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-        what = f"is broken, or holds more than tensors: {first_line(error)}"
-        raise UserError(f"{where}: {file} {what}. Save the adapter again, as {ADAPTER_FILE}") from None
+        problem = f"is broken, or holds more than tensors: {first_line(error)}"
+        raise UserError(f"{where}: {file} {problem}. Save the adapter again, as {ADAPTER_FILE}") from None
     if not isinstance(tensors, dict) or not all(isinstance(each, torch.Tensor) for each in tensors.values()):
         raise UserError(f"{where}: {file} holds more than tensors by name. Save the adapter again, as {ADAPTER_FILE}")
-    filled = sum(tensor.numel() > 0 for tensor in tensors.values())
-    if not tensors or filled < len(tensors):
+    num_filled = sum(tensor.numel() > 0 for tensor in tensors.values())
+    if not tensors or num_filled < len(tensors):
         stated = f"{where}: {file} is an incomplete adapter"
-        raise UserError(f"{stated}: {filled} of its {len(tensors)} tensors hold numbers. Save it again")
+        raise UserError(f"{stated}: {num_filled} of its {len(tensors)} tensors hold numbers. Save it again")
     # By their names in the base, without the wrappers that the model had as it was saved. Of embeddings that were
     # resized peft writes the base's own as well (original_module), and the trained ones twice.
-    named: dict[str, torch.Tensor] = {}
+    by_base_name: dict[str, torch.Tensor] = {}
     for key in sorted(tensors, key=lambda each: ".modules_to_save." in each):
-        plain = DEFAULT_ADAPTER_SUFFIX.sub(r"\1", WRAPPER_PREFIXES.sub("", key))
-        plain = plain.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
-        if plain in named and ".modules_to_save." not in key:
-            raise UserError(f"{where}: two of its tensors have the name {plain}. Save one adapter alone")
+        base_name = DEFAULT_ADAPTER_SUFFIX.sub(r"\1", WRAPPER_PREFIXES.sub("", key))
+        base_name = base_name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+        if base_name in by_base_name and ".modules_to_save." not in key:
+            raise UserError(f"{where}: two of its tensors have the name {base_name}. Save one adapter alone")
         if ".original_module." not in key:
-            named.setdefault(plain, tensors[key])
-    return AdapterFolder(path, option, settings, named)
+            by_base_name.setdefault(base_name, tensors[key])
+    return AdapterFolder(path, option, settings, by_base_name)
 
 
 def adapter_settings(folder: AdapterFolder) -> "LoraConfig":
@@ -160,14 +160,14 @@ def adapter_to_train_on(recipe: Any, task: str | None) -> AdapterFolder | None:
     try:
         folder = open_adapter(name, "model_name_or_path", task)
         settings = adapter_settings(folder)
-        others = {field.name for field in dataclasses.fields(settings)} - TRAINABLE_LORA_FIELDS - {"init_lora_weights"}
-        extra = [name for name in sorted(others) if getattr(settings, name) != getattr(type(settings)(), name)]
+        names = {field.name for field in dataclasses.fields(settings)} - TRAINABLE_LORA_FIELDS - {"init_lora_weights"}
+        refused = [name for name in sorted(names) if getattr(settings, name) != getattr(type(settings)(), name)]
         if settings.init_lora_weights not in BASE_PRESERVING_INITS:
-            extra.append(f"init_lora_weights = {settings.init_lora_weights!r}")
+            refused.append(f"init_lora_weights = {settings.init_lora_weights!r}")
         if below := [name for name in folder.tensors if ".base_layer." in name and name.endswith(".weight")]:
-            extra.append(f"a full weight below its adapter ({name_some(below)})")
-        if extra:
-            raise UserError(f"{folder.where} has {', '.join(extra)}: it is not trained on here")
+            refused.append(f"a full weight below its adapter ({name_some(below)})")
+        if refused:
+            raise UserError(f"{folder.where} has {', '.join(refused)}: it is not trained on here")
         base = find_base(folder, trust_remote_code=recipe.trust_remote_code)
         check_quantiser(base.option, base.name, base.config, on_gpu=True)
     except UserError as error:
@@ -256,10 +256,10 @@ def trained_config(folder: AdapterFolder, base: "PretrainedConfig", overrides: s
             config = read_config("adapter", str(folder.path))
         refusal = f"{folder.where} is for another base than {base.name_or_path!r}"
         for size in ("model_type", *MODEL_SIZES):
-            own = getattr(config, size, None)
+            of_adapter = getattr(config, size, None)
             of_base = getattr(base, size, None)
-            if own != of_base:
-                raise UserError(f"{refusal}: for one with {size} = {own}, and this one has {of_base}")
+            if of_adapter != of_base:
+                raise UserError(f"{refusal}: for one with {size} = {of_adapter}, and this one has {of_base}")
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         if getattr(base, "quantization_config", None) is not None:
@@ -269,22 +269,22 @@ def trained_config(folder: AdapterFolder, base: "PretrainedConfig", overrides: s
         apply_overrides(config, overrides)
     elif folder.classifies:
         endings = tuple(f".{head}.weight" for head in CLASSIFIER_LAYERS)
-        labels = [len(tensor) for name, tensor in folder.tensors.items() if f".{name}".endswith(endings)]
-        if labels and labels[0] != config.num_labels:
-            config.num_labels = labels[0]
-    if rows := _num_rows(folder):
-        config.get_text_config().vocab_size = rows
+        num_labels = [len(tensor) for name, tensor in folder.tensors.items() if f".{name}".endswith(endings)]
+        if num_labels and num_labels[0] != config.num_labels:
+            config.num_labels = num_labels[0]
+    if num_rows := _num_rows(folder):
+        config.get_text_config().vocab_size = num_rows
     if folder.classifies:
         config.architectures = [f"AutoModelFor{TASK_TYPES[folder.settings['task_type']][1]}"]
     return config
 
 
 def _num_rows(folder: AdapterFolder) -> int | None:
-    """Return the number of rows of the embeddings that the adapter has in full (the base may have fewer or more); None
-    if it has none."""
-    found = {
+    """Return the number of rows of embeddings that the adapter has in full; the base may have others. None: it has
+    none."""
+    row_counts = {
         len(tensor)
         for name, tensor in folder.tensors.items()
         if tensor.dim() == 2 and name.removesuffix(".weight").removesuffix(".base_layer").endswith(EMBEDDINGS)
     }
-    return found.pop() if len(found) == 1 else None
+    return row_counts.pop() if len(row_counts) == 1 else None

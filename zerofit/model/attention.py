@@ -5,9 +5,9 @@ is boolean, so torch converts it again in each layer and keeps the results for t
 in all. Flash kernels take the lengths of the documents. So a flash kernel runs if one is available, on rows laid out
 end to end (zerofit/data/collate.py); otherwise the mask is converted once.
 
-The way of a boundary: data/pack.py restarts positions where a document begins (chats: data/chat/samples.py);
-collate.py hands positions on, or the documents' lengths; `choose_attention` here picks the kernel; preflight.py tries
-it, and no run trains whose documents see each other.
+How the boundary of a document reaches the kernel: data/pack.py restarts positions where a document begins (chats:
+data/chat/samples.py); collate.py hands positions on, or the documents' lengths; `choose_attention` here picks the
+kernel; preflight.py tries it, and no run trains whose documents see each other.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ from zerofit.recipe.errors import UserError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-# torch 2.11 computes with fewer heads of key and value unasked.
+# Whether varlen_attn has to be told of fewer heads of key and value; torch 2.11 computes with them unasked.
 VARLEN_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
-# The lengths of documents, as transformers names them.
+# The arguments for the lengths of packed documents, as transformers names them.
 LENGTH_NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 VARLEN = "torch_varlen"  # torch's own flash kernel, as transformers calls it here
 MASKED_SDPA = "zerofit_sdpa"  # sdpa, whose mask is converted once
@@ -38,7 +38,7 @@ FLASH_PACKAGES = {
     "flash_attention_4": "flash_attn",
 }
 FLASH_PRECISIONS = ("bf16", "fp16")
-MIN_FLASH_CAPABILITY = (8, 0)  # compute capability: flash kernels need it
+MIN_FLASH_CAPABILITY = (8, 0)  # the compute capability that flash kernels need
 # {major compute capability: versions of flash-attn, the fastest first}. 3 is written for Hopper (9) and refuses newer
 # GPUs; 4 is for Blackwell (10). Its kernels for consumer GPUs (12) have no complete backward pass yet.
 FLASH_VERSIONS = {9: "324", 10: "42", 12: "24"}
@@ -67,8 +67,7 @@ def choose_attention(
 
 
 def set_attention(model: Any, name: str) -> None:
-    """Let a model use the attention of this name in transformers' AttentionInterface, MASKED_SDPA and VARLEN among
-    them."""
+    """Let a model use an attention of transformers' AttentionInterface, such as MASKED_SDPA or VARLEN."""
     _register()
     split = getattr(model, "split_rows", None)  # strategy/sequence.py: it stands between the model and its attention
     if split is not None:
@@ -128,8 +127,8 @@ def _use_flash(model: "PreTrainedModel", precision: str, device: torch.device) -
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for version in FLASH_VERSIONS.get(torch.cuda.get_device_capability(device)[0], "234"):
         name = f"flash_attention_{version}"
-        can = version == "2" or not (dropout or (version == "4" and width > FLASH_4_MAX_HEAD_DIM))
-        if can and getattr(utils, f"is_flash_attn_{version}_available")():
+        is_supported = version == "2" or not (dropout or (version == "4" and width > FLASH_4_MAX_HEAD_DIM))
+        if is_supported and getattr(utils, f"is_flash_attn_{version}_available")():
             try:
                 model.set_attn_implementation(name)
                 return f"the flash-attn package, version {version}, is installed"
@@ -203,8 +202,8 @@ def varlen_attention(
     padded_width = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
     width = value.shape[-1]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    missing = [(part, padded_width - part.shape[-1]) for part in (query, key, value)]
-    parts = [F.pad(part, (0, columns)) if columns else part for part, columns in missing]  # a padding by 0 is a copy
+    paddings = [(part, padded_width - part.shape[-1]) for part in (query, key, value)]
+    parts = [F.pad(part, (0, columns)) if columns else part for part, columns in paddings]  # a padding by 0 is a copy
     parts = [part.to(dtype).transpose(1, 2).flatten(0, 1) for part in parts]
     window = (sliding_window - 1 if sliding_window else -1, 0)
     groups = {"enable_gqa": query.shape[1] != key.shape[1]} if VARLEN_TAKES_GQA else {}
@@ -214,8 +213,7 @@ def varlen_attention(
 
 
 def _mask_beside_lengths(*, q_length: int = 0, kv_length: int = 0, **kwargs: Any) -> torch.Tensor | None:
-    """Return no mask for packed rows (for which transformers sets allow_is_causal_skip to False), else that of
-    sdpa."""
+    """Return no mask for packed rows (transformers sets allow_is_causal_skip to False), else that of sdpa."""
     from transformers.masking_utils import sdpa_mask
 
     may_be_packed = kwargs.get("attention_mask") is None and not kwargs.get("allow_is_causal_skip", True)
@@ -230,15 +228,15 @@ def _trial(device: torch.device, dtype: torch.dtype) -> str:
     query, key, value = parts = tuple(
         torch.randn(1, heads, 16, 16, generator=generator).to(device, dtype).requires_grad_() for heads in (4, 2, 2)
     )
-    ends = torch.tensor([0, 5, 16], dtype=torch.int32, device=device)  # of two documents
+    ends = torch.tensor([0, 5, 16], dtype=torch.int32, device=device)  # cumulative lengths of two documents
     is_second = torch.arange(16, device=device) >= 5
-    seen = (is_second[:, None] == is_second).tril()
+    mask = (is_second[:, None] == is_second).tril()
     try:
         lengths: dict[str, Any] = dict(zip(LENGTH_NAMES, (ends, ends, 11, 11)))
         output, _ = varlen_attention(None, query, key, value, None, **lengths)
         gradients = torch.autograd.grad(output.float().square().sum(), parts)
         wide = query.float(), key.float(), value.float()
-        expected = F.scaled_dot_product_attention(*wide, attn_mask=seen, enable_gqa=True).transpose(1, 2)
+        expected = F.scaled_dot_product_attention(*wide, attn_mask=mask, enable_gqa=True).transpose(1, 2)
         expected_gradients = torch.autograd.grad(expected.square().sum(), parts)
         pairs = zip((output, *gradients), (expected, *expected_gradients))
         error = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in pairs)

@@ -32,8 +32,8 @@ PROBE = {"zerofit": 'a "b"'}  # arguments of a call
 
 
 class Conversation(list[Message]):
-    """The messages of a conversation, and what their record gives to the template in addition (`given`): tools,
-    documents, arguments."""
+    """The messages of a conversation, and what its record passes to the template (`given`): tools, documents,
+    arguments."""
 
     def __init__(self, messages: Iterable[Message], given: dict[str, Any] | None = None):
         super().__init__(messages)
@@ -41,8 +41,7 @@ class Conversation(list[Message]):
 
 
 class BadTemplate(Exception):
-    """The error of a template that is not valid Jinja (`syntax`), or fails on a conversation: why, and in which
-    line."""
+    """The error of a template that is not valid Jinja (`syntax`), or fails on a conversation: why, in which line."""
 
     def __init__(self, problem: str, line: int | None = None, syntax: bool = False):
         super().__init__(f"line {line}: {problem}" if line else problem)
@@ -77,9 +76,9 @@ def install_template(
     it is not valid Jinja, or the tokenizer has no end-of-text token."""
     if tokenizer.eos_token is None:
         raise UserError(f"{tokenizer.name_or_path!r} has no end-of-text token. Set another tokenizer_name")
-    own = tokenizer.chat_template
-    name = requested or (None if own else default)
-    if not (own or name):
+    stored = tokenizer.chat_template
+    name = requested or (None if stored else default)
+    if not (stored or name):
         raise UserError(f"no chat template: set --chat_template ({', '.join(known_templates())}, or a .jinja file)")
     if name:
         text = read_template(name)
@@ -87,8 +86,8 @@ def install_template(
         if adds_bos and name in known_templates() and "bos_token" not in text:
             text = "{{- bos_token -}}" + text  # it begins like the tokenizer's texts
         tokenizer.chat_template = text
-    elif isinstance(own, dict) and "default" not in own:  # of several, one may be for records with tools
-        raise UserError(f"several chat templates ({', '.join(own)}): name a .jinja file with --chat_template")
+    elif isinstance(stored, dict) and "default" not in stored:  # of several, one may be for records with tools
+        raise UserError(f"several chat templates ({', '.join(stored)}): name a .jinja file with --chat_template")
     origin = f"chat_template = {name!r}" if name else "the tokenizer's own chat template"
     try:
         apply_template(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
@@ -121,10 +120,10 @@ def check_arguments(value: Any) -> dict[str, Any]:
     an object, or one of them is a parameter of apply_chat_template itself."""
     from transformers import PreTrainedTokenizerBase
 
-    known = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"tools", "documents"}
+    reserved = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"tools", "documents"}
     if not isinstance(value, dict):
         raise ValueError("expected an object of names and values")
-    if taken := (known | {"messages"}) & value.keys():
+    if taken := (reserved | {"messages"}) & value.keys():
         raise ValueError(f"{min(taken)} is not for a template")
     return value
 
@@ -156,9 +155,9 @@ def unread_keys(tokenizer: "PreTrainedTokenizerBase", messages: list[Message], t
     the output of the template; if given, the roles of messages whose text is missing there are added, such as
     system.content."""
     given = _given_to(tokenizer, messages)
-    found = {key for message in messages for key in message if key not in ZEROFIT_KEYS} | given.keys()
+    keys = {key for message in messages for key in message if key not in ZEROFIT_KEYS} | given.keys()
     hoisted = {"functions"} if "tools" in given else set()
-    unread = {key for key in found - hoisted if not re.search(rf"\b{re.escape(key)}\b", _source(tokenizer))}
+    unread = {key for key in keys - hoisted if not re.search(rf"\b{re.escape(key)}\b", _source(tokenizer))}
     if text is None:
         return sorted(unread)
     for message in messages:  # of an answer, reasoning may be left out
@@ -182,15 +181,15 @@ def _given_to(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> 
 
 def _source(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return the text of the tokenizer's templates, without comments."""
-    held = tokenizer.chat_template or ""
-    return re.sub(r"{#.*?#}", "", held if isinstance(held, str) else "\n".join(held.values()), flags=re.DOTALL)
+    texts = tokenizer.chat_template or ""
+    return re.sub(r"{#.*?#}", "", texts if isinstance(texts, str) else "\n".join(texts.values()), flags=re.DOTALL)
 
 
 def _function_of(call: dict[str, Any]) -> dict[str, Any]:
     return call["function"] if isinstance(call.get("function"), dict) else call
 
 
-def _with_arguments(conversation: Conversation, changed: Callable[[Any], Any]) -> Conversation:
+def _with_arguments(conversation: Conversation, convert: Callable[[Any], Any]) -> Conversation:
     """Return the conversation with the arguments of each call replaced by `changed(arguments)`."""
     messages = []
     for message in conversation:
@@ -198,8 +197,8 @@ def _with_arguments(conversation: Conversation, changed: Callable[[Any], Any]) -
         for call in message.get("tool_calls", ()):
             function = _function_of(call)
             if "arguments" in function:
-                own = {**function, "arguments": changed(function["arguments"])}
-                call = own if function is call else {**call, "function": own}
+                edited = {**function, "arguments": convert(function["arguments"])}
+                call = edited if function is call else {**call, "function": edited}
             calls.append(call)
         messages.append({**message, "tool_calls": calls} if "tool_calls" in message else message)
     return Conversation(messages, conversation.given)
@@ -302,9 +301,9 @@ def _find_answer(
     start = len(prompt)
     if not text.startswith(prompt):
         earlier = apply_template(tokenizer, messages[:turn], given=messages.given)
-        opening = prompt[len(earlier) :] if prompt.startswith(earlier) else ""  # what begins an answer
-        place = text.find(opening, begin, stop) if opening else -1
-        start = place + len(opening) if place >= 0 else _common_prefix(before, text)
+        answer_opening = prompt[len(earlier) :] if prompt.startswith(earlier) else ""  # what begins an answer
+        place = text.find(answer_opening, begin, stop) if answer_opening else -1
+        start = place + len(answer_opening) if place >= 0 else _common_prefix(before, text)
     if not (begin <= start <= stop and text.endswith(after) and _ends_with(text[start:stop], messages[turn])):
         raise BadTemplate(f"it changes turn {turn + 1}, an answer. Use e.g. --chat_template instruction")
     ending = after
@@ -319,9 +318,9 @@ def _ends_with(written: str, message: Message) -> bool:
     written = written.rstrip()
     if "tool_calls" in message or not answer:
         return True
-    same = _common_prefix(answer[::-1], written[::-1])
-    rest = answer[: len(answer) - same].rstrip(" ")
-    return same > 0 and (not rest or rest[-1] in "\n>")
+    num_common = _common_prefix(answer[::-1], written[::-1])
+    before_common = answer[: len(answer) - num_common].rstrip(" ")
+    return num_common > 0 and (not before_common or before_common[-1] in "\n>")
 
 
 def warn_of_missing_end_token(tokenizer: "PreTrainedTokenizerBase", template: str) -> list[str]:
@@ -349,8 +348,7 @@ def warn_of_missing_end_token(tokenizer: "PreTrainedTokenizerBase", template: st
 
 
 def warn_of_repeated_prompt(tokenizer: "PreTrainedTokenizerBase", template: str, texts: Iterable[str]) -> list[str]:
-    """Return a warning if a text contains what the template writes before a question: a template has been applied to
-    it already."""
+    """Return a warning if the template seems to be applied to a text already: its beginning of a question is in it."""
     placeholder = ANSWER_PLACEHOLDER.format(0)
     before = ""
     with suppress(BadTemplate):  # it accepts other conversations only

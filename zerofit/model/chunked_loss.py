@@ -1,4 +1,4 @@
-"""The product with the vocabulary and its loss, some rows of logits at a time, so that all of them are never held."""
+"""The product with the vocabulary and its loss, computed in chunks of rows: all logits are never in memory at once."""
 
 import functools
 import warnings
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 Share: TypeAlias = "VocabularyShare | None"  # None: no tensor parallelism
 IGNORE = -100
 CHUNK_BYTES = 128 * 2**20  # of fp32 logits: large enough for full speed, small compared with a model's activations
-MIN_CHUNK_ROWS = 64  # rows
-# with each chunk the head's whole gradient is read and written
+MIN_CHUNK_ROWS = 64
+# On a GPU chunks are larger, because each of them reads and writes the head's whole gradient.
 GPU_CHUNK_BYTES = 2**30
-GPU_CHUNK_ROWS = (1024, 2048)
+GPU_CHUNK_ROWS = (1024, 2048)  # the smallest and the largest number
 GPU_VOCABULARY_MULTIPLE = 64  # products are made of a multiple of this many tokens
-# of logits and their gradient: what the chunks above take at most
+# The most that logits and their gradient take in the chunks above; compiled chunks may take as much.
 COMPILED_CHUNK_BYTES = 5 * 2**29
 MAX_COMPILED_ROWS = 4096
 
@@ -51,8 +51,8 @@ class Distillation(NamedTuple):
     def losses(self, student: Tensor, teacher: Tensor) -> Tensor:
         """Return (N,) T^2 KL of log-probabilities (N, V)."""
         of_student, of_teacher = (F.log_softmax(each / self.temperature, dim=-1) for each in (student, teacher))
-        target, other = (of_student, of_teacher) if self.reverse else (of_teacher, of_student)
-        return self.temperature**2 * (target.exp() * (target - other)).sum(dim=-1)
+        target, approximation = (of_student, of_teacher) if self.reverse else (of_teacher, of_student)
+        return self.temperature**2 * (target.exp() * (target - approximation)).sum(dim=-1)
 
     def with_gradient(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
         """Return (losses (N,), their gradient (N, V) with regard to `student`), where autograd is switched off."""
@@ -98,8 +98,7 @@ def chunk_rows(vocab_size: int, on_gpu: bool) -> int:
 
 
 def compiled_rows(vocab_size: int) -> int:
-    """Return how many rows of logits are in memory at a time where a chunk is compiled: it takes 6 bytes per logit
-    instead of 10."""
+    """Return how many rows of logits are in memory at a time in compiled chunks: 6 bytes per logit instead of 10."""
     return min(max(COMPILED_CHUNK_BYTES // (6 * vocab_size) // 128 * 128, GPU_CHUNK_ROWS[0]), MAX_COMPILED_ROWS)
 
 
@@ -147,8 +146,7 @@ def _rows_of_chunk(hidden: Tensor, weight: Tensor, share: Share) -> int:
 def chunked_token_losses(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, share: Share = None
 ) -> Tensor:
-    """Return the loss (N,), fp32, of each token, computing some rows of logits at a time. The arguments are those of
-    chunked_loss."""
+    """Return the loss (N,), fp32, of each token, some rows of logits at a time. Arguments as of chunked_loss."""
     return _ChunkedTokenLosses.apply(hidden, weight, bias, targets, _rows_of_chunk(hidden, weight, share), share)
 
 
@@ -245,8 +243,8 @@ class _ChunkedTokenLosses(torch.autograd.Function):
         for start in chunk_starts(len(hidden), rows):
             chunk = hidden[start : start + rows].to(weight.dtype)
             target = targets[start : start + rows]
-            found, target, *_ = _scores(chunk, weight, bias, target, share=share, size=size)
-            losses[start : start + rows] = F.nll_loss(found, target, ignore_index=IGNORE, reduction="none")
+            log_probabilities, target, *_ = _scores(chunk, weight, bias, target, share=share, size=size)
+            losses[start : start + rows] = F.nll_loss(log_probabilities, target, ignore_index=IGNORE, reduction="none")
         return losses if share is None else share.summed(losses)
 
     @staticmethod
@@ -289,12 +287,12 @@ def _cast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, 
         bias = None if bias is None else bias.to(dtype)
     if not has_half_matmul(hidden.device):
         return weight.to(dtype).float(), bias
-    lacking = -len(weight) % GPU_VOCABULARY_MULTIPLE
-    if dtype == torch.float32 or not lacking:
+    num_padding = -len(weight) % GPU_VOCABULARY_MULTIPLE
+    if dtype == torch.float32 or not num_padding:
         return weight.to(dtype), bias
-    wider = weight.new_zeros((len(weight) + lacking, weight.shape[1]), dtype=dtype)
-    wider[: len(weight)] = weight
-    return wider, bias
+    padded = weight.new_zeros((len(weight) + num_padding, weight.shape[1]), dtype=dtype)
+    padded[: len(weight)] = weight
+    return padded, bias
 
 
 def _add_gradients(
@@ -349,8 +347,7 @@ def compiled_chunk(device: torch.device) -> Callable[..., Tensor] | None:
 
 
 def with_eager_fallback(compiled: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the compiled function; when its compiler fails for the first time, it warns and calls the function itself
-    from then on."""
+    """Return the compiled function, which after its compiler's first failure warns and calls the function itself."""
     chosen = [compiled]
 
     def call(*arguments: Any) -> Any:
@@ -427,9 +424,9 @@ def has_half_matmul(device: torch.device) -> bool:
     where this may be slow."""
     if device.type == "cpu":
         return False
-    one = torch.zeros(1, 1, dtype=torch.bfloat16, device=device)
+    element = torch.zeros(1, 1, dtype=torch.bfloat16, device=device)
     try:
-        torch.mm(one, one, out_dtype=torch.float32)
+        torch.mm(element, element, out_dtype=torch.float32)
     except RuntimeError:  # NotImplementedError is a RuntimeError
         return False
     return True
@@ -459,8 +456,8 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _padded_gradient(weight: Tensor, rows: int, size: int) -> Tensor:
-    """Return a new matrix for the gradient of some rows of logits: one column per row of the weight, zero from column
-    `size` on."""
+    """Return a new matrix for the gradient of some rows of logits, as wide as the weight has rows; 0 from `size`
+    on."""
     padded = weight.new_empty(rows, len(weight))
     padded[:, size:] = 0
     return padded

@@ -64,18 +64,17 @@ def check_float8(recipe: "TrainingRecipe") -> None:
 
 
 def check_float8_device(recipe: "TrainingRecipe") -> None:
-    """Raises UserError where float8 is asked for, and this process has no GPU or one that does not multiply in
-    float8."""
+    """Raises UserError where float8 is asked for, and this process has no GPU that multiplies in float8."""
     if not (recipe.float8 and recipe.trains) or is_emulated():
         return
     needs = f"float8 ({recipe.source('float8')}) needs an NVIDIA GPU of compute capability 8.9 or more (L40S, H100)"
     if not torch.cuda.is_available() or torch.version.hip is not None:
         raise UserError(f"{needs}, and there is none. Remove it")
     for number in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_capability(number)
-        if found < MIN_FLOAT8_CAPABILITY:
+        capability = torch.cuda.get_device_capability(number)
+        if capability < MIN_FLOAT8_CAPABILITY:
             name = torch.cuda.get_device_name(number)
-            raise UserError(f"{needs}, and a {name} has {found[0]}.{found[1]}. Remove it")
+            raise UserError(f"{needs}, and a {name} has {capability[0]}.{capability[1]}. Remove it")
 
 
 def convert_to_float8(model: "PreTrainedModel", blocks: list[torch.nn.Module]) -> str:
@@ -84,8 +83,8 @@ def convert_to_float8(model: "PreTrainedModel", blocks: list[torch.nn.Module]) -
     layer can be converted."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    inside = (each for block in blocks for each in block.named_modules())
-    linear = [each for name, each in inside if type(each) is Linear and name.rpartition(".")[2] not in ROUTER_LAYERS]
+    inner = (each for block in blocks for each in block.named_modules())
+    linear = [each for name, each in inner if type(each) is Linear and name.rpartition(".")[2] not in ROUTER_LAYERS]
     fitting = {each for each in linear if not any(width % FLOAT8_MULTIPLE for width in each.weight.shape)}
     if not fitting:
         why = f"no linear layer of its blocks has widths that divide by {FLOAT8_MULTIPLE}"
@@ -96,12 +95,12 @@ def convert_to_float8(model: "PreTrainedModel", blocks: list[torch.nn.Module]) -
     convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: module in fitting)
     converted = (each for each in model.modules() if type(each).__module__.startswith("torchao."))
     _float8_layers.update(each for each in converted if isinstance(each, Linear))
-    part = sum(each.weight.numel() for each in fitting) / sum(each.numel() for each in model.parameters())
+    share = sum(each.weight.numel() for each in fitting) / sum(each.numel() for each in model.parameters())
     emulated = ", emulated" if is_emulated() else ""
-    return f"float8 in {counted(len(fitting), 'linear layer')}, which have {part:.0%} of the weights{emulated}"
+    return f"float8 in {counted(len(fitting), 'linear layer')}, which have {share:.0%} of the weights{emulated}"
 
 
-MAX_GRAPHS = 64  # of the code that blocks share; torch computes without its compiler beyond its limit, which is 8
+MAX_GRAPHS = 64  # graphs of the code that blocks share; beyond its limit, by default 8, torch runs code uncompiled
 
 
 def fuse_gelu(model: Any) -> Any:
@@ -117,15 +116,15 @@ def fuse_gelu(model: Any) -> Any:
 
 
 def compile_model(
-    model: "PreTrainedModel", what: str, backend: str | Callable[..., Any] = "inductor", falls_back: bool = False
+    model: "PreTrainedModel", scope: str, backend: str | Callable[..., Any] = "inductor", falls_back: bool = False
 ) -> None:
     """Compile a model when it is called: its "blocks", or all of it ("model"). This is done in place, so that weights
     keep their names and later hooks (FSDP2's) are called. `falls_back`: code that the compiler fails at runs
     uncompiled, with torch's warning. Raises UserError where transformers names no blocks of the model."""
-    modules = [model] if what == "model" else blocks_of(model)
+    modules = [model] if scope == "model" else blocks_of(model)
     if not modules:
         kind = model.config.model_type
-        raise UserError(f"torch_compile = {what}: the code of a {kind} names no blocks. Use --torch_compile model")
+        raise UserError(f"torch_compile = {scope}: the code of a {kind} names no blocks. Use --torch_compile model")
     for module in modules:
         module.compile(backend=backend)
     torch.compiler.config.recompile_limit = MAX_GRAPHS
@@ -177,9 +176,9 @@ def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     for name, module in model.named_modules():
         is_layer = isinstance(module, GradientCheckpointingLayer)
         is_undivided = type(module).__name__ in undivided
-        for found, is_one in ((layers, is_layer), (others, is_undivided)):
-            if is_one and module is not model and not any(name.startswith(f"{outer}.") for outer in found):
-                found[name] = module
+        for outermost, belongs in ((layers, is_layer), (others, is_undivided)):
+            if belongs and module is not model and not any(name.startswith(f"{outer}.") for outer in outermost):
+                outermost[name] = module
     return list((layers or others).values())
 
 
@@ -193,13 +192,13 @@ def embedding_and_head_of(model: "PreTrainedModel") -> tuple[list[torch.nn.Modul
     if not blocks or head is None:
         return [], []
     sharers = Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
-    own = [all(sharers[id(each)] == 1 for each in end.parameters()) for end in (embedding, head)]
+    is_unshared = [all(sharers[id(each)] == 1 for each in end.parameters()) for end in (embedding, head)]
     modules = list(model.modules())
     within = set(head.modules())
     after = modules[modules.index([*blocks[-1].modules()][-1]) + 1 :]
     norms = [each for each in after if each not in within and any(True for _ in each.parameters(recurse=False))]
-    first: list[torch.nn.Module] = [embedding] if own[0] and isinstance(embedding, torch.nn.Embedding) else []
-    last = [*norms, head] if own[1] else []
+    first: list[torch.nn.Module] = [embedding] if is_unshared[0] and isinstance(embedding, torch.nn.Embedding) else []
+    last = [*norms, head] if is_unshared[1] else []
     return first, last
 
 
@@ -222,9 +221,9 @@ def is_llama_norm(module: torch.nn.Module) -> bool:
         return False
     from transformers.models.llama.modeling_llama import LlamaRMSNorm  # it imports scipy, which takes a second
 
-    own, of_llama = (getattr(each.forward, "__code__", None) for each in (type(module), LlamaRMSNorm))
+    code, llama = (getattr(each.forward, "__code__", None) for each in (type(module), LlamaRMSNorm))
     parts = ("co_code", "co_consts", "co_names", "co_varnames")
-    return "forward" not in vars(module) and all(getattr(own, part, None) == getattr(of_llama, part) for part in parts)
+    return "forward" not in vars(module) and all(getattr(code, part, None) == getattr(llama, part) for part in parts)
 
 
 def _fused_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:

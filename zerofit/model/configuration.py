@@ -37,7 +37,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def model_folder(name: str) -> str:
-    """The folder of a named model: for a run's folder its model/; a hub name is unchanged."""
+    """Return the folder of a named model: for a run's folder its model/; a hub name is unchanged."""
     path = Path(name).expanduser()
     if is_run(path) and not is_adapter(str(path)):
         return str(path / "model")
@@ -45,13 +45,13 @@ def model_folder(name: str) -> str:
 
 
 def weights_key(name: str) -> Any:
-    """A key that tells a model's weights from others: the files of its folder; of a hub name its commit in the hub's
-    cache, which its configuration has been read into."""
+    """Return a cache key for a model's weights: names, sizes and times of the files in its folder; for a hub name its
+    commit in the hub's cache, from which its configuration was read."""
     if not (folder := Path(model_folder(name))).is_dir():
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(name, "config.json")  # .../snapshots/COMMIT/config.json
-        return name, Path(found).parent.name if isinstance(found, str) else None
+        cached = try_to_load_from_cache(name, "config.json")  # .../snapshots/COMMIT/config.json
+        return name, Path(cached).parent.name if isinstance(cached, str) else None
     stats = ((file.name, file.stat()) for pattern in WEIGHT_FILE_PATTERNS for file in folder.glob(pattern))
     return sorted((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
 
@@ -65,7 +65,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object. Raises UserError if it holds anything else."""
+    """Read a JSON file that holds an object. Raises UserError if it holds anything else."""
     try:
         contents = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -76,13 +76,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def name_some(names: Iterable[str]) -> str:
-    """The first three names, and the number of the others."""
-    listed = list(names)
-    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
-    return ", ".join(listed[:3]) + more
+    """Return the first three names, and the number of the others."""
+    all_names = list(names)
+    more = f" and {len(all_names) - 3} more" if len(all_names) > 3 else ""
+    return ", ".join(all_names[:3]) + more
 
 
-# What transformers raises at files that are not as it expects.
+# The errors that transformers raises for files that are not as it expects.
 FILE_ERRORS = (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError, NotImplementedError)
 PER_LAYER_FIELD = re.compile("layer|_types$|pattern")  # names of lists with an entry for each layer
 ARCHITECTURES = Path(__file__).parent / "architectures"
@@ -100,13 +100,13 @@ KERNEL_NAMES = {None, "eager", "sdpa", "flex_attention", "flash_attention_2", "f
 
 @cache
 def known_architectures() -> dict[str, dict[str, Any]]:
-    """{name or alias, lower case: fields of its configuration} of the architectures in this tree. A file has one
-    architecture, or under `_sizes` several by name, with what differs from its other fields."""
+    """Return {name or alias, lower case: fields of its configuration} of the architectures in this tree. A file has
+    one architecture, or under `_sizes` several by name, with what differs from its other fields."""
     known: dict[str, dict[str, Any]] = {}
     for path in sorted(ARCHITECTURES.glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
-        for name, own in content.get("_sizes", {path.stem: {}}).items():
-            fields = {**content, **own}
+        for name, of_size in content.get("_sizes", {path.stem: {}}).items():
+            fields = {**content, **of_size}
             aliases = fields.get("_aliases", [])
             fields = {key: value for key, value in fields.items() if key[0] != "_"}
             known |= {each.lower(): fields for each in (name, *aliases)}
@@ -114,9 +114,9 @@ def known_architectures() -> dict[str, dict[str, Any]]:
 
 
 def load_configuration(recipe: ModelOptions, auto_class: Any = None) -> "PretrainedConfig":
-    """The transformers configuration that the recipe names, with its overrides: of a folder with a config.json, else
-    of the architectures in this tree (`config_name` only), else of the hub. `auto_class`: the class that the task
-    needs; None: any. Raises UserError where there is none, or an override names nothing in it."""
+    """Return the transformers configuration that the recipe names, with its overrides: from a folder with a
+    config.json, else from the architectures in this tree (`config_name` only), else from the hub. `auto_class`: the
+    class that the task needs; None: any. Raises UserError where there is none, or an override names no field of it."""
     from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
     from zerofit.model.attention import check_attention_installed  # imports torch, which tokenizers do not need
@@ -162,7 +162,8 @@ def check_task(recipe: ModelOptions, config: "PretrainedConfig", auto_class: Any
 
 
 def has_model(auto_class: Any, config: "PretrainedConfig") -> bool:
-    """Return whether transformers may have a model of this architecture for the task: one with own code may be one."""
+    """Return whether transformers has a model of this architecture for the task, as far as is known: one with its own
+    code may be one."""
     import transformers
 
     task = AUTO_CLASSES.get(auto_class.__name__.removeprefix("AutoModelFor"))
@@ -193,8 +194,8 @@ def from_hub_or_folder(option: str, name: str, load: Callable[..., Any], **kwarg
         if not isinstance(error, (OSError, ValueError, RecursionError)):
             first = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if Path(name).is_dir() or not isinstance(error, (OSError, ValueError)):
-            what = "the folder" if Path(name).is_dir() else "it"
-            raise UserError(f"{option} = {name!r}: {what} cannot be loaded: {first}") from None
+            noun = "the folder" if Path(name).is_dir() else "it"
+            raise UserError(f"{option} = {name!r}: {noun} cannot be loaded: {first}") from None
         reason = "no connection" if "connect to" in first else first.rstrip(".")
         remedy = "name a local folder, or run once where the hub can be reached"
         if option == "config_name":
@@ -209,7 +210,7 @@ def from_hub_or_folder(option: str, name: str, load: Callable[..., Any], **kwarg
 def read_config(
     option: str, name: str, trust_remote_code: bool = False, revision: str | None = None
 ) -> "PretrainedConfig":
-    """The transformers configuration of a stored model."""
+    """Return the transformers configuration of a stored model."""
     from transformers import AutoConfig
 
     folder = Path(name)
@@ -222,7 +223,7 @@ def read_config(
 
 
 def missing_package(error: ImportError) -> str:
-    """The end of a sentence about an ImportError of a `from_pretrained`: its reason, and the package to install."""
+    """Return the end of a sentence about an ImportError of a `from_pretrained`: its reason, and what to install."""
     reason = " ".join(str(error).split())[:300].rstrip(".")
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     remedy = f": pip install {package}" if package and "pip install" not in reason else ""
@@ -239,15 +240,15 @@ def check_quantiser(option: str, name: str, config: Any, on_gpu: bool = False) -
     if settings is None:
         return
     method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
-    stated = f"{option} = {name!r} is quantised (quant_method {getattr(method, 'value', method)})"
+    beginning = f"{option} = {name!r} is quantised (quant_method {getattr(method, 'value', method)})"
     if on_gpu and not torch.accelerator.is_available():
-        raise UserError(f"{stated}, which needs a GPU. Name weights that are not quantised")
+        raise UserError(f"{beginning}, which needs a GPU. Name weights that are not quantised")
     try:
         quantiser = AutoHfQuantizer.from_config(copy.deepcopy(settings), pre_quantized=True)
         quantiser.validate_environment(device_map=None)
     except (*FILE_ERRORS, ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300].rstrip(".")
-        raise UserError(f"{stated}: {reason}. Name weights that are not quantised") from None
+        raise UserError(f"{beginning}: {reason}. Name weights that are not quantised") from None
 
 
 @cache
@@ -270,7 +271,7 @@ def work_offline_without_network() -> None:
 
 
 def parse_overrides(text: str | None) -> dict[str, Any]:
-    """`n_layer=4,resid_pdrop=0.0` as a dict, values read as JSON where they are JSON and as text otherwise."""
+    """Parse `n_layer=4,resid_pdrop=0.0` to a dict; values that are no JSON are texts."""
     overrides: dict[str, Any] = {}
     for part in filter(None, (text or "").split(",")):
         name, value = (word.strip() for word in part.split("=", 1))
@@ -281,8 +282,9 @@ def parse_overrides(text: str | None) -> dict[str, Any]:
 
 
 def apply_overrides(config: "PretrainedConfig", text: str | None) -> None:
-    """Apply `config_overrides`; what the configuration's class derives from the changed fields is derived anew, as
-    layer_types from num_hidden_layers. Raises UserError where a name or a value is not that of the configuration."""
+    """Apply `config_overrides`, and update the fields that the configuration's class derives from the changed ones,
+    such as layer_types from num_hidden_layers. Raises UserError where a name is unknown to the configuration, or a
+    value has the wrong type."""
     overrides = parse_overrides(text)
     if not overrides:
         return
@@ -322,8 +324,7 @@ def apply_overrides(config: "PretrainedConfig", text: str | None) -> None:
 
 
 def _update_derived(config: "PretrainedConfig", before: dict[str, Any], changed: set[str]) -> None:
-    """Set the fields anew that the configuration's class derives from others. `changed`: the names of those that the
-    overrides set."""
+    """Update the fields that the configuration derives from others. `changed`: the fields that the overrides set."""
     from transformers.utils import logging as of_transformers
 
     kind = type(config)
@@ -335,24 +336,24 @@ def _update_derived(config: "PretrainedConfig", before: dict[str, Any], changed:
         except (*FILE_ERRORS, StrictDataclassError):
             return False
 
-    loud = of_transformers.get_verbosity()
+    verbosity = of_transformers.get_verbosity()
     of_transformers.set_verbosity_error()  # it warns of what these trials lack
     try:
-        rest = {name: {key: value for key, value in before.items() if key != name} for name in before}
-        stated = {name: before[name] for name in before if not gives_all(rest[name])}
-        if not gives_all(stated):
+        without_one = {name: {key: value for key, value in before.items() if key != name} for name in before}
+        necessary = {name: before[name] for name in before if not gives_all(without_one[name])}
+        if not gives_all(necessary):
             return
     finally:
-        of_transformers.set_verbosity(loud)
-    for name, value in stated.items():
+        of_transformers.set_verbosity(verbosity)
+    for name, value in necessary.items():
         is_by_layer = isinstance(value, list) and len(value) == before.get(layers) and PER_LAYER_FIELD.search(name)
         if is_by_layer and name not in changed:
-            stated[name] = value[: getattr(config, layers)]
+            necessary[name] = value[: getattr(config, layers)]
     try:
-        made = kind.from_dict({**stated, **{name: getattr(config, name) for name in changed if name in before}})
+        derived = kind.from_dict({**necessary, **{name: getattr(config, name) for name in changed if name in before}})
     except (*FILE_ERRORS, StrictDataclassError):  # what does not go together is said where all is set
         return
-    for name, value in made.to_dict().items():
+    for name, value in derived.to_dict().items():
         if name in before and name not in changed and not isinstance(value, dict) and value != before[name]:
             setattr(config, name, value)
 
@@ -363,14 +364,14 @@ def _head_size(config: "PretrainedConfig") -> int | None:
     return hidden // heads if hidden and heads else None
 
 
-def _is_like(value: Any, like: bool | int | float) -> bool:
-    if isinstance(like, bool) or isinstance(value, bool):
-        return isinstance(value, bool) and isinstance(like, bool)
-    return isinstance(value, int) or (isinstance(like, float) and isinstance(value, float))
+def _is_like(value: Any, current: bool | int | float) -> bool:
+    if isinstance(current, bool) or isinstance(value, bool):
+        return isinstance(value, bool) and isinstance(current, bool)
+    return isinstance(value, int) or (isinstance(current, float) and isinstance(value, float))
 
 
 def usable_positions(config: "PretrainedConfig") -> int | None:
-    """The longest row that the model has positions for; None: only memory limits it."""
+    """Return the longest row, in tokens, that the model has positions for; None: only memory limits it."""
     positions = family_of(config).usable_positions(config)
     return positions if positions and positions > 0 else None  # an XLNet's are -1
 

@@ -62,8 +62,8 @@ class Routing:
 
     @contextmanager
     def watched(self) -> Iterator[list[torch.Tensor]]:
-        """The context of a forward pass: the routers' logits (B * T, E), layer by layer. Passes that recompute
-        activations are outside of it."""
+        """Record the routers' logits (B * T, E), layer by layer, of the forward pass in this context. Passes that
+        recompute activations are outside of it."""
         self._logits = []
         try:
             yield self._logits
@@ -84,22 +84,22 @@ class Routing:
         """
         is_token = torch.ones(len(logits[0]), device=loss.device) if mask is None else mask.reshape(-1).float()
         # In half precision sums over tokens have too few digits, and choices are not the routers', which round later.
-        exact = tuple(layer.float() for layer in logits)
+        logits_fp32 = tuple(layer.float() for layer in logits)
         with torch.no_grad():
-            counted = is_token.long().repeat_interleave(self.top_k)
-            chosen = [layer.topk(self.top_k, dim=-1).indices.flatten() for layer in exact]
-            empty = counted.new_zeros(self.num_experts)
-            self._choices = self._choices + torch.stack([empty.scatter_add(0, layer, counted) for layer in chosen])
+            counts = is_token.long().repeat_interleave(self.top_k)
+            chosen = [layer.topk(self.top_k, dim=-1).indices.flatten() for layer in logits_fp32]
+            empty = counts.new_zeros(self.num_experts)
+            self._choices = self._choices + torch.stack([empty.scatter_add(0, layer, counts) for layer in chosen])
         if not self.coefficient:
             return loss
-        auxiliary = self._auxiliary_loss(exact, self.num_experts, self.top_k, mask) * is_token.sum()
+        auxiliary = self._auxiliary_loss(logits_fp32, self.num_experts, self.top_k, mask) * is_token.sum()
         self._auxiliary = self._auxiliary + auxiliary.detach()
         added = self.coefficient * self._targets_per_token * auxiliary
         return loss + (added - added.detach())
 
     @property
     def sums(self) -> list[float]:
-        """The numbers that ranks add up: the auxiliary loss, and how often each expert of each layer was chosen."""
+        """The numbers that ranks sum up: the auxiliary loss, and how often each expert of each layer was chosen."""
         return [float(self._auxiliary), *torch.as_tensor(self._choices).flatten().tolist()]
 
     def figures(self, sums: list[float], targets: float = 0.0, tokens: float = 1.0) -> RoutingFigures:

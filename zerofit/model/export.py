@@ -25,9 +25,9 @@ MERGED = "`zerofit merge` makes a model that it loads"
 
 
 def review_export(folder: Path, model_class: Any) -> list[str]:
-    """Read an export back. Returns a line that says what was read, and one for each thing that others stumble over.
-    `model_class`: of the model that was trained, one of transformers. Raises RuntimeError where weights are
-    missing."""
+    """Read an export back. Returns a line about what was read, and one for each problem that other programs have with
+    it. Returns a line that says what was read, and one for each thing that others stumble over. `model_class`: of the
+    model that was trained, one of transformers. Raises RuntimeError where weights are missing."""
     adapter = is_adapter(str(folder))
     stored = read_weight_headers(folder, "adapter_model" if adapter else "model")
     if not stored:
@@ -58,20 +58,20 @@ def review_export(folder: Path, model_class: Any) -> list[str]:
 
 
 def read_weight_headers(folder: Path, name: str = "model") -> dict[str, tuple[list[int], str]]:
-    """{name: (shape, dtype)} of the weights in the files that transformers and peft look for, from their headers."""
+    """Return {name: (shape, dtype)} of the weights in the files that transformers and peft look for."""
     index = folder / f"{name}.safetensors.index.json"
     files = {f"{name}.safetensors"}
     if index.is_file():
         files = set(json.loads(index.read_text())["weight_map"].values())
-    found: dict[str, tuple[list[int], str]] = {}
+    headers: dict[str, tuple[list[int], str]] = {}
     for file in sorted(folder / each for each in files if (folder / each).is_file()):
         with safe_open(file, "pt") as opened:
             slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
-            found |= {key: (each.get_shape(), each.get_dtype()) for key, each in slices.items()}
-    return found
+            headers |= {key: (each.get_shape(), each.get_dtype()) for key, each in slices.items()}
+    return headers
 
 
-MAX_FILE_BYTES = 5 * 10**9  # bytes, about: what is in memory at once of a model that is written in parts
+MAX_FILE_BYTES = 5 * 10**9  # about: of a model that is written in several files, this is in memory at once
 
 Weights = Iterable[tuple[str, torch.Tensor]]  # (name, full weight on the CPU)
 
@@ -104,7 +104,8 @@ def export_model(
 
 
 def write_other_files(files: dict[str, Callable[[], object]]) -> dict[str, Exception]:
-    """Write files that are not the weights, each whatever became of the others. Returns {file: why it failed}."""
+    """Write the files beside the weights; one that fails does not stop the others. Returns {file: why it failed}.
+    Returns {file: why it failed}."""
     failed = {}
     for name, write in files.items():
         try:
@@ -114,19 +115,19 @@ def write_other_files(files: dict[str, Callable[[], object]]) -> dict[str, Excep
     return failed
 
 
-def _write_weights(written: Any, weights: Weights, folder: Path) -> None:
-    """Write the weights: in one file, or, of a family whose weights have the names on the disk that they have in
-    memory but for renaming, in several. `written.config` gets what transformers adds to it as it saves a model."""
-    expected = {name for name, _ in written.named_parameters()}
-    tied = {name for name, _ in written.named_parameters(remove_duplicate=False)} - expected
-    in_parts = family_of(written.config).stage_plan is not None
-    rows = written.config.__dict__.pop("unpadded_vocab_size", None)
+def _write_weights(model: Any, weights: Weights, folder: Path) -> None:
+    """Write the weights in one file, or in several if the family's weights have the same names on the disk as in
+    memory, except for renaming. `written.config` gets what transformers adds to it as it saves a model."""
+    expected = {name for name, _ in model.named_parameters()}
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - expected
+    in_parts = family_of(model.config).stage_plan is not None
+    rows = model.config.__dict__.pop("unpadded_vocab_size", None)
     padded: set[int] = set()
     if rows is not None:  # a padded vocabulary's extra rows are not written
-        written.config.vocab_size = rows
-        over_tokens = (written.get_input_embeddings(), written.get_output_embeddings())
+        model.config.vocab_size = rows
+        over_tokens = (model.get_input_embeddings(), model.get_output_embeddings())
         padded = {id(parameter) for module in over_tokens for parameter in module.parameters(recurse=False)}
-    cut = {name for name, each in written.named_parameters(remove_duplicate=False) if id(each) in padded}
+    padded_names = {name for name, each in model.named_parameters(remove_duplicate=False) if id(each) in padded}
     part: dict[str, torch.Tensor] = {}
     files: list[Path] = []
     size = 0
@@ -136,33 +137,33 @@ def _write_weights(written: Any, weights: Weights, folder: Path) -> None:
         if tensor.numel() == 0:
             raise RuntimeError(f"the gathered weights are incomplete: {name} is empty")
         if in_parts and part and size + tensor.nbytes > MAX_FILE_BYTES:
-            _save_weights_alone(written, part, folder)
+            _save_weights_alone(model, part, folder)
             files.append((folder / "model.safetensors").rename(folder / f"part_{len(files)}.safetensors"))
             part = {}
             size = 0
-        part[name] = tensor[:rows].contiguous() if name in cut else tensor
+        part[name] = tensor[:rows].contiguous() if name in padded_names else tensor
         expected.discard(name)
         size += part[name].nbytes
     if expected:
         raise RuntimeError(f"the gathered weights are incomplete: missing {sorted(expected)[:3]}")
-    _save_weights_alone(written, part, folder)
+    _save_weights_alone(model, part, folder)
     if not files:
         return
     files.append(folder / "model.safetensors")
-    where: dict[str, str] = {}
+    file_of_weight: dict[str, str] = {}
     size = 0
     for number, file in enumerate(files, 1):  # the names that transformers looks for
         named = file.rename(folder / f"model-{number:05}-of-{len(files):05}.safetensors")
         with safe_open(named, "pt") as opened:
-            where |= dict.fromkeys(opened.keys(), named.name)
+            file_of_weight |= dict.fromkeys(opened.keys(), named.name)
         size += named.stat().st_size
-    index = {"metadata": {"total_size": size}, "weight_map": where}
+    index = {"metadata": {"total_size": size}, "weight_map": file_of_weight}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _save_weights_alone(written: Any, part: dict[str, torch.Tensor], folder: Path) -> None:
-    """Let transformers write weights, under their names on the disk, and no file beside them: it writes those first,
-    and one that it refuses would cost the weights."""
+    """Let transformers write weights, under their names on the disk, without the other files of a model: it would
+    write those first, and an error there would cost the weights."""
     alone = weights_alone(written)
     alone.save_pretrained(folder, state_dict=part)
     written.config.dtype = alone.config.dtype
@@ -176,8 +177,8 @@ def save_generation_settings(model: Any, folder: Path) -> None:
 
 
 def read_generation_settings(name: str) -> tuple[GenerationConfig | None, dict[str, Any]]:
-    """Return (a stored model's generation settings, None without a file; {name: value} of those that are left out,
-    where transformers refuses to read the file)."""
+    """Return (a stored model's generation settings, None without a file; {name: value} of the settings that are
+    dropped because transformers refuses to read the file with them)."""
     try:
         return GenerationConfig.from_pretrained(name), {}
     except OSError:  # there is none
@@ -188,18 +189,18 @@ def read_generation_settings(name: str) -> tuple[GenerationConfig | None, dict[s
 
 
 def split_valid_settings(stored: dict[str, Any]) -> tuple[GenerationConfig, dict[str, Any]]:
-    """Return (the settings that are valid together, the others, as a temperature without sampling, which published
-    models have). Some need another, so those are tried again."""
+    """Return (the generation settings that are valid together, the others, such as a temperature without sampling,
+    which published models have). Some settings need another one, so they are tried again."""
     valid: dict[str, Any] = {}
-    rest = dict(stored)
-    before = len(stored) + 1
-    while len(rest) < before:
-        before = len(rest)
-        for name, value in list(rest.items()):
+    invalid = dict(stored)
+    num_before = len(stored) + 1
+    while len(invalid) < num_before:
+        num_before = len(invalid)
+        for name, value in list(invalid.items()):
             with suppress(Exception):  # ValueError, TypeError, ...
                 GenerationConfig(**valid, **{name: value}).validate(strict=True)
-                valid[name] = rest.pop(name)
-    return GenerationConfig(**valid), rest
+                valid[name] = invalid.pop(name)
+    return GenerationConfig(**valid), invalid
 
 
 def _copy_sentencepiece_model(source: Path, folder: Path) -> None:

@@ -16,9 +16,8 @@ ALL_LINEAR = "all-linear"  # peft's name for all linear layers but the head
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """The layers of a family that tensor parallelism cuts, and how: each rank has some of the attention heads, and
-    some of the MLP's channels. The vocabulary is cut in every family.
-    """
+    """Names the layers of a family that tensor parallelism cuts, and how: each rank has some of the attention heads,
+    and some of the MLP's channels. The vocabulary is cut in every family."""
 
     # linear layers that are cut by their outputs: {last part of the name: matrices side by side in it}
     columns: Mapping[str, int]
@@ -39,7 +38,7 @@ class StagePlan:
 
 
 def _width_of_heads(config: "PretrainedConfig") -> int:
-    """The channels of all heads together: `head_dim` of a configuration need not divide hidden_size (Qwen3, Gemma)."""
+    """Return the channels of all heads together: `head_dim` need not divide hidden_size (Qwen3, Gemma)."""
     head = getattr(config, "head_dim", None)
     heads = getattr(config, "num_attention_heads", None)
     is_compressed = hasattr(config, "qk_rope_head_dim")  # DeepSeek's, whose head_dim is that of the positions alone
@@ -139,14 +138,14 @@ EXPERTS = Family(
 
 
 def positions_after_padding(config: "PretrainedConfig") -> int | None:
-    """The positions of a RoBERTa, which begin after the padding token's id: 514 rows are 512 positions."""
+    """Return a RoBERTa's number of positions, which begin after the padding token's id: 514 rows are 512 positions."""
     rows = getattr(config, "max_position_embeddings", None)
     return rows - config.pad_token_id - 1 if rows else rows
 
 
 def absolute_positions(config: "PretrainedConfig") -> int | None:
-    """The positions of a DeBERTa: no limit without absolute ones, where max_position_embeddings is the range of the
-    relative ones' buckets."""
+    """Return the number of positions of a DeBERTa; None without absolute ones, where max_position_embeddings is the
+    range of the relative ones' buckets."""
     return getattr(config, "max_position_embeddings", None) if getattr(config, "position_biased_input", True) else None
 
 
@@ -211,11 +210,11 @@ Plan = TypeVar("Plan", TensorPlan, StagePlan)
 
 
 def family_of(config: "PretrainedConfig") -> Family:
-    """The family of a model with this configuration of transformers."""
+    """Return the family of a model with this configuration of transformers; the default one if it is not listed."""
     return FAMILY_BY_MODEL_TYPE.get(config.model_type, DEFAULT_FAMILY)
 
 
 def require_plan(plan: Plan | None) -> Plan:
-    """The plan of a family whose model check_split or check_stages let pass: it has one."""
+    """Return the plan of a family, which check_split or check_stages has found to have one."""
     assert plan is not None
     return plan

@@ -51,8 +51,8 @@ def load_model(
     Returns: the model; under tensor and pipeline parallelism this rank's share of it.
     """
     dtype = strategy.compute_dtype if recipe.lora else strategy.model_dtype
-    more: Any = {"ignored_weights": ignored_weights, "size": num_parameters, "drawn_dtype": dtype}
-    build: Any = partial(_build, auto_class, config, recipe, strategy, **more)
+    options: Any = {"ignored_weights": ignored_weights, "size": num_parameters, "drawn_dtype": dtype}
+    build: Any = partial(_build, auto_class, config, recipe, strategy, **options)
     keeps_rows = strategy.fully_shards and not recipe.use_dora  # whose magnitudes are the norms of whole weights
     if strategy.layout.model_size == 1 and not keeps_rows:
         return build(dtype)
@@ -121,8 +121,8 @@ def _build(
             if {entry[0] for entry in info["mismatched_keys"]} - set(ignored_weights):
                 raise RuntimeError("ignore_mismatched_sizes is meant for ignored_weights only")
             missing = {*info["missing_keys"], *ignored_weights}
-            other_dtype = drawn_dtype if drawn_dtype != dtype else None
-            model.initialized_weights = _initialize_missing(model, missing, strategy, recipe.seed, other_dtype)
+            final_dtype = drawn_dtype if drawn_dtype != dtype else None
+            model.initialized_weights = _initialize_missing(model, missing, strategy, recipe.seed, final_dtype)
             model.unused_weights = sorted(info["unexpected_keys"])  # under ZeRO-3 with those of `_ignoring`
             check_finite(model, f"model_name_or_path = {name!r}", strategy.gather)
             return fuse_gelu(model)
@@ -144,7 +144,7 @@ def _build(
 
 
 def _as_stored(config: "PretrainedConfig") -> "PretrainedConfig":
-    """The configuration with the rows that the stored embeddings have; a token for padding that was added has none."""
+    """Return the configuration with as many rows as the stored embeddings, where an added padding token has none."""
     if not hasattr(config, STORED_ROWS):
         return config
     stored = copy.deepcopy(config)
@@ -156,9 +156,9 @@ def _as_stored(config: "PretrainedConfig") -> "PretrainedConfig":
 
 
 def _resize_embeddings(model: Any, rows: int, dtype: torch.dtype) -> None:
-    """Give embeddings and head more rows, which are the mean of the others: what transformers draws about that mean
-    (1e-9 times the covariance) would depend on the strategy. The model's `resized_modules` names them. `dtype`: that
-    the model will be converted to: the mean is taken in it."""
+    """Add rows to embeddings and head, each the mean of the stored rows: what transformers draws around that mean
+    (1e-9 times the covariance) would depend on the strategy. The model's `resized_modules` names them. `dtype`: the
+    dtype that the model will be converted to: the mean is taken in it."""
     before = model.config.get_text_config().vocab_size
     model.resize_token_embeddings(rows, mean_resizing=False)  # under ZeRO-3 new weights are whole until it shards them
     ends = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None]
@@ -170,15 +170,15 @@ def _resize_embeddings(model: Any, rows: int, dtype: torch.dtype) -> None:
 
 
 def _ignore_args(names: Sequence[str], strategy: "Strategy") -> dict[str, Any]:
-    """The arguments of from_pretrained with which it ignores some weights. Under ZeRO-3 ignore_mismatched_sizes has no
-    effect on transformers; there, and only there, it ignores a weight that gets a name unknown to the model."""
+    """Return the arguments of from_pretrained with which it ignores some weights. Under ZeRO-3 ignore_mismatched_sizes
+    has no effect on transformers; there, and only there, it ignores a weight that gets a name unknown to the model."""
     if strategy.shards_parameters:
         return {"key_mapping": WRAPPER_MAPPING | {f"^{re.escape(name)}$": f"ignored.{name}" for name in names}}
     return {"key_mapping": WRAPPER_MAPPING, "ignore_mismatched_sizes": True}
 
 
 def _check_any_loaded(model: torch.nn.Module, missing: Iterable[str], name: str) -> None:
-    """Raises UserError if not one weight of the model was loaded: it would train from random ones."""
+    """Raises UserError if no weight of the model was loaded: it would train from random ones."""
     if not {each for each, _ in model.named_parameters()} - set(missing):
         first = next(model.named_parameters())[0]
         kind = type(model).__name__
@@ -189,12 +189,12 @@ def _check_any_loaded(model: torch.nn.Module, missing: Iterable[str], name: str)
 
 
 def head_weights(auto_class: Any, config: "PretrainedConfig", num_labels: int) -> list[str]:
-    """The weights of a classifier whose shapes depend on the number of labels; `num_labels` is another one than the
-    configuration has."""
-    other = copy.deepcopy(config)
+    """Return the names of a classifier's weights whose shapes depend on the number of labels. `num_labels` differs
+    from the configuration's."""
+    relabelled = copy.deepcopy(config)
     shapes = []
-    other.num_labels = num_labels
-    for candidate in (config, other):
+    relabelled.num_labels = num_labels
+    for candidate in (config, relabelled):
         with torch.device("meta"):
             model = auto_class.from_config(candidate)
         shapes.append({name: parameter.shape for name, parameter in model.named_parameters()})
@@ -225,7 +225,7 @@ def _initialize_missing(
 
 
 def size_of_model(auto_class: Any, config: "PretrainedConfig", strategy: "Strategy", trust_remote_code: bool) -> int:
-    """The number of parameters, before any exists; 0 if it cannot be computed."""
+    """Return the number of parameters, before any exists; 0 if it cannot be computed."""
     try:
         with strategy.building_from_scratch(0), torch.device("meta"):
             model = auto_class.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)

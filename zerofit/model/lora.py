@@ -136,11 +136,11 @@ def add_adapter(model: "PreTrainedModel", recipe: TrainingRecipe, task: str, str
     check_expert_targets(of_experts, strategy, recipe)
     torch.manual_seed(recipe.seed)
     kinds = [kind for kind, (script, _) in TASK_TYPES.items() if script == model_kind(task)]
-    named = [kind for kind in kinds if TASK_TYPES[kind][1] in type(model).__name__]
+    matching_kinds = [kind for kind in kinds if TASK_TYPES[kind][1] in type(model).__name__]
     config = inject_lora(
         model,
         recipe,
-        task_type=(named or kinds)[0],
+        task_type=(matching_kinds or kinds)[0],
         exclude_modules=inside_of(model, saved) or None,
         base_model_name_or_path=published_base(recipe.model_name_or_path),
     )
@@ -165,8 +165,8 @@ def inject_lora(
 
     targets = targets_of(model, recipe)
     modules, of_experts = split_targets(model, targets)
-    own = ("lora_alpha", "lora_dropout", "use_dora", "use_rslora")
-    settings |= {name: getattr(recipe, name) for name in own} | {"r": recipe.lora_r, "bias": recipe.lora_bias}
+    option_names = ("lora_alpha", "lora_dropout", "use_dora", "use_rslora")
+    settings |= {name: getattr(recipe, name) for name in option_names} | {"r": recipe.lora_r, "bias": recipe.lora_bias}
     ends = tuple(f".{target}" for target in targets)  # a Conv1D stores its weight transposed
     config = LoraConfig(
         target_modules=pattern or (ALL_LINEAR if targets == (ALL_LINEAR,) else modules),
@@ -199,26 +199,26 @@ def make_trainable(
         model.get_submodule(name).requires_grad_(True)
     if strategy.deepspeed is None:  # no optimizer has an fp32 copy of the trained weights: they are fp32 themselves
         for module in model.modules():
-            own = list(module.parameters(recurse=False))
+            parameters = list(module.parameters(recurse=False))
             # A LayerNorm whose bias alone is trained (--lora_bias all): the CPU's kernel wants both in one dtype.
-            is_norm = isinstance(module, torch.nn.LayerNorm) and any(each.requires_grad for each in own)
-            for parameter in own:
+            is_norm = isinstance(module, torch.nn.LayerNorm) and any(each.requires_grad for each in parameters)
+            for parameter in parameters:
                 if parameter.requires_grad or is_norm:
                     parameter.data = parameter.data.float()
     count = sum(hasattr(module, "lora_A") for module in model.modules())
     kind = "DoRA" if config.use_dora else "LoRA"
     scale = "rank-stabilised, " if config.use_rslora else ""
-    fully = f"; fully trained: {', '.join(saved)}" if saved else ""
+    fully_trained = f"; fully trained: {', '.join(saved)}" if saved else ""
     note = (
         f"{kind} of rank {config.r}, alpha {config.lora_alpha:g}, {scale}dropout {config.lora_dropout:g}, bias "
-        f"{config.bias}, on {count} modules{targets}{fully}"
+        f"{config.bias}, on {count} modules{targets}{fully_trained}"
     )
     written = replace(config, modules_to_save=sorted(saved) or None, inference_mode=True)
     return Adapter(written, saved, note)
 
 
 def check_quantisation(recipe: LoraOptions, strategy: "Strategy") -> None:
-    """Raises UserError if this machine or strategy cannot quantise the frozen weights, as the recipe does."""
+    """Raises UserError if this machine or strategy cannot quantise the frozen weights as the recipe asks."""
     option = recipe.quantised
     if not torch.accelerator.is_available():
         raise UserError(f"{option} = true needs a GPU, and this machine has none. Remove the option")
@@ -235,8 +235,8 @@ def check_quantised_sharding(recipe: LoraOptions, strategy: "Strategy") -> None:
 
 
 def quantisation(recipe: LoraOptions, dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments of from_pretrained that quantise; none without load_in_4bit. Source: Dettmers et al. 2023, QLoRA:
-    NF4 with double quantisation, products in half precision."""
+    """Return the arguments of from_pretrained that quantise the weights; none without load_in_4bit. Source: Dettmers
+    et al. 2023, QLoRA: NF4 with double quantisation, products in half precision."""
     if recipe.quantised is None:
         return {}
     nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
@@ -245,19 +245,19 @@ def quantisation(recipe: LoraOptions, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def with_tied(model: torch.nn.Module, chosen: list[str]) -> list[str]:
-    """Modules, without those inside of others, and those that share a weight with them."""
-    outer = [name for name in dict.fromkeys(chosen) if not any(name.startswith(f"{other}.") for other in chosen)]
-    held = {id(parameter) for name in outer for parameter in model.get_submodule(name).parameters()}
+    """Return the chosen modules, without those inside of others, and the modules that share a weight with them."""
+    outer = [name for name in dict.fromkeys(chosen) if not any(name.startswith(f"{module}.") for module in chosen)]
+    parameter_ids = {id(parameter) for name in outer for parameter in model.get_submodule(name).parameters()}
     tied = [
         name
         for name, module in model.named_modules(remove_duplicate=False)
-        if any(id(parameter) in held for parameter in module.parameters(recurse=False))
+        if any(id(parameter) in parameter_ids for parameter in module.parameters(recurse=False))
     ]
-    return outer + [name for name in tied if not any(f"{name}.".startswith(f"{other}.") for other in outer)]
+    return outer + [name for name in tied if not any(f"{name}.".startswith(f"{outer_name}.") for outer_name in outer)]
 
 
 def split_targets(model: torch.nn.Module, targets: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return (those that name modules, those that name weights of experts, which are not modules)."""
+    """Return (targets that name modules, targets that name weights of experts, which are not modules)."""
     experts = [name for name, parameter in model.named_parameters() if len(true_shape(parameter)) == 3]
     modules = [f".{name}" for name, _ in model.named_modules()]
     of_experts = []
@@ -283,7 +283,7 @@ def check_expert_targets(targets: list[str], strategy: "Strategy", recipe: LoraO
 
 
 def _split_names(option: list[str] | None) -> list[str]:
-    """The names that an option lists, also where they are separated by commas; all_linear is all-linear."""
+    """Split the names that an option lists at commas; all_linear becomes all-linear."""
     names = [name.strip() for item in option or () for name in item.split(",") if name.strip()]
     return [ALL_LINEAR if name == "all_linear" else name for name in names]
 
@@ -298,19 +298,19 @@ def _no_match(option: str, requested: str, candidates: Iterable[str]) -> str:
 
 
 def _linear_names(model: torch.nn.Module) -> list[str]:
-    """The last parts of the names of all linear modules."""
+    """Return the last parts of the names of all linear modules."""
     kinds = (torch.nn.Linear, Conv1D)
     return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, kinds)})
 
 
 def inside_of(model: torch.nn.Module, saved: list[str]) -> list[str]:
-    """Modules that are fully trained, and all modules inside them: they get no adapter."""
+    """Return the names of the modules that are fully trained and of all modules inside them, which get no adapter."""
     return [name for name, _ in model.named_modules() if any(f"{name}.".startswith(f"{outer}.") for outer in saved)]
 
 
 def published_base(name: str | None) -> str | None:
-    """The base's name in adapter_config.json: a hub name is unchanged; a folder's begins with a dot, so that nobody
-    takes it for a hub name, and has no absolute path."""
+    """Return the base's name for adapter_config.json: a hub name is unchanged; that of a folder begins with a dot, so
+    that nobody takes it for a hub name, and has no absolute path."""
     path = Path(name or "").expanduser()
     if not name or not path.is_dir():
         return name
@@ -361,8 +361,8 @@ def load_with_adapter(
     for tied in separately_trained(folder, model):
         for weight in tied[1:]:
             owner, _, attribute = weight.rpartition(".")
-            own = torch.nn.Parameter(model.get_parameter(weight).detach().clone(), requires_grad=False)
-            setattr(model.get_submodule(owner), attribute, own)
+            untied = torch.nn.Parameter(model.get_parameter(weight).detach().clone(), requires_grad=False)
+            setattr(model.get_submodule(owner), attribute, untied)
         model.config.tie_word_embeddings = False
     adapted = inject_adapter(folder, model, base.name, UNSHARDED_STRATEGY, as_peft_model=True)
     return adapted.eval(), auto_class
@@ -391,7 +391,7 @@ def continue_adapter(
 
 
 def _modules_in_full(folder: AdapterFolder, model: torch.nn.Module, settings: "LoraConfig") -> list[str]:
-    """Names of the modules that the adapter has in full: those that it names, and embeddings that were resized."""
+    """Return the modules that the adapter has in full: those in its settings, and embeddings that were resized."""
     fully_trained = tuple(f".{module}" for module in settings.modules_to_save or ())  # the model's own modules
     names = [name for name, _ in model.named_modules() if fully_trained and f".{name}".endswith(fully_trained)]
     owners = (weight.rpartition(".")[0] for weight in folder.tensors if "lora_" not in weight)
@@ -453,15 +453,15 @@ def inject_adapter(
 
 
 def separately_trained(folder: AdapterFolder, model: torch.nn.Module) -> list[list[str]]:
-    """Names of each weight that the base uses twice (its embeddings, as the head) and the adapter trained apart."""
+    """Return the names of each weight that the base ties (embeddings and head) and the adapter trained separately."""
     tensors = {key.replace(".base_layer.", "."): tensor for key, tensor in folder.tensors.items()}  # below an adapter
     names: dict[int, list[str]] = {}
     for key, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(key.replace(".base_layer.", "."))
-    found = []
+    separate = []
     for tied in names.values():
-        own = [tensors[key] for key in tied if key in tensors]
-        lacks_one = len(own) != len(tied) and not folder.settings.get("ensure_weight_tying")
-        if own and (lacks_one or any(not torch.equal(own[0], other) for other in own[1:])):
-            found.append(tied)
-    return found
+        trained = [tensors[key] for key in tied if key in tensors]
+        is_partial = len(trained) != len(tied) and not folder.settings.get("ensure_weight_tying")
+        if trained and (is_partial or any(not torch.equal(trained[0], other) for other in trained[1:])):
+            separate.append(tied)
+    return separate

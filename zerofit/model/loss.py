@@ -110,7 +110,7 @@ def _loss(
     teacher: torch.Tensor | None = None,
     **inputs: Any,
 ) -> torch.Tensor:
-    """The summed loss; or the plain one of each token, (N,) fp32, 0 where a target is ignored."""
+    """Return the summed loss; with `of_tokens` the plain one of each token, (N,) fp32, 0 where a target is ignored."""
     terms = self.loss_terms if self.training else CROSS_ENTROPY
     if self.loss_kind != "full":
         hidden = self.base_model(*args, **inputs).last_hidden_state.flatten(0, 1)
@@ -132,13 +132,14 @@ def _loss(
 
 
 def model_loss(model: Any, batch: "Batch") -> torch.Tensor:
-    """The loss of a batch, of a model with a loss installed: summed over the batch's targets."""
+    """Return the loss of a batch, summed over its targets, for a model with a loss installed."""
     with packed_rows(batch.packed):
         return model(**batch.inputs)
 
 
 def shift_right(model: Any, labels: torch.Tensor) -> torch.Tensor:
-    """The ids that the decoder reads to predict `labels` (B, U): the start token, then each label but the last."""
+    """Return the ids that the decoder reads to predict `labels` (B, U): the start token, then all labels but the
+    last."""
     start = model.config.decoder_start_token_id
     padding = model.config.pad_token_id
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):  # some families begin differently
@@ -176,8 +177,8 @@ def loss_of_examples(
     label_smoothing: float = 0.0,
     focal_gamma: float = 0.0,
 ) -> torch.Tensor:
-    """The loss of classified examples, summed: cross entropy of classes, squared error of numbers; of sets of classes
-    the binary cross entropy, a mean over the classes.
+    """Return the summed loss of classified examples: cross entropy of classes, squared error of numbers; for sets of
+    classes the binary cross entropy, a mean over the classes.
 
     With `focal_gamma` the loss of each example, with its weight and smoothing, is multiplied by (1 - p)^gamma, p being
     the probability of its class (Lin et al. 2017).
@@ -196,8 +197,8 @@ def loss_of_examples(
             logits, labels, class_weights, ignore_index=IGNORE, reduction="none", label_smoothing=label_smoothing
         )
         if focal_gamma:
-            found = logits.softmax(dim=-1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
-            losses = losses * (1 - found).clamp(min=torch.finfo(found.dtype).eps) ** focal_gamma  # 0 has no slope
+            p = logits.softmax(dim=-1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
+            losses = losses * (1 - p).clamp(min=torch.finfo(p.dtype).eps) ** focal_gamma  # 0 has no slope
         return losses.sum()
     present = ~labels.isnan()
     return F.mse_loss(logits[present, 0], labels[present], reduction="sum")
@@ -217,7 +218,7 @@ DEFAULT_BETA = {"dpo": 0.1, "ipo": 0.1, "hinge": 0.1, "simpo": 2.0, "orpo": 0.1}
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
-    """Switch dropout off, as in the reference's pass: its noise is as large as what the two answers differ by."""
+    """Switch dropout off, as in the reference's pass: its noise is as large as the two answers' difference."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -227,8 +228,9 @@ def disable_dropout(model: torch.nn.Module) -> None:
 
 
 class PreferenceFigures(NamedTuple):
-    """The figures of an update's pairs in metrics.jsonl. A reward is beta times what the answer's log-probability has
-    gained on the reference (ipo, simpo, orpo: its mean over the tokens, and of the two last without a reference)."""
+    """The figures of an update's pairs in metrics.jsonl. A reward is beta times the gain of the answer's
+    log-probability over the reference (for ipo, simpo and orpo of its mean per token; simpo and orpo have no
+    reference)."""
 
     preference_accuracy: float
     reward_margin: float
@@ -237,15 +239,15 @@ class PreferenceFigures(NamedTuple):
 
 
 def log_probabilities(model: Any, batch: Any) -> torch.Tensor:
-    """Return (P, 2) fp32: of the chosen and the rejected answer of each pair, whose rows follow each other in the
-    batch."""
+    """Return (P, 2) fp32 log-probabilities of the chosen and the rejected answer of each pair, which are consecutive
+    rows of the batch."""
     losses: torch.Tensor = model(**batch.inputs, of_rows=True)
     return -losses.view(-1, 2)
 
 
 @dataclass
 class PreferenceLoss:
-    """The loss of a batch of pairs, summed over them, and the sums of what metrics.jsonl says of them."""
+    """The loss of a batch of pairs, summed over them, and the sums for their figures in metrics.jsonl."""
 
     kind: str  # dpo, ipo, hinge, simpo or orpo
     beta: float
@@ -263,7 +265,7 @@ class PreferenceLoss:
 
     @property
     def sums(self) -> list[float]:
-        """The numbers that ranks add up: pairs that are ranked right (a tie is half a pair), and both rewards."""
+        """The numbers that ranks sum up: pairs that are ranked right (a tie is half a pair), and both rewards."""
         return [0.0] * 3 if self._sums is None else [float(each) for each in self._sums]
 
     def figures(self, sums: list[float], pairs: float, tokens: float = 0.0) -> PreferenceFigures:
@@ -272,16 +274,16 @@ class PreferenceLoss:
         return PreferenceFigures(right, chosen - rejected, chosen, rejected)
 
     def __call__(self, model: Any, batch: Any) -> torch.Tensor:
-        """The summed loss of a batch; `batch.labels` (P, 2) are the reference's log-probabilities, NaN of what only
-        fills the batch up."""
-        found = log_probabilities(model, batch)
-        tokens = (batch.tensor("labels")[:, 1:] != IGNORE).sum(dim=1).view(-1, 2).clamp(min=1).to(found.dtype)
+        """Return the summed loss of a batch; `batch.labels` (P, 2) are the reference's log-probabilities, NaN in
+        padding."""
+        log_probs = log_probabilities(model, batch)
+        tokens = (batch.tensor("labels")[:, 1:] != IGNORE).sum(dim=1).view(-1, 2).clamp(min=1).to(log_probs.dtype)
         counts = ~batch.labels.isnan()[:, 0]
         reference = batch.labels.nan_to_num()
-        gained = found - reference if self.needs_reference else found
-        per = tokens if self.kind in MEAN_LOSSES else torch.ones_like(tokens)
-        rewards = self.beta * (gained / per).detach()
-        rounding = TIE_TOLERANCE * self.beta * (found / per).detach().abs().sum(dim=1)
+        gained = log_probs - reference if self.needs_reference else log_probs
+        num_tokens = tokens if self.kind in MEAN_LOSSES else torch.ones_like(tokens)
+        rewards = self.beta * (gained / num_tokens).detach()
+        rounding = TIE_TOLERANCE * self.beta * (log_probs / num_tokens).detach().abs().sum(dim=1)
         ahead = rewards[:, 0] - rewards[:, 1]
         right = (ahead > rounding).float() + (ahead.abs() <= rounding).float() / 2
         of_pair = torch.stack([right, rewards[:, 0], rewards[:, 1]])  # (3, P)
@@ -291,15 +293,15 @@ class PreferenceLoss:
         return torch.where(counts, loss, 0.0).sum()
 
     def _losses(self, gained: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        """Return (P,) the loss of each pair. `gained`: (P, 2) on the reference, where there is one; `mean`: per
-        token."""
-        wrong = self.label_smoothing
+        """Return (P,) the loss of each pair. `gained`: (P, 2) log-probabilities, less the reference's where there is
+        one; `mean`: the same per token."""
+        smoothing = self.label_smoothing
         ahead = gained[:, 0] - gained[:, 1]
         mean_ahead = mean[:, 0] - mean[:, 1]
         match self.kind:
             case "dpo":
                 logits = self.beta * ahead
-                return -(1 - wrong) * F.logsigmoid(logits) - wrong * F.logsigmoid(-logits)
+                return -(1 - smoothing) * F.logsigmoid(logits) - smoothing * F.logsigmoid(-logits)
             case "ipo":
                 return (mean_ahead - 1 / (2 * self.beta)) ** 2
             case "hinge":

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def true_shape(parameter: torch.nn.Parameter) -> torch.Size:
-    """The parameter's full shape, also if this rank holds a shard only."""
+    """Return the parameter's full shape, even if this rank holds only a shard."""
     cut = getattr(parameter, "cut", None)
     return torch.Size(cut.shape) if cut is not None else getattr(parameter, "ds_shape", parameter.shape)
 
 
 def true_numel(parameter: torch.nn.Parameter) -> int:
-    """The number of weights; bitsandbytes packs two of 4 bits into each byte that it stores."""
+    """Return the number of weights; bitsandbytes packs two of 4 bits into each byte that it stores."""
     packed = 2 * parameter.element_size() if type(parameter).__name__ == "Params4bit" else 1
     return packed * true_shape(parameter).numel()
 
@@ -37,8 +37,8 @@ def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
 
 
 def decay_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's two groups: matrices and higher decay, vectors and scalars (biases, norms) do not. By dimension and not
-    by name, so that it holds for every architecture. Empty groups are omitted."""
+    """Return AdamW's two parameter groups: matrices and higher decay, vectors and scalars (biases, norms) do not. By
+    dimension and not by name, so that it holds for every architecture. Empty groups are omitted."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     matrices = [parameter for parameter in trainable if len(true_shape(parameter)) >= 2]
     vectors = [parameter for parameter in trainable if len(true_shape(parameter)) < 2]
@@ -47,7 +47,7 @@ def decay_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) 
 
 
 def layer_groups(model: torch.nn.Module, weight_decay: float, layer_decay: float) -> list[dict[str, Any]]:
-    """The groups of `decay_groups` of the head, of each block from the last one on, and of the embeddings.
+    """Return the groups of `decay_groups` for the head, each block from the last one on, and the embeddings.
 
     `lr_scale` of a group multiplies its learning rate: layer_decay to the power of its distance from the head (Clark
     et al. 2020, ELECTRA). Of what is in no block, the head is what follows the first block and is not an embedding.
@@ -74,8 +74,8 @@ def layer_groups(model: torch.nn.Module, weight_decay: float, layer_decay: float
 
 
 def hidden_matrices(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return {name: weight} of what Muon is for: the trained matrices of linear layers in the model's blocks, and
-    those of experts (experts, rows, columns). Embeddings, positions and heads are not among them."""
+    """Return {name: weight} of the parameters that Muon is for: the trained matrices of linear layers in the model's
+    blocks, and those of experts (experts, rows, columns). Embeddings, positions and heads are not among them."""
     inside = {
         id(parameter)
         for block in blocks_of(model)
@@ -124,8 +124,8 @@ def flops_per_pair_token(model: "PreTrainedModel", source_length: float, target_
 
 
 def _matrix_flops(module: torch.nn.Module, head: torch.nn.Module | None = None, chosen: int | None = None) -> float:
-    """Operations per token in matrix products: with the weights of `head`, and all others but lookup tables. `chosen`
-    is the number of experts that a token passes through."""
+    """Return the operations per token in matrix products: with the weights of `head`, and all others but lookup
+    tables. `chosen`: the number of experts that a token passes through."""
     lookup = {
         id(parameter)
         for part in module.modules()
@@ -146,11 +146,13 @@ DAMAGED_REMEDY = "They cannot be repaired: take an earlier checkpoint, or get th
 OVERFLOW_REMEDY = "A value above 65,504 is infinite in fp16: use --precision bf16, if the files are good"
 
 
-def check_finite(model: torch.nn.Module, origin: str, gather: Callable[[Any], list[Any]] = lambda own: [own]) -> None:
+def check_finite(
+    model: torch.nn.Module, origin: str, gather: Callable[[Any], list[Any]] = lambda names: [names]
+) -> None:
     """Check that no weight is NaN or infinite. All ranks call it together: under ZeRO-3 each checks its shard.
     `origin`: how the user named the weights, e.g. "model_name_or_path = 'x'". `gather`: (object of this rank) -> list
     of all ranks' objects; where ranks hold shards. Raises UserError on all ranks, with the names of the weights."""
-    own = []
+    of_this_rank = []
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         values = parameter.detach()
@@ -161,18 +163,18 @@ def check_finite(model: torch.nn.Module, origin: str, gather: Callable[[Any], li
         if not values.numel() or not values.is_floating_point() or values.element_size() == 1 or values.is_meta:
             continue  # quantised weights are integers, or are scaled
         if not torch.isfinite(torch.stack(torch.aminmax(values))).all():  # without a mask as large as the weight
-            own.append(name)
-    found = list(dict.fromkeys(name for names in gather(own) for name in names))
-    if found:
-        any_fp16 = any(parameters[name].dtype == torch.float16 for name in found)
+            of_this_rank.append(name)
+    damaged = list(dict.fromkeys(name for names in gather(of_this_rank) for name in names))
+    if damaged:
+        any_fp16 = any(parameters[name].dtype == torch.float16 for name in damaged)
         raise UserError(
-            f"{origin}: {len(found)} of its {len(parameters)} weights hold NaN or infinity: {name_some(found)}. "
+            f"{origin}: {len(damaged)} of its {len(parameters)} weights hold NaN or infinity: {name_some(damaged)}. "
             f"{OVERFLOW_REMEDY if any_fp16 else DAMAGED_REMEDY}"
         )
 
 
 def replace_parameters(model: torch.nn.Module, others: dict[int, torch.nn.Parameter]) -> None:
-    """Put other parameters in the place of a model's, by the id of each; tied ones stay tied."""
+    """Replace a model's parameters by others, by the id of each; tied ones stay tied."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             setattr(module, name, others[id(parameter)])

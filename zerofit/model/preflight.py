@@ -148,10 +148,10 @@ def documents_leak(
     `call`: the model, ready to be called with what `collate` returns. `collate`: makes a batch of (sample, index)
     pairs, as in training. `length`: tokens of each document."""
     generator = torch.Generator().manual_seed(0)
-    first, other, second = torch.randint(0, vocab_size, (3, NUM_ROWS, length), generator=generator).numpy()
+    first, replacement, second = torch.randint(0, vocab_size, (3, NUM_ROWS, length), generator=generator).numpy()
     positions = np.tile(np.arange(length), 2)
     logits = []
-    for documents in (first, other):
+    for documents in (first, replacement):
         rows = np.concatenate([documents, second], axis=1)
         batch = collate([({"input_ids": row, "labels": row, "position_ids": positions}, 0) for row in rows])
         inputs = {name: value for name, value in batch.to(device).inputs.items() if name != "labels"}
@@ -161,7 +161,7 @@ def documents_leak(
 
 @torch.no_grad()
 def loss_difference(call: Callable[..., Any], model: Any, inputs: dict[str, torch.Tensor]) -> float:
-    """The relative difference between a model's loss and the plain one on `inputs`, some of them masked."""
+    """Return the relative difference between a model's loss and the plain one on `inputs`, some of them masked."""
     inputs["labels"][0, ::5] = -100
     losses = []
     for kind in ("full", model.loss_kind):

@@ -22,9 +22,9 @@ WRAPPER_MAPPING = {  # key_mapping: removes what torch.compile, FSDP and DDP put
 DTYPE_OF_PRECISION = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def removes_wrapper(step: Any) -> bool:
-    """Return whether a step of loading takes away the name of a wrapper, which saving must not undo."""
-    return not WRAPPER_MAPPING.keys().isdisjoint(step.source_patterns)
+def removes_wrapper(conversion: Any) -> bool:
+    """Return whether a step of loading removes the name of a wrapper, which saving must not undo."""
+    return not WRAPPER_MAPPING.keys().isdisjoint(conversion.source_patterns)
 
 
 def read_model(
@@ -80,7 +80,7 @@ def check_output(output: Path) -> None:
 
 @contextmanager
 def atomic_folder(output: Path) -> Iterator[Path]:
-    """A temporary folder beside `output`, renamed to it at the end, and removed after an error."""
+    """Open a temporary folder beside `output`, which is renamed to `output` at the end, and removed after an error."""
     partial = temporary_path(output)
     try:
         partial.mkdir(parents=True)

@@ -59,24 +59,24 @@ def check_recomputation(model: "PreTrainedModel", which: bool | str) -> None:
 
 def selective_contexts(keeps_attention: bool = True, compiled: bool = False) -> tuple[DispatchMode, DispatchMode]:
     """Return (context of the forward pass, of the recomputation) of a layer, for torch.utils.checkpoint."""
-    noting, replaying = create_selective_checkpoint_contexts(_policy, allow_cache_entry_mutation=True)
+    saving, replaying = create_selective_checkpoint_contexts(_policy, allow_cache_entry_mutation=True)
     if compiled:
-        return noting, replaying
-    return SelectiveMode(noting, keeps_attention), SelectiveMode(replaying, keeps_attention)
+        return saving, replaying
+    return SelectiveMode(saving, keeps_attention), SelectiveMode(replaying, keeps_attention)
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep what `Selected` asks for. A compiler asks for all operators."""
+    """Save the results that `SelectiveMode` asks for. A compiler asks for all operators."""
     is_kept = _operator_kind(operator) is not None and not _has_dropout(operator, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class SelectiveMode(DispatchMode):
-    """A context of torch's that is asked about kept results only: those of products, of fused attention, and of what
-    changes one of these in place (a linear layer adds its bias so where its input is not contiguous). torch's
-    recomputation refuses a pass that has other operators than the forward pass, and ZeRO-3 fetches weights otherwise
-    each time. Attention that drops weights is computed again: what is not computed again draws no random numbers, and
-    those that follow would be others."""
+    """torch's context of selective checkpointing, asked only about results that are kept: those of products, of fused
+    attention, and of in-place changes to one of these (a linear layer adds its bias so where its input is not
+    contiguous). torch's recomputation refuses a pass that has other operators than the forward pass, and ZeRO-3
+    fetches weights otherwise each time. Attention with dropout is recomputed: otherwise it would draw no random
+    numbers, and later ones would differ."""
 
     def __init__(self, context: DispatchMode, keeps_attention: bool):
         super().__init__()
@@ -110,8 +110,8 @@ class SelectiveMode(DispatchMode):
 
 @functools.cache
 def _operator_kind(operator: Any) -> str | None:
-    """Return what an operator is: a product, a fused kernel of attention (torch's, or one of a package: flash_attn, a
-    hub's kernel), a change in place, or none of these."""
+    """Return the kind of an operator: a product, fused attention (torch's kernel, or one of a package: flash_attn, a
+    hub's kernel), an in-place change, or None."""
     if operator.name() in MATRIX_PRODUCTS:
         return "product"
     if "attention" in operator.name() or "attn" in operator.name():
@@ -129,8 +129,8 @@ def _has_dropout(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def offload_inputs(model: torch.nn.Module, saved: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Save the inputs of the layers that `model` recomputes elsewhere, for instance in the host's memory. What such a
-    layer saves within has hooks of its own. `saved`: makes a context in which autograd saves tensors there
+    """Offload the inputs of the layers that `model` recomputes, for instance to CPU memory. Tensors that are saved
+    within such a layer have hooks of their own. `saved`: makes a context in which autograd saves tensors there
     (torch.autograd.graph.save_on_cpu)."""
     recomputing_functions(model, lambda checkpoint: functools.partial(_offload_and_checkpoint, checkpoint, saved))
 

@@ -24,22 +24,22 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class IdentityLayer(nn.Module):
-    """Stands in the place of what another stage computes: the hidden states pass through."""
+    """An identity module that replaces a layer of another pipeline stage: the hidden states pass through."""
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden
 
 
 class ZeroLayer(nn.Module):
-    """Stands in the place of what another stage adds to the hidden states."""
+    """A module that returns 0, and replaces a layer whose output another pipeline stage adds to the hidden states."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return torch.zeros((), device=ids.device)
 
 
 def cut_layers(model: "PreTrainedModel", stages: int) -> list[range]:
-    """The layers of each stage of a causal model, cut so that the slowest stage has the fewest FLOPs that whole layers
-    allow. They are counted by weights: the head is worth V x H over a layer's.
+    """Return the layers of each stage of a causal model, cut so that the slowest stage has the fewest FLOPs that whole
+    layers allow. FLOPs are counted by weights: the head is worth V x H over a layer's.
 
     Of equal cuts that one is taken whose last stage has most layers: earlier stages keep more micro-batches (1F1B), so
     spare layers go to the later ones of these as well. `model`: all of it; its weights may be on "meta". `stages`: at
@@ -90,7 +90,8 @@ def keep_stage(model: "PreTrainedModel", stage: int, stages: int, dtype: torch.d
 
 
 def whole_model(model: Model) -> Model:
-    """The model itself; of a stage, or of some rows of its weights, a model that has all of them, and no memory."""
+    """Return the model itself; for a pipeline stage, or a shard of its weights, the unsharded model on the meta
+    device, for names and shapes."""
     return model.__dict__.get("whole", model)
 
 
@@ -100,7 +101,7 @@ def is_tied(model: "PreTrainedModel") -> bool:
 
 
 def meta_parameters(model: nn.Module, dtype: torch.dtype | None = None) -> dict[int, nn.Parameter]:
-    """{id of each parameter: one like it, without memory}."""
+    """Return {id of each parameter: one like it on the meta device}."""
     return {
         id(p): nn.Parameter(torch.empty(true_shape(p), dtype=dtype or p.dtype, device="meta"), p.requires_grad)
         for p in model.parameters()
@@ -108,12 +109,12 @@ def meta_parameters(model: nn.Module, dtype: torch.dtype | None = None) -> dict[
 
 
 def copy_without_weights(model: Model, dtype: torch.dtype | None = None) -> Model:
-    """A copy that has the names, shapes and dtypes of all weights, and no memory. `dtype`: of all weights; None: each
-    has its own."""
-    kept: dict[int, object] = {**meta_parameters(model, dtype)}
+    """Return a copy on the meta device, with the names, shapes and dtypes of all weights. `dtype`: of all weights;
+    None: each keeps its own."""
+    replacements: dict[int, object] = {**meta_parameters(model, dtype)}
     # What recomputes layers may hold streams, which cannot be copied.
-    kept |= {id(function): function for function in recomputing_functions(model)}
-    whole = copy.deepcopy(model, kept)
+    replacements |= {id(function): function for function in recomputing_functions(model)}
+    whole = copy.deepcopy(model, replacements)
     whole.config = model.config
     if getattr(model, "generation_config", None) is not None:
         whole.generation_config = model.generation_config

@@ -44,15 +44,15 @@ SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch
 
 
 def stored_dtype(name: str) -> torch.dtype | None:
-    """The dtype of all weights in a folder of safetensors files; None where it is not known, or is not one."""
+    """Return the dtype of all weights in a folder of safetensors files; None: unknown, or the weights have several."""
     dtypes = {dtype for _, dtype in read_weight_headers(Path(name)).values()}
     return SAFETENSORS_DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
 
 
 def draw_share(make: Callable[[], "PreTrainedModel"], keep: Callable[["PreTrainedModel"], None]) -> "PreTrainedModel":
-    """This rank's share of the model that `make` draws. The first rank draws it, and sends each parameter to the
-    others, which are to have the same ones bit for bit; all ranks call this together. `keep`: takes away what is not
-    of this rank's share."""
+    """Return this rank's share of the model that `make` draws. The first rank draws it, and broadcasts each parameter
+    to the others, so that all have the same bits; all ranks call this together. `keep`: removes what is not in this
+    rank's share."""
     ranks = distributed.get_world_size() if distributed.is_initialized() else 1
     draws = ranks == 1 or distributed.get_rank() == 0
     with contextlib.nullcontext() if draws else init_empty_weights(include_buffers=False):  # rotary frequencies
@@ -64,7 +64,7 @@ def draw_share(make: Callable[[], "PreTrainedModel"], keep: Callable[["PreTraine
     device = torch.device("cpu")
     if ranks > 1 and distributed.get_backend() != "gloo":
         device = torch.accelerator.current_accelerator() or device
-    own = {}
+    shares = {}
     for key in list(drawn):
         whole = drawn.pop(key)
         if ranks > 1:
@@ -74,17 +74,17 @@ def draw_share(make: Callable[[], "PreTrainedModel"], keep: Callable[["PreTraine
         if key in kept:
             parameter = kept[key]
             cut = getattr(parameter, "cut", None)
-            own[key] = nn.Parameter(whole if cut is None else cut.of(whole), parameter.requires_grad)
-            own[key].__dict__.update(parameter.__dict__)
+            shares[key] = nn.Parameter(whole if cut is None else cut.of(whole), parameter.requires_grad)
+            shares[key].__dict__.update(parameter.__dict__)
             if hasattr(parameter, "gradient_hook"):
-                own[key].register_hook(parameter.gradient_hook)
-    replace_parameters(model, own)
+                shares[key].register_hook(parameter.gradient_hook)
+    replace_parameters(model, shares)
     return model
 
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """The ranks that share each layer, and the place of this one among them."""
+    """The ranks that share each layer (a tensor-parallel group), and the place of this rank among them."""
 
     group: Any  # torch.distributed.ProcessGroup
     rank: int
@@ -93,7 +93,7 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class Cut:
-    """A share: of dimension `dim` of a parameter of shape `shape`, the indices within `ranges`."""
+    """This rank's share of a parameter of shape `shape`: the indices within `ranges` of dimension `dim`."""
 
     shape: tuple[int, ...]
     dim: int
@@ -120,8 +120,8 @@ class Cut:
             at += stop - start
 
     def runs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return (first elements in the flattened whole, lengths) of what is contiguous there and in the flattened
-        share. Both are in the same order: the share's elements lie in it one run after the other."""
+        """Return (first elements in the flattened whole, lengths) of the runs that are contiguous both there and in
+        the flattened share. Both are in the same order: the share's elements lie in it one run after the other."""
         inner = math.prod(self.shape[self.dim + 1 :])
         starts, stops = (np.array(edge, dtype=np.int64) for edge in zip(*self.ranges))
         rows = np.arange(math.prod(self.shape[: self.dim]), dtype=np.int64)[:, None] * self.shape[self.dim]
@@ -129,7 +129,7 @@ class Cut:
 
 
 def cut_for(shape: Sequence[int], dim: int, rank: int, size: int, parts: int = 1) -> Cut:
-    """The share of rank `rank` of `size`. `parts`: matrices side by side along `dim`, each of which is cut."""
+    """Return the share of rank `rank` of `size`. `parts`: matrices side by side along `dim`, each of which is cut."""
     width = shape[dim] // parts
     inside = width * rank // size, width * (rank + 1) // size
     ranges = tuple((part * width + inside[0], part * width + inside[1]) for part in range(parts))
@@ -137,14 +137,14 @@ def cut_for(shape: Sequence[int], dim: int, rank: int, size: int, parts: int = 1
 
 
 def cut_parameter(parameter: torch.nn.Parameter, cut: Cut) -> None:
-    """Keep a share of a parameter; what is left of it remembers the cut."""
+    """Keep this rank's share of a parameter, which remembers the cut as its attribute `cut`."""
     parameter.data = cut.of(parameter.data)
     # tensor_model_parallel is DeepSpeed's mark: its norm counts what is not marked on one rank only.
     vars(parameter).update(cut=cut, tensor_model_parallel=True)
 
 
 def shard_rows(count: int, rank: int, size: int) -> tuple[int, int]:
-    """[first, last + 1) of `count` rows, as torch.chunk cuts them: later ranks have fewer, or none."""
+    """Return [first, last + 1) of `count` rows, as torch.chunk cuts them: later ranks have fewer, or none."""
     rows = -(-count // size)
     return min(rank * rows, count), min((rank + 1) * rows, count)
 
@@ -158,12 +158,12 @@ def keep_rows(model: torch.nn.Module, rank: int, size: int) -> None:
 
 @torch.no_grad()
 def join_shares(share: torch.Tensor, cut: Cut, tensor: TensorGroup) -> torch.Tensor:
-    """The whole parameter of which this rank has a share. All ranks of the group call it together, and get it."""
+    """Gather the whole parameter from the ranks' shares. All ranks of the group call it together, and get it."""
     cuts = [cut_for(cut.shape, cut.dim, rank, tensor.size, len(cut.ranges)) for rank in range(tensor.size)]
-    own = share.new_zeros(max(each.numel for each in cuts))
-    own[: share.numel()] = share.reshape(-1)
-    parts = [torch.empty_like(own) for _ in cuts]
-    torch.distributed.all_gather(parts, own, group=tensor.group)
+    padded_share = share.new_zeros(max(each.numel for each in cuts))
+    padded_share[: share.numel()] = share.reshape(-1)
+    parts = [torch.empty_like(padded_share) for _ in cuts]
+    torch.distributed.all_gather(parts, padded_share, group=tensor.group)
     whole = share.new_empty(cut.shape)
     for each, part in zip(cuts, parts):
         each.put(whole, part[: each.numel])
@@ -190,7 +190,7 @@ class CollectiveFunction(torch.autograd.Function):
 
 
 def all_reduce_sum(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    """The sum of all ranks' tensors."""
+    """Return the sum of all ranks' tensors."""
     summed = tensor.clone(memory_format=torch.contiguous_format)
     distributed.all_reduce(summed, group=group)
     return summed
@@ -240,8 +240,9 @@ def _reduce_scatter(share: torch.Tensor, tensor: TensorGroup) -> torch.Tensor:
 
 
 class TokenParts:
-    """The part of a micro-batch's tokens that this rank has. Tokens are counted through all rows, (B, T, H) as (B x T,
-    H), and filled up to a multiple of the ranks: a part is contiguous, and has the shape (1, B x T / ranks, H)."""
+    """The part of a micro-batch's tokens that belongs to this rank. Tokens are counted through all rows, (B, T, H) as
+    (B x T, H), and filled up to a multiple of the ranks: a part is contiguous, and has the shape (1, B x T / ranks,
+    H)."""
 
     def __init__(self, tensor: TensorGroup):
         self.tensor = tensor
@@ -250,7 +251,7 @@ class TokenParts:
         self._outgoing: torch.Tensor | None = None  # for the stage behind
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """This rank's part of hidden states (B, T, H) that all ranks have, or the part that `receive` was given."""
+        """Return this rank's part of hidden states (B, T, H) that all ranks have, or the part that `receive` got."""
         self._shape = hidden.shape[:2] if torch.is_grad_enabled() else None
         if self._shape is None:
             return hidden
@@ -264,22 +265,22 @@ class TokenParts:
         return _pad_tokens(whole, self.tensor).chunk(self.tensor.size)[self.tensor.rank].unsqueeze(0).clone()
 
     def join(self, part: torch.Tensor) -> torch.Tensor:
-        """All tokens (B, T, H), to be read by layers that are cut: the gradients of their shares add up."""
+        """Gather all tokens (B, T, H), to be read by layers that are cut: the gradients of their shares add up."""
         if self._shape is None:
             return part
         join = partial(_all_gather, shape=self._shape, tensor=self.tensor)
         return CollectiveFunction.apply(part, join, partial(_reduce_scatter, tensor=self.tensor))
 
     def add_up(self, share: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """This rank's part of the sum of all ranks' shares (B, T, H) and of a bias that all of them have."""
+        """Return this rank's part of the sum of all ranks' shares (B, T, H) and of a bias that all of them have."""
         if self._shape is not None:
             return ReduceScatterTokens.apply(share, bias, self.tensor)
         whole = all_reduce_sum(share, self.tensor.group)
         return whole if bias is None else whole + bias
 
     def leave(self, module: nn.Module, args: Any, hidden: torch.Tensor) -> torch.Tensor:
-        """All tokens behind the last norm, as a hook of it. Where a later stage of a pipeline has the norm, the part
-        is for `send`, and the model's code goes on with something of its shape."""
+        """Gather all tokens behind the last norm, as a hook of it. Where a later stage of a pipeline has the norm, the
+        part is for `send`, and the model's code goes on with something of its shape."""
         if self._shape is None:
             return hidden
         if hidden.requires_grad:  # what is recomputed then is of this micro-batch, and others may have come between
@@ -329,7 +330,7 @@ class RowLinear(nn.Module):
 
 
 class SharedNorm(nn.Module):
-    """An RMS norm over channels of which each rank has some. `norm`: computes in fp32 up to its result (T5's, OLMo
+    """An RMS norm over channels that are split among the ranks. `norm`: computes in fp32 up to its result (T5's, OLMo
     2's); its weight is cut already.
 
     Shapes: (..., channels of this rank), and the same of the result, in the input's dtype.
@@ -355,7 +356,7 @@ def is_transposed(layer: nn.Module) -> bool:
 
 
 class VocabularyShare:
-    """This rank's rows [start, stop) of the vocabulary, and what it takes to compute a loss on shares of logits."""
+    """This rank's rows [start, stop) of the vocabulary, and the exchanges that compute a loss on shares of logits."""
 
     def __init__(self, tensor: TensorGroup, vocab_size: int):
         edges = [vocab_size * rank // tensor.size for rank in range(tensor.size + 1)]
@@ -365,13 +366,13 @@ class VocabularyShare:
         self.stop = edges[tensor.rank + 1]
 
     def own(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (ids as rows of this share, whether they are in it); rows that are not in it are 0."""
+        """Return (ids as rows of this share, whether they are in it); ids outside of it become row 0."""
         is_own = (ids >= self.start) & (ids < self.stop)
         return (ids - self.start).masked_fill(~is_own, 0), is_own
 
     def log_softmax(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (log probabilities (N, rows of this rank) over the whole vocabulary, the logarithms (N, 1) of what
-        divides them: the logsumexp of the whole vocabulary); `logits` is overwritten."""
+        """Return (log probabilities (N, rows of this rank) over the whole vocabulary, the logsumexp (N, 1) of the
+        whole vocabulary); `logits` is overwritten."""
         max_logits = logits.amax(dim=-1, keepdim=True)
         distributed.all_reduce(max_logits, distributed.ReduceOp.MAX, group=self.tensor.group)
         logits -= max_logits
@@ -379,11 +380,12 @@ class VocabularyShare:
         return logits.sub_(log_sums), log_sums.add_(max_logits)
 
     def summed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' tensors."""
+        """Return the sum of all ranks' tensors."""
         return all_reduce_sum(tensor, self.tensor.group)
 
     def join(self, own: torch.Tensor) -> torch.Tensor:
-        """All ranks' columns side by side, on every rank; the gradient of each share is its part of the whole one."""
+        """Join all ranks' columns side by side, on every rank; the gradient of a share is its part of the whole
+        one."""
         return CollectiveFunction.apply(own, self._all_columns, lambda gradient: gradient[..., self.start : self.stop])
 
     def _all_columns(self, own: torch.Tensor) -> torch.Tensor:
@@ -439,16 +441,16 @@ def check_split(config: "PretrainedConfig", size: int, source: str) -> None:
     divide its heads or its MLP's channels evenly."""
     plan = family_of(config).tensor_plan
     degree = f"{source}: tensor_parallel.autotp_size = {size}"
-    otherwise = "Use a strategy without it, such as zero3"
+    alternative = "Use a strategy without it, such as zero3"
     if plan is None:
-        raise UserError(f"{degree}: tensor parallelism does not support {config.model_type}. {otherwise}")
+        raise UserError(f"{degree}: tensor parallelism does not support {config.model_type}. {alternative}")
     # GPT-2's n_inner may be None: then it is four times the hidden size
     widths = {name: getattr(config, name) or 4 * config.hidden_size for name in plan.widths}
     uneven = {name: width for name, width in widths.items() if width % size}
     if not uneven:
         return
     common = math.gcd(*widths.values())
-    remedy = f"Possible: the divisors of {common}" if common > 1 else otherwise
+    remedy = f"Possible: the divisors of {common}" if common > 1 else alternative
     listed = ", ".join(f"{name} = {width}" for name, width in uneven.items())
     raise UserError(f"{degree} does not divide the model's {listed}. {remedy}")
 
@@ -504,8 +506,8 @@ def _join_input(
 
 
 def _share_tokens(model: "PreTrainedModel", parts: TokenParts) -> None:
-    """From the dropout of the embeddings, or the first layer, to the last norm each rank has a part of the tokens. Of
-    a norm's weights it finds a part of the gradients, which add up."""
+    """Let each rank have a part of the tokens, from the dropout of the embeddings, or the first layer, to the last
+    norm. Each rank computes a part of the gradients of a norm's weights, which add up."""
     body = model.base_model
     plan = require_plan(family_of(model.config).stage_plan)
     layers = getattr(body, plan.layers)

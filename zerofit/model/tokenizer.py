@@ -54,8 +54,8 @@ def set_languages(
     for option, code in given.items():
         bare = code.strip("_").removeprefix(">>").removesuffix("<<") if code is not None else None
         if bare is not None and bare not in codes:
-            near = [known for known in codes if known[:2].lower() == bare[:2].lower()]
-            similar = f"Similar ones: {', '.join(near[:MAX_LISTED_CODES])}. " if near else ""
+            similar_codes = [known for known in codes if known[:2].lower() == bare[:2].lower()]
+            similar = f"Similar ones: {', '.join(similar_codes[:MAX_LISTED_CODES])}. " if similar_codes else ""
             problem = f"{option} = {code!r}: the tokenizer has no such language"
             raise UserError(f"{problem}. {similar}Its codes are {_list_codes(codes)}")
         given[option] = bare
@@ -85,8 +85,8 @@ def check_marked(tokenizer: "PreTrainedTokenizerBase", prefix: str, sources: Ite
 
 
 def first_target_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
-    """Settings of generation with which a target begins with the token of its language: mBART's decoder starts with
-    it, the others write it first. None without languages."""
+    """Return the generation settings with which a target begins with the token of its language: mBART's decoder starts
+    with it, the others write it first. Empty without languages."""
     if not (language_codes(tokenizer) and _marks_texts(tokenizer) and tokenizer.init_kwargs.get("tgt_lang")):
         return {}
     ids = tokenizer(text_target="a")["input_ids"]
@@ -97,21 +97,21 @@ def first_target_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
 
 
 def language_codes(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
-    """The codes of the languages that the tokenizer has a token for, as its documentation spells them."""
-    if found := getattr(tokenizer, "supported_language_codes", None):  # Marian
-        return [code[2:-2] for code in found]
+    """Return the codes of the languages that the tokenizer has a token for, as its documentation spells them."""
+    if marian_codes := getattr(tokenizer, "supported_language_codes", None):  # Marian
+        return [code[2:-2] for code in marian_codes]
     if not _marks_texts(tokenizer):
         return []
-    named = getattr(tokenizer, "lang_code_to_id", None) or {
+    token_ids = getattr(tokenizer, "lang_code_to_id", None) or {
         token: tokenizer.convert_tokens_to_ids(token)
         for token in tokenizer.all_special_tokens
         if re.fullmatch(r"[a-z]{3}_[A-Z][a-z]{3}|__[a-z]{2,3}(_[A-Za-z]+)?__", token)
     }
-    return [code.strip("_") for code, token in named.items() if token != tokenizer.unk_token_id]
+    return [code.strip("_") for code, token in token_ids.items() if token != tokenizer.unk_token_id]
 
 
 def describe_languages(tokenizer: "PreTrainedTokenizerBase") -> list[str]:
-    """Return the lines of the log that name the languages."""
+    """Return the line of the log that names the languages, if there are any."""
     names = [tokenizer.init_kwargs.get(name) for name in LANGUAGE_FIELDS]
     if not (_marks_texts(tokenizer) and all(names)):
         return []
@@ -147,8 +147,7 @@ def get_tokenizer(
     fingerprint: str,
     pairs: bool = False,
 ) -> "PreTrainedTokenizerBase":
-    """The tokenizer: loaded, or (train_tokenizer_vocab_size) trained on the texts that `texts` returns, see
-    train_tokenizer."""
+    """Load the tokenizer, or train it (train_tokenizer_vocab_size) on the texts that `texts` returns."""
     if not recipe.train_tokenizer_vocab_size:
         return load_tokenizer(recipe, config)
     cache = cache_root(getattr(recipe, "cache_dir", None))
@@ -156,7 +155,7 @@ def get_tokenizer(
 
 
 def load_tokenizer(recipe: ModelOptions, config: "PretrainedConfig | None") -> "PreTrainedTokenizerBase":
-    """The tokenizer that a recipe names, else the one of the pretrained weights; GPT-2's two files override both."""
+    """Load the tokenizer that a recipe names, else that of the pretrained weights; GPT-2's two files override both."""
     if vocab_file := getattr(recipe, "vocab_file", None):
         return tokenizer_from_vocabulary_files(vocab_file, recipe.merge_file or "")
     option = "tokenizer_name" if recipe.tokenizer_name else "model_name_or_path"
@@ -166,7 +165,7 @@ def load_tokenizer(recipe: ModelOptions, config: "PretrainedConfig | None") -> "
 def load_named_tokenizer(
     option: str, name: str, config: "PretrainedConfig | None", trust_remote_code: bool = False
 ) -> "PreTrainedTokenizerBase":
-    """The tokenizer in a folder, or of a name of the hub. A folder with bare vocabulary files (vocab.json and
+    """Load the tokenizer in a folder, or of a name on the hub. A folder with bare vocabulary files (vocab.json and
     merges.txt, or tokenizer.model) does not name its tokenizer's class; a config.json beside them does, or else the
     model's configuration. `option`: that names it, for messages."""
     import transformers
@@ -182,15 +181,15 @@ def load_named_tokenizer(
             return tokenizer_from_vocabulary_files(*files)
         if (folder / "config.json").exists():
             config = read_config(option, name, trust_remote_code)
-        own = getattr(transformers, type(config).__name__.replace("Config", "Tokenizer"), None)
-        known = getattr(own, "vocab_files_names", {"": "tokenizer.json"}).values()
-        if known and not has_tokenizer(folder) and not any((folder / file).exists() for file in known):
+        tokenizer_class = getattr(transformers, type(config).__name__.replace("Config", "Tokenizer"), None)
+        file_names = getattr(tokenizer_class, "vocab_files_names", {"": "tokenizer.json"}).values()
+        if file_names and not has_tokenizer(folder) and not any((folder / file).exists() for file in file_names):
             raise UserError(
                 f"{option} = {name!r}: the folder has no tokenizer. Copy the model's tokenizer files into it, or in "
                 "training name their folder with --tokenizer_name"
             )
-        if own and config is not None:
-            kind = own
+        if tokenizer_class and config is not None:
+            kind = tokenizer_class
             more = dict(family_of(config).bare_tokenizer_options)
     tokenizer = from_hub_or_folder(option, name, kind.from_pretrained, **more)
     if is_bare:
@@ -220,8 +219,9 @@ def load_named_tokenizer(
 
 
 def find_vocabulary_files(folder: Path) -> tuple[str, str] | None:
-    """A folder's only vocabulary and only merges, where they are not called vocab.json and merges.txt: Megatron's
-    scripts name gpt2-vocab.json and gpt2-merges.txt. None: there are no such two, or the folder has a tokenizer."""
+    """Return a folder's only vocabulary and only merges, where they are not called vocab.json and merges.txt:
+    Megatron's scripts name gpt2-vocab.json and gpt2-merges.txt. None: there are no such two files, or the folder has a
+    tokenizer."""
     names = [] if has_tokenizer(folder) else sorted(path.name for path in folder.iterdir())
     vocabularies = [name for name in names if name.endswith(("vocab.json", "encoder.json"))]
     merges = [name for name in names if name.endswith(("merges.txt", ".bpe"))]
@@ -231,7 +231,7 @@ def find_vocabulary_files(folder: Path) -> tuple[str, str] | None:
 
 
 def tokenizer_from_vocabulary_files(vocab_file: str, merge_file: str) -> "PreTrainedTokenizerBase":
-    """The tokenizer in GPT-2's two files, by any names. Raises UserError where they hold something else."""
+    """Make the tokenizer of GPT-2's two files, by any names. Raises UserError where they hold something else."""
     from transformers import GPT2Tokenizer
 
     try:
@@ -252,7 +252,7 @@ def tokenizer_from_vocabulary_files(vocab_file: str, merge_file: str) -> "PreTra
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, key: str, cache: Path, pairs: bool = False
 ) -> "PreTrainedTokenizerBase":
-    """A byte-level BPE tokenizer trained on `texts` (tokens occur twice at least), or read from the cache.
+    """Train a byte-level BPE tokenizer on `texts` (tokens occur at least twice), or read it from the cache.
 
     Args:
         texts: the training documents; read only if the tokenizer is not in the cache.
@@ -268,9 +268,9 @@ def train_tokenizer(
     if not is_there(folder):
         roles = PAIR_TOKENS if pairs else dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
         special = list(dict.fromkeys(roles.values()))
-        shown = sys.stdout.isatty()  # elsewhere each of its three bars is an empty line
+        shows_progress = sys.stdout.isatty()  # elsewhere each of its three bars is an empty line
         trained = ByteLevelBPETokenizer(add_prefix_space=pairs)
-        trained.train_from_iterator(texts, vocab_size, special_tokens=special, show_progress=shown)
+        trained.train_from_iterator(texts, vocab_size, special_tokens=special, show_progress=shows_progress)
         bpe = Tokenizer.from_str(trained.to_str())
         if pairs:  # 1 is the token type of B
             marks = [(token, bpe.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
@@ -321,8 +321,8 @@ def check_vocabulary(
     remedy = "remove vocab_size from config_overrides"
     if not vocab_size_is_set:
         remedy = "if tokens were added to the model's own, give it more rows: --resize_embeddings"
-    stated = f"vocabulary: {tokenizer.name_or_path!r} has {tokens:,} tokens, the model {rows:,} rows"
-    raise UserError(f"{stated}. Set tokenizer_name, or {remedy}")
+    problem = f"vocabulary: {tokenizer.name_or_path!r} has {tokens:,} tokens, the model {rows:,} rows"
+    raise UserError(f"{problem}. Set tokenizer_name, or {remedy}")
 
 
 def pad_vocabulary(config: "PretrainedConfig", recipe: "ClmRecipe") -> str | None:
@@ -339,7 +339,7 @@ def pad_vocabulary(config: "PretrainedConfig", recipe: "ClmRecipe") -> str | Non
 
 
 def padding_token(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """An id to pad rows with; it is never trained on and never attended to, so every id works."""
+    """Return an id to pad rows with; it is never trained on and never attended to, so every id works."""
     return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
 
 
@@ -390,13 +390,12 @@ def set_padding_token(config: "PretrainedConfig", tokenizer: "PreTrainedTokenize
 
 
 def padding_values(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int]:
-    """{column that a classifier reads: the value that pads it}."""
+    """Return {column that a classifier reads: the value that pads it}."""
     values = {"input_ids": padding_token(tokenizer), "token_type_ids": tokenizer.pad_token_type_id}
     return {name: value for name, value in values.items() if name in tokenizer.model_input_names}
 
 
 def producible_tokens(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """The number of embedding rows that the ids of ordinary text need. transformers adds a mask token if a published
-    vocabulary has none; no text contains it, and the model has no row for it."""
+    """Return the number of embedding rows that the ids of ordinary text need."""
     ids = set(tokenizer.get_vocab().values())
     return max(ids - {tokenizer.mask_token_id} if tokenizer.mask_token_id == max(ids) else ids) + 1
