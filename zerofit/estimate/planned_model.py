@@ -166,7 +166,7 @@ class PlannedModel:
         untied = outputs is not None and outputs.weight is not embeddings.weight
         named = dict(self.full.named_parameters())
         heads = [name for name, weight in named.items() if untied and weight is outputs.weight]
-        end_modules = [(number, module) for number, end in enumerate(embedding_and_head_of(self.full)) for module in end]
+        end_modules = [(place, module) for place, end in enumerate(embedding_and_head_of(self.full)) for module in end]
         ends = {id(weight): number for number, module in end_modules for weight in module.parameters()}
         gathered = {name: ends[id(weight)] for name, weight in named.items() if id(weight) in ends}
         linear = [
