@@ -1,6 +1,7 @@
 """What holds for every file of the tree: a clone needs nothing beside it, the documents' links lead
 somewhere, and pages that scripts write are current."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -66,3 +67,22 @@ def test_the_page_is_current(script):
     command = [sys.executable, ROOT / "scripts" / f"{script}.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_one_statement_one_assignment():
+    """No line is saved by `a, b = x, y`, which are two statements in one; what swaps may stay."""
+    files = [*(ROOT / "zerofit").rglob("*.py"), *(ROOT / "train").glob("*.py")]
+    assert len(files) > 100
+    folded = []
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+                targets = [target for target in node.targets if isinstance(target, ast.Tuple)]
+                swaps = [
+                    target
+                    for target in targets
+                    if {*map(ast.unparse, target.elts)} == {*map(ast.unparse, node.value.elts)}
+                ]
+                if len(targets) > len(swaps):
+                    folded.append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    assert not folded

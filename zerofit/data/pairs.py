@@ -412,7 +412,7 @@ class PairEncoder:
     def sources(self, histories: list[list[str]]) -> tuple[list[list[int]], list[int]]:
         """Return (ids, number of tokens cut) of each source. Of a conversation the latest turns that fit are kept; of
         a last turn that does not fit alone its end is kept; of a single text its beginning."""
-        (before, after) = self.marks[0]
+        before, after = self.marks[0]
         room = self.room
         prefix = self.prefix_size
         between = self.separator_size

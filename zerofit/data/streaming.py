@@ -111,7 +111,7 @@ def read_window(shards: Shards, order: list[int], start: ShardPlace, size: int) 
     read: dict[int, list[pa.Table]] = {}
     taken = 0
     following = None
-    (shard, record) = start
+    shard, record = start
     while shard < len(order) and following is None:
         for table in _shard_tables(shards, order[shard], record):
             if taken >= size:  # and there is more

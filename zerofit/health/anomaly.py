@@ -44,7 +44,8 @@ class AnomalyDetector:
 
     def begin(self, history: dict[str, list[float]]) -> None:
         """Judge by this history from here on, and add to it."""
-        self.history, self.overflows = history, 0
+        self.history = history
+        self.overflows = 0
 
     def bounds(self, targets: float) -> Bounds:
         """Return the limits of the next update's loss and norm: known before its backward pass, so that a device can
@@ -69,7 +70,8 @@ class AnomalyDetector:
             return f"{wrong} is {figures[wrong]:g}"
         if refused:
             name = "loss" if figures["loss"] > self._bound("loss") or self.clipped else "grad_norm"
-            value, (middle, scale) = figures[name], self._noise(name)
+            value = figures[name]
+            middle, scale = self._noise(name)
             return (
                 f"{name} is {value:.4g}, and its median over the last {len(self.history[name])} updates is "
                 f"{math.exp(middle):.4g} (robust z-score {(math.log(value) - middle) / scale:.0f})"

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-FOLDER, PREFIX = "flight", "rank_"
+FOLDER = "flight"
+PREFIX = "rank_"
 LARGEST = 2**28  # bytes of a record that is read
 SHOWN = 3  # groups in a summary
 

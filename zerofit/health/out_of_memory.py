@@ -86,7 +86,8 @@ def explain(error: BaseException, phase: str, update: int | None, run: "Run") ->
     at = f"{phase} of update {update:,}" if update else phase
     try:
         found = measure(error, phase, run)
-        launch, memory = run.strategy.launch, "the device's memory" if found.on_host is False else "host memory"
+        launch = run.strategy.launch
+        memory = "the device's memory" if found.on_host is False else "host memory"
         first = f"out of memory: rank {launch.rank} of {launch.world_size}, {at}, {memory} "
         lines = [f"{first}({run.strategy.name}, {run.strategy.precision})", *_amounts(error, found, run)]
         if helpful := find_remedies(found):
@@ -94,7 +95,8 @@ def explain(error: BaseException, phase: str, update: int | None, run: "Run") ->
             lines += ["what would help, by what it saves:", *rows, f"with a remedy added, {RESUME}"]
         elif found.on_host:
             lines += [f"what would help: {ADVICE}", f"then {RESUME}"]
-        world_size, total = launch.world_size, found.total
+        world_size = launch.world_size
+        total = found.total
         words = ["zerofit", "plan", "--task", run.task, *run.recipe.flags_given(), "--num_gpus", str(world_size)]
         if world_size > found.local_processes:
             words += ["--gpus_per_node", str(found.local_processes)]
@@ -112,7 +114,9 @@ def explain(error: BaseException, phase: str, update: int | None, run: "Run") ->
 
 def measure(error: BaseException, phase: str, run: "Run") -> Shortage:
     """Measure what this rank holds of the memory that ran out."""
-    engine, recipe, strategy = run.engine, run.recipe, run.strategy
+    engine = run.engine
+    recipe = run.recipe
+    strategy = run.strategy
     on_cpu = engine.device.type == "cpu" if engine is not None else not torch.accelerator.is_available()
     on_host = None if on_cpu else is_out_of_memory(error) != "device"
     setup = state_setup(strategy, recipe, run.parameters, engine)
@@ -123,7 +127,8 @@ def measure(error: BaseException, phase: str, run: "Run") -> Shortage:
         held = StateBytes(max(0, min(taken, setup.held(on_host).weights)))
         rest = max(0, taken - held.weights)
     else:
-        module, sizes = engine.module, engine.held_bytes()
+        module = engine.module
+        sizes = engine.held_bytes()
         config = module.config.get_text_config()
         layers = getattr(config, "num_hidden_layers", 0)
         layers += getattr(config, "decoder_layers", getattr(config, "num_decoder_layers", 0))
@@ -161,14 +166,14 @@ def measure(error: BaseException, phase: str, run: "Run") -> Shortage:
 
 def _amounts(error: BaseException, found: Shortage, run: "Run") -> list[str]:
     """Lines on how much was asked for and is free, and the table of what is held."""
-    amounts = list[str]()
+    amounts: list[str] = []
     if asked := asked_for(error):
         amounts.append(f"asked for {size(asked)}")
     if found.free is not None and found.total:
         amounts.append(f"{size(found.free)} of {size(found.total)} free")
     tokens = found.row_tokens
     batch = f" ({run.strategy.batches.micro_batch} rows" + (f" of up to {tokens:,} tokens)" if tokens else ")")
-    rows = list[tuple[str, ...]]()
+    rows: list[tuple[str, ...]] = []
     for label, held, due in zip(("weights", "gradients", "optimizer state"), found.held, found.expected()):
         missing = f" (about {size(due - held)} to come)" if held < 0.9 * due else ""
         rows.append((label + missing, size(held)))

@@ -109,7 +109,8 @@ def listen(receive: Callable[[int], None]) -> None:
 @contextlib.contextmanager
 def listening_within() -> Iterator[None]:
     """The context of a run in a process that goes on after it: at its end signals mean what they meant before."""
-    known, handlers = len(_RECEIVERS), {number: signal.getsignal(number) for number in SIGNALS}
+    known = len(_RECEIVERS)
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
     finally:
@@ -153,9 +154,11 @@ def leave_at_start(number: int) -> None:
         leave(decided)
     rank = int(os.environ.get("RANK", "0"))
     if number == signal.SIGINT:
-        code, message = EXIT_INTERRUPTED, "interrupted while the run was starting: its folder is unchanged"
+        code = EXIT_INTERRUPTED
+        message = "interrupted while the run was starting: its folder is unchanged"
     else:
-        name, until = SIGNALS[signal.Signals(number)].text, time.monotonic() + (LOOK_AROUND_S if rank else 0.0)
+        name = SIGNALS[signal.Signals(number)].text
+        until = time.monotonic() + (LOOK_AROUND_S if rank else 0.0)
         message = f"stopped by {name} while the run was starting: the same command starts it again"
         while (all_live := ranks_are_alive()) and time.monotonic() < until:  # for the launcher to look around
             time.sleep(0.05)
@@ -184,7 +187,8 @@ class ShutdownHandler:
     def __init__(self, max_hours: float | None, started: float, on_signal: Callable[[str], None] = lambda name: None):
         self._on_signal = on_signal
         self._deadline = None if max_hours is None else started + 3600 * max_hours
-        self._reason, self._received_at = StopReason.NONE, 0.0
+        self._reason = StopReason.NONE
+        self._received_at = 0.0
 
     def receive(self, number: int) -> None:
         """Note a signal, the first one; a later one ends this process at once.

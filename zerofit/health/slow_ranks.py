@@ -41,7 +41,8 @@ class RankClock:
 
     def __init__(self, engine: Engine):
         gathers = engine.strategy.shards_parameters or engine.strategy.fully_shards
-        self.device, self.latest = engine.device, RankSeconds()
+        self.device = engine.device
+        self.latest = RankSeconds()
         self.forward_is_local = not gathers and engine.layout.replica_size == 1  # it waits for no other rank
         self.enabled = engine.layout.world_size > 1  # else nothing is measured
         # The part of an update over which `own` is measured, in words.
@@ -71,13 +72,18 @@ class RankClock:
                 busy[name] = busy.get(name, 0.0) + (end - start)
             elif name != "update":
                 busy[name] = busy.get(name, 0.0) + start.elapsed_time(end) / 1000
-        total, self._marks = sum(wall.values()), []
-        forward, backward = busy.get("forward", 0.0), busy.get("backward", 0.0)
+        total = sum(wall.values())
+        self._marks = []
+        forward = busy.get("forward", 0.0)
+        backward = busy.get("backward", 0.0)
         if self.device.type == "cpu":
-            data, own = wall["data"], forward + backward
+            data = wall["data"]
+            own = forward + backward
             waiting = total - data - own - busy["update"]
         else:
-            data, own, waiting = busy["data"], forward if self.forward_is_local else 0.0, 0.0
+            data = busy["data"]
+            own = forward if self.forward_is_local else 0.0
+            waiting = 0.0
         self.latest = RankSeconds(total, data, forward, backward, waiting, own, positions)
 
 
@@ -86,7 +92,8 @@ class SlowRanks:
 
     def __init__(self, layout: ParallelLayout, interval: int, place_of: Callable[[int], str], measures: str):
         self.measures = measures
-        self.interval, self.place_of = max(interval, MIN_INTERVAL), place_of
+        self.interval = max(interval, MIN_INTERVAL)
+        self.place_of = place_of
         stages = np.array([layout.stage_of(rank) for rank in range(layout.world_size)])
         self._others = [
             np.flatnonzero((stages == stage) & (np.arange(len(stages)) != rank)) for rank, stage in enumerate(stages)
@@ -104,7 +111,8 @@ class SlowRanks:
         self._updates.append(np.array(ranks))
         if len(self._updates) < self.interval:
             return None
-        means, self._updates = np.mean(self._updates, axis=0), []
+        means = np.mean(self._updates, axis=0)
+        self._updates = []
         own = [RankSeconds(*row.tolist()) for row in means]
         others = [RankSeconds(*np.median(means[peers], axis=0).tolist()) for peers in self._others]
         factors: list[dict[str, float]] = []  # by which a rank takes longer than the others
@@ -127,13 +135,15 @@ class SlowRanks:
 
     def messages(self) -> list[str]:
         """Lines for the log since the last call."""
-        notes, self._notes = self._notes, []
+        notes = self._notes
+        self._notes = []
         return notes
 
     def _judge(
         self, rank: int, part: str, factor: float, began: int, own: RankSeconds, *, others: RankSeconds
     ) -> None:
-        key, is_slow = (rank, part), factor > SLOWER
+        key = (rank, part)
+        is_slow = factor > SLOWER
         if is_slow == (key in self._slow):
             self._changed.pop(key, None)
             return

@@ -31,13 +31,17 @@ class Watchdog:
     """The rank's side: says where the rank is. Nothing here raises or blocks."""
 
     def __init__(self, rank: int, limit_seconds: float | None, machine: str = ""):
-        self.machine, self.machines, self.world_size, self.rank = machine, [machine], 1, rank
+        self.machine = machine
+        self.machines = [machine]
+        self.world_size = 1
+        self.rank = rank
         # Without a sign of life for so long, the rank's stacks are printed and it is ended; None: never.
         self.limit_seconds = math.inf if limit_seconds is None else limit_seconds
         self.at: tuple[str, int | None] = ("start", None)  # phase and update
         self.first_patience = 1.0  # of the first of each phase of an update, in which layers may be compiled
         self._entered: set[str] = set()  # phases of an update
-        self._pid, self._began = os.getpid(), time.time()
+        self._pid = os.getpid()
+        self._began = time.time()
         self._pipe: int | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._flight: str | None = None
@@ -97,7 +101,8 @@ class Watchdog:
         as many ranks as this one."""
         if self._child is None or self._child.stdout is None:
             return
-        self.machines, self.world_size = machines, world_size
+        self.machines = machines
+        self.world_size = world_size
         self._flight = records = str(folder.absolute() / flight.FOLDER)
         asked = self._child.stdout.fileno()
 

@@ -83,8 +83,10 @@ class RankStatus(NamedTuple):
 
 
 def read_memory(pid: int, groups: list[str]) -> MemoryReading:
-    memory, pages = read_or_empty("/proc/meminfo"), read_or_empty(f"/proc/{pid}/statm").split()
-    total, available = proc_field(memory, "MemTotal:", 1024), proc_field(memory, "MemAvailable:", 1024)
+    memory = read_or_empty("/proc/meminfo")
+    pages = read_or_empty(f"/proc/{pid}/statm").split()
+    total = proc_field(memory, "MemTotal:", 1024)
+    available = proc_field(memory, "MemAvailable:", 1024)
     rooms = [room for room in map(headroom, groups) if room]
     if total is not None and available is not None:
         rooms.append((total, available))
@@ -143,7 +145,8 @@ def crash_report(messages: RankStatus, status: int | None, samples: list[MemoryR
     if messages.stop_requested and not for_memory:
         name = messages.stop_requested
         return f"{messages.named} had been asked to stop ({name}), and was killed in {messages.where}"
-    memory, latest = [], samples[-1]
+    memory = []
+    latest = samples[-1]
     if latest.resident:
         memory.append(f"the rank held {latest.resident / GIB:.2f} GiB when last seen")
     if latest.limit and latest.left is not None:
@@ -177,13 +180,18 @@ class Watch:
     """The watch over one rank, this process' parent."""
 
     def __init__(self, pid: int, rank: int, limit_s: float, machine: str = ""):
-        self.pid, self.limit_s = pid, limit_s
-        self.began, self.groups = time.time(), cgroups(read_or_empty(f"/proc/{pid}/cgroup"))
+        self.pid = pid
+        self.limit_s = limit_s
+        self.began = time.time()
+        self.groups = cgroups(read_or_empty(f"/proc/{pid}/cgroup"))
         self.stat_file: int | None = None  # descriptor of /proc/PID/stat, which can be read while the rank dies
         with contextlib.suppress(OSError):
             self.stat_file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
-        self.messages, self.rest, self.messages_at = RankStatus(rank, pid, machine), b"", time.monotonic()
-        self.looked_at, self.samples = time.monotonic(), [read_memory(pid, self.groups)]
+        self.messages = RankStatus(rank, pid, machine)
+        self.rest = b""
+        self.messages_at = time.monotonic()
+        self.looked_at = time.monotonic()
+        self.samples = [read_memory(pid, self.groups)]
         self.stopped_at: float | None = None
         self.pipe = select.poll()
         self.pipe.register(0, 0)  # wakes when no writer is left, not for every message
@@ -202,7 +210,8 @@ class Watch:
                 return None  # it lives and has closed the pipe: nothing can be known of it any more
             self.samples = [*self.samples[1 - HISTORY :], read_memory(self.pid, self.groups)]
             self.look_for_stop(state is not None and state[0] in "Tt")
-            slept_s, self.looked_at = time.monotonic() - self.looked_at, time.monotonic()
+            slept_s = time.monotonic() - self.looked_at
+            self.looked_at = time.monotonic()
             self.messages_at += slept_s if slept_s > SLEPT_S else 0
             silent_s = self.looked_at - self.messages_at
             if silent_s > self.limit_s * self.messages.patience and self.give_up(silent_s):

@@ -52,7 +52,10 @@ class MachineGroup:
     """
 
     def __init__(self, address: str, port: int, number: int, count: int, limit_s: float):
-        self.address, self.number, self.count, self.limit_s = address, number, count, limit_s
+        self.address = address
+        self.number = number
+        self.count = count
+        self.limit_s = limit_s
         self._servers = [serve_store(port, everywhere=True)] if number == 0 else []
         store = open_store(address, port, limit_s)
         self._store = PrefixStore("zerofit", store)
@@ -98,7 +101,8 @@ class MachineGroup:
             self._store.set(key, str(self._servers[-1].port))
             self._store.add("rounds", 1)
         port = int(self._store.get(key))
-        self.round, self._waiting_since = self.round + 1, 0.0
+        self.round = self.round + 1
+        self._waiting_since = 0.0
         return self._servers[-1] if self.number == 0 else open_store(self.address, port, self.limit_s)
 
     def num_waiting(self) -> int:
@@ -141,7 +145,8 @@ class MachineGroup:
     def settle(self, code: int, recorded: int | None) -> int:
         """Wait for the codes of the other machines, as long as they give signs of life. Returns that of the run, on
         all machines the same: `recorded` of machine 0, where its folder has it."""
-        store, beats = self._store, Heartbeats(self._store)
+        store = self._store
+        beats = Heartbeats(self._store)
         try:
             if self.number == 0 and recorded is not None:
                 store.set("recorded", str(recorded))
@@ -254,7 +259,8 @@ class MachineRendezvous(StaticTCPRendezvous):
 def launch(words: list[str], restarts: Restarts, recorded: Callable[[], int | None]) -> int:
     """Run `accelerate launch` in this process. Returns the exit code of this machine's processes, or of several
     machines that of the run; prints a mistake. `recorded`: the exit code on record, once the processes have ended."""
-    command, threads = ["accelerate", "launch", *words], "OMP_NUM_THREADS" in os.environ
+    command = ["accelerate", "launch", *words]
+    threads = "OMP_NUM_THREADS" in os.environ
     about = {"command": command, "started": psutil.Process().create_time(), "has_threads": threads}
     os.environ[OUR_LAUNCHER] = json.dumps(about)  # for the ranks: zerofit/strategy/launch.py
     if "LOGLEVEL" not in os.environ:  # torchrun's variable

@@ -87,7 +87,8 @@ def main(argv: list[str] | None = None) -> int:
         environment = {
             name: value for name, value in os.environ.items() if name not in machines and not name.startswith("PET_")
         }
-        programs, path = str(Path(sys.executable).parent), environment.get("PATH", os.defpath)
+        programs = str(Path(sys.executable).parent)
+        path = environment.get("PATH", os.defpath)
         if programs not in path.split(os.pathsep):  # those of this Python: DeepSpeed builds with ninja
             environment["PATH"] = os.pathsep.join((programs, path))
         return supervisor.run(words, environment | {LIMIT_VARIABLE: f"{60 * options.rendezvous_minutes:g}"})
@@ -99,7 +100,8 @@ def exit_code_of(argv: list[str]) -> ExitCode:
     try:
         file, *options = program_of(words, flag_value(argv, "task"))
     except UserError:  # which is told later
-        file, options = "clm.py", words
+        file = "clm.py"
+        options = words
     number = flag_value(argv, "machine_rank")
     number = number or next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
     task = Path(file).stem
@@ -169,9 +171,11 @@ def program_of(words: list[str], task: str | None = None) -> list[str]:
             options_of_launch = [f"--{field.name}" for field in dataclasses.fields(LaunchOptions)]
             remedy = did_you_mean(f"--{option_named(first)}", options_of_launch, WHAT)
             raise UserError(f"{first} is where a recipe or a program was expected. {remedy}")
-        recipe, options = words[words.index("--config") + 1], words
+        recipe = words[words.index("--config") + 1]
+        options = words
     else:
-        recipe, options = first, ["--config", first, *options]
+        recipe = first
+        options = ["--config", first, *options]
     options = [recipe_file(word) if word == recipe else word for word in options]
     recipe = recipe_file(recipe)
     if not Path(recipe).is_file():

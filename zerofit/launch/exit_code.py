@@ -49,7 +49,8 @@ class ExitCode:
     """The exit code of one launch. Nothing here raises: a run fails by its own cause."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str] = os.environ):
-        self.folder, self.is_main = RunFolder(folder), environment.get("RANK", "0") == "0"
+        self.folder = RunFolder(folder)
+        self.is_main = environment.get("RANK", "0") == "0"
 
     def forget(self) -> None:
         """Remove the code of the launch before; on the main process, while no other run is at work there."""
@@ -110,7 +111,8 @@ class Restarts:
         if final := codes & FINAL.keys():
             return f"the same command would end in the same way: {FINAL[min(final)]}"
         if not have_saved(codes):
-            before, self.failed_after = self.failed_after, self.updates()
+            before = self.failed_after
+            self.failed_after = self.updates()
             if self.failed_after == before:
                 return f"it has failed twice after update {before}"
         return ""

@@ -96,10 +96,17 @@ class Rendezvous:
     def __init__(
         self, store: Any, kind: str, number: int, count: int, *, limit_s: float, here: int = 1, again: bool = False
     ) -> None:
-        self.store, self.kind, self.number, self.count, self.here = store, kind, number, count, here
-        self.machine, self.limit_s, self.again = number // here, limit_s, again
+        self.store = store
+        self.kind = kind
+        self.number = number
+        self.count = count
+        self.here = here
+        self.machine = number // here
+        self.limit_s = limit_s
+        self.again = again
         self.machines: dict[str, dict[str, Any]] = {}  # {number: its number, host and code}, when all have met
-        self.is_ready, self._has_left = False, False
+        self.is_ready = False
+        self._has_left = False
         self._beats = Heartbeats(store)
 
     def come(self) -> None:
@@ -171,7 +178,8 @@ class Rendezvous:
         if self.machine:
             self.store.add("left", 1)
             return
-        until, others = time.monotonic() + KNOWN_S, self.count - self.here
+        until = time.monotonic() + KNOWN_S
+        others = self.count - self.here
         while self.store.add("left", 0) < others and time.monotonic() < until:
             time.sleep(0.1)
 
@@ -217,7 +225,8 @@ def serve_store(port: int, everywhere: bool) -> Any:
     from torch.distributed import TCPStore
 
     both = everywhere and socket.has_dualstack_ipv6()
-    family, host = socket.AF_INET6 if both else socket.AF_INET, "" if everywhere else "127.0.0.1"
+    family = socket.AF_INET6 if both else socket.AF_INET
+    host = "" if everywhere else "127.0.0.1"
     try:
         server = socket.create_server((host, port), family=family, backlog=4096, dualstack_ipv6=both)
     except OSError as error:
@@ -255,18 +264,21 @@ class RankRendezvous:
     """This rank's part in the rendezvous of all; nothing happens where all ranks are on one machine."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ):
-        self.rank, self.count = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
+        self.rank = int(environment.get("RANK", 0))
+        self.count = int(environment.get("WORLD_SIZE", 1))
         self.local_rank = int(environment.get("LOCAL_RANK", 0))
         self.here = int(environment.get("LOCAL_WORLD_SIZE", self.count))
         self.machine = self.rank // self.here
-        self.address, self.port = environment.get("MASTER_ADDR", ""), int(environment.get("MASTER_PORT", 0))
+        self.address = environment.get("MASTER_ADDR", "")
+        self.port = int(environment.get("MASTER_PORT", 0))
         self.serves = self.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self.limit_s = float(environment.get(LIMIT_VARIABLE, LIMIT_S))
         self.attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.is_open = self.count > self.here and bool(self.address)  # nobody has ended, and not all have met
         self.rendezvous: Rendezvous | None = None
         self.store: Any = None  # a torch.distributed.Store
-        self._met, self._server = threading.Event(), None
+        self._met = threading.Event()
+        self._server = None
 
     def start(self) -> None:
         """Come to the rendezvous, and give signs of life from now on. Raises UserError: machine 0 cannot be reached;
@@ -301,7 +313,8 @@ class RankRendezvous:
         UserError: of rank 0, on all ranks."""
         if self.count == 1:
             return action()
-        store, key = self.store or self._connect(CONNECT_S), f"zerofit/first{self.attempt}/{name}"
+        store = self.store or self._connect(CONNECT_S)
+        key = f"zerofit/first{self.attempt}/{name}"
         if self.rank:
             while not store.check([key]):  # not `wait`, which would keep the signs of life from the store
                 time.sleep(0.2)

@@ -27,7 +27,9 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import PACKAGE, script
 
 PORT = "29500"  # torchrun's default
-FIRST_PORT, PORTS = 20_000, 12_000  # derived ones: below those that Linux gives to connections
+# derived ones: below those that Linux gives to connections
+FIRST_PORT = 20_000
+PORTS = 12_000
 THIS_MACHINE = "or use this machine alone: --num_machines 1"
 GENERIC = "environment; WORLD_SIZE is read as the number of machines"
 # {scheduler: variables of the number of machines, of this one's number, of the first one's address (it may begin a
@@ -77,7 +79,8 @@ def read_machines(environment: Mapping[str, str]) -> Machines:
     slurm_machines = environment.get("SLURM_NNODES", "1")
     if slurm_machines != "1":
         remedy = f"Start it once on each: srun --ntasks-per-node=1 zerofit launch ... ({THIS_MACHINE})"
-        count, tasks = environment.get("SLURM_STEP_NUM_NODES"), environment.get("SLURM_STEP_NUM_TASKS")
+        count = environment.get("SLURM_STEP_NUM_NODES")
+        tasks = environment.get("SLURM_STEP_NUM_TASKS")
         if count is None:
             raise UserError(f"SLURM_NNODES = {slurm_machines}, and this command runs on one of them. {remedy}")
         if tasks not in (None, count):
@@ -195,10 +198,13 @@ class RunningLaunch:
         mark: str | None = None,
         environment: dict[str, str] | None = None,
     ):
-        self.command, self.output, self.log = command, output, log
+        self.command = command
+        self.output = output
+        self.log = log
         self.mark = mark or uuid.uuid4().hex  # of its processes; with that of an earlier launch `kill` ends those
         self.process: subprocess.Popen[bytes] | None = None
-        self.environment, self.began = environment or {}, time.time()
+        self.environment = environment or {}
+        self.began = time.time()
 
     def __enter__(self) -> "RunningLaunch":
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -262,7 +268,9 @@ class RunningLaunch:
         then."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         try:
-            quiet, dying, until = 0, set[psutil.Process](), time.monotonic() + 60
+            quiet = 0
+            dying: set[psutil.Process] = set()
+            until = time.monotonic() + 60
             while quiet < 2:  # a process that has just been started has no mark yet
                 members = {*self.members()}
                 for member in members:
@@ -319,7 +327,8 @@ def ending_in_order() -> Iterator[None]:
 
 def failure(launch: RunningLaunch, how: str) -> str | None:
     """Return why a launch failed, with its last lines; None if it did not."""
-    code, text = launch.exit_code, launch.text
+    code = launch.exit_code
+    text = launch.text
     if how == "late":
         problem = f"has not ended in {launch.seconds / 60:.1f} minutes"
     elif code:

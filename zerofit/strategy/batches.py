@@ -73,8 +73,10 @@ def resolve_batches(
     what is not whole passes."""
     if total_stays:
         _fit_micro_batch(recipe, replicas, replica_size)
-    micro, accumulation = recipe.per_device_train_batch_size, recipe.gradient_accumulation_steps
-    total, samples_per_micro_step = recipe.global_batch_size, micro * replicas
+    micro = recipe.per_device_train_batch_size
+    accumulation = recipe.gradient_accumulation_steps
+    total = recipe.global_batch_size
+    samples_per_micro_step = micro * replicas
     what = "processes" if replica_size == 1 else f"replicas (of {replica_size} processes)"
     if total is not None and total % samples_per_micro_step:
         raise UserError(
@@ -96,7 +98,8 @@ def resolve_batches(
     warmup = read_warmup(recipe.global_batch_warmup)
     assert warmup is not None  # the recipe's own check has read it
     first, updates = warmup
-    total, one_pass = sizes.global_batch, samples_per_micro_step
+    total = sizes.global_batch
+    one_pass = samples_per_micro_step
     possible = [size for size in range(one_pass, total, one_pass) if total % size == 0]
     if first not in possible:
         stated = f"global_batch_warmup = {recipe.global_batch_warmup} ({recipe.source('global_batch_warmup')})"
@@ -113,7 +116,8 @@ def resolve_batches(
 def _fit_micro_batch(recipe: BatchOptions, replicas: int, replica_size: int) -> None:
     """Let the recipe adopt a micro-batch of which whole passes make the global batch, and the first of a growing one.
     Raises UserError where the replicas cannot share the samples evenly."""
-    total, warmup = recipe.global_batch_size, read_warmup(recipe.global_batch_warmup or "")
+    total = recipe.global_batch_size
+    warmup = read_warmup(recipe.global_batch_warmup or "")
     assert total is not None, "of the run that resumes"
     smallest = math.gcd(total, warmup[0]) if warmup else total
     if smallest % replicas:

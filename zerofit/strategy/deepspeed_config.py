@@ -48,8 +48,10 @@ class OptionResolver(Problems):
 
     def __init__(self, config: dict[str, Any], source: str, recipe: TrainingRecipe) -> None:
         super().__init__()
-        self.config, self.source, self.recipe = config, source, recipe
-        self.left_open = set[str]()  # keys that were "auto", and have the recipe's value
+        self.config = config
+        self.source = source
+        self.recipe = recipe
+        self.left_open: set[str] = set()  # keys that were "auto", and have the recipe's value
 
     def resolve(self, option: str, key: str, default: Any = None) -> None:
         """The recipe owns `key` as `option`: agree with it, or adopt the stated value if the option is unset."""
@@ -133,7 +135,8 @@ def resolve_config(
         resolver.resolve("global_batch_size", "train_batch_size", default="auto")  # the accumulation follows from it
     if recipe.global_batch_size is None:
         resolver.resolve("gradient_accumulation_steps", "gradient_accumulation_steps", default=1)
-    total, passes = config.get("train_batch_size"), (recipe.gradient_accumulation_steps or 0) * layout.data_size
+    total = config.get("train_batch_size")
+    passes = (recipe.gradient_accumulation_steps or 0) * layout.data_size
     is_open = recipe.global_batch_size is None and recipe.source("per_device_train_batch_size") is None
     if is_open and isinstance(total, (int, float)) and passes and total > 0 == total % passes:
         recipe.adopt("per_device_train_batch_size", int(total) // passes, source)  # as DeepSpeed does
@@ -204,7 +207,8 @@ def _resolve_optimizer(resolver: OptionResolver) -> None:
 
 def _params_of(resolver: OptionResolver, name: str, known: Sequence[str]) -> dict[str, Any]:
     """Return the `params` of a section that has a type. What DeepSpeed would ignore or refuse is a problem."""
-    section, keys = resolver.config[name], ("type", "params")
+    section = resolver.config[name]
+    keys = ("type", "params")
     params = section.setdefault("params", {})
     if not isinstance(params, dict):
         resolver.found.append(f'{resolver.source}: {name}.params = {params!r}: expected an object, or no "params"')
@@ -217,11 +221,14 @@ def _params_of(resolver: OptionResolver, name: str, known: Sequence[str]) -> dic
 
 def _take_scheduler(resolver: OptionResolver) -> None:
     """Take the scheduler block out, and its shape and lengths into the recipe where that leaves them open."""
-    config, recipe, source = resolver.config, resolver.recipe, resolver.source
+    config = resolver.config
+    recipe = resolver.recipe
+    source = resolver.source
     scheduler = config.get("scheduler")
     if not scheduler:
         return
-    kind, shape = scheduler.get("type"), recipe.lr_scheduler_type
+    kind = scheduler.get("type")
+    shape = recipe.lr_scheduler_type
     if recipe.is_flag("lr_scheduler_type") and shape not in SCHEDULERS.get(kind, (shape,)):
         resolver.leave_out("scheduler.type", kind, "lr_scheduler_type")
         del config["scheduler"]

@@ -126,7 +126,8 @@ def _read_whole(config: dict[str, Any]) -> tuple[list[str], list[str]]:
     for name, model in models_of_sections().items():
         if isinstance(section := config.get(name), dict):
             translated, found = read_section(section, model, name)
-            notes, problems = notes + translated, problems + found
+            notes = notes + translated
+            problems = problems + found
             if name == "zero_optimization" and not found:
                 problems += _disk_problems(section)
     for key, (usable, why) in ONLY.items():
@@ -236,7 +237,8 @@ def read_section(section: dict[str, Any], model: Any, where: str) -> tuple[list[
         return [], [_problem_of(detail, model, where) for detail in error.errors()]
     except AssertionError as error:  # a deprecated name and the one that has replaced it
         return [], [f"{where}: {error}. Remove the first"]
-    made, notes = read.model_dump(mode="json", by_alias=True, exclude_unset=True), []
+    made = read.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    notes = []
     for name, value in list(section.items()):
         field = model.model_fields.get(name)  # None: the name is an alias
         old = (field.json_schema_extra or {}) if field else {}

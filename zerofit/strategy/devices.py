@@ -90,7 +90,8 @@ def bf16_slowdown() -> float | None:
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several would oversubscribe the cores where the machine is busy
-    fp32, bf16 = seconds(torch.float32), seconds(torch.bfloat16)
+    fp32 = seconds(torch.float32)
+    bf16 = seconds(torch.bfloat16)
     torch.set_num_threads(threads)
     return bf16 / fp32 if bf16 > SLOW_BF16 * fp32 else None
 

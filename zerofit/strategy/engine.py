@@ -68,7 +68,9 @@ class Outcome:
     def __init__(
         self, losses: list[torch.Tensor], read: Callable[[], tuple[bool, list[list[float]]]], loss_ranks: Sequence[int]
     ):
-        self.losses, self._read, self._loss_ranks = losses, cache(read), loss_ranks
+        self.losses = losses
+        self._read = cache(read)
+        self._loss_ranks = loss_ranks
 
     @property
     def skipped(self) -> bool:
@@ -120,7 +122,9 @@ class Engine:
     def __init__(
         self, strategy: Strategy, accelerator: Any, model: Any, recipe: OptimizerOptions, optimizer: Any
     ) -> None:
-        self.strategy, self.accelerator, self.module = strategy, accelerator, model
+        self.strategy = strategy
+        self.accelerator = accelerator
+        self.module = model
         self.whole = whole_model(model)
         self.max_grad_norm = recipe.max_grad_norm
         self.alive: Callable[[], None] = lambda: None
@@ -284,7 +288,8 @@ class Engine:
     def stored_buffers(self) -> dict[str, torch.Tensor]:
         """Return {name: buffer} of what is stored with the model's weights and is not a parameter; the same on every
         rank."""
-        stored, own = self.whole.state_dict().keys(), dict(self.module.named_buffers())
+        stored = self.whole.state_dict().keys()
+        own = dict(self.module.named_buffers())
         return {name: own.get(name, buffer) for name, buffer in self.whole.named_buffers() if name in stored}
 
     def trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -389,13 +394,16 @@ class Engine:
         held = [tensor for tensors in shards for tensor in tensors if tensor is not None]
         state = self.torch_optimizer.state if self.torch_optimizer is not None else {}
         states = [tensor for parameter in state for tensor in (parameter, *state[parameter].values())]
-        weights, optimizer = storages(held), storages(filter(torch.is_tensor, states))
+        weights = storages(held)
+        optimizer = storages(filter(torch.is_tensor, states))
         optimizer = {key: size for key, size in optimizer.items() if key not in weights}
         return {"parameters": sum(weights.values()), "optimizer": sum(optimizer.values())}
 
     def effective_strategy(self) -> dict[str, Any]:
         """Return the strategy with every value that is in force, as strategy.yaml has it."""
-        launch, state, batches = self.strategy.launch, self.accelerator.state, self.strategy.batches
+        launch = self.strategy.launch
+        state = self.accelerator.state
+        batches = self.strategy.batches
         is_muon = isinstance(self.torch_optimizer, Muon)
         return {
             "name": self.strategy.name,

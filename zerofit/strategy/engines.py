@@ -105,7 +105,9 @@ class TorchEngine(Engine):
         if copied is not None:
             copied.record()
         optimizer = self.torch_optimizer
-        optimizer.found_inf, optimizer.grad_scale = refused, divisor  # what torch.amp.GradScaler gives an optimizer
+        # what torch.amp.GradScaler gives an optimizer
+        optimizer.found_inf = refused
+        optimizer.grad_scale = divisor
         optimizer.step()
         del optimizer.found_inf, optimizer.grad_scale
         self._drop_gradients()
@@ -175,7 +177,8 @@ class FullyShardedEngine(TorchEngine):
         self.whole = copy_without_weights(model)
         if not recipe.trains:
             model.requires_grad_(False)
-        before, self.optimizer = dict(model.named_parameters()), optimizer
+        before = dict(model.named_parameters())
+        self.optimizer = optimizer
         self.torch_optimizer = optimizer
         modules = experts_of(model) if self.strategy.divides_experts else []
         self._shard(model, modules)
@@ -195,15 +198,18 @@ class FullyShardedEngine(TorchEngine):
         half = self.strategy.compute_dtype if self.strategy.precision != "fp32" else None
         reduced = torch.bfloat16 if self.strategy.reduces_in_half else torch.float32 if half else None
         policy = MixedPrecisionPolicy(half, reduced, cast_forward_inputs=False)
-        shards, replicas = self.layout.shard_size, self.layout.dp_replicate
+        shards = self.layout.shard_size
+        replicas = self.layout.dp_replicate
         if replicas == 1:
             mesh = init_device_mesh(self.device.type, (shards,))
         else:  # ranks that share a replica's weights stand side by side
             mesh = init_device_mesh(self.device.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
         rows = {name: self._rows(parameter) for name, parameter in model.named_parameters()}
         replace_parameters(model, meta_parameters(model))
-        blocks, divided = blocks_of(model), {each for module in experts for each in module.parameters()}
-        self.blocks, (embedding, last) = len(blocks), embedding_and_head_of(model)
+        blocks = blocks_of(model)
+        divided = {each for module in experts for each in module.parameters()}
+        self.blocks = len(blocks)
+        embedding, last = embedding_and_head_of(model)
         common: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "ignored_params": divided}
         for block in [*blocks, *embedding]:
             fully_shard(block, reshard_after_forward=self.strategy.reshards, **common)
@@ -406,5 +412,6 @@ class DeepSpeedEngine(Engine):
         yield from super()._in_full(parameters)
 
     def _joined(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        share, cut = parameter.detach(), getattr(parameter, "cut", None)
+        share = parameter.detach()
+        cut = getattr(parameter, "cut", None)
         return share if cut is None else join_shares(share, cut, self.strategy.tensor_group())

@@ -71,7 +71,8 @@ class _Exchanged(torch.nn.Module):
 
     def __init__(self, experts: torch.nn.Module, exchange: Any):
         super().__init__()
-        self.experts, self.exchange = experts, exchange
+        self.experts = experts
+        self.exchange = exchange
 
     def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return self.exchange(hidden, chosen, weights)

@@ -6,7 +6,8 @@ from typing import Any
 
 from zerofit.recipe.errors import UserError, did_you_mean
 
-TERA, GIGA = 1e12, 1e9
+TERA = 1e12
+GIGA = 1e9
 PCIE = {3: 16 * GIGA, 4: 31 * GIGA, 5: 63 * GIGA}  # 16 lanes, one direction
 # A laptop's or export card, a slower or faster one with the same number, a vGPU (A40-12Q), a name that two GPUs have.
 OTHERS = re.compile(r"\b(Laptop|Max-Q|D|Ti|SUPER|HBM2e)\b|-\d+[ABCQ]\b|MI250X/|H800 PCIe")
@@ -15,7 +16,8 @@ SLICE = " MIG "
 # H100, H200 and B200 (zerofit/estimate/timing.py). Of others an assumption: what S. Bekman, "Maximum
 # Achievable Matmul FLOPS" (stas00/ml-engineering 744d01e, compute/accelerator), measured of one product, times 0.8,
 # which is about what is left of his figures of A100 and H100 in training.
-OF_PEAK, ATTENTION_OF_PEAK = 0.65, 0.36
+OF_PEAK = 0.65
+ATTENTION_OF_PEAK = 0.36
 NEWER: dict[str, Any] = {"attention_of_peak": 0.3, "is_newer": True}
 # `alone_of_peak` is what he measured of one product of an A100 SXM and an H100 SXM (267.9 and 792.1 TFLOP/s; other
 # Hoppers: an assumption). Training on one card reaches it too (784: docs/measurements/gpu.md): no other card slows it.

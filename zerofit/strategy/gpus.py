@@ -88,7 +88,8 @@ def _maps_memory() -> bool:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return False
-    device, answer = ctypes.c_int(), ctypes.c_int()
+    device = ctypes.c_int()
+    answer = ctypes.c_int()
     failed = cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0)
     failed = failed or cuda.cuDeviceGetAttribute(ctypes.byref(answer), VIRTUAL_MEMORY_MANAGEMENT, device)
     return not failed and bool(answer.value)

@@ -53,7 +53,8 @@ def cgroups(of_process: str, root: str = "/sys/fs/cgroup") -> list[str]:
     for line in of_process.splitlines():
         _, controllers, name = line.split(":", 2)
         if "memory" in controllers.split(","):
-            root, path = os.path.join(root, "memory"), name
+            root = os.path.join(root, "memory")
+            path = name
             break
         if not controllers:
             path = name

@@ -76,8 +76,10 @@ def check_replicas(settings: Mapping[str, str], world_size: int, source: str) ->
     between the passes, or where replicas and divided experts are asked for."""
     if world_size == 1:
         return
-    replicas, shards = int(settings.get(REPLICAS, "1")), int(settings.get(SHARDS, "1"))
-    among, sharers = settings.get(RESHARDS, "true"), world_size // replicas
+    replicas = int(settings.get(REPLICAS, "1"))
+    shards = int(settings.get(SHARDS, "1"))
+    among = settings.get(RESHARDS, "true")
+    sharers = world_size // replicas
     if among.isdigit() and (sharers % int(among) or int(among) >= sharers):
         possible = [str(size) for size in range(2, sharers) if sharers % size == 0]
         raise UserError(
@@ -186,7 +188,8 @@ def export_environment(named: str, config_file: str | None) -> None:
     """Put the strategy of this YAML, or JSON, into this process' environment, as accelerate launch would have.
     `config_file`: the YAML that an accelerate launch above this process has read. Raises UserError where that has
     another strategy."""
-    environment, told = os.environ, config_file or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    environment = os.environ
+    told = config_file or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if told and Path(told).is_file() and Path(told).samefile(named):
         return
     if told or "true" in (environment.get("ACCELERATE_USE_DEEPSPEED"), environment.get("ACCELERATE_USE_FSDP")):
@@ -211,7 +214,8 @@ def export_environment(named: str, config_file: str | None) -> None:
 def environment_of(content: Mapping[str, Any], source: str) -> dict[str, str]:
     """Return the variables that accelerate launch makes of a YAML; not those of processes, which torchrun has made.
     Raises UserError where it asks for what only accelerate launch can do."""
-    kind, world = str(content.get("distributed_type", "NO")), int(os.environ.get("WORLD_SIZE", "1"))
+    kind = str(content.get("distributed_type", "NO"))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
     problems = problems_of_yaml(content, source)
     if kind == "NO" and world > 1:
         problems.append(f"{source} is for one process, not for {world}. Use --strategy ddp")
@@ -238,7 +242,8 @@ def problems_of_yaml(content: Any, source: str) -> list[str]:
     import torch
     from accelerate.commands.config.config_args import ClusterConfig
 
-    content, problems = content or {}, []
+    content = content or {}
+    problems = []
     if not isinstance(content, dict):
         return [f"{source}: expected `key: value` lines, as in accelerate_configs/ddp.yaml"]
     choices = {"distributed_type": SUPPORTED, "mixed_precision": PRECISION_NAMES, "downcast_bf16": ("no", "yes")}
@@ -246,7 +251,8 @@ def problems_of_yaml(content: Any, source: str) -> list[str]:
         if isinstance(content.get(key), bool):  # YAML 1.1's no, off, yes and on
             meant = f'"{words[0]}" in quotes' if content[key] is False else f"one of {', '.join(words)}"
             problems.append(f"{key} = {str(content[key]).lower()}, as YAML reads no and yes: write {meant}")
-    kind, precision = content.get("distributed_type", "NO"), content.get("mixed_precision")
+    kind = content.get("distributed_type", "NO")
+    precision = content.get("mixed_precision")
     known = (*ClusterConfig.__dataclass_fields__, "fp16", "dynamo_backend")  # the last two in its older files
     problems += [f"accelerate has no setting {key}. {did_you_mean(str(key), known)}" for key in content.keys() - known]
     device = torch.accelerator.current_accelerator()
@@ -302,11 +308,13 @@ def with_flags(content: dict[str, Any], words: Sequence[str]) -> tuple[dict[str,
         words: the command line; what stands behind the script is the script's.
     """
     script = next((place for place, word in enumerate(words) if word.endswith(".py") and place > 1), 0)
-    content, flags = dict(content), []
+    content = dict(content)
+    flags = []
     for name in filter(None, map(option_named, words[:script])):
         prefix = next(filter(name.startswith, PREFIXES), "")
         section = "deepspeed_config" if name in (*VARIABLES, *READ_TOO) else PREFIXES.get(prefix, "")
-        value, beside = flag_value(list(words[:script]), name), content.get(section) or {}
+        value = flag_value(list(words[:script]), name)
+        beside = content.get(section) or {}
         if name in KINDS:
             content["distributed_type"] = KINDS[name]
         elif name == "dynamo_backend":
@@ -391,7 +399,9 @@ def find_launch(named: str | None = None) -> Launch:
     # run ten times slower as soon as another process wants the same cores.
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     use_expandable_segments()
-    launcher, config_file, threads_are_the_users = find_launcher(), None, "OMP_NUM_THREADS" in environment
+    launcher = find_launcher()
+    config_file = None
+    threads_are_the_users = "OMP_NUM_THREADS" in environment
     command = [] if launcher is None else launcher.command
     if launcher is not None:
         told = flag_value(command, "config_file") or default_config()
@@ -436,7 +446,8 @@ def check_launch(launch: Launch) -> None:
         if value.lower() not in usable and not (launch.deepspeed and "_GRADIENT_" in name) and not problems:
             problems.append(f"{name} = {value} is set in this shell. unset {name}, and say --{option}")
     if launch.command and not problems:
-        kind, asked = launch.yaml.get("distributed_type"), flag_value(launch.command, "num_processes")
+        kind = launch.yaml.get("distributed_type")
+        asked = flag_value(launch.command, "num_processes")
         asked = asked or (kind != "NO" and str(launch.yaml.get("num_processes"))) or "1"
         leaves_out = kind in ("DEEPSPEED", "FSDP") and not (launch.deepspeed or launch.fsdp)
         if leaves_out or (asked.isdigit() and int(asked) > 1 == launch.world_size):

@@ -14,7 +14,9 @@ from zerofit.compat.deepspeed import initializing_with
 from zerofit.recipe.errors import UserError
 
 OFFLOADED = ("offload_optimizer", "offload_param")
-SEQUENCE, TENSOR, PIPELINE = "sequence_parallel_size", "tensor_parallel", "pipeline"
+SEQUENCE = "sequence_parallel_size"
+TENSOR = "tensor_parallel"
+PIPELINE = "pipeline"
 PIPELINE_KEYS = {  # and the only value that the engine has a use for
     "use_reentrant": False,  # transformers recomputes activations, as option gradient_checkpointing says
     "pipe_partitioned": False,  # DeepSpeed remembers the shape of the first micro-batch, and rows differ in length
@@ -156,7 +158,8 @@ def take_degrees(config: dict[str, Any], source: str) -> tuple[int, int, int]:
     tied vocabulary that is cut. What DeepSpeed reads beside the stages is filled in. `sequence_parallel_size` stays:
     DeepSpeed reads it where ZeRO-3 shards a new model. Raises UserError where one is not a number of processes, or
     there are settings beside it that have no effect or do harm."""
-    problems, degrees = [], {}
+    problems = []
+    degrees = {}
     for name, key, others in ((TENSOR, "autotp_size", {}), (PIPELINE, "stages", PIPELINE_KEYS)):
         section = config.get(name, {key: 1})
         for other in sorted(section.keys() - {key}):

@@ -20,7 +20,10 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import OptimizerOptions
 
 MOMENTUM = 0.95  # as everywhere
-COEFFICIENTS, ITERATIONS, EPSILON = (3.4445, -4.7750, 2.0315), 5, 1e-7  # of Newton-Schulz; Jordan's
+# of Newton-Schulz; Jordan's
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
+EPSILON = 1e-7
 RMS = 0.2  # of an update's elements: about that of AdamW's
 
 
@@ -74,7 +77,8 @@ class Muon(torch.optim.AdamW):
             for name, parameter in matrices.items()
         }
         self.num_others = sum(len(group["params"]) for group in rest)
-        self.rank, self.group = 0, None
+        self.rank = 0
+        self.group = None
 
     def locate(self, state: Any, group: Any) -> None:
         """Find where the parts of each matrix are, once the model is sharded. All ranks call it together. `group`: the
@@ -83,7 +87,8 @@ class Muon(torch.optim.AdamW):
         own = {name: (start, stop) for name, (_, _, start, stop) in places.items()}
         every: list[Any] = [own]
         if distributed.is_initialized():
-            self.rank, self.group = distributed.get_rank(group), group
+            self.rank = distributed.get_rank(group)
+            self.group = group
             every = [None] * distributed.get_world_size(group)
             distributed.all_gather_object(every, own, group)
         for name, (held, offset, _, _) in places.items():
@@ -107,9 +112,11 @@ class Muon(torch.optim.AdamW):
         for tensor in tensors.values():
             state = self.state[tensor]
             if not state:
-                state["step"], state["exp_avg"] = torch.tensor(0.0), torch.zeros_like(tensor)
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = torch.zeros_like(tensor)
             state["step"] += 1
-            average, gradient = flat(state["exp_avg"]), flat(tensor.grad)
+            average = flat(state["exp_avg"])
+            gradient = flat(tensor.grad)
             average.lerp_(gradient, 1 - MOMENTUM)
             gradient.lerp_(average, MOMENTUM)
         matrices = [matrix for matrix in self.matrices.values() if id(matrix.held) in tensors]

@@ -33,7 +33,9 @@ KEPT = {
 # Optimizers of torch and others, by name, that compute with whole matrices or with all weights at once.
 WHOLE = ("Adafactor", "LAMB", "Lamb", "LARS", "LBFGS", "Muon", "Shampoo", "SOAP")
 SHARDED = ("adamw", "muon")  # what they keep has the parameter's shape, so that ranks may keep parts of it
-BLOCK, SMALLEST_IN_8_BITS = 256, 4096  # elements (bitsandbytes/optim/optimizer.py: init_state, min_8bit_size)
+# elements (bitsandbytes/optim/optimizer.py: init_state, min_8bit_size)
+BLOCK = 256
+SMALLEST_IN_8_BITS = 4096
 
 
 def make_optimizer(
@@ -46,7 +48,8 @@ def make_optimizer(
         return None
     if recipe.optim == "muon":  # a block that names AdamW is taken out for it
         return Muon(model, recipe, has_fused_adamw(device))
-    groups, rate = parameter_groups(model, recipe), recipe.learning_rate
+    groups = parameter_groups(model, recipe)
+    rate = recipe.learning_rate
     if strategy is not None and "optimizer" in (strategy.deepspeed or {}):
         return DummyOptim(groups, lr=rate, weight_decay=recipe.weight_decay)
     of_adam: dict[str, Any] = {"lr": rate, "betas": (recipe.adam_beta1, recipe.adam_beta2), "eps": recipe.adam_epsilon}
@@ -96,7 +99,8 @@ def rates_of(scheduler: LambdaLR) -> Callable[[int], float]:
 def keep_group_rates(optimizer: torch.optim.Optimizer, recipe: OptimizerOptions, schedule: Any) -> str | None:
     """Let groups with an `lr` of their own keep it in proportion (by `lr_scale`), since a schedule sets all rates.
     Returns a warning where the optimizer's own `lr` is not the rate that the recipe's schedule follows."""
-    common, peak = float(optimizer.defaults.get("lr", 0.0)), recipe.learning_rate
+    common = float(optimizer.defaults.get("lr", 0.0))
+    peak = recipe.learning_rate
     rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]  # a scheduler changes lr
     base = common if common in rates else peak
     for group, rate in zip(optimizer.param_groups, rates):
@@ -113,7 +117,8 @@ def check_kept(optimizer: torch.optim.Optimizer | None) -> None:
     if optimizer is None:
         return
     kept = {name for state in optimizer.state.values() for name in state} - {"step", "ema"}  # ema: of state.py
-    moments, name = set(KEPT["adamw"]), type(optimizer).__name__
+    moments = set(KEPT["adamw"])
+    name = type(optimizer).__name__
     if kept - moments or (kept != moments and "Adam" not in name):  # what a rank has of an Adam may be nothing
         raise UserError(
             f"{name} keeps {', '.join(sorted(kept)) or 'nothing'} of each weight, and checkpoints have exp_avg and "

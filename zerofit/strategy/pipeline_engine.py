@@ -52,7 +52,8 @@ class StageModule(PipelineModule):
         groups = model_groups(layout)
         with with_groups(groups), contextlib.redirect_stdout(io.StringIO()):  # it prints the partition
             super().__init__(layers=[model] * layout.pipeline, topology=groups.topology(), partition_method="uniform")
-        self._is_first, self._is_last = layout.pipeline_stage == 0, layout.pipeline_stage == layout.pipeline - 1
+        self._is_first = layout.pipeline_stage == 0
+        self._is_last = layout.pipeline_stage == layout.pipeline - 1
         self._parts = getattr(model, "token_parts", None)  # under tensor parallelism
         # The first stage and the last add up the gradients of a tied weight, which both of them hold.
         self._tied: list[tuple[Any, Any]] = []
@@ -72,7 +73,8 @@ class StageModule(PipelineModule):
         """Run this stage: (B, T) token ids in the first stage, hidden states in others -> hidden states, or of the
         last stage what `last_stage` finds. Hidden states are (B, T, H), or this rank's tokens of them (TokenParts)."""
         self.phase("forward")
-        model, batch = self.forward_funcs[0], next(self.batches).to(incoming.device)
+        model = self.forward_funcs[0]
+        batch = next(self.batches).to(incoming.device)
         inputs: dict[str, Any] = dict(batch.inputs)
         if not self._is_first:
             shape = inputs.pop("input_ids").shape
@@ -111,7 +113,8 @@ class PipelineEngine(DeepSpeedEngine):
         return losses or [torch.zeros((), device=self.device) for _ in micro_batches]
 
     def losses(self, batches: Iterable[Batch], loss_sum: LossSum) -> Iterator[tuple[Batch, torch.Tensor]]:
-        remaining, most = iter(batches), EVALUATED_TOGETHER * self.layout.pipeline
+        remaining = iter(batches)
+        most = EVALUATED_TOGETHER * self.layout.pipeline
         while chunk := list(islice(remaining, most)):
             found = self.evaluate(chunk, lambda model, batch: loss_sum(model, batch).float())
             yield from zip(chunk, found or [torch.zeros((), device=self.device) for _ in chunk])
@@ -121,7 +124,8 @@ class PipelineEngine(DeepSpeedEngine):
         """Return what the last stage finds for each batch, without dropout; nothing on the others."""
         from deepspeed.runtime.pipe.schedule import InferenceSchedule
 
-        found, training = [], self.stage.training
+        found = []
+        training = self.stage.training
 
         def noted(model: Any, batch: Batch) -> torch.Tensor:
             found.append(last_stage(model, batch))
@@ -143,8 +147,11 @@ class PipelineEngine(DeepSpeedEngine):
         shapes = frozenset(each.shape for each in ids)
         if shapes != self._shapes:
             engine.reset_activation_shape()
-        engine.dynamic_shape, self._shapes = len(shapes) > 1, shapes
-        self.stage.batches, self.stage.last_stage, self.stage.phase = iter(batches), last_stage, phase
+        engine.dynamic_shape = len(shapes) > 1
+        self._shapes = shapes
+        self.stage.batches = iter(batches)
+        self.stage.last_stage = last_stage
+        self.stage.phase = phase
         # DeepSpeed would wait for them to be copied.
         engine.set_dataiterator((each.to(self.device, non_blocking=True), None) for each in ids)
         run_schedule(engine, schedule(len(batches), engine.num_stages, engine.stage_id))
@@ -210,7 +217,8 @@ class PipelinedModel:
             output = model(**batch.inputs)
             return output if torch.is_tensor(output) else output.logits
 
-        engine, grid = self._engine, self._engine.engine.grid
+        engine = self._engine
+        grid = self._engine.engine.grid
         held: list[Any] = [each.cpu() for each in engine.evaluate([Batch(inputs, 0, 0, 0, [])], found)] or [None]
         last = grid.stage_to_global(engine.layout.pipeline - 1)
         torch.distributed.broadcast_object_list(held, last, grid.get_pipe_parallel_group(), engine.device)

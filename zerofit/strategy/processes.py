@@ -47,7 +47,8 @@ def make_accelerator(
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
     strategy.check_precision()
     _check_started()
-    launch, on_cpu = strategy.launch, not torch.accelerator.is_available()
+    launch = strategy.launch
+    on_cpu = not torch.accelerator.is_available()
     notes: list[str] = []
     if on_cpu:
         tell_deepspeed_of_a_cpu()

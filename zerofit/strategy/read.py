@@ -38,13 +38,15 @@ def check_combinations(strategy: Strategy, recipe: TrainingRecipe) -> None:
 
 def _of_parallelism(strategy: Strategy, recipe: TrainingRecipe) -> Iterator[Conflict]:
     """Yield the conflicts of tensor, pipeline and sequence parallelism; one that all have is the first one's."""
-    zero, precision = strategy.zero, strategy.precision
+    zero = strategy.zero
+    precision = strategy.precision
     degrees = {SEQUENCE: strategy.sequence, f"{TENSOR}.autotp_size": strategy.tensor}
     degrees[f"{PIPELINE}.stages"] = strategy.pipeline
     stated = {key: f"{strategy.source}: {key} = {degree}" for key, degree in degrees.items() if degree > 1}
     if not stated:
         return
-    first, compiled = next(iter(stated.values())), f"torch_compile ({recipe.source('torch_compile')})"
+    first = next(iter(stated.values()))
+    compiled = f"torch_compile ({recipe.source('torch_compile')})"
     sums = f"data_types.grad_accum_dtype in {precision}" if _sums_dtype(strategy) else None
     if recipe.lora:
         yield first, f"lora ({recipe.source('lora')})", "Remove it, or use another strategy, such as zero3"
@@ -67,7 +69,8 @@ def _of_parallelism(strategy: Strategy, recipe: TrainingRecipe) -> Iterator[Conf
         if len(stated) > 1:
             yield first, " and ".join(key for key in stated if key != SEQUENCE), REMOVE
     if strategy.pipeline > 1:
-        stages, stage = stated[f"{PIPELINE}.stages"], zero.get("stage")
+        stages = stated[f"{PIPELINE}.stages"]
+        stage = zero.get("stage")
         if stage in (2, 3):
             added = "gradients of many micro-batches are added up in full"
             yield stages, f"zero_optimization.stage = {stage}: {added}", "Write 1"
@@ -89,7 +92,9 @@ def _sums_dtype(strategy: Strategy) -> str | None:
 
 def _of_shards(strategy: Strategy, recipe: TrainingRecipe) -> Iterator[Conflict]:
     """Yield the conflicts of FSDP2, ZeRO-3, an optimizer on a disk, and gradients that are rounded."""
-    source, config, compiled = strategy.source, strategy.deepspeed or {}, recipe.source("torch_compile")
+    source = strategy.source
+    config = strategy.deepspeed or {}
+    compiled = recipe.source("torch_compile")
     if strategy.launch.fsdp is not None:  # of one process too
         if strategy.precision == "fp16":
             yield f"{source}: FSDP", "precision = fp16", "Use --precision bf16, or --strategy zero3"
@@ -116,7 +121,8 @@ def _of_shards(strategy: Strategy, recipe: TrainingRecipe) -> Iterator[Conflict]
 
 def _of_optimizer(strategy: Strategy, recipe: TrainingRecipe) -> Iterator[Conflict]:
     """Yield the conflicts where an optimizer would have other matrices, or blocks of them, than in one process."""
-    stated, source = f"optim = {recipe.optim} ({recipe.source('optim')})", strategy.source
+    stated = f"optim = {recipe.optim} ({recipe.source('optim')})"
+    source = strategy.source
     if recipe.optim not in SHARDED and (strategy.deepspeed is not None or strategy.fully_shards):
         why = {
             "adafactor": "It keeps means over the rows and columns of each matrix, which no process has in full",
@@ -138,7 +144,8 @@ def _of_optimizer(strategy: Strategy, recipe: TrainingRecipe) -> Iterator[Confli
 
 
 def _of_float8(strategy: Strategy, recipe: TrainingRecipe) -> Iterator[Conflict]:
-    stated, source = f"float8 ({recipe.source('float8')})", strategy.source
+    stated = f"float8 ({recipe.source('float8')})"
+    source = strategy.source
     obstacles = {
         "lora": recipe.lora,
         "activation_offload": recipe.activation_offload,
@@ -165,14 +172,16 @@ def read_strategy(recipe: TrainingRecipe, on_layout: OnLayout = lambda layout: F
     Raises:
         UserError: all contradictions, with both values and both sources; a GPU that torch does not see.
     """
-    launch, problems = find_launch(take_named(recipe)), Problems()
+    launch = find_launch(take_named(recipe))
+    problems = Problems()
     with problems.collected():
         check_launch(launch)
     with problems.collected():
         check_devices()
     with problems.collected():
         launch = _adopt_float8(launch, recipe)
-    read, strategy = _read_deepspeed if launch.deepspeed else _read_torch, None
+    read = _read_deepspeed if launch.deepspeed else _read_torch
+    strategy = None
     with problems.collected():
         strategy = read(launch, recipe, problems, on_layout)
     problems.raise_found()
@@ -188,7 +197,8 @@ def read_strategy(recipe: TrainingRecipe, on_layout: OnLayout = lambda layout: F
 
 def _read_torch(launch: Launch, recipe: TrainingRecipe, problems: Problems, on_layout: OnLayout) -> Strategy:
     """One process, DDP or FSDP2."""
-    precision, stated = "fp32", [_of_launcher(launch)]
+    precision = "fp32"
+    stated = [_of_launcher(launch)]
     with problems.collected():
         precision, stated = _agreed_precision(recipe, stated)
     if launch.fsdp is not None:
@@ -206,7 +216,8 @@ def _read_torch(launch: Launch, recipe: TrainingRecipe, problems: Problems, on_l
 def _read_deepspeed(launch: Launch, recipe: TrainingRecipe, problems: Problems, on_layout: OnLayout) -> Strategy:
     """ZeRO of any stage."""
     config, source, notes = read_deepspeed_config(launch, problems)
-    precision, stated = "fp32", [_of_launcher(launch)]
+    precision = "fp32"
+    stated = [_of_launcher(launch)]
     with problems.collected():
         stated.append(PrecisionSetting(stated_precision(config, source), source))
         precision, stated = _agreed_precision(recipe, stated)
@@ -235,7 +246,8 @@ def _adopt_float8(launch: Launch, recipe: TrainingRecipe) -> Launch:
     """Let `mixed_precision: fp8` mean precision = bf16 and float8, and float8 compile the blocks. Returns the launch
     with its precision. Raises UserError where the recipe says otherwise."""
     if launch.precision == "fp8":
-        stated, source = f"mixed_precision = fp8 ({_of_launcher(launch).source})", recipe.source("float8")
+        stated = f"mixed_precision = fp8 ({_of_launcher(launch).source})"
+        source = recipe.source("float8")
         launch = replace(launch, precision="bf16")
         if source is None and recipe.trains:
             recipe.adopt("float8", True, _of_launcher(launch).source)

@@ -45,7 +45,8 @@ def shares_heads(config: Any, degree: int) -> bool:
 def check_sequence_parallel(config: Any, degree: int, source: str, recipe: Any, precision: str) -> None:
     """Raises UserError: all that stands against `degree` ranks that split the rows of such a model."""
     config = config.get_text_config()
-    stated, without = f"{source}: sequence_parallel_size = {degree}", "Use a strategy without it, such as zero3"
+    stated = f"{source}: sequence_parallel_size = {degree}"
+    without = "Use a strategy without it, such as zero3"
     problems = []
     if not family_of(config).splits_rows:
         problems.append(f"{stated} is not supported for a {config.model_type}. {without}")
@@ -85,7 +86,10 @@ class SplitRows:
     """
 
     def __init__(self, model: Any, layout: ParallelLayout) -> None:
-        self.model, self.size, self.rank, self.active = model, layout.sequence, layout.sequence_rank, True
+        self.model = model
+        self.size = layout.sequence
+        self.rank = layout.sequence_rank
+        self.active = True
         self.group = sequence_groups(layout).get_sequence_parallel_group()
         self.in_a_ring = not shares_heads(model.config.get_text_config(), self.size)
         self._exchanges: dict[int, Callable[..., Any]] = {}  # by the number of rows
@@ -99,7 +103,8 @@ class SplitRows:
         """Compute rows in full with another kernel, such as where a flash kernel mixes packed documents."""
         from transformers import AttentionInterface, AttentionMaskInterface
 
-        self.kernel, self._attention = kernel, AttentionInterface()[kernel]
+        self.kernel = kernel
+        self._attention = AttentionInterface()[kernel]
         # transformers would load a flash kernel, or one of the hub, by the name that it reads.
         name = f"{SPLIT}_{kernel.replace('flash', 'f').replace('/', '_')}"
         AttentionInterface.register(name, _attend_split)
@@ -137,7 +142,8 @@ class SplitRows:
         """This rank's part of the rows, filled up to a length that the ranks divide, and the mask of rows in full."""
         rows, width = inputs["input_ids"].shape
         fill = -width % (2 * self.size if self.in_a_ring else self.size)
-        inputs, mask = dict(inputs), inputs.get("attention_mask")
+        mask = inputs.get("attention_mask")
+        inputs = dict(inputs)
         packed = mask is None and "position_ids" in inputs and "cu_seq_lens_q" not in inputs
         if "labels" in inputs:  # shifted before the cut: the next token may be in the next rank's part
             inputs["next_tokens"] = F.pad(inputs.pop("labels")[:, 1:], (0, 1), value=IGNORE)
@@ -248,14 +254,18 @@ class RingAttention(torch.autograd.Function):
     def forward(  # noqa: PLR0917
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Any, scale: float | None
     ) -> torch.Tensor:
-        groups, kernel = query.shape[1] // key.shape[1], Ring.kernels(query.device)[0]
+        groups = query.shape[1] // key.shape[1]
+        kernel = Ring.kernels(query.device)[0]
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:
             return kernel(query, *(each.repeat_interleave(groups, dim=1) for each in (key, value)), **options)
 
         output, sums, *rest = Ring().forward(group, attend, query, key, value, scale=scale)
         ctx.save_for_backward(query, key, value, output, sums)
-        ctx.groups, ctx.group, ctx.scale, ctx.rest = groups, group, scale, dict(zip(OF_GPU, rest, strict=False))
+        ctx.groups = groups
+        ctx.group = group
+        ctx.scale = scale
+        ctx.rest = dict(zip(OF_GPU, rest, strict=False))
         return output
 
     @staticmethod

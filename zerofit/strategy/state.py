@@ -54,7 +54,8 @@ class Shard:
             return first, last, length
         starts, lengths = self.cut.runs()
         stops = np.cumsum(lengths)
-        first, last = np.maximum(stops - lengths, self.start), np.minimum(stops, self.stop)
+        first = np.maximum(stops - lengths, self.start)
+        last = np.minimum(stops, self.stop)
         within = first < last
         starts = starts + first - (stops - lengths)
         return starts[within], first[within] - self.start, (last - first)[within]
@@ -75,10 +76,12 @@ def sampled_elements(num_elements: int) -> np.ndarray:
 
 def overlaps(one: Shard, other: Shard) -> Iterator[tuple[int, int, int]]:
     """Yield (first element in the one, first in the other, length) of what two shards have in common."""
-    (a, in_a, of_a), (b, in_b, of_b) = one.runs(), other.runs()
+    (a, in_a, of_a) = one.runs()
+    (b, in_b, of_b) = other.runs()
     i = j = 0
     while i < len(a) and j < len(b):
-        first, last = max(a[i], b[j]), min(a[i] + of_a[i], b[j] + of_b[j])
+        first = max(a[i], b[j])
+        last = min(a[i] + of_a[i], b[j] + of_b[j])
         if first < last:
             yield int(in_a[i] + first - a[i]), int(in_b[j] + first - b[j]), int(last - first)
         if a[i] + of_a[i] < b[j] + of_b[j]:
@@ -98,7 +101,8 @@ class OptimizerState:
     kinds: tuple[str, ...] = KINDS
 
     def __init__(self, engine: Any) -> None:
-        self.engine, self.optimizer = engine, engine.torch_optimizer
+        self.engine = engine
+        self.optimizer = engine.torch_optimizer
         self.parameters: dict[str, Any] = _trained(engine.module)  # with what DeepSpeed hangs on them
         self.whole = _trained(engine.whole)  # of all stages of a pipeline
         self.matrices = self.optimizer.matrices if isinstance(self.optimizer, Muon) else {}
@@ -275,7 +279,8 @@ class OptimizerState:
     @torch.no_grad()
     def _swap_ema(self) -> None:
         for tensor in self._optimized():
-            weights, mean = flat(tensor), flat(self.optimizer.state[tensor][EMA])
+            weights = flat(tensor)
+            mean = flat(self.optimizer.state[tensor][EMA])
             weights_before = weights.clone()
             weights.copy_(mean)
             mean.copy_(weights_before)
@@ -293,7 +298,8 @@ class ReplicatedState(OptimizerState):
         return 0, parameter.numel()
 
     def own(self) -> list[Shard]:
-        rank, world = self.engine.layout.rank, self.engine.layout.world_size
+        rank = self.engine.layout.rank
+        world = self.engine.layout.world_size
         cuts = [(shard, shard.stop * rank // world, shard.stop * (rank + 1) // world) for shard in self.held()]
         return [Shard(shard.name, shard.shape, start, stop) for shard, start, stop in cuts if start < stop]
 
@@ -305,7 +311,8 @@ class RowState(OptimizerState):
         return super().own() if self.engine.layout.rank < self.engine.layout.shard_size else []
 
     def _range(self, parameter: Any) -> tuple[int, int]:
-        layout, inner = self.engine.layout, parameter.shape[1:].numel()
+        layout = self.engine.layout
+        inner = parameter.shape[1:].numel()
         first, last = shard_rows(len(parameter), layout.shard_rank, layout.shard_size)
         return first * inner, last * inner
 
@@ -422,7 +429,8 @@ class DiskState(ShardedState):
         file = self.folder / SAVED
         file.unlink(missing_ok=True)  # a save under way keeps what it has
         room = torch.from_file(str(file), shared=True, size=size) if size else torch.empty(0)
-        saved, start = {}, 0
+        saved = {}
+        start = 0
         for shard in self._in_memory(shards):
             for kind in self.kinds:
                 values = self.get(kind, shard)

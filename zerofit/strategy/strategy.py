@@ -153,7 +153,8 @@ class Strategy:
         """One line for the log."""
         b = self.batches
         warmup = f" (first {b.warmup.first}, grows for {b.warmup_updates} updates)" if b.warmup else ""
-        rows, unit = b.row_tokens or 1, " tokens" if b.row_tokens else ""
+        rows = b.row_tokens or 1
+        unit = " tokens" if b.row_tokens else ""
         sizes = (
             f"global batch {rows * b.global_batch:,}{unit}{warmup} = {rows * b.micro_batch:,} x {b.accumulation} "
             f"accumulation x {b.replicas}"
@@ -163,7 +164,8 @@ class Strategy:
     @property
     def describe_layout(self) -> str:
         """One line for the log, without the batches of training."""
-        processes, launch = self.launch.world_size, self.launch
+        processes = self.launch.world_size
+        launch = self.launch
         file = launch.config_file or (launch.json_path if self.deepspeed is not None else None)
         name = self.name if launch.strategy_name or not file else f"{self.name} ({file})"
         degrees = {"tensor": self.tensor, "pipeline": self.pipeline, "sequence": self.sequence}
@@ -252,7 +254,8 @@ class Strategy:
         if not self.shards_parameters or self.tensor > 1:
             return None
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        needed, available = 4 * num_parameters * local, host_memory()[0]
+        needed = 4 * num_parameters * local
+        available = host_memory()[0]
         if needed < available / 2:
             return None
         return (

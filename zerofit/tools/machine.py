@@ -51,7 +51,8 @@ def inspect_machine() -> Machine:
     count = num_devices()
     if not count:
         return Machine(cores=usable_cores(), memory=total, memory_free=free, bf16_slowdown=bf16_slowdown())
-    kind, devices = accelerator().type, []
+    kind = accelerator().type
+    devices = []
     for index in range(count):
         device = torch.device(kind, index)
         free_there, total_there = torch.accelerator.get_memory_info(index)

@@ -22,7 +22,8 @@ from zerofit.recipe.files import without_folders
 # Largest difference of two logits that are the same but for rounding, as a share of the logits' spread: fp32 sums in
 # another order; in bf16 and fp16 the merged weight itself is rounded, which is once more in every layer.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
-ROWS, LENGTH = 3, 16
+ROWS = 3
+LENGTH = 16
 
 
 def merge(folder: AdapterFolder, output: Path, options: Any) -> list[str]:
@@ -121,7 +122,8 @@ class Probe:
 
     def compare(self, before: Tensor, model: PreTrainedModel, what: str) -> str:
         """A line on how the model's logits differ from those before. Raises RuntimeError: by more than rounding."""
-        dtype, after = str(model.dtype).removeprefix("torch."), self.logits(model)
+        dtype = str(model.dtype).removeprefix("torch.")
+        after = self.logits(model)
         difference = (after - before).abs().max().item() if after.shape == before.shape else float("nan")
         spread = (before.max() - before.min()).item()
         allowed = TOLERANCE[dtype] * spread
@@ -134,8 +136,10 @@ def _card(model: PreTrainedModel, folder: AdapterFolder, base: str, notes: list[
     """README.md of the merged model."""
     of_adapter = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save", "task_type")
     settings = json.dumps({name: folder.settings.get(name) for name in of_adapter}, indent=2)
-    dtype, base = str(model.dtype).removeprefix("torch."), without_folders(base)
-    adapter, path = without_folders(str(folder.path)), folder.path.resolve()
+    dtype = str(model.dtype).removeprefix("torch.")
+    base = without_folders(base)
+    adapter = without_folders(str(folder.path))
+    path = folder.path.resolve()
     name = path.parent.name if path.name == "model" else path.name  # of a run's model/ the run's
     return f"""---
 library_name: transformers

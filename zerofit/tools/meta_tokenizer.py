@@ -78,7 +78,8 @@ def convert_tokenizer(file: Path | None, vocab: int, version: str) -> ConvertedT
 def tokenizer_of_file(file: Path) -> "PreTrainedTokenizerBase":
     """The tokenizer in a tokenizer.model without a model. The params.json beside one of Llama 3 says which special
     tokens it has; without one they are those of 3.1."""
-    params, ranks = file.with_name("params.json"), len(tiktoken_ranks(file) or ())
+    params = file.with_name("params.json")
+    ranks = len(tiktoken_ranks(file) or ())
     values = json.loads(read_text(params)) if params.is_file() else {"use_scaled_rope": True}
     special = max(LLAMA_3_SPECIAL, (values.get("vocab_size") or 0) - ranks) if ranks > 1000 else len(LLAMA_3)
     vocab = ranks + special if ranks else sys.maxsize
@@ -110,7 +111,8 @@ def _of_sentencepiece(file: Path) -> ConvertedTokenizer:
 
 def special_tokens(version: str, number: int) -> list[str]:
     """Llama 3's special tokens: the named ones, and numbered ones in between and after them."""
-    names, numbered = LLAMA_3_1 if version == "3.1" else LLAMA_3, itertools.count()
+    names = LLAMA_3_1 if version == "3.1" else LLAMA_3
+    numbered = itertools.count()
     tokens = [f"reserved_special_token_{next(numbered)}" if name == "-" else name for name in [*names, *"-" * number]]
     return [f"<|{name}|>" for name in tokens[:number]]
 

@@ -29,9 +29,15 @@ from zerofit.record.run_folder import RunFolder, is_count
 from zerofit.record.terminal import decimals, duration, log_lines, rounded, screen_width, shortened, size, table
 
 RECENT = 20  # updates whose median is the speed
-SILENT_S, SILENT_UPDATES = 60, 10  # a run without a new line for longer than both is silent
+# a run without a new line for longer than both is silent
+SILENT_S = 60
+SILENT_UPDATES = 10
 GONE_S = 10  # the same of one whose process is not there; it may be there, and not be seen from this container
-RUNNING, SILENT, KILLED, FINISHED, EXIT = "running", "silent", "killed", "finished", "exit"
+RUNNING = "running"
+SILENT = "silent"
+KILLED = "killed"
+FINISHED = "finished"
+EXIT = "exit"
 
 
 class WatchedRun:
@@ -43,7 +49,8 @@ class WatchedRun:
     """
 
     def __init__(self, path: Path):
-        folder, self.path = RunFolder(path), path
+        folder = RunFolder(path)
+        self.path = path
         files = [file for name in ("metrics.jsonl", "environment.json") if (file := path / name).exists()]
         self.written_at = max((file.stat().st_mtime for file in files), default=0.0)
         self.lines = {line["update"]: line for line in folder.metrics.read()}
@@ -66,7 +73,8 @@ class WatchedRun:
     @property
     def num_updates(self) -> int | None:
         """The updates of the whole run; None: it cannot be told yet."""
-        total, epochs = self.recipe.get("max_train_steps"), self.recipe.get("num_train_epochs")
+        total = self.recipe.get("max_train_steps")
+        epochs = self.recipe.get("num_train_epochs")
         if total is None and (epoch := self.last("epoch")) and isinstance(epochs, (int, float)):
             total = round(epochs * self.updates / epoch)
         return total if is_count(total) else None
@@ -84,7 +92,8 @@ class WatchedRun:
     def state(self, now: float) -> str:
         """The state of the run in words: how long it is silent, or its exit code, with it. `now`: seconds since
         1970."""
-        code, silent_s = self.environment.get("exit_code"), now - self.written_at
+        code = self.environment.get("exit_code")
+        silent_s = now - self.written_at
         patience_s = SILENT_UPDATES * (self.median("seconds") or 0)
         if code is not None:
             return f"{EXIT} {code}" if code else FINISHED
@@ -94,7 +103,8 @@ class WatchedRun:
 
     def seconds_left(self) -> float | None:
         """Seconds to the end at the speed of the latest updates, without evaluations and checkpoints."""
-        seconds, total = self.median("seconds"), self.num_updates
+        seconds = self.median("seconds")
+        total = self.num_updates
         return seconds * (total - self.updates) if seconds and total else None
 
     def _process_is_gone(self) -> bool:
@@ -153,7 +163,9 @@ def main(argv: list[str]) -> int:
     """Print the table; with --watch at a terminal again and again, until every run has ended."""
     options, places = read_options(argv)
     while True:
-        found, width, now = runs_in(places), screen_width(), time.time()
+        found = runs_in(places)
+        width = screen_width()
+        now = time.time()
         is_watched = options.watch and width is not None
         sys.stdout.write("\x1b[H\x1b[J" if is_watched else "")  # from the top of an empty screen
         log_lines(table_of_runs(found, width, now))
@@ -171,7 +183,9 @@ def table_of_runs(runs: dict[str, WatchedRun], width: int | None, now: float) ->
     for name, run in runs.items():
         state = run.state(now)
         left = run.seconds_left() if state == RUNNING else None
-        loss, speed, memory = run.last("loss"), run.median("tokens_per_s"), run.last("peak_memory_bytes")
+        loss = run.last("loss")
+        speed = run.median("tokens_per_s")
+        memory = run.last("peak_memory_bytes")
         held_out = "-" if run.held_out is None else decimals(run.held_out)
         cells = [
             name,

@@ -101,7 +101,8 @@ class BatchSizesOptions(Recipe):
 def read_with_recipe(tool: type[T], argv: list[str], prog: str) -> tuple[T, type[TaskRecipe]]:
     """Return (options of the tool, which has a `task`, and of the task's recipe in one; the recipe's type)."""
     task, joined = join_with_recipe(tool, argv, prog)
-    options, cls = parse_recipe(joined, argv, prog=prog, tool=True), TASKS[task]
+    options = parse_recipe(joined, argv, prog=prog, tool=True)
+    cls = TASKS[task]
     if options.strategy:
         raise UserError(f"{prog} takes --strategies: --strategies {options.strategy}")
     if not options.trains:

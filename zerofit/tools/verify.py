@@ -70,7 +70,8 @@ def compare_records(
 ) -> Difference:
     """Compare metrics.jsonl and samples.jsonl of updates 1 to `num_updates` with those of a reference. Raises
     ValueError: that has no samples, so that everything would agree."""
-    problems, expected = list[str](), range(1, num_updates + 1)
+    problems: list[str] = []
+    expected = range(1, num_updates + 1)
     for lines, whose in ((metrics, ""), (metrics_of_reference, " of the reference")):
         counts = Counter(line["update"] for line in lines)
         wrong = {
@@ -195,7 +196,9 @@ def precision_of(recipe: VerifyOptions) -> str:
     return recipe.precision if recipe.source("precision") == "--precision" and recipe.precision else "fp32"
 
 
-REFERENCE, ONE_PROCESS = "reference", "single"  # the folder, the strategy
+# the folder, the strategy
+REFERENCE = "reference"
+ONE_PROCESS = "single"
 
 
 @dataclass
@@ -222,7 +225,8 @@ class ComparedRun:
         """The problems of a run as messages; empty if it equals the other run and, if it was killed, has resumed."""
         if self.failure or self.difference is None:
             return [self.failure or "it was not compared"]
-        problems, largest = list(self.difference.problems), self.difference.largest
+        problems = list(self.difference.problems)
+        largest = self.difference.largest
         for name, value in largest.items():
             if not value <= tolerance:
                 what = "is not a number in some update" if math.isnan(value) else f"differs by more than {tolerance:g}"
@@ -263,7 +267,10 @@ class Proof:
     """
 
     def __init__(self, options: VerifyOptions, configs: dict[str, Path], output: Path, recipe: Path):
-        self.options, self.configs, self.output, self.recipe = options, configs, output, recipe
+        self.options = options
+        self.configs = configs
+        self.output = output
+        self.recipe = recipe
         self.logs = output / "logs"
         self.save_flags = ("--save_steps", str(options.saved_every), "--save_total_limit", "2")
         self.reference = ComparedRun(ONE_PROCESS, [1], "it was not launched")
@@ -289,11 +296,14 @@ class Proof:
         return trial
 
     def _run_to_end(self, folder: str, strategy: str, num_processes: int) -> ComparedRun:
-        trial, about = self._trial(folder, strategy), f"{strategy}, {counted(num_processes, 'process')}"
+        trial = self._trial(folder, strategy)
+        about = f"{strategy}, {counted(num_processes, 'process')}"
         command = trial.command(num_processes)
         with RunningLaunch(command, trial.output, self.logs / f"{folder}.log") as launch:
             how = launch.wait(60 * self.options.launch_minutes)
-            failed, refused, seconds = failure(launch, how), mistake(launch), launch.seconds
+            failed = failure(launch, how)
+            refused = mistake(launch)
+            seconds = launch.seconds
         if failed:
             failed = f"{failed}\n  to run it alone: {shlex.join(command)}"
             log_lines(f"{about}: failed")
@@ -306,16 +316,21 @@ class Proof:
     def _run_and_kill(self, strategy: str) -> ComparedRun:
         """Launch a run, kill it once in each of `kills` equal parts, then let it run to its end. A launch that ends
         before its moment is the last one, and so is one that fails."""
-        options, folder = self.options, Path(strategy).stem
-        trial, undisturbed = self._trial(f"{folder}-killed", strategy, self.save_flags), self.output / folder
+        options = self.options
+        folder = Path(strategy).stem
+        trial = self._trial(f"{folder}-killed", strategy, self.save_flags)
+        undisturbed = self.output / folder
         random = Random(folder)
         update_s = median(line["seconds"] for line in _metrics(undisturbed))
         start_s = sum(RunFolder(undisturbed).environment()["seconds_to_first_update"].values())
-        outcome, not_resumed, each = ComparedRun(strategy, [], kills=0), 0, (options.updates - 1) / options.kills
+        outcome = ComparedRun(strategy, [], kills=0)
+        not_resumed = 0
+        each = (options.updates - 1) / options.kills
         moments: list[Callable[[RunningLaunch], bool] | None] = []
         for index in range(options.kills):
             place = random.uniform(1 + each * index, 1 + each * (index + 1))
-            update, delay_s = min(int(place), options.updates - 1), (place % 1) * update_s
+            update = min(int(place), options.updates - 1)
+            delay_s = (place % 1) * update_s
             moments.append(moment_to_kill(index, update, delay_s, random.uniform(0, start_s)))
         for index, moment in enumerate([*moments, None]):
             num_processes = options.resumed_processes if index % 3 == 2 else options.num_processes
@@ -355,12 +370,14 @@ class Proof:
         """True if every run was made, and equals the run that it must equal."""
         number = len(self.options.names)
         complete = len(self.agreement) == number and len(self.resumed) == (number if self.options.kills else 0)
-        outcomes, tolerance = [self.reference, *self.agreement, *self.resumed], self.options.largest_difference
+        outcomes = [self.reference, *self.agreement, *self.resumed]
+        tolerance = self.options.largest_difference
         return complete and not any(outcome.problems(tolerance) for outcome in outcomes)
 
     def report(self, width: int | None = None) -> str:
         """The tables, the problems and the verdict, for a screen of this width."""
-        tolerance, blocks = self.options.largest_difference, list[str]()
+        tolerance = self.options.largest_difference
+        blocks: list[str] = []
         for about, outcomes in (
             (f"each against one process ({ONE_PROCESS}): the largest relative differences", self.agreement),
             ("killed and resumed, each against its undisturbed run", self.resumed),

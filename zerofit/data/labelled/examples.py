@@ -157,7 +157,7 @@ def find_choices(recipe: ClsRecipe, table: Dataset) -> Choices | None:
     for row in rows:
         if not is_missing(row[label]):
             name = name_of(row[label])
-            (_, held) = reader._choices(row)
+            _, held = reader._choices(row)
             values.add((name, len(held), name in [text and text.strip() for text in held]))
     numbers = {(int(match[1]), size) for name, size, _ in values if (match := INTEGER_LABEL.fullmatch(name))}
     counts_from_one = any(number == size for number, size in numbers) and all(number for number, _ in numbers)

@@ -122,7 +122,8 @@ def make_recipe(options: CompareOptions, cls: type[TaskRecipe]) -> tuple[dict[st
         raise UserError(
             [f"--{name} has no effect in a comparison. {SET_BY_EACH_RUN.get(name, 'Remove it')}" for name in useless]
         )
-    values, notes = recipe_values(options, cls, OMITTED, REPLACED), []
+    values = recipe_values(options, cls, OMITTED, REPLACED)
+    notes = []
     values["max_eval_samples"] = one_batch(options, options.per_device_eval_batch_size)
     if options.global_batch_size and not options.gradient_accumulation_steps:
         values["gradient_accumulation_steps"] = 2

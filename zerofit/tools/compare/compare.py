@@ -56,7 +56,8 @@ from zerofit.tools.compare.trial import (
 )
 from zerofit.tools.tool_recipe import read_with_recipe, recipe_text
 
-RECIPE, JOURNAL = "recipe.yaml", "journal.jsonl"
+RECIPE = "recipe.yaml"
+JOURNAL = "journal.jsonl"
 
 
 def main(argv: list[str]) -> int:
@@ -71,14 +72,18 @@ def main(argv: list[str]) -> int:
     to_finish = values_to_finish(options, cls) if options.finish else None
     if to_finish:
         check_overrides(candidates, to_finish, cls)
-    real, device = None, options.simulate or options.memory_limit
+    real = None
+    device = options.simulate or options.memory_limit
     if not options.simulate or options.source("steps") or options.finish:  # updates are timed on this machine
         real = inspect_trial_machine()
     if real is not None and real.devices and not options.simulate:
-        machine, timer = real, None
+        machine = real
+        timer = None
     elif device:
-        machine, timer = simulated_machine(device, options.num_processes), real
-        values, notes = recipe_without_weights(values), [*notes, NOT_COUNTED]
+        machine = simulated_machine(device, options.num_processes)
+        timer = real
+        values = recipe_without_weights(values)
+        notes = [*notes, NOT_COUNTED]
     else:
         raise UserError("there is no GPU here: set --memory_limit, e.g. 1GiB, for simulated devices of this size")
     stated = parse_bytes(options.memory_limit) if options.memory_limit else None
@@ -135,11 +140,14 @@ def memory_plot(rows: list[StrategyRow], limit: int | None) -> Figure:
     unit, name = (2**30, "GiB") if top >= 2 * 2**30 else (2**20, "MiB")
     figure, axes = _figure("batch size", f"peak memory of a process, {name}")
     for index, row in enumerate(rows):
-        style, lines, fails = _style(index), row.fitting, row.smallest_misfit
+        style = _style(index)
+        lines = row.fitting
+        fails = row.smallest_misfit
         if row.predicted:
             line = [(size, peak / unit) for size, peak in sorted(row.predicted.items())]
             axes.plot(*zip(*line), color=style["color"], linewidth=1.2)
-        sizes, peaks = [line["size"] for line in lines], [peak_bytes(line) / unit for line in lines]
+        sizes = [line["size"] for line in lines]
+        peaks = [peak_bytes(line) / unit for line in lines]
         axes.plot(
             sizes, peaks, linestyle="none", label=shortened(row.name if lines else f"{row.name}: none", 40), **style
         )
@@ -161,11 +169,15 @@ def throughput_plot(rows: list[StrategyRow]) -> Figure:
     """Samples a second, over all processes, against the batch size of one."""
     figure, axes = _figure("batch size", "samples/s")
     for index, row in enumerate(rows):
-        lines, best, style = row.timed, row.best, _style(index)
+        lines = row.timed
+        best = row.best
+        style = _style(index)
         if best:
-            sizes, rates = [line["size"] for line in lines], [line["samples_per_s"] for line in lines]
+            sizes = [line["size"] for line in lines]
+            rates = [line["samples_per_s"] for line in lines]
             axes.plot(sizes, rates, linewidth=1.2, label=shortened(row.name, 40), **style)
-            size, rate = best["size"], best["samples_per_s"]
+            size = best["size"]
+            rate = best["samples_per_s"]
             axes.plot([size], [rate], "o", color=style["color"], markersize=11, fillstyle="none")
     axes.set_xlim(0, 1.03 * axes.get_xlim()[1])
     axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
@@ -222,7 +234,10 @@ class ComparisonReport:
     """
 
     def __init__(self, comparison: Comparison, command: str, notes: list[str]):
-        self.comparison, self.options, self.command, self.notes = comparison, comparison.options, command, notes
+        self.comparison = comparison
+        self.options = comparison.options
+        self.command = command
+        self.notes = notes
         self.rows = comparison.rows()
         self.common = common_size(self.rows)
         self.finished: list[Finished] = []  # the runs of --finish
@@ -268,7 +283,10 @@ class ComparisonReport:
         return [tuple(names), *(tuple(cells[name] for name in names) for cells in columns)]
 
     def _cells(self, row: StrategyRow) -> dict[str, str]:
-        first, largest, common, best = self.rows[0], row.at(row.largest), row.at(self.common), row.best
+        first = self.rows[0]
+        largest = row.at(row.largest)
+        common = row.at(self.common)
+        best = row.best
         faster = speed_up(row, first)
         return {
             "strategy": row.name,
@@ -319,11 +337,14 @@ class ComparisonReport:
                 finished_table(self.finished),
                 " ".join([of_runs, *self._about_finished()]),
             ]
-        machine, limit = self.comparison.machine, self.comparison.limit
-        environment, packages = machine.environment, machine.environment["packages"]
+        machine = self.comparison.machine
+        limit = self.comparison.limit
+        environment = machine.environment
+        packages = machine.environment["packages"]
         versions = ", ".join(f"{name} {packages[name]}" for name in PACKAGES if name in packages)
         changed = ", with changes that are not committed" if environment["zerofit_changed"] else ""
-        launches, seconds = sum(row.launches for row in self.rows), sum(row.seconds for row in self.rows)
+        launches = sum(row.launches for row in self.rows)
+        seconds = sum(row.seconds for row in self.rows)
         limited = f"{size(limit)} for each process, of what its allocator reserves" if limit else "none"
         provenance = [
             f"Command: `{self.command}`",

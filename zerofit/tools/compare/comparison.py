@@ -95,7 +95,8 @@ class StrategyRow:
     def predicted_peak(self, size: int) -> float:
         """The peak of a size, on the line through the two predicted sizes that are nearest to it."""
         near = sorted(sorted(self.predicted, key=lambda each: abs(each - size))[:2])
-        low, high = self.predicted[near[0]], self.predicted[near[-1]]
+        low = self.predicted[near[0]]
+        high = self.predicted[near[-1]]
         return low + (size - near[0]) * (high - low) / max(1, near[-1] - near[0])
 
 
@@ -136,10 +137,13 @@ def load_text(line: dict[str, Any]) -> str:
 
 def conclusion(rows: list[StrategyRow]) -> str:
     """The results in one to three sentences."""
-    failed, rows = [row.name for row in rows if row.problem], [row for row in rows if not row.problem]
-    said, largest = list[str](), max((row.largest for row in rows), default=0)
+    failed = [row.name for row in rows if row.problem]
+    rows = [row for row in rows if not row.problem]
+    said: list[str] = []
+    largest = max((row.largest for row in rows), default=0)
     if largest:
-        first, holders = rows[0], [row for row in rows if row.largest == largest]
+        first = rows[0]
+        holders = [row for row in rows if row.largest == largest]
         against = ""
         if first.largest not in (0, largest):
             against = f", {rounded(largest / first.largest)} times the {first.largest:,} of {first.name}"
@@ -202,7 +206,8 @@ class Comparison:
     timer: TrialMachine | None
 
     def __post_init__(self) -> None:
-        options, machine = self.options, self.machine
+        options = self.options
+        machine = self.machine
         self.room = self.limit or min(device.total for device in machine.devices)  # what a peak may have
         self.journal = Journal(self.output / "journal.jsonl")
         self.sizes = options.micro_batches or [*range(options.granularity, LARGEST + 1, options.granularity)]
@@ -251,7 +256,8 @@ class Comparison:
         return [self._row(candidate) for candidate in self.candidates]
 
     def _row(self, candidate: Candidate) -> StrategyRow:
-        key, predictions = self.keys[candidate.name], self.journal.lines_of(self.keys[candidate.name], "prediction")
+        key = self.keys[candidate.name]
+        predictions = self.journal.lines_of(self.keys[candidate.name], "prediction")
         results = self.journal.results(key, 60 * self.options.trial_minutes)
         trials = [line for size, line in results.items() if size in self.sizes]
         if self.machine.simulated:  # rates are those of the trials that were timed at these sizes
@@ -330,7 +336,8 @@ class Comparison:
             sizes = filter(None, (row.largest, common_size(self.rows())))
             for size in sorted({*sizes} - {line["size"] for line in row.timed}):
                 precision, _ = timed_precision(timer, row.about["precision"])
-                key, flags = self._timed_key(candidate, timer), ("--precision", precision)
+                key = self._timed_key(candidate, timer)
+                flags = ("--precision", precision)
                 result = self._launch(candidate, size, key, timer, self.options.steps, flags=flags)
                 if result["outcome"] != "fits":
                     said = result.get("text") or outcome_text(result)
@@ -385,7 +392,8 @@ def predict_peaks(
     words = ["--task", options.task, "--config", str(recipe), *candidate.flags]
     words += ["--strategies", str(candidate.config), "--gpu_memory", "1GiB"]
     planned, _ = read_with_recipe(PlanOptions, words, "zerofit plan")
-    on_cuda, processes = machine.kind == "cuda", options.num_processes
+    on_cuda = machine.kind == "cuda"
+    processes = options.num_processes
     model = read_planned_model(planned, options.task, on_gpu=True)
     model = replace(model, cpu_kernels=not (on_cuda or machine.simulated))
     planner = Planner(planned, model, Budget(limit + CUDA_CONTEXT_BYTES, None, processes, processes))

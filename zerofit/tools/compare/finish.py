@@ -24,7 +24,8 @@ from zerofit.tools.tool_recipe import recipe_values
 def values_to_finish(options: CompareOptions, cls: type[TaskRecipe]) -> dict[str, Any]:
     """The user's recipe without the options that each run sets for itself. A global batch sets the accumulation.
     Raises UserError: it does not divide by the processes."""
-    size, processes = options.global_batch_size, options.num_processes
+    size = options.global_batch_size
+    processes = options.num_processes
     if size and size % processes:
         raise UserError(
             f"global_batch_size = {size} ({options.source('global_batch_size')}): no multiple of {processes} processes"
@@ -70,7 +71,8 @@ class Finished:
     @classmethod
     def read(cls, name: str, micro_batch: int, folder: Path, problem: str = "") -> "Finished":
         """Read a run from its folder."""
-        held = RunFolder(folder).environment().get("held_out") or {}
+        held = RunFolder(folder).environment().get("held_out")
+        held = held if isinstance(held, dict) else {}
         figures = {figure: value for figure, value in held.items() if figure.startswith(("eval_", "test_"))}
         recipe = read_yaml(folder / "recipe.yaml")
         return cls(name, micro_batch, RunFolder(folder).metrics.read(), figures, recipe, problem)
@@ -100,7 +102,9 @@ def finished_table(runs: list[Finished]) -> list[tuple[str, ...]]:
         if run.problem or not run.lines:
             rows.append((run.name, str(run.micro_batch), "failed", *["-"] * (len(HEAD) - 3 + len(names))))
             continue
-        last, evaluation, seconds = run.lines[-1], run.evaluation, run.training_s
+        last = run.lines[-1]
+        evaluation = run.evaluation
+        seconds = run.training_s
         trained = [line for line in run.lines if "seconds" in line]
         cells = [
             run.name,
@@ -150,7 +154,8 @@ def agreement(runs: list[Finished]) -> str:
 def finish(comparison: Comparison, recipe: Path, candidate: Candidate, best: int) -> Finished:
     """Train under a strategy that holds a batch of `best` samples on each process. `recipe`: the file of the runs'
     recipe."""
-    options, machine = comparison.options, comparison.timer or comparison.machine
+    options = comparison.options
+    machine = comparison.timer or comparison.machine
     size = batch_to_train(best, options.global_batch_size, options.num_processes)
     key = key_of(
         recipe=recipe.read_text(encoding="utf-8"),

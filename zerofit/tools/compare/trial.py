@@ -103,7 +103,8 @@ def inspect_trial_machine(simulated: dict[str, str] | None = None) -> TrialMachi
 def choose_limit(machine: TrialMachine, num_processes: int, limit: int | None) -> tuple[int | None, list[str]]:
     """Return (bytes that each rank may use of its device; None: all of it, notes that say what was chosen). Raises
     UserError: a device has less than its ranks together may use."""
-    ranks, total = -(-num_processes // len(machine.devices)), min(device.total for device in machine.devices)
+    ranks = -(-num_processes // len(machine.devices))
+    total = min(device.total for device in machine.devices)
     if limit is None and machine.simulated:
         limit = total
     context = CUDA_CONTEXT_BYTES if machine.kind == "cuda" else 0
@@ -205,7 +206,8 @@ class Journal:
     or timed_out) and `end`."""
 
     def __init__(self, file: Path):
-        self.file, reader = file, LineReader(file)
+        self.file = file
+        reader = LineReader(file)
         self.lines = reader.poll()
         reader.drop_rest()
 
@@ -268,18 +270,23 @@ def run_trial(
     file = folder / "request.json"
     file.write_text(json.dumps(request) + "\n", encoding="utf-8")
     environment = {**environment, VARIABLE: str(file.absolute())}
-    command, log = trial.command(num_processes), folder / "log.txt"
+    command = trial.command(num_processes)
+    log = folder / "log.txt"
     with RunningLaunch(command, trial.output, log, mark=mark, environment=environment) as launch:
         result = _follow(launch, LineReader(folder / ANSWERS), patience_s)
         return {**result, "seconds_taken": launch.seconds}
 
 
 def _follow(launch: RunningLaunch, answers: LineReader, patience_s: float) -> dict[str, Any]:
-    begun, answered_at, shown_at = False, launch.seconds, launch.seconds
+    begun = False
+    answered_at = launch.seconds
+    shown_at = launch.seconds
     while True:
         has_ended = launch.wait(launch.seconds + 0.1) == "ended"  # answers from before are read below
         for line in answers.poll():
-            begun, answered_at, shown_at = True, launch.seconds, launch.seconds
+            begun = True
+            answered_at = launch.seconds
+            shown_at = launch.seconds
             if (event := line.pop("event")) != "begins":
                 return {"outcome": event, **line}
         if has_ended:
@@ -296,7 +303,8 @@ def _follow(launch: RunningLaunch, answers: LineReader, patience_s: float) -> di
 
 def outcome_of(launch: RunningLaunch) -> dict[str, Any]:
     """Say why a launch has ended without an answer from its ranks, as run_trial returns it."""
-    code, text = launch.exit_code, launch.text
+    code = launch.exit_code
+    text = launch.text
     if not code:
         return {"outcome": "failed", "text": "it ended without a result"}
     if refused := mistake(launch):

@@ -244,7 +244,7 @@ class MetaFolder:
 
     def read(self, weight: MetaWeight) -> torch.Tensor:
         """The full weight, concatenated from its shards, in Meta's order."""
-        (axis, copies) = self.cuts[weight.meta]
+        axis, copies = self.cuts[weight.meta]
         shards = [shard[weight.meta] for shard in self.shards]
         if axis is None or len(shards) == 1:
             return shards[0]

@@ -27,7 +27,8 @@ PROG = "zerofit doctor"
 
 def main(argv: list[str]) -> int:
     """Print the report. Returns 0; 1: it cannot run here; 2: bad input."""
-    read, shell = read_options(argv), dict(os.environ)
+    read = read_options(argv)
+    shell = dict(os.environ)
     offline = patch.dict(os.environ, shell | {"HF_HUB_OFFLINE": "1"}, clear=True)
     with offline, contextlib.redirect_stdout(io.StringIO()):  # libraries talk
         report = make_report(*read, shell)

@@ -77,7 +77,8 @@ class Installation(Machine):
             return found
         path = output.expanduser().absolute()
         place = next(place for place in (path, *path.parents) if place.exists())
-        free, shared = shutil.disk_usage(place).free, is_shared(place)
+        free = shutil.disk_usage(place).free
+        shared = is_shared(place)
         return replace(found, output=str(path), disk_free=free, disk_shared=shared)
 
     def facts(self) -> list[tuple[str, str]]:
@@ -107,7 +108,8 @@ def check_machine(
     Args:
         variables: the environment of a process.
     """
-    there, counted_processes = len(machine.devices), counted(processes, "process")
+    there = len(machine.devices)
+    counted_processes = counted(processes, "process")
     for maker, count in machine.present.items():
         hiding = [name for name in (VISIBLE[maker], *ALSO_VISIBLE[maker]) if variables.get(name) in NO_DEVICE]
         if hiding and not there:
@@ -154,7 +156,9 @@ def examine(
         if machines.count > 1:  # by a scheduler
             where = f"machine {machines.rank} of {machines.count}, the first at {machines.address}"
             report.add(NOTE, f"zerofit launch: {where}, read from {machines.source}")
-    processes, num_machines, precision = max(1, num_devices()), 1, None
+    processes = max(1, num_devices())
+    num_machines = 1
+    precision = None
     if task or recipe.strategy:
         report.examined = "this recipe" if task else "this strategy"
         try:
@@ -219,7 +223,9 @@ def _examine_run(
 
 def _launch(report: DoctorReport, options: DoctorOptions, task: str | None, recipe: TrainingRecipe) -> tuple[int, int]:
     """Find out and report the launch line. Returns (processes, machines). Raises as `_examine_run`."""
-    devices, file, strategy = num_devices(), None, recipe.strategy
+    devices = num_devices()
+    file = None
+    strategy = recipe.strategy
     content: dict[str, Any] = {}
     found: dict[str, int] = {}
     if not strategy:
@@ -238,15 +244,18 @@ def _launch(report: DoctorReport, options: DoctorOptions, task: str | None, reci
             what = f"accelerate launch refuses {file}: {first_line(refusal).rstrip('.')}"
             report.add(ERROR, f"{what}. Name one of accelerate_configs/ with --strategy")
     for name, default in (("num_machines", 1), ("num_processes", max(1, devices))):
-        given, of_file = getattr(options, name), content.get(name)
+        given = getattr(options, name)
+        of_file = content.get(name)
         stated = of_file if isinstance(of_file, int) and of_file > 0 else None
         found[name] = given or stated or default * found.get("num_machines", 1)
         report.values.append((name, found[name], f"--{name}" if given else file if file and stated else DEFAULT))
-    machines, processes = found["num_machines"], found["num_processes"]
+    machines = found["num_machines"]
+    processes = found["num_processes"]
     if processes % machines:
         what = f"num_processes = {processes} on {machines} machines: each has the same number"
         report.add(ERROR, f"{what}. Use --num_processes {machines * max(1, processes // machines)}")
-    address, several = content.get("main_process_ip") or "MACHINE_0", machines > 1
+    address = content.get("main_process_ip") or "MACHINE_0"
+    several = machines > 1
     words: list[object] = ["accelerate", "launch", "--config_file", file, "--num_processes", processes]
     words += ["--num_machines", machines, "--machine_rank", 0, "--main_process_ip", address] if several else []
     if file is None:
@@ -317,7 +326,9 @@ def recipe_rows(recipe: TrainingRecipe, strategy: Strategy | None) -> list[tuple
         if source is not None and each.name not in ("precision", "strategy"):  # they are the launch's
             values[each.name] = (each.name, getattr(recipe, each.name), source or "this machine")
     if strategy and recipe.trains:
-        batches, accumulation, name = strategy.batches, "gradient_accumulation_steps", "global_batch_size"
+        batches = strategy.batches
+        accumulation = "gradient_accumulation_steps"
+        name = "global_batch_size"
         made = f"{batches.micro_batch} x {batches.accumulation} x {batches.replicas} replicas"
         source = "from global_batch_size" if recipe.global_batch_size else DEFAULT
         values.setdefault(accumulation, (accumulation, batches.accumulation, source))

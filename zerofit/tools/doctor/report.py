@@ -12,7 +12,10 @@ from zerofit.recipe.options import StrategyOptions
 from zerofit.record.terminal import shortened
 from zerofit.tools.tool_recipe import TaskOption
 
-ERROR, WARNING, NOTE = LEVELS = ("error", "warning", "note")  # the run would stop; it may; good to know
+ERROR = "error"
+WARNING = "warning"
+NOTE = "note"
+LEVELS = (ERROR, WARNING, NOTE)  # the run would stop; it may; good to know
 VALUE = 18  # columns of a value, at most
 
 

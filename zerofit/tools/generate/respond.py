@@ -49,7 +49,8 @@ def find_model(options: Any) -> tuple[AdapterBase, AdapterFolder | None, PreTrai
     """Find the model (or the base of an adapter), its adapter and its tokenizer; the weights are not loaded.
     `options`: those of generating or evaluating. Raises UserError: they cannot be loaded, or the model does not write
     texts."""
-    name, trust = model_folder(options.model), options.trust_remote_code
+    name = model_folder(options.model)
+    trust = options.trust_remote_code
     if not (is_adapter(name) or options.adapter):
         config = read_config("model", name, trust)
         _auto_class(config, name)
@@ -114,9 +115,12 @@ class Writer:
     """Lets a model write what a renderer asks of it. `model`: a PreTrainedModel that generates."""
 
     def __init__(self, model: Any, renderer: Renderer, options: "GenerateOptions"):
-        self.positions, self.has_encoder = usable_positions(model.config), renderer.has_encoder
+        self.positions = usable_positions(model.config)
+        self.has_encoder = renderer.has_encoder
         tokenizer = renderer.tokenizer
-        self.model, self.renderer, self.tokenizer = model, renderer, tokenizer
+        self.model = model
+        self.renderer = renderer
+        self.tokenizer = tokenizer
         self.max_new_tokens = options.max_new_tokens
         defaults = model.generation_config
         stops = defaults.eos_token_id
@@ -195,7 +199,8 @@ class Writer:
 def complete(writer: Writer, prompts: list[Prompt], output: TextIO | None = None) -> None:
     """Continue each prompt by itself, and write a record of each to `output` if there is one. Raises UserError: a
     prompt is too long; raised before any is continued."""
-    rows, cut = [], []
+    rows = []
+    cut = []
     for number, prompt in enumerate(prompts, 1):
         rows.append(writer.renderer.ids(prompt))
         cut.append(writer.renderer.left_out)

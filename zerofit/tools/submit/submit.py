@@ -46,7 +46,8 @@ def requeue(argv: list[str]) -> int:
     Args:
         argv: srun's exit code, and the words of `zerofit launch`.
     """
-    code, record = int(argv[0]), exit_code_of(argv[1:])
+    code = int(argv[0])
+    record = exit_code_of(argv[1:])
     recorded = record.folder.environment().get("exit_code")
     if code > KILLED and recorded is not None:
         written = (record.folder.path / "environment.json").stat().st_mtime
@@ -241,7 +242,9 @@ def make_job(options: SubmitOptions, words: list[str]) -> tuple[dict[str, Any], 
     processes = launch.num_processes or options.nodes * max(1, options.gpus_per_node)
     if processes % options.nodes:
         raise UserError(f"num_processes = {processes} on {options.nodes} nodes: each has the same number")
-    strategy, task, notes = launch.strategy or ("ddp" if processes > 1 else "single"), Path(script).stem, []
+    strategy = launch.strategy or ("ddp" if processes > 1 else "single")
+    task = Path(script).stem
+    notes = []
     find_strategies([strategy])
     if task in TASKS:
         from zerofit.tools.machine import strategy_of_a_launch  # it loads torch
