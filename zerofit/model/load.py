@@ -212,7 +212,7 @@ def _initialize_missing(
     names = sorted(set(missing) & parameters.keys())
     for name in names:
         parameter = parameters[name]
-        (owner, _, attribute) = name.rpartition(".")
+        owner, _, attribute = name.rpartition(".")
         module = model.get_submodule(owner)
         drawn = torch.nn.Parameter(torch.empty(true_shape(parameter), dtype=dtype or parameter.dtype))
         initialize(model, module, attribute, drawn)

@@ -76,8 +76,8 @@ def sampled_elements(num_elements: int) -> np.ndarray:
 
 def overlaps(one: Shard, other: Shard) -> Iterator[tuple[int, int, int]]:
     """Yield (first element in the one, first in the other, length) of what two shards have in common."""
-    (a, in_a, of_a) = one.runs()
-    (b, in_b, of_b) = other.runs()
+    a, in_a, of_a = one.runs()
+    b, in_b, of_b = other.runs()
     i = j = 0
     while i < len(a) and j < len(b):
         first = max(a[i], b[j])
