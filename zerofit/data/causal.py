@@ -45,8 +45,8 @@ def prepare_causal_data(recipe: ClmRecipe, config: PretrainedConfig, consumed: C
         if recipe.streaming:
             sources[""] = _prepare_stream(recipe, options, config, block_size, consumed)
         else:
-            for name, own in options_of_sources(options, recipe).items():
-                sources[name] = _prepare_text_or_chat(recipe, own, config, block_size)
+            for name, source_options in options_of_sources(options, recipe).items():
+                sources[name] = _prepare_text_or_chat(recipe, source_options, config, block_size)
     data = next(iter(sources.values()))
     if recipe.mixture:
         are_chats = [each.is_chat for each in sources.values()]
@@ -66,7 +66,7 @@ def prepare_causal_data(recipe: ClmRecipe, config: PretrainedConfig, consumed: C
 def _prepare_text_or_chat(
     recipe: ClmRecipe, options: DataOptions, config: PretrainedConfig, block_size: int, source: Source | None = None
 ) -> TextData:
-    """The samples of text, chats or pairs of answers. `source`: their records; None: they are read."""
+    """Prepare the samples of text, chats or pairs of answers. `source`: their records; None: read them."""
     source = source or read_records(recipe, options)
     recipe = recipe.columns_in(source.first.column_names)
     if recipe.preference_loss:
@@ -95,11 +95,11 @@ def _prepare_text_or_chat(
 def _prepare_stream(
     recipe: ClmRecipe, options: DataOptions, config: PretrainedConfig, block_size: int, consumed: Callable[[int], int]
 ) -> TextData:
-    """Shards that are read during training, a window at a time; held-out data is read before it."""
+    """Prepare samples of shards that are read during training, a window at a time; held-out data is read before it."""
     held_out = None
     if recipe.validation_file:
-        own = replace(options, patterns={"validation": recipe.validation_file}, trains=False)
-        held_out = _prepare_text_or_chat(recipe, own, config, block_size)
+        stream_options = replace(options, patterns={"validation": recipe.validation_file}, trains=False)
+        held_out = _prepare_text_or_chat(recipe, stream_options, config, block_size)
         if not recipe.trains:
             return held_out
     shards = find_shards(tuple(recipe.train_file or ()))
@@ -109,9 +109,9 @@ def _prepare_stream(
     prepared: list[TextData] = []  # the latest window
 
     def prepare(records: Dataset, name: str, folder: Path) -> SampleSet:
-        own = replace(options, held_out_fraction=0.0, cache=folder)
-        source = lower_column_names(Source({"train": records}, {}, name), own)
-        prepared[:] = [_prepare_text_or_chat(recipe, own, config, block_size, source)]
+        stream_options = replace(options, held_out_fraction=0.0, cache=folder)
+        source = lower_column_names(Source({"train": records}, {}, name), stream_options)
+        prepared[:] = [_prepare_text_or_chat(recipe, stream_options, config, block_size, source)]
         return prepared[0].trained
 
     folder = options.cache / f"stream-{digest}"

@@ -47,14 +47,14 @@ class Batch:
     packed: bool | None = None  # whether a row has several documents; None: not known
 
     def tensor(self, name: str) -> torch.Tensor:
-        """An input that is a tensor."""
+        """Return an input that is a tensor."""
         value = self.inputs[name]
         assert isinstance(value, torch.Tensor)
         return value
 
     @property
     def samples(self) -> list[int]:
-        """The indices of the samples, without FILLER."""
+        """Return the indices of the samples, without FILLER."""
         return [index for index in self.indices if index != FILLER]
 
     def to(self, device: torch.device) -> "Batch":
@@ -245,15 +245,15 @@ class PromptCollator:
 
 
 def multiple_for(device: torch.device, config: Any) -> int:
-    """The multiple for row lengths on a device: 1, or a power of two that divides the model's positions."""
+    """Return the multiple for row lengths on a device: 1, or a power of two that divides the model's positions."""
     if device.type == "cpu":
         return 1
     return math.gcd(GPU_MULTIPLE, usable_positions(config) or GPU_MULTIPLE)
 
 
 def round_up(length: Lengths, multiple: int) -> Lengths:
-    """`length`, or each of an array, rounded up: to `multiple` from 512 tokens on, below to a smaller power of two, at
-    most an eighth of the length or 8, which is what the matrix units of GPUs ask for.
+    """Round a length, or each length of an array, up: to a multiple of `multiple` from 512 tokens on, below to a
+    smaller power of two, at most an eighth of the length or 8, which is what the matrix units of GPUs ask for.
 
     An epoch then has a few dozen widths, and not hundreds: a GPU's attention and torch.compile make a plan or a graph
     for each (docs/measurements/counts.md). Short rows are not padded to 64.
@@ -269,7 +269,7 @@ def is_sample(indices: list[int]) -> torch.Tensor:
 
 
 def total_length(lengths: list[int], indices: list[int]) -> int:
-    """The sum of the lengths of rows that are samples."""
+    """Return the sum of the lengths of rows that are samples."""
     return sum(length for length, index in zip(lengths, indices) if index != FILLER)
 
 
@@ -302,9 +302,9 @@ class _Epoch(NamedTuple):
 
 
 class TokenUpdates:
-    """The order of a run, and the samples of each of its updates. `widths`: (samples, 1) tokens of each row;
-    (samples, 2) of source and target, which are padded by themselves. `row_tokens`: of a full row; no row has more.
-    `full_rows`: G, of an update."""
+    """The order of a run with tokens_per_batch, and the samples of each of its updates. `widths`: (samples, 1) tokens
+    of each row; (samples, 2) of source and target, which are padded by themselves. `row_tokens`: of a full row; no row
+    has more. `full_rows`: G, of an update."""
 
     def __init__(self, widths: np.ndarray, row_tokens: int, full_rows: int, seed: int):
         self.widths = widths
@@ -320,7 +320,7 @@ class TokenUpdates:
         return len(self.widths)
 
     def consumed(self, updates: int) -> int:
-        """The number of samples in the first `updates` updates."""
+        """Return the number of samples in the first `updates` updates."""
         while self._updates_before[-1] < updates:
             self._epoch(len(self._updates_before) - 1)
         epoch = int(np.searchsorted(self._updates_before, updates, side="right")) - 1
@@ -328,15 +328,15 @@ class TokenUpdates:
         return epoch * self.num_samples + (int(self._epoch(epoch).ends[done - 1]) if done else 0)
 
     def num_updates(self, samples: int) -> int:
-        """The number of updates that consume this number of samples; the last may have fewer than its share."""
-        epochs, rest = divmod(samples, self.num_samples)
+        """Return the number of updates that consume this number of samples; the last may be incomplete."""
+        epochs, remaining = divmod(samples, self.num_samples)
         for epoch in range(len(self._updates_before) - 1, epochs):
             self._epoch(epoch)
-        begun = int(np.searchsorted(self._epoch(epochs).ends, rest)) + 1 if rest else 0
+        begun = int(np.searchsorted(self._epoch(epochs).ends, remaining)) + 1 if remaining else 0
         return self._updates_before[epochs] + begun
 
     def indices(self, start: int, stop: int) -> np.ndarray:
-        """The sample indices at places [start, stop) of the run, of one update."""
+        """Return the sample indices at places [start, stop) of the run, of one update."""
         epoch, offset = divmod(start, self.num_samples)
         return self._epoch(epoch).samples[offset : offset + stop - start]
 
@@ -361,14 +361,14 @@ class TokenUpdates:
             longest_first = pool[np.lexsort(-self.widths[pool].T[::-1])]  # by the first column, then the second
             from_above = self._cut(longest_first)
             kept = from_above[: rng.integers(len(from_above) + 1)]
-            rest = longest_first[sum(map(len, kept)) :]
-            kept += [rows[::-1] for rows in self._cut(rest[::-1])]
-            waiting = rest[: len(longest_first) - sum(map(len, kept))]
+            remaining = longest_first[sum(map(len, kept)) :]
+            kept += [rows[::-1] for rows in self._cut(remaining[::-1])]
+            waiting = remaining[: len(longest_first) - sum(map(len, kept))]
             updates += [kept[place] for place in rng.permutation(len(kept))]
         times = -(-len(waiting) // self.full_rows)
         if times > 1 and int(self._padded[waiting].max(axis=0).sum()) * times > self.row_tokens:
-            whole = (times - 1) * self.full_rows  # the rows that are left at the end do not fit one update
-            updates += [waiting[-whole:], waiting[:-whole]]
+            num_complete = (times - 1) * self.full_rows  # the rows that are left at the end do not fit one update
+            updates += [waiting[-num_complete:], waiting[:-num_complete]]
         elif times:
             updates.append(waiting)
         laid_out = _Epoch(np.concatenate(updates), np.cumsum([len(rows) for rows in updates]))
@@ -378,17 +378,17 @@ class TokenUpdates:
         return laid_out
 
     def _cut(self, samples: np.ndarray) -> list[np.ndarray]:
-        """The updates that sorted samples make, one after another; the rest is left out."""
+        """Cut sorted samples into updates, in their order; samples that fill no update are left out."""
         widths = self._padded[samples]
         updates = []
         start = 0
         while start + self.full_rows <= len(samples):
-            most = self.full_rows * max(1, self.row_tokens // max(1, int(widths[start, 0])))
-            longest = np.maximum.accumulate(widths[start : start + most], axis=0).sum(axis=1)  # (rows,)
+            max_rows = self.full_rows * max(1, self.row_tokens // max(1, int(widths[start, 0])))
+            longest = np.maximum.accumulate(widths[start : start + max_rows], axis=0).sum(axis=1)  # (rows,)
             needed = longest[self.full_rows - 1 :: self.full_rows]  # of an update of 1, 2, ... times G rows
             fits = needed * np.arange(1, len(needed) + 1) <= self.row_tokens
             times = max(1, int(fits.sum()))
-            if times == len(fits) and len(longest) < most:
+            if times == len(fits) and len(longest) < max_rows:
                 break  # all that are left fit: with more samples it would be larger
             updates.append(samples[start : start + times * self.full_rows])
             start += times * self.full_rows

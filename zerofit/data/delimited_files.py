@@ -35,7 +35,7 @@ CsvOptions = dict[str, Any]  # the arguments of _csv_reader
 
 @contextmanager
 def open_text(path: Path, encoding: str | None = None, newline: str | None = None) -> Iterator[IO[str]]:
-    """Open a file, which may be packed, to read text from its start; a byte-order mark is not part of it. Raises
+    """Open a file, which may be compressed, to read text from its start; a byte-order mark is not part of it. Raises
     UserError: the file is in another encoding, or damaged. `encoding`: None: UTF-8, or what a byte-order mark stands
     for. `newline`: as in `open`."""
     encoding = encoding or bom_encoding(path)
@@ -48,22 +48,22 @@ def open_text(path: Path, encoding: str | None = None, newline: str | None = Non
             content = file.read()
         try:
             content.decode("utf-8")
-        except UnicodeDecodeError as wrong:
-            line = content.count(b"\n", 0, wrong.start) + 1
-            where = f"byte 0x{content[wrong.start]:02x} at offset {wrong.start} (line {line})"
+        except UnicodeDecodeError as decode_error:
+            line = content.count(b"\n", 0, decode_error.start) + 1
+            where = f"byte 0x{content[decode_error.start]:02x} at offset {decode_error.start} (line {line})"
             raise UserError(f"{path} is not UTF-8: {where}. {propose_encodings(content)}") from None
         raise
 
 
 def propose_encodings(data: bytes) -> str:
-    """A sentence for a message: the likely encodings of a text that is not UTF-8."""
+    """Return a sentence for a message that names the likely encodings of a text that is not UTF-8."""
     if names := likely_encodings(data):
         return f"Name its encoding, the most likely first: --encoding {' or '.join(names)}"
     return "No known encoding decodes it as text. If you know the encoding, name it with --encoding"
 
 
 def bom_encoding(path: Path) -> str | None:
-    """The encoding that the byte-order mark of a file, which may be packed, stands for; None without one. Raises
+    """Return the encoding that the byte-order mark of a file, which may be compressed, stands for; or None. Raises
     UserError: the file has no mark and begins as UTF-16 does."""
     with open_bytes(path) as file:
         start = file.read(SAMPLED_BYTES)
@@ -74,27 +74,29 @@ def bom_encoding(path: Path) -> str | None:
 
 
 def likely_encodings(data: bytes) -> list[str]:
-    """The possible encodings of a text, at most three, the most likely first; empty if none decodes it as text."""
+    """Return up to three possible encodings of a text, the most likely first; empty if none decodes it as text."""
     from charset_normalizer import from_bytes
 
     marked = marked_encoding(data)
     if marked or b"\0" in data:
-        bigger = data[:SAMPLED_BYTES:2].count(0) > data[1:SAMPLED_BYTES:2].count(0)  # ASCII's zero bytes come first
-        name = marked or ("utf-16-be" if bigger else "utf-16-le")
+        big_endian = data[:SAMPLED_BYTES:2].count(0) > data[1:SAMPLED_BYTES:2].count(0)  # ASCII's zero bytes lead
+        name = marked or ("utf-16-be" if big_endian else "utf-16-le")
         return [name] if _decoded(data, name) else []
     lines = b"\n".join(line for line in data.splitlines() if not line.isascii())[:SAMPLED_BYTES]
     matches = list(from_bytes(lines, cp_isolation=list(CANDIDATE_ENCODINGS), threshold=0.4))
     best = min((match.chaos for match in matches), default=0.0)
-    good = [name for match in matches if match.chaos <= best + CHAOS_TOLERANCE for name in match.could_be_from_charset]
+    names = [
+        name for match in matches if match.chaos <= best + CHAOS_TOLERANCE for name in match.could_be_from_charset
+    ]
     texts: dict[str, str] = {}
-    for name in sorted(set(good) & set(CANDIDATE_ENCODINGS), key=CANDIDATE_ENCODINGS.index):
+    for name in sorted(set(names) & set(CANDIDATE_ENCODINGS), key=CANDIDATE_ENCODINGS.index):
         if text := _decoded(data, name):
             texts.setdefault(text, name)
     return list(texts.values())[:3]
 
 
 def _decoded(data: bytes, name: str) -> str | None:
-    """The text; None if it is not in that encoding. With UTF-16 and -32, data may end anywhere."""
+    """Return the decoded text; None if it is not in that encoding. With UTF-16 and -32, data may end anywhere."""
     try:
         return codecs.getincrementaldecoder(name)().decode(data, final=not name.startswith("utf"))
     except UnicodeDecodeError:
@@ -104,14 +106,14 @@ def _decoded(data: bytes, name: str) -> str | None:
 def as_utf8(file: IO[bytes], encoding: str, path: Path) -> Iterator[bytes]:
     """Convert a file in another encoding to UTF-8, portion by portion. Raises UserError: the file is not in that
     encoding; or it is UTF-8, which that encoding would decode wrongly."""
-    read = io.TextIOWrapper(file, encoding=encoding, newline="")
+    reader = io.TextIOWrapper(file, encoding=encoding, newline="")
     lines = 1
     try:
-        while text := read.read(CHARACTERS_PER_READ):
-            meant = text
+        while text := reader.read(CHARACTERS_PER_READ):
+            utf8_text = text
             with suppress(UnicodeError):
-                meant = text.encode(encoding).decode("utf-8")
-            if meant != text and sum(not letter.isascii() for letter in meant) >= MIN_UTF8_CHARACTERS:
+                utf8_text = text.encode(encoding).decode("utf-8")
+            if utf8_text != text and sum(not character.isascii() for character in utf8_text) >= MIN_UTF8_CHARACTERS:
                 raise UserError(f"encoding = {encoding!r}: {path} is UTF-8 (line {lines}). Say --encoding utf-8")
             yield (text.lstrip("\ufeff") if lines == 1 else text).encode("utf-8", "replace")
             lines += text.count("\n")
@@ -138,14 +140,14 @@ def read_delimited(paths: list[Path], data: DataOptions, header: tuple[str, ...]
 
 @contextmanager
 def _open_lines(path: Path, encoding: str | None, newline: str | None = "") -> Iterator[Iterator[str]]:
-    """The lines of a file, without that in which Excel names the delimiter."""
+    """Open a file, and yield an iterator over its lines, without the line in which Excel names the delimiter."""
     with open_text(path, encoding, newline) as file:
         first = file.readline()
         yield chain([] if SEPARATOR_LINE.match(first) else [first], file)
 
 
 def _csv_reader(lines: Iterable[str], options: CsvOptions) -> Any:
-    """A csv.reader. With the option `escaped` \\" in a field is read as \"\"."""
+    """Return a csv.reader of the lines. With the option `escaped` \\" in a field is read as \"\"."""
     options = {**options}
     if options.pop("escaped", False):
         lines = (line.replace('\\"', '""') for line in lines)
@@ -153,7 +155,7 @@ def _csv_reader(lines: Iterable[str], options: CsvOptions) -> Any:
 
 
 def unique_names(names: list[str]) -> list[str]:
-    """The names of the columns, each once, as pandas makes them."""
+    """Return the names of the columns, made unique as pandas does."""
     numbers = [names[:place].count(name) for place, name in enumerate(names)]
     unique = [f"{name}.{number}" if number else name for name, number in zip(names, numbers)]
     return [unique[place] if name else f"Unnamed: {place}" for place, name in enumerate(names)]
@@ -162,17 +164,17 @@ def unique_names(names: list[str]) -> list[str]:
 def _records(
     path: Path, encoding: str | None, options: CsvOptions, names: list[str], is_headless: bool, *, notes: list[str]
 ) -> Iterator[dict[str, str]]:
-    """The records of a file. Adds notes on lines that are read in another way than they are meant, each kind counted,
-    and leaves out those that repeat the header, as `cat a.csv b.csv` makes them; in a table of one column such a line
-    may be a text."""
-    short: list[int] = []
-    again: list[int] = []
-    blank: list[int] = []
+    """Yield the records of a file. Adds notes on lines that are probably meant in another way, and their number. Lines
+    that repeat the header, as `cat a.csv b.csv` makes them, are left out; in a table of one column such a line may be
+    a text."""
+    short_lines: list[int] = []
+    header_lines: list[int] = []
+    blank_lines: list[int] = []
     count = 0
     columns = unique_names(names)
     with _open_lines(path, encoding) as lines:
         rows = _csv_reader(lines, options)
-        for number, fields in enumerate(nonempty_rows(rows, blank), int(is_headless)):
+        for number, fields in enumerate(nonempty_rows(rows, blank_lines), int(is_headless)):
             if number and len(fields) > len(names):
                 raise UserError(
                     f"{path}, line {rows.line_num}: {len(fields)} fields, {len(names)} columns ({', '.join(names)}). "
@@ -180,34 +182,34 @@ def _records(
                 )
             count += number > 0
             if number and len(names) > 1 and [fields[0].lstrip("\ufeff"), *fields[1:]] == names:
-                again.append(rows.line_num)
+                header_lines.append(rows.line_num)
             elif number:
-                short += [rows.line_num] if len(fields) < len(names) else []
+                short_lines += [rows.line_num] if len(fields) < len(names) else []
                 yield dict(zip_longest(columns, fields, fillvalue=""))
     if not count:
         raise UserError(f"{path} has a header ({', '.join(names)}) and no record")
-    found = {
-        f"fewer than {len(names)} fields, the others are empty": short,
+    lines_of_problem = {
+        f"fewer than {len(names)} fields, the others are empty": short_lines,
         'text after a closing quote; inside quotes write ""': _lines_after_quotes(path, encoding, options),
-        "the header once more, left out": again,
-        "no value in any field, left out": blank,
+        "the header once more, left out": header_lines,
+        "no value in any field, left out": blank_lines,
     }
-    for what, places in found.items():
-        if places:
-            more = f" and {len(places) - 1:,} more" if len(places) > 1 else ""
-            notes.append(f"note      {path}: {what} (line {places[0]:,}{more})")
+    for problem, line_numbers in lines_of_problem.items():
+        if line_numbers:
+            more = f" and {len(line_numbers) - 1:,} more" if len(line_numbers) > 1 else ""
+            notes.append(f"note      {path}: {problem} (line {line_numbers[0]:,}{more})")
     notes += repeats_note(path, names)
 
 
 def repeats_note(path: Path, names: list[str]) -> list[str]:
-    """A note on each name that several columns have."""
+    """Return a note on each name that several columns have."""
     repeated = dict.fromkeys(name for place, name in enumerate(names) if name and name in names[:place])
     return [f"note      {path}: of the columns {name} the first is read" for name in repeated]
 
 
 def nonempty_rows(rows: Iterable[list[str]], blank: list[int] | None = None) -> Iterator[list[str]]:
-    """The rows that hold a value; in a table of one column it may be empty. `blank`: gets the numbers of the lines of
-    others, of which spreadsheets leave some behind the last record."""
+    """Yield the rows that hold a value; in a table of one column it may be empty. `blank`: the line numbers of empty
+    rows are added to it; spreadsheets leave some after the last record."""
     for row in rows:
         if any(row) or len(row) == 1:
             yield row
@@ -216,8 +218,8 @@ def nonempty_rows(rows: Iterable[list[str]], blank: list[int] | None = None) -> 
 
 
 def _lines_after_quotes(path: Path, encoding: str | None, options: CsvOptions) -> list[int]:
-    """The numbers of the lines in which text follows a closing quote."""
-    places = []
+    """Return the numbers of the lines in which text follows a closing quote."""
+    line_numbers = []
     with _open_lines(path, encoding) as lines:
         rows = _csv_reader(lines, {**options, "strict": True})
         while True:
@@ -226,9 +228,9 @@ def _lines_after_quotes(path: Path, encoding: str | None, options: CsvOptions) -
             except csv.Error as error:
                 if "end of data" in str(error):
                     raise UserError(f"{path}: a quote that is opened is not closed. Correct the file") from None
-                places.append(rows.line_num)
+                line_numbers.append(rows.line_num)
             except StopIteration:
-                return places
+                return line_numbers
 
 
 def _options(path: Path, data: DataOptions, is_headless: bool, notes: list[str]) -> CsvOptions:
@@ -237,23 +239,23 @@ def _options(path: Path, data: DataOptions, is_headless: bool, notes: list[str])
     csv.field_size_limit(sys.maxsize)  # a text may be longer than csv's limit
     with _open_lines(path, data.recipe.encoding) as lines:
         head = list(islice(lines, NUM_HEAD_LINES))
-    usual = DELIMITERS[ending_of(path)]
-    delimiter = data.recipe.separator or usual
-    for possible in () if data.recipe.separator or is_headless else (usual, *OTHER_DELIMITERS):
-        header, *record = islice(chain(nonempty_rows(csv.reader(head, delimiter=possible)), [[]]), 2)
-        if len(header) > 1 and (possible == usual or len(record[0]) in (0, len(header))):
-            delimiter = possible
+    default = DELIMITERS[ending_of(path)]
+    delimiter = data.recipe.separator or default
+    for candidate in () if data.recipe.separator or is_headless else (default, *OTHER_DELIMITERS):
+        header, *record = islice(chain(nonempty_rows(csv.reader(head, delimiter=candidate)), [[]]), 2)
+        if len(header) > 1 and (candidate == default or len(record[0]) in (0, len(header))):
+            delimiter = candidate
             break
     options = {"delimiter": delimiter}
-    if usual == ",":
+    if default == ",":
         escaped = {**options, "escaped": True}
-        begun: list[str] = []
+        quoted_fields: list[str] = []
         if re.search(rf'{re.escape(delimiter)} +"(?!")', "".join(head)):
             rows = csv.reader(head, delimiter=delimiter)
-            begun = [field.strip() for row in rows for field in row if re.match(' +"', field)]
+            quoted_fields = [field.strip() for row in rows for field in row if re.match(' +"', field)]
         # As in `a, "b"`, where the quotes enclose the field: no program writes a text so that begins with a blank and
         # a quote, and none goes on behind the quote that ends it.
-        if begun and all(field[1:].endswith('"') or '"' not in field[1:] for field in begun):
+        if quoted_fields and all(field[1:].endswith('"') or '"' not in field[1:] for field in quoted_fields):
             notes.append(f'note      {path}: blanks before a field are left out: a, "b"')
             return {**options, "skipinitialspace": True}
         if any('\\"' in line for line in head) and not _is_valid(head, options) and _is_valid(head, escaped):
@@ -262,8 +264,8 @@ def _options(path: Path, data: DataOptions, is_headless: bool, notes: list[str])
         return options
     is_quoted = has_quoted_fields(path, data.recipe.encoding, delimiter, is_headless)
     if is_quoted is not None:
-        what = "enclose fields, as pandas writes them" if is_quoted else "are parts of the texts, and enclose no field"
-        notes.append(f"note      {path}: double quotes {what}")
+        role = "enclose fields, as pandas writes them" if is_quoted else "are parts of the texts, and enclose no field"
+        notes.append(f"note      {path}: double quotes {role}")
     return {**options, "quoting": csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE}
 
 
@@ -290,9 +292,9 @@ def has_quoted_fields(path: Path, encoding: str | None, delimiter: str, is_headl
         return None
     field = re.compile(QUOTED_FIELD.format(re.escape(delimiter)))
     quoted = field.findall(text)
-    others = field.sub(FIELD_MARK, text)
-    records = [record.split(delimiter) for record in others.split("\n") if record]
-    if '"' in others or any(FIELD_MARK in record and len(record) != len(records[0]) for record in records):
+    unquoted = field.sub(FIELD_MARK, text)
+    records = [record.split(delimiter) for record in unquoted.split("\n") if record]
+    if '"' in unquoted or any(FIELD_MARK in record and len(record) != len(records[0]) for record in records):
         return False
     widths = {line.count(delimiter) for line in text.split("\n") if line}
     is_broken = any(delimiter in each or "\n" in each for each in quoted)
@@ -303,4 +305,4 @@ def has_quoted_fields(path: Path, encoding: str | None, delimiter: str, is_headl
     records = records if is_headless else records[1:]
     places = range(len(records[0]) if records else 0)
     is_column = any(all(record[place : place + 1] == [FIELD_MARK] for record in records) for place in places)
-    return is_column or (all("," in each for each in quoted) and "," not in others)
+    return is_column or (all("," in each for each in quoted) and "," not in unquoted)

@@ -65,40 +65,40 @@ def read_json_files(paths: list[Path], data: DataOptions, place: Path) -> list[s
         Features({key: _feature(kind, mixed) for key, kind in kinds.items()}) for mixed in (Value(STRING), Json())
     )
     write_table(records, stored, place, shown)
-    what = f"records of {paths[0]} are skipped" + (f", such as {bad[0]}: {HALF_PAIR}" if bad else "")
-    return report_data_loss(data.recipe.allow_data_loss, len(bad), total, what)
+    problem = f"records of {paths[0]} are skipped" + (f", such as {bad[0]}: {HALF_PAIR}" if bad else "")
+    return report_data_loss(data.recipe.allow_data_loss, len(bad), total, problem)
 
 
 def json_records(path: Path, data: DataOptions) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Yield (each record of a file, whether it may have half of a surrogate pair). Raises UserError: it is not JSON,
-    holds something else, or has no records under the key that `field` names."""
+    """Yield (each record of a file, whether it may have half of a surrogate pair). Raises UserError: the file is not
+    JSON, holds no records, or has no records under the key that `field` names."""
     with open_text(path, data.recipe.encoding, newline="\n") as file:
         lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
         first = next(lines, (1, ""))
         second = next(lines, (1, ""))
         number = first[0]
-        rest = first[1] + second[1]
-        is_one_a_line = False
+        remaining = first[1] + second[1]
+        is_json_lines = False
         if not data.recipe.field and second[1]:
             with suppress(json.JSONDecodeError):
-                is_one_a_line = isinstance(_parse(first[1]), dict)
-        if is_one_a_line:
-            rest = ""
+                is_json_lines = isinstance(_parse(first[1]), dict)
+        if is_json_lines:
+            remaining = ""
             for number, line in chain((first, second), lines):
                 try:
                     record = _parse(line)
                 except json.JSONDecodeError:  # records that are not one a line follow
-                    rest = line
+                    remaining = line
                     break
                 yield _object(record, f"{path}, line {number}"), bool(SURROGATE_ESCAPE.search(line))
-        text = rest + file.read()
+        text = remaining + file.read()
         may_be_bad = bool(SURROGATE_ESCAPE.search(text))
-        for place, record in enumerate(_records_of(text, number, path, data.recipe.field), 1):
-            yield _object(record, f"{path}, record {place}"), may_be_bad
+        for index, record in enumerate(_records_of(text, number, path, data.recipe.field), 1):
+            yield _object(record, f"{path}, record {index}"), may_be_bad
 
 
 def _parse(text: str) -> Any:
-    """A value of JSON; NaN, as Python writes pandas' missing values, is none."""
+    """Parse a value of JSON. NaN becomes None: Python writes missing values of pandas as NaN."""
     return parse_json(text, parse_constant=_constant, object_pairs_hook=each_key_once)
 
 
@@ -115,61 +115,61 @@ def _object(record: Any, where: str) -> dict[str, Any]:
 
 
 def _records_of(text: str, line: int, path: Path, field: str | None) -> Iterable[Any]:
-    """The records of a text that is a list, a table, one record or several, or an object that has them under `field`.
-    `line`: the number of its first line in the file."""
+    """Return the records of a text that is a list, a table, one record or several, or an object that has them under
+    `field`. `line`: the number of its first line in the file."""
     try:
-        held = _parse(text) if text.strip() else []
+        value = _parse(text) if text.strip() else []
     except json.JSONDecodeError as error:
         if field:
-            one = f"(field = {field!r} is for files of one JSON object)"
-            raise UserError(f"{path}: not valid JSON: {error}. {one}") from None
+            hint = f"(field = {field!r} is for files of one JSON object)"
+            raise UserError(f"{path}: not valid JSON: {error}. {hint}") from None
         return _parse_sequence(text, line, path)
     for key in field.split(".") if field else ():
-        if not isinstance(held, dict) or key not in held:
-            keys = f"its keys are {', '.join(held)}" if isinstance(held, dict) else f"it is a {type(held).__name__}"
+        if not isinstance(value, dict) or key not in value:
+            keys = f"its keys are {', '.join(value)}" if isinstance(value, dict) else f"it is a {type(value).__name__}"
             raise UserError(f"field = {field!r}: {path} has no key {key!r}; {keys}")
-        held = held[key]
-    if field and not (isinstance(held, list) and held):
-        raise UserError(f"field = {field!r}: {path} has no list of records there, but a {type(held).__name__}")
+        value = value[key]
+    if field and not (isinstance(value, list) and value):
+        raise UserError(f"field = {field!r}: {path} has no list of records there, but a {type(value).__name__}")
     if field:
-        return held
-    if isinstance(held, list) and held and isinstance(held[0], list):
+        return value
+    if isinstance(value, list) and value and isinstance(value[0], list):
         raise UserError(f"{path} is a list of lists, without names of columns. Write it with orient='records'")
-    if isinstance(held, dict):
-        return _records_of_table(held) or [held]
-    return held if isinstance(held, list) else [held]
+    if isinstance(value, dict):
+        return _records_of_table(value) or [value]
+    return value if isinstance(value, list) else [value]
 
 
 def _parse_sequence(text: str, line: int, path: Path) -> Iterator[Any]:
     decoder = json.JSONDecoder(parse_constant=_constant, object_pairs_hook=each_key_once)
     place = 0
-    while found := NOT_BLANK_OR_BOM.search(text, place):
+    while match := NOT_BLANK_OR_BOM.search(text, place):
         try:
-            record, place = decoder.raw_decode(text, found.start())
+            record, place = decoder.raw_decode(text, match.start())
         except (json.JSONDecodeError, RecursionError) as error:
             raise UserError(
-                f"{path}, line {line + text.count(chr(10), 0, found.start())}: not valid JSON: {error}"
+                f"{path}, line {line + text.count(chr(10), 0, match.start())}: not valid JSON: {error}"
             ) from None
         yield record
         place += isinstance(record, dict) and text.startswith(",", place)  # a list without its brackets
 
 
-def _records_of_table(held: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The records of what pandas writes with orient split, table, index or columns (the default), of a list for each
-    column, or of Topical-Chat's conversations by their ids (https://github.com/alexa/Topical-Chat); None: it is
+def _records_of_table(table: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the records of what pandas writes with orient split, table, index or columns (the default), of a list for
+    each column, or of Topical-Chat's conversations by their ids (https://github.com/alexa/Topical-Chat); None: it is
     something else, such as one record."""
-    names = held.get("columns")
-    rows = held.get("data")
-    schema = held.get("schema")
+    names = table.get("columns")
+    rows = table.get("data")
+    schema = table.get("schema")
     if isinstance(names, list) and isinstance(rows, list) and all(isinstance(row, list) for row in rows):
         return [dict(zip(map(str, names), row)) for row in rows]
     if isinstance(schema, dict) and isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
-        of_index = schema.get("primaryKey", [])
-        return [{name: value for name, value in row.items() if name not in of_index} for row in rows]
-    values = list(held.values())
+        index_names = schema.get("primaryKey", [])
+        return [{name: value for name, value in row.items() if name not in index_names} for row in rows]
+    values = list(table.values())
     if values and all(isinstance(value, list) for value in values):  # Dataset.to_dict(), or the lists of one record
         is_table = len({*map(len, values)}) == 1 and len(values[0]) >= MIN_ROWS and not isinstance(values[0][0], dict)
-        return [dict(zip(held, row)) for row in zip(*values)] if is_table else None
+        return [dict(zip(table, row)) for row in zip(*values)] if is_table else None
     if not values or not all(isinstance(value, dict) for value in values):
         return None
     inner = values[0]
@@ -177,15 +177,15 @@ def _records_of_table(held: dict[str, Any]) -> list[dict[str, Any]] | None:
         return values
     if any(value.keys() != inner.keys() for value in values):
         return None
-    if all(map(str.isdecimal, held)) or len(held) > max(len(inner), MIN_ROWS):  # the keys are numbers of rows
+    if all(map(str.isdecimal, table)) or len(table) > max(len(inner), MIN_ROWS):  # the keys are numbers of rows
         return values
-    if (inner and all(map(str.isdecimal, inner))) or (len(held) > 1 and len(inner) > max(len(held), MIN_ROWS)):
-        return [{name: column[row] for name, column in held.items()} for row in inner]
+    if (inner and all(map(str.isdecimal, inner))) or (len(table) > 1 and len(inner) > max(len(table), MIN_ROWS)):
+        return [{name: column[row] for name, column in table.items()} for row in inner]
     return None
 
 
 def widen_type(kind: ColumnType, value: Any) -> ColumnType:
-    """The type of a column that holds what `kind` holds, and a value too."""
+    """Return the type of a column that holds values of type `kind` and this value."""
     if value is None:
         return kind
     if isinstance(value, dict) and value and isinstance(kind, dict | None):
@@ -209,16 +209,16 @@ def widen_type(kind: ColumnType, value: Any) -> ColumnType:
         own = STRING
     if kind in (None, own):
         return own
-    pair = {kind, own}
-    return BIG_INTEGER if pair == {INTEGER, BIG_INTEGER} else FLOAT if pair == {INTEGER, FLOAT} else STRING
+    types = {kind, own}
+    return BIG_INTEGER if types == {INTEGER, BIG_INTEGER} else FLOAT if types == {INTEGER, FLOAT} else STRING
 
 
 def convert_value(value: Any, kind: ColumnType) -> Any:
-    """A value as its column has it."""
+    """Convert a value to the type of its column."""
     if value is None:
         return None
     if isinstance(kind, dict):
-        return {key: convert_value(value[key], own) for key, own in kind.items()}
+        return {key: convert_value(value[key], inner) for key, inner in kind.items()}
     if isinstance(kind, list):
         return [convert_value(item, kind[0]) for item in value]
     if kind == JSON_VALUE:
@@ -229,9 +229,9 @@ def convert_value(value: Any, kind: ColumnType) -> Any:
 
 
 def _feature(kind: ColumnType, mixed: Any) -> Any:
-    """The feature of a column; `mixed` is that of values of several types."""
+    """Return the feature of a column. `mixed`: the feature for values of several types."""
     if isinstance(kind, dict):  # a cast of pyarrow cuts what has its null type in lists of objects
-        return {key: _feature(own or STRING, mixed) for key, own in kind.items()}
+        return {key: _feature(inner or STRING, mixed) for key, inner in kind.items()}
     if isinstance(kind, list):
         return List(_feature(kind[0], mixed))
     if kind == JSON_VALUE:

@@ -24,8 +24,8 @@ KEPT_QUANTILE = 0.99  # fraction of the samples that the proposed length does no
 
 
 def choose_length(option: str, length: int, source: str | None, config: "PretrainedConfig") -> int:
-    """The maximum length of a row in tokens, at most the model's positions. Raises UserError: the option is set to
-    more than the model's positions. `source`: what set the option; None: `length` is its default."""
+    """Return the maximum length of a row in tokens, at most the model's positions. Raises UserError: the option is set
+    to more than the model's positions. `source`: where the option was set; None: `length` is the default."""
     positions = usable_positions(config)
     if positions and length > positions:
         if source:
@@ -38,16 +38,16 @@ def length_warmup(text: str, source: str | None, block_size: int, is_chat: bool)
     """Return the warm-up of the length of samples, in tokens. Raises UserError: block_size is not reached in steps of
     the first length; answers would be cut off. `text`: START@UPDATES, of block_size_warmup. `source`: what set the
     option."""
-    found = read_warmup(text)
-    assert found is not None  # the recipe's own check has read it
-    first, updates = found
-    stated = f"block_size_warmup = {text} ({source})"
+    parsed = read_warmup(text)
+    assert parsed is not None  # the recipe's own check has read it
+    first, updates = parsed
+    setting = f"block_size_warmup = {text} ({source})"
     if is_chat:
-        raise UserError(f"{stated}: the answers of conversations would be cut off. It is for text")
+        raise UserError(f"{setting}: the answers of conversations would be cut off. It is for text")
     if block_size % first or first in (1, block_size):
         possible = [size for size in range(2, block_size) if block_size % size == 0]
         remedy = f"Begin with {', '.join(map(str, possible))}" if possible else "Leave it out"
-        raise UserError(f"{stated}: no steps of {first} to block_size = {block_size}. {remedy}")
+        raise UserError(f"{setting}: no steps of {first} to block_size = {block_size}. {remedy}")
     return Warmup(first, block_size, updates)
 
 
@@ -55,15 +55,16 @@ def report_data_loss(
     is_allowed: bool,  # whether they may be more than half of all, as with allow_data_loss
     lost: int,
     total: int,
-    what: str,  # the rest of the sentence: "training samples are skipped: ..."
+    problem: str,  # the rest of the sentence: "training samples are skipped: ..."
     lengths: np.ndarray | None = None,
     *,
     option: str = "",
     config: "PretrainedConfig | None" = None,
 ) -> list[str]:
-    """A note about samples that are skipped or truncated; a warning if they are more than a tenth. Raises UserError:
-    they are more than half, and that is not allowed. `lengths`: of the full samples, in tokens; a warning then names
-    the value of `option` that keeps 99 % of them complete, or says that the model has too few positions."""
+    """Return a note about samples that are skipped or truncated; a warning if they are more than a tenth of all.
+    Raises UserError: they are more than half, and that is not allowed. `lengths`: of samples before truncation, in
+    tokens; the warning then names the value of `option` that keeps 99 % of them complete, or says that the model has
+    too few positions."""
     fraction = lost / max(total, 1)
     remedy = ""
     if lost and lengths is not None and config is not None:
@@ -72,7 +73,7 @@ def report_data_loss(
         remedy = f". {option} = {needed} would keep {KEPT_QUANTILE:.0%} of them complete"
         if positions and positions < needed:
             remedy = f". The model has {positions} positions, which keep {(lengths <= positions).mean():.0%} complete"
-    message = f"{lost:,} of {total:,} {what}"
+    message = f"{lost:,} of {total:,} {problem}"
     if fraction > MAX_LOST_FRACTION and not is_allowed:
         raise UserError(f"{fraction:.0%}: {message}{remedy}. To train anyway, say --allow_data_loss")
     if fraction > WARNING_FRACTION:

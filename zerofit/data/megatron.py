@@ -68,8 +68,7 @@ MAX_CHECKED_IDS = 2**27  # number of ids to check before training in a corpus wi
 
 @functools.cache
 def import_megatron() -> SimpleNamespace:
-    """megatron-core's modules for data, imported late, since it takes seconds. Raises UserError: it is not
-    installed."""
+    """Import megatron-core's modules for data, which takes seconds. Raises UserError: it is not installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Transformer Engine and Apex, which only models need, are not installed
         try:
@@ -94,7 +93,7 @@ def import_megatron() -> SimpleNamespace:
 
 
 def _mapped_array(path: str, **_: Any) -> np.ndarray:
-    """numpy.load for megatron-core's datasets. Raises UserError: the file is not an array."""
+    """Map an array file into memory, for megatron-core's datasets. Raises UserError: the file is not an array."""
     try:
         return np.lib.format.open_memmap(path, mode="r")
     except ValueError as error:
@@ -151,45 +150,47 @@ def open_corpus(option: str, prefix: str) -> Corpus:
     UserError: a file is missing, of another format or version, truncated, or not of the same corpus. `option`: the
     option that names the prefix, for messages."""
     prefix = str(Path(prefix.removesuffix(".bin").removesuffix(".idx")).expanduser())
-    stated = f"{option} = {prefix!r}"
+    setting = f"{option} = {prefix!r}"
     index = Path(f"{prefix}.idx")
     content = Path(f"{prefix}.bin")
     if missing := missing_corpus(prefix):
-        raise UserError(f"{stated}: {missing}")
+        raise UserError(f"{setting}: {missing}")
     with index.open("rb") as file:
         head = file.read(INDEX_HEADER.size).ljust(INDEX_HEADER.size, b"\0")
     magic, version, code, sequences, documents = INDEX_HEADER.unpack(head)
     dtype = DTYPE_OF_CODE.get(code, np.float32)
     if (magic, version) != (INDEX_MAGIC, INDEX_VERSION) or not np.issubdtype(dtype, np.integer):
         found = f"{magic!r}, version {version}, ids of type {code}"
-        raise UserError(f"{stated}: {index} is not an index of Megatron's (MMIDIDX, version 1, integers), but {found}")
+        raise UserError(
+            f"{setting}: {index} is not an index of Megatron's (MMIDIDX, version 1, integers), but {found}"
+        )
     expected = INDEX_HEADER.size + 12 * sequences + 8 * documents
     size = index.stat().st_size
     if size not in (expected, expected + sequences):  # the second has a mode of each sequence
-        raise UserError(f"{stated}: {index} has {size:,} bytes, and by its header {expected:,}: it is truncated")
+        raise UserError(f"{setting}: {index} has {size:,} bytes, and by its header {expected:,}: it is truncated")
     if not sequences or documents < 2:
-        raise UserError(f"{stated}: it holds no document")
+        raise UserError(f"{setting}: it holds no document")
     columns = []
-    place = INDEX_HEADER.size
+    offset = INDEX_HEADER.size
     for kind, count in ((np.int32, sequences), (np.int64, sequences), (np.int64, documents)):
-        columns.append(np.memmap(index, kind, "r", place, (count,)))
-        place += columns[-1].nbytes
+        columns.append(np.memmap(index, kind, "r", offset, (count,)))
+        offset += columns[-1].nbytes
     lengths, pointers, ends = columns
     width = dtype().itemsize
     tokens = int(lengths.sum(dtype=np.int64))
     num_bytes = content.stat().st_size
-    portions = (ends[place : place + IDS_PER_READ + 1] for place in range(0, len(ends), IDS_PER_READ))
+    portions = (ends[offset : offset + IDS_PER_READ + 1] for offset in range(0, len(ends), IDS_PER_READ))
     rises = ends[0] == 0 and ends[-1] == len(lengths) and all((part[1:] >= part[:-1]).all() for part in portions)
     if lengths.min() < 0 or int(pointers[-1]) + int(lengths[-1]) * width != tokens * width or not rises:
-        raise UserError(f"{stated}: {index} contradicts itself. Prepare the corpus again, or copy it again")
+        raise UserError(f"{setting}: {index} contradicts itself. Prepare the corpus again, or copy it again")
     if num_bytes != tokens * width:
         found = f"{content} has {num_bytes:,} bytes, and {index} {tokens:,} tokens of {width} bytes"
-        raise UserError(f"{stated}: {found}. Copy both again")
+        raise UserError(f"{setting}: {found}. Copy both again")
     return Corpus(prefix, dtype, lengths, pointers, ends, read_card(prefix))
 
 
 def read_card(prefix: str) -> CorpusCard | None:
-    """PREFIX.json; None if it does not exist. Raises UserError: `zerofit prepare` did not write it."""
+    """Read PREFIX.json; None if it does not exist. Raises UserError: `zerofit prepare` did not write it."""
     path = Path(f"{prefix}.json")
     if not path.is_file():
         return None
@@ -201,8 +202,8 @@ def read_card(prefix: str) -> CorpusCard | None:
 
 
 def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """A hash of the vocabulary and of the token ids of a few texts: the same for a tokenizer however it is stored, and
-    with or without added tokens, such as one for padding."""
+    """Return a hash of the vocabulary and of the token ids of a few texts. It does not depend on how the tokenizer is
+    stored, or on added tokens, such as one for padding."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     added = set(getattr(tokenizer, "added_tokens_decoder", {}))
     vocabulary = backend.get_vocab(with_added_tokens=False) if backend is not None else tokenizer.get_vocab()
@@ -233,28 +234,29 @@ class Blend:
         return config.convert_split_vector_to_split_matrix(config.parse_and_normalize_split(self.split))
 
     def tokens(self, corpus: Corpus, part: int) -> int:
-        """Tokens of a part of a corpus, cut as megatron-core cuts: by documents, in the order of the corpus."""
+        """Return the number of tokens in a part of a corpus. As in megatron-core, documents are split in their
+        order."""
         count = float(len(corpus.lengths))
         start, stop = (round(end * count) for end in self.bounds[part] or (0.0, 0.0))
         return int(corpus.lengths[start:stop].sum(dtype=np.int64))
 
     def samples(self, corpus: Corpus, part: int) -> int:
-        """Number of samples in one pass over a part of a corpus."""
+        """Return the number of samples in one pass over a part of a corpus."""
         return max(0, (self.tokens(corpus, part) - 1) // self.block_size)
 
     def samples_per_epoch(self, part: int) -> int:
-        """Number of samples in one pass over a part of all corpora together."""
+        """Return the number of samples in one pass over a part of all corpora together."""
         return sum(self.samples(corpus, part) for corpus in self.corpora)
 
     @property
     def proportions(self) -> list[float]:
-        """The proportion of the samples that comes from each corpus."""
+        """Return the proportion of the samples that comes from each corpus."""
         part = TRAINING if self.bounds[TRAINING] else EVALUATION
         weights = self.weights or [self.samples(corpus, part) for corpus in self.corpora]
         return [weight / sum(weights) for weight in weights]
 
     def max_samples_without_repeats(self, part: int) -> int:
-        """Number of samples of a part that can be drawn in these proportions, each at most once."""
+        """Return the number of samples of a part that can be drawn in these proportions, each at most once."""
         if self.weights is None:
             return self.samples_per_epoch(part)
         limits = (
@@ -263,7 +265,7 @@ class Blend:
         return max(1, int(min(limits) / BLEND_SURPLUS))
 
     def check(self) -> None:
-        """Raises UserError if a part of the split would have no document, or no sample."""
+        """Check the split. Raises UserError if a part of the split would have no document, or no sample."""
         problems = [
             f"split = {self.split!r} leaves {SPLITS[part]} {self.tokens(corpus, part):,} tokens of {corpus.prefix}: "
             f"fewer than block_size = {self.block_size} and one. Give it a larger proportion, or 0"
@@ -299,8 +301,8 @@ class CorpusSamples:
         return self.count
 
     def __getitem__(self, index: int) -> Sample:
-        """input_ids and next_tokens, each (block_size,) int64, and the columns for the resets. Raises UserError: an id
-        is beyond the vocabulary."""
+        """Return input_ids and next_tokens, each (block_size,) int64, and the columns for the resets. Raises
+        UserError: an id is beyond the vocabulary."""
         native = self.dataset[int(index)]
         tokens, targets, counts = (native[name].numpy() for name in ("tokens", "labels", "loss_mask"))
         for number in (min(tokens.min(), targets.min()), max(tokens.max(), targets.max())):
@@ -375,14 +377,14 @@ def build_samples(
 def _datasets(
     blend: Blend, sizes: tuple[int, int], ends: SimpleNamespace, flags: dict[str, bool], cache: Path
 ) -> list[Any]:
-    """megatron-core's datasets of training and evaluation, None for an empty part; the index is read from or written
-    to `cache`. The parts are made one by one: their orders do not depend on each other, but their weights may."""
+    """Build megatron-core's datasets of training and evaluation, None for an empty part; the index is read from or
+    written to `cache`. The parts are made one by one: their orders are independent, but their weights may not be."""
     core = import_megatron()
-    found: list[Any] = []
+    datasets: list[Any] = []
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     for part, count in enumerate(sizes):
         if not count:
-            found.append(None)
+            datasets.append(None)
             continue
         weights = blend.weights
         if part == TRAINING and len(blend.corpora) > 1 and weights is None and count > blend.samples_per_epoch(part):
@@ -402,8 +404,8 @@ def _datasets(
         with as_first_rank(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             builder = core.builder.BlendedMegatronDatasetBuilder(core.gpt.GPTDataset, counts, lambda: True, config)
-            found.append(builder.build()[part])
-    return found
+            datasets.append(builder.build()[part])
+    return datasets
 
 
 def prepare_blend(
@@ -412,20 +414,20 @@ def prepare_blend(
     """Open the corpora that the recipe names, and make the samples of the run. Raises UserError: a corpus is missing
     or damaged, was made with another tokenizer, or a part of it is empty. `consumed`: (number of
     updates) -> their samples."""
-    given = recipe.blend
+    weighted_prefixes = recipe.blend
     resets = tuple(name for name in RESETS if getattr(recipe, name))
-    corpora = [open_corpus("data_path", prefix) for _, prefix in given]
+    corpora = [open_corpus("data_path", prefix) for _, prefix in weighted_prefixes]
     prefixes: dict[str, str] = {}
     for corpus in corpora:
-        before = prefixes.setdefault(os.path.realpath(corpus.prefix), corpus.prefix)
-        if before is not corpus.prefix:  # named twice, perhaps in two ways
-            raise UserError(f"data_path: {before} and {corpus.prefix} are one corpus. Name it once")
-    weights = [weight for weight, _ in given if weight is not None] or None
+        earlier = prefixes.setdefault(os.path.realpath(corpus.prefix), corpus.prefix)
+        if earlier is not corpus.prefix:  # named twice, perhaps in two ways
+            raise UserError(f"data_path: {earlier} and {corpus.prefix} are one corpus. Name it once")
+    weights = [weight for weight, _ in weighted_prefixes if weight is not None] or None
     tokenizer = load_tokenizer(recipe, config)
     rows = producible_tokens(tokenizer)
     notes = check_tokenizer(corpora, tokenizer, rows)
-    found = [corpus.card.eod if corpus.card else tokenizer.eos_token_id for corpus in corpora]
-    eods = {eod for eod in found if eod is not None}
+    eod_of_corpora = [corpus.card.eod if corpus.card else tokenizer.eos_token_id for corpus in corpora]
+    eods = {eod for eod in eod_of_corpora if eod is not None}
     if len(eods) > 1:
         ends = ", ".join(map(str, sorted(eods)))
         raise UserError(f"data_path: documents of these corpora end differently ({ends}). Prepare them alike")
@@ -445,14 +447,14 @@ def prepare_blend(
     held_out = min(held_out, recipe.max_eval_samples or held_out)
     train, validation = build_samples(blend, total, held_out, rows, eod, resets=resets, root=root)
     order = FixedOrder(len(train)) if train is not None else None
-    shown = ", ".join((recipe.split, *resets))
+    split_text = ", ".join((recipe.split, *resets))
     return TextData(
         train=train,
         validation=validation,
         tokenizer=tokenizer,
         block_size=block_size,
         notes=notes,
-        kind=f"Megatron's GPT samples of {block_size:,} + 1 tokens, split {shown}; samples of one pass:",
+        kind=f"Megatron's GPT samples of {block_size:,} + 1 tokens, split {split_text}; samples of one pass:",
         order=order,
         samples_per_epoch=per_epoch,
         report=blend_table(blend, total, validation),
@@ -474,15 +476,15 @@ def check_tokenizer(corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase, r
             elif card.eod is None:
                 notes.append(f"hint      {corpus.prefix} has no --append_eod: nothing marks where a document ends")
             continue
-        one_of = max(1, corpus.tokens // MAX_CHECKED_IDS)  # portions, of which one is looked at
+        stride = max(1, corpus.tokens // MAX_CHECKED_IDS)  # portions, of which one is looked at
         ids = corpus.ids()
-        portions = (ids[start : start + IDS_PER_READ] for start in range(0, len(ids), one_of * IDS_PER_READ))
+        portions = (ids[start : start + IDS_PER_READ] for start in range(0, len(ids), stride * IDS_PER_READ))
         ranges = [(int(portion.min()), int(portion.max())) for portion in portions]
         smallest = min(low for low, _ in ranges)
         largest = max(high for _, high in ranges)
         if smallest < 0 or largest >= rows:
             problems.append(unknown_token_message(smallest if smallest < 0 else largest, rows, corpus.prefix))
-        checked = "its ids are" if one_of == 1 else "those of its ids that were looked at are"
+        checked = "its ids are" if stride == 1 else "those of its ids that were looked at are"
         notes.append(f"note      {corpus.prefix} has no .json; {checked} below {largest + 1:,}")
     if problems:
         raise UserError(problems)
@@ -490,7 +492,7 @@ def check_tokenizer(corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase, r
 
 
 def blend_table(blend: Blend, total: int, validation: CorpusSamples | None) -> list[tuple[str, ...]]:
-    """The table before training: one row per corpus, its size and the number of epochs of the run."""
+    """Return the table for the log: one row per corpus, with its size and the number of epochs of the run."""
     head = ("corpus", "share", "documents", "tokens", "training", "evaluation", "test", "epochs")
     rows = []
     for corpus, proportion in zip(blend.corpora, blend.proportions):

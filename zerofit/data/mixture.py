@@ -32,14 +32,14 @@ class MixtureOrder:
         self.weights = np.asarray(weights, dtype=np.float64)
         self.offsets = np.concatenate([[0], np.cumsum(sizes)])
         seeds = [int(np.random.SeedSequence([seed, source]).generate_state(1)[0]) for source in range(len(sizes))]
-        self.orders = [SampleOrder(size, own) for size, own in zip(sizes, seeds)]
+        self.orders = [SampleOrder(size, source_seed) for size, source_seed in zip(sizes, seeds)]
         self._least = 1 / (2 * len(sizes) - 2) if len(sizes) > 1 else 0.0
         self._blocks: list[np.ndarray] = []
         self._counts = [np.zeros(len(sizes), dtype=np.int64)]  # before each block
 
     def indices(self, start: int, stop: int) -> np.ndarray:
-        """The sample indices at places [start, stop) of the run."""
-        found = np.empty(stop - start, dtype=np.int64)
+        """Return the sample indices at places [start, stop) of the run."""
+        indices = np.empty(stop - start, dtype=np.int64)
         for number in range(start // PLACES_PER_BLOCK, -(-stop // PLACES_PER_BLOCK)):
             sources, before = self.block(number)
             first = max(start - number * PLACES_PER_BLOCK, 0)
@@ -47,32 +47,32 @@ class MixtureOrder:
             place = number * PLACES_PER_BLOCK + first - start
             part = sources[first:last]
             for source, order in enumerate(self.orders):
-                at = np.flatnonzero(part == source)
+                positions = np.flatnonzero(part == source)
                 begin = int(before[source] + (sources[:first] == source).sum())
-                drawn = order.indices(begin, begin + len(at))
-                found[place + at] = self.offsets[source] + drawn
-        return found
+                drawn = order.indices(begin, begin + len(positions))
+                indices[place + positions] = self.offsets[source] + drawn
+        return indices
 
     def block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (the sources of the places of a block, how many samples each source has had before it)."""
+        """Return (the sources of the places of a block, how many samples of each source come before it)."""
         weights = self.weights.tolist()
-        least = self._least
+        min_deficit = self._least
         sources = range(len(self.weights))
         while len(self._blocks) <= number:
-            owed = (self.weights * (len(self._blocks) * PLACES_PER_BLOCK) - self._counts[-1]).tolist()
+            deficits = (self.weights * (len(self._blocks) * PLACES_PER_BLOCK) - self._counts[-1]).tolist()
             chosen = np.empty(PLACES_PER_BLOCK, dtype=np.int16)
             for place in range(PLACES_PER_BLOCK):
                 # Of those that may come (they lack 1 / (2 k - 2) of a sample or more) the one that must come first.
                 first = 0
-                soonest = np.inf
+                earliest = np.inf
                 for source in sources:
-                    lacks = owed[source] = owed[source] + weights[source]
-                    if lacks >= least - 1e-9:
-                        until = (1 - least - lacks) / weights[source]  # places until it would lack too much
-                        if until < soonest:
+                    deficit = deficits[source] = deficits[source] + weights[source]
+                    if deficit >= min_deficit - 1e-9:
+                        until = (1 - min_deficit - deficit) / weights[source]  # places until it would lack too much
+                        if until < earliest:
                             first = source
-                            soonest = until
-                owed[first] -= 1
+                            earliest = until
+                deficits[first] -= 1
                 chosen[place] = first
             self._blocks.append(chosen)
             self._counts.append(self._counts[-1] + np.bincount(chosen, minlength=len(weights)))
@@ -107,7 +107,7 @@ class MixedSamples(Generic[SourceSamples]):
 
     @property
     def labels(self: "MixedSamples[LabelledSamples]") -> np.ndarray:
-        """Those of samples that have labels."""
+        """Return the labels of all samples, for sources that have labels."""
         return np.concatenate([each.labels for each in self.sets])
 
 
@@ -127,18 +127,18 @@ def options_of_sources(options: DataOptions, recipe: TaskRecipe) -> dict[str, Da
         name = next(filter(None, stems), "source")
         while name in sources:
             name += "_"
-        own = replace(options, patterns={"train": files})
+        source_options = replace(options, patterns={"train": files})
         if not sources:
-            own = replace(options, patterns={**options.patterns, "train": files})
+            source_options = replace(options, patterns={**options.patterns, "train": files})
         elif "validation" in options.patterns:
-            own = replace(own, held_out_fraction=0.0)
-        sources[name] = own
+            source_options = replace(source_options, held_out_fraction=0.0)
+        sources[name] = source_options
     return sources
 
 
 def mix_sources(sources: Mapping[str, Data], recipe: TaskRecipe, first: Data | None = None, **changes: Any) -> Data:
-    """The data of all sources, given by the source's name, as one. `first`: whose tokenizer and the like are taken; by
-    default the first source. `changes`: values of other attributes."""
+    """Join the data of all sources into one. `sources`: their data by name. `first`: the data whose tokenizer and
+    other attributes are kept; by default the first source. `changes`: values of other attributes."""
     held_out = {name: data.validation for name, data in sources.items() if data.validation}
     changes["notes"] = merge_notes({name: data.notes for name, data in sources.items()})
     if held_out:
@@ -162,12 +162,13 @@ def mix_sources(sources: Mapping[str, Data], recipe: TaskRecipe, first: Data | N
 
 
 def merge_notes(lines: dict[str, list[str]]) -> list[str]:
-    """The log's lines of all sources. Those that not all have say whose they are, behind `note      `."""
-    found = list(dict.fromkeys(line for own in lines.values() for line in own))
-    shared = [line for line in found if all(line in own for own in lines.values())]
+    """Join the log lines of all sources, by the source's name. A line that not all sources have gets the name of its
+    source after the 10 characters of its label (`note      `)."""
+    all_lines = list(dict.fromkeys(line for source_lines in lines.values() for line in source_lines))
+    shared = [line for line in all_lines if all(line in source_lines for source_lines in lines.values())]
     return shared + [
         f"{line[:10]}{name}: {line[10:]}" if line[:1].strip() else line
-        for name, own in lines.items()
-        for line in own
+        for name, source_lines in lines.items()
+        for line in source_lines
         if line not in shared
     ]

@@ -37,7 +37,7 @@ class DataOptions:
 
     @property
     def hub_cache(self) -> str | None:
-        """The folder for data sets of the datasets library; None: its own."""
+        """Return the cache folder for the datasets library; None: its default."""
         return str(cache_root(self.recipe.cache_dir)) if self.recipe.cache_dir else None
 
     @property
@@ -45,7 +45,7 @@ class DataOptions:
         return bool(getattr(self.recipe, "skip_bad_records", False))
 
     def limited(self, parts: dict[str, Records]) -> dict[str, Records]:
-        """The first records of each part, as max_train_samples and max_eval_samples say; all of predict_file."""
+        """Return the first records of each part: max_train_samples, max_eval_samples, or all of predict_file."""
         limits = {"train": self.recipe.max_train_samples, PREDICT: None}
-        most = self.recipe.max_eval_samples
-        return {name: first_records(part, limits.get(name, most)) for name, part in parts.items()}
+        max_held_out = self.recipe.max_eval_samples
+        return {name: first_records(part, limits.get(name, max_held_out)) for name, part in parts.items()}

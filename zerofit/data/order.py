@@ -28,8 +28,8 @@ FILLER = -1  # a place in a batch without a sample
 def samples_of_run(
     num_train_epochs: float, max_train_steps: int | None, num_samples: int, consumed: Callable[[int], int]
 ) -> int:
-    """Samples seen over the whole run: num_train_epochs of `num_samples`, or max_train_steps, which overrides it.
-    `consumed`: (number of updates) -> their samples."""
+    """Return the number of samples in the whole run: num_train_epochs times `num_samples`, or max_train_steps, which
+    overrides it. `consumed`: (number of updates) -> their samples."""
     if max_train_steps is not None:
         return consumed(max_train_steps)
     return max(1, round(num_train_epochs * num_samples))
@@ -64,7 +64,7 @@ class SampleOrder:
         self._permutation = np.zeros(0, dtype=np.int64)
 
     def indices(self, start: int, stop: int) -> np.ndarray:
-        """The sample indices at places [start, stop) of the run."""
+        """Return the sample indices at places [start, stop) of the run."""
         pieces = [np.zeros(0, dtype=np.int64)]
         while start < stop:
             epoch, offset = divmod(start, self.num_samples)
@@ -73,7 +73,7 @@ class SampleOrder:
         return np.concatenate(pieces)
 
     def epoch(self, number: int) -> np.ndarray:
-        """All of an epoch, from (seed, epoch) alone (and G, if samples are grouped by length)."""
+        """Return the permutation of an epoch, from (seed, epoch) alone (and G, if samples are grouped by length)."""
         if number != self._epoch:
             rng = np.random.default_rng([self.seed, number])
             permutation = rng.permutation(self.num_samples)
@@ -103,7 +103,7 @@ class FixedOrder:
         self._sorted = None if sort_key is None else np.argsort(-sort_key, kind="stable")
 
     def indices(self, start: int, stop: int) -> np.ndarray:
-        """The sample indices at places [start, stop)."""
+        """Return the sample indices at places [start, stop)."""
         if self._sorted is None:
             return np.arange(start, min(stop, self.num_samples))
         return self._sorted[start:stop]
@@ -123,7 +123,7 @@ def rank_batches(
     lengths: Iterable[int] | None = None,  # of each micro-batch, in tokens, to which its samples are cut
     ends: Iterable[int] | None = None,  # where each update ends, if it may have several times `micro_batch` samples
 ) -> Iterator[list[Any]]:
-    """This rank's micro-batches: `accumulation` for each update, each a list of sample indices (or FILLER).
+    """Yield this rank's micro-batches: `accumulation` for each update, each a list of sample indices (or FILLER).
 
     A global batch is laid out as (accumulation, replicas, micro-batch): data-parallel rank r's m-th micro-batch is
     [m, r]. With a `sort_key` the batch is first sorted, the largest first, so that micro-batches that are computed at
@@ -148,7 +148,7 @@ def rank_batches(
 
 
 def first_tokens(sample: Sample, length: int) -> Sample:
-    """The first `length` tokens of a sample."""
+    """Return the first `length` tokens of a sample."""
     return {
         name: np.minimum(value, length) if name == "num_tokens" else value[:length] for name, value in sample.items()
     }
@@ -168,7 +168,7 @@ class _Indexed(torch.utils.data.Dataset[tuple[Sample, int]]):
 
 
 def _unwrap_user_errors(batches: "Iterator[Batch]") -> "Iterator[Batch]":
-    """Raise the UserError of a worker process as it is."""
+    """Re-raise the UserError of a worker process without the traceback that torch adds to its message."""
     try:
         yield from batches
     except UserError as error:
@@ -182,7 +182,8 @@ def make_loader(
     workers: int,
     pin: bool,
 ) -> "Iterator[Batch]":
-    """This rank's micro-batches. The DataLoader's iterator is made now: it draws a seed from torch's generator."""
+    """Return this rank's micro-batches. The DataLoader's iterator is created at once: it draws a seed from torch's
+    generator."""
     loaded = torch.utils.data.DataLoader(
         _Indexed(samples), batch_sampler=batches, collate_fn=collate, num_workers=workers, pin_memory=pin
     )

@@ -37,12 +37,12 @@ class DatasetStats:
 
     @property
     def mean_length(self) -> int:
-        """Mean number of tokens of a sample, without padding."""
+        """Return the mean number of tokens of a sample, without padding."""
         return round((self.tokens - self.truncated) / self.samples)
 
     @property
     def pair_lengths(self) -> tuple[float, float]:
-        """The mean number of tokens of a source and of a target, without padding."""
+        """Return the mean number of tokens of a source and of a target, without padding."""
         assert self.trained is not None, "targets are trained on"
         source = (self.tokens - self.truncated - self.trained) / self.samples
         return source, self.trained / self.samples
@@ -51,8 +51,8 @@ class DatasetStats:
 def stats_rows(
     train: DatasetStats | None, validation: DatasetStats | None, prompts: DatasetStats | None = None
 ) -> list[tuple[str, ...]]:
-    """The table of the data, shown before the run: one row per number, one column per part. `prompts`: those of
-    predict_file, which has no other part."""
+    """Return the table of the data for the log: one row per statistic, one column per part. `prompts`: the statistics
+    of predict_file, which is the only part then."""
     parts = {"training": train, "held out": validation, "to answer": prompts}
     columns = [(name, stats) for name, stats in parts.items() if stats]
     first = columns[0][1]
@@ -127,11 +127,11 @@ class Documents:
         return np.diff(self.offsets)
 
     def row(self, index: int) -> np.ndarray:
-        """The ids of one document, a copy (int64; numbers that are not integers keep their type)."""
+        """Return a copy of the ids of one document (int64; numbers that are not integers keep their type)."""
         return self.tokens(int(self.offsets[index]), int(self.offsets[index + 1]))
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
-        """Ids [start, stop) of the long row, a copy as of `row`."""
+        """Return a copy of the ids [start, stop) of all documents in one row, with the dtype as in `row`."""
         stored = self._chunks[0].dtype
         out = np.empty(stop - start, dtype=np.int64 if stored.kind == "i" else stored)
         chunk = int(np.searchsorted(self._starts, start, side="right")) - 1
@@ -291,13 +291,13 @@ class TaskData:
 
     @property
     def trained(self) -> SampleSet:
-        """The training samples of a launch that trains."""
+        """Return the training samples of a launch that trains."""
         assert self.train is not None, "it trains"
         return self.train
 
     @property
     def parts(self) -> dict[str, SampleSet]:
-        """The held-out samples: of a mixture, of each source by its name."""
+        """Return the held-out samples: by the name of the source in a mixture, else under ""."""
         return self.sources or ({"": self.validation} if self.validation else {})
 
     @property
@@ -305,7 +305,7 @@ class TaskData:
         return len(self.validation or ())
 
     def describe(self) -> list[str | list[tuple[str, ...]]]:
-        """Lines and tables for the log."""
+        """Return lines and tables for the log."""
         return [stats_rows(*(part.stats if part else None for part in (self.train, self.validation, self.prompts)))]
 
 
@@ -321,7 +321,7 @@ class TextData(TaskData):
 
     @property
     def longest(self) -> dict[str, int]:
-        """The maximum number of tokens of a training sample, by column."""
+        """Return the maximum number of tokens of a training sample, by column."""
         return {"input_ids": self.block_size}
 
     def describe(self) -> list[str | list[tuple[str, ...]]]:

@@ -108,13 +108,13 @@ class PairReader:
         return f"conversations {self.dialogue}, {reply if self.answered else 'to be answered'}"
 
     def texts(self, content: list[TextPair]) -> Iterator[str]:
-        """Every text once."""
+        """Yield every text once."""
         yield from content[-1].source
         yield content[-1].target
 
     def read(self, record: dict[str, Any]) -> list[TextPair]:
-        """Read the pairs of a record. With predict_file: one pair without a target, where replies at the end of the
-        conversation are dropped. Raises BadRecord: there is none, or a text is empty."""
+        """Read the pairs of a record. With predict_file: one pair without a target; replies at the end of the
+        conversation are dropped. Raises BadRecord: there is no pair, or a text is empty."""
         if self.answered:
             refuse_rejected(record, self.verdict)
         if self.dialogue is None:
@@ -122,10 +122,10 @@ class PairReader:
             if self.context and (given := optional_text(record[self.context], f"its {self.context}")):
                 source = f"question: {source} context: {given.strip()}".strip()
             return [TextPair([source], self._target(record))]
-        held = parse_list(record[self.dialogue], f"its {self.dialogue} is") or []
-        if isinstance(held, str):
+        value = parse_list(record[self.dialogue], f"its {self.dialogue} is") or []
+        if isinstance(value, str):
             raise BadRecord(f"its {self.dialogue} is a text, and no list of turns")
-        turns = turns_of(held)
+        turns = turns_of(value)
         while not self.answered and turns and turns[-1].role in ASSISTANTS:
             turns.pop()
         texts = [
@@ -153,8 +153,8 @@ class PairReader:
 
 
 def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> PairReader:
-    """The columns that options name, else those of known names, else the only column(s) of text. Raises UserError: a
-    column does not exist, or none is found; the message lists the columns."""
+    """Find the columns: those that options name, else those with known names, else the only columns of text. Raises
+    UserError: a column does not exist, or none is found; the message lists the columns."""
     answered = not recipe.predict_file
     texts = tables.text_columns(table)
     dialogue = recipe.dialogue_column
@@ -195,8 +195,8 @@ def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> PairReader:
             known = [pair for pair in known if pair[0] != "input" or "instruction" not in texts]
             values = [name for name in table.column_names if tables.holds_values(table, name)]
             source, target = (*(tables.match_columns(known, values) or ()), None, None)[:2]
-    of_known = set(chain.from_iterable(PAIR_COLUMNS))  # of which each may hold numbers
-    texts = [name for name in texts if name in of_known or name in tables.word_columns(table)]
+    known_names = set(chain.from_iterable(PAIR_COLUMNS))  # of which each may hold numbers
+    texts = [name for name in texts if name in known_names or name in tables.word_columns(table)]
     if (source is None or target is None) and answered and len(texts) == 2:
         for name in () if source or target else texts:
             tables.check_name(name, "source_column and --target_column")
@@ -206,9 +206,9 @@ def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> PairReader:
     if source is None and not answered and len(texts) == 1:
         source = texts[0]
     if source is None or (answered and target is None):
-        others = [name for name in table.column_names if name in of_known and not tables.holds_values(table, name)]
-        what = f" ({' and '.join(others)}: no text each, but lists or objects)" if others else ""
-        raise UserError(f"no pairs{what}: name --source_column and --target_column; {tables.list_columns(table)}")
+        others = [name for name in table.column_names if name in known_names and not tables.holds_values(table, name)]
+        detail = f" ({' and '.join(others)}: no text each, but lists or objects)" if others else ""
+        raise UserError(f"no pairs{detail}: name --source_column and --target_column; {tables.list_columns(table)}")
     return PairReader(None, source, target, context, verdict, answered)
 
 
@@ -221,19 +221,19 @@ def _are_lists(table: Dataset, name: str) -> bool:
 def _find_language_columns(
     languages: tuple[str | None, str | None], answered: bool, table: Dataset
 ) -> tuple[str | None, str | None]:
-    """The columns of source_lang and target_lang, where texts stand in a column for each language (as those of wmt).
-    Raises UserError: columns are named after languages, and it is unclear which belongs to which option."""
+    """Return the columns of source_lang and target_lang, if each language has its own column (as in wmt). Raises
+    UserError: columns are named after languages, and it is unclear which belongs to which option."""
     given = [code for code in languages if code]
     columns = [
         name for name in tables.text_columns(table) if (LANGUAGE.fullmatch(name) and name != "id") or name in given
     ]
     if not given or len(columns) < 1 + answered:
         return None, None
-    found = [language_column(code, columns) for code in languages]
-    if len(columns) == 2 and found.count(None) == 1 and None in languages:
-        (other,) = {*columns} - {*found}
-        found = [column or other for column in found]
-    source, target = found if answered else (found[0], None)
+    matched = [language_column(code, columns) for code in languages]
+    if len(columns) == 2 and matched.count(None) == 1 and None in languages:
+        (other,) = {*columns} - {*matched}
+        matched = [column or other for column in matched]
+    source, target = matched if answered else (matched[0], None)
     if answered and (source is None or target in (None, source)):
         raise UserError(
             f"the columns {', '.join(columns)} are named after languages, and it is unclear which of them are the "
@@ -243,16 +243,16 @@ def _find_language_columns(
 
 
 def language_column(code: str | None, columns: list[str]) -> str | None:
-    """The column of a language: en of en, en_XX and eng_Latn, where only one can be meant."""
+    """Return the column of a language code: `en` matches en, en_XX and eng_Latn. None if not exactly one matches."""
     if code is None:
         return None
-    for same in (
+    for matches in (
         lambda name: name == code,
         lambda name: re.split("[-_]", name.lower())[0] == re.split("[-_]", code.lower())[0],
         lambda name: name[:2].lower() == code[:2].lower(),
     ):
-        if found := [name for name in columns if same(name)]:
-            return found[0] if len(found) == 1 else None
+        if candidates := [name for name in columns if matches(name)]:
+            return candidates[0] if len(candidates) == 1 else None
     return None
 
 
@@ -266,7 +266,7 @@ class PairData(TaskData):
 
     @property
     def longest(self) -> dict[str, int]:
-        """The maximum number of tokens of a training sample, by column."""
+        """Return the maximum number of tokens of a training sample, by column."""
         return dict(zip(("input_ids", "labels"), self.widths))
 
 
@@ -279,10 +279,13 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> PairData:
     options = DataOptions.of(recipe)
     sources: dict[str, PairData] = {}
     with tables.one_process_at_a_time(options.cache):
-        for name, own in options_of_sources(options, recipe).items():
-            parts, columns, encoder, notes = open_pairs(recipe, own, config)
-            encoded = own.limited(
-                {part: held.encode(encoder.encode, PAIR_TABLE, encoder.key, own.cache) for part, held in parts.items()}
+        for name, of_source in options_of_sources(options, recipe).items():
+            parts, columns, encoder, notes = open_pairs(recipe, of_source, config)
+            encoded = of_source.limited(
+                {
+                    part: each.encode(encoder.encode, PAIR_TABLE, encoder.key, of_source.cache)
+                    for part, each in parts.items()
+                }
             )
             widths = encoder.widths
             sides = dict(zip(("source", "target"), widths))
@@ -291,10 +294,10 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> PairData:
             for (part, table), (side, width) in product(encoded.items(), sides.items()):
                 option = f"max_{side}_length"
                 lengths = np.asarray(table.with_format("numpy")[f"{side}_tokens"][:])
-                what = f"{PART_NAMES[part]} {side}s are cut at {width} tokens ({option})"
+                problem = f"{PART_NAMES[part]} {side}s are cut at {width} tokens ({option})"
                 lost = int((lengths > width).sum())
                 allowed = recipe.allow_data_loss or side == "source"
-                notes += report_data_loss(allowed, lost, len(table), what, lengths, option=option, config=config)
+                notes += report_data_loss(allowed, lost, len(table), problem, lengths, option=option, config=config)
             samples = {part: TokenizedDataset(table, SAMPLE_COLUMNS) for part, table in encoded.items()}
             data = PairData(train=samples.get("train"), tokenizer=encoder.tokenizer, widths=widths, notes=notes)
             data.validation = samples.get("validation")
@@ -327,8 +330,8 @@ def open_pairs(
     separator = turn_separator(config, tokenizer, recipe.turn_separator)
     for option, column in (("source_lang", columns.source), ("target_lang", columns.target)):
         code = getattr(recipe, option)
-        is_said = code and recipe.source(option) != OF_MODEL
-        if is_said and not language_codes(tokenizer) and not (column and language_column(code, [column])):
+        is_set = code and recipe.source(option) != OF_MODEL
+        if is_set and not language_codes(tokenizer) and not (column and language_column(code, [column])):
             raise UserError(
                 f"{option} = {code!r} has no effect: the tokenizer marks no languages, and there is no column of this "
                 "name. T5 reads --source_prefix 'translate English to German: '"
@@ -346,28 +349,28 @@ def open_pairs(
 
 
 def split_translation_columns(table: Dataset) -> Dataset:
-    """Records {"translation": {"en": ..., "de": ...}}, as those of wmt, with a column for each language."""
-    held = table.features.get("translation")
-    if not (isinstance(held, dict) or hasattr(held, "languages")):
+    """Return the table with one column per language for {"translation": {"en": ..., "de": ...}}, as in wmt."""
+    feature = table.features.get("translation")
+    if not (isinstance(feature, dict) or hasattr(feature, "languages")):
         return table
     flat = table.flatten()
     names = {name: name.removeprefix("translation.") for name in flat.column_names}
     new = list(names.values())
-    renamed = {name: other for name, other in names.items() if name != other and new.count(other) == 1}
+    renamed = {name: new_name for name, new_name in names.items() if name != new_name and new.count(new_name) == 1}
     return tables.derive_table_key(flat.rename_columns(renamed), table)
 
 
-def turn_separator(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, said: str | None = None) -> str:
-    """Return what stands between two turns of a conversation: what is said, or that of the model."""
-    if said is not None:
-        return said
+def turn_separator(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, given: str | None = None) -> str:
+    """Return the text between two turns of a conversation: `given`, or by default that of the model."""
+    if given is not None:
+        return given
     return family_of(config).turn_separator or tokenizer.sep_token or tokenizer.eos_token or "\n"
 
 
 class PairEncoder:
-    """Pairs -> token ids. Sources and targets end with the end-of-text token: without it a model never learns to stop.
-    Raises UserError: the prefix leaves no room for a source. `separator`: between two turns. `widths`: the longest
-    source and target in tokens, special tokens included."""
+    """Convert pairs to token ids. Sources and targets end with the end-of-text token: without it a model never learns
+    to stop. Raises UserError: the prefix leaves no room for a source. `separator`: between two turns. `widths`: the
+    longest source and target in tokens, special tokens included."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prefix: str, separator: str, widths: tuple[int, int]):
         self.tokenizer = tokenizer
@@ -386,15 +389,15 @@ class PairEncoder:
             raise UserError(f"source_prefix = {self.prefix!r} fills max_source_length = {widths[0]}: shorten it")
 
     def _marks(self, **text: str) -> tuple[list[int], list[int]]:
-        """The special tokens before and after a text."""
+        """Return the special tokens before and after a text."""
         plain = self.tokenizer(**text, add_special_tokens=False)["input_ids"]
         marked = self.tokenizer(**text)["input_ids"]
         place = next(i for i in range(len(marked)) if marked[i : i + len(plain)] == plain)
         return marked[:place], marked[place + len(plain) :]
 
     def encode(self, records: list[list[TextPair]], names: list[str]) -> tables.Columns:
-        """A row for each pair of the records: input_ids, labels, target (the full text), truncated (tokens cut), and
-        the numbers of tokens of the full source and target."""
+        """Return a row for each pair of the records: input_ids, labels, target (the full text), truncated (tokens
+        cut), and the numbers of tokens of the full source and target."""
         pairs = list(chain.from_iterable(records))
         sources, lost = self.sources([pair.source for pair in pairs])
         before, after = self.marks[1]
@@ -410,14 +413,14 @@ class PairEncoder:
         }
 
     def sources(self, histories: list[list[str]]) -> tuple[list[list[int]], list[int]]:
-        """Return (ids, number of tokens cut) of each source. Of a conversation the latest turns that fit are kept; of
-        a last turn that does not fit alone its end is kept; of a single text its beginning."""
+        """Return (ids, number of tokens cut) of each source. A conversation keeps the latest turns that fit, or the
+        end of its last turn if that alone does not fit. A single text keeps its beginning."""
         before, after = self.marks[0]
         room = self.room
         prefix = self.prefix_size
         between = self.separator_size
-        each_once = list(dict.fromkeys(turn for turns in histories for turn in turns))
-        size = dict(zip(each_once, map(len, self._ids(each_once))))
+        unique_turns = list(dict.fromkeys(turn for turns in histories for turn in turns))
+        size = dict(zip(unique_turns, map(len, self._ids(unique_turns))))
         kept: list[list[str]] = []
         lost: list[int] = []
         for turns in histories:

@@ -80,12 +80,12 @@ class Renderer:
         return f"the tokenizer {self.tokenizer.name_or_path!r} has no chat template; name one with --chat_template"
 
     def check_conversations(self) -> None:
-        """Raises UserError if this model cannot take part in a conversation."""
+        """Raises UserError if this model cannot continue a conversation."""
         if not self.uses_template and not self.has_encoder:
             raise UserError(f"a conversation needs a chat template: {self._no_template}")
 
     def ids(self, prompt: str | Messages) -> list[int]:
-        """The token ids of a text, or of a conversation up to the beginning of the reply."""
+        """Return the token ids of a text, or of a conversation up to the beginning of the reply."""
         if isinstance(prompt, str):
             if not (self.uses_template and prompt):
                 return self._source([prompt]) if self.has_encoder else self._beginning(prompt)
@@ -100,7 +100,7 @@ class Renderer:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has added them
 
     def end_of_turn(self) -> list[int]:
-        """The special token that the template puts after a reply, if any: generation stops there."""
+        """Return the special token that the template puts after a reply, or an empty list: generation stops there."""
         if not self.uses_template:
             return []
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "zerofit"}]
@@ -117,7 +117,8 @@ class Renderer:
             raise UserError(f"the chat template fails on this conversation: {first_line(error)}") from None
 
     def _beginning(self, text: str) -> list[int]:
-        """A text to continue: with the special tokens that the tokenizer puts before it, without those after it."""
+        """Return the ids of a text to continue: with the tokenizer's special tokens before it, without those after
+        it."""
         plain = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not plain:
             start_tokens = (self.tokenizer.bos_token_id, self.config.bos_token_id, self.tokenizer.eos_token_id)
@@ -160,8 +161,8 @@ class Prompts:
 
 
 def read_sources(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> PairData:
-    """The sources of predict_file. A conversation is continued with its next turn; an answer in the file is ignored.
-    Raises UserError: no column of sources is found, a text is empty."""
+    """Read the sources of predict_file. A conversation is continued with its next turn; an answer in the file is
+    ignored. Raises UserError: no column of sources is found, a text is empty."""
     parts, _, encoder, notes = open_pairs(recipe, DataOptions.of(recipe), config)
     tokenizer = encoder.tokenizer
     widths = encoder.widths
@@ -180,9 +181,9 @@ def read_sources(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> PairData:
 def read_causal_prompts(
     recipe: ClmRecipe, options: DataOptions, config: PretrainedConfig, block_size: int
 ) -> TextData:
-    """The prompts of predict_file: instructions, questions and conversations in their form of training, without the
-    answers of the file; or texts to continue. Raises UserError: there is no such column, a text is empty, a role is
-    out of order, no positions are left to write."""
+    """Read the prompts of predict_file: instructions, questions and conversations in the form of training, without
+    their answers; or texts to continue. Raises UserError: there is no such column, a text is empty, a role is out of
+    order, no positions are left to write."""
     unit = recipe.document_separator if recipe.document_separator in ("file", "paragraph") else "line"
     source = read_source(options, unit_of=lambda files: unit)
     recipe = recipe.columns_in(source.first.column_names)
@@ -232,8 +233,8 @@ def read_causal_prompts(
 
 
 def longest_answer(max_new_tokens: int, is_set: bool, config: PretrainedConfig) -> int:
-    """max_new_tokens; by default at most half of the model's positions. Raises UserError: no positions are left for a
-    prompt. `is_set`: max_new_tokens is not the default."""
+    """Return the largest number of tokens to generate: max_new_tokens; by default at most half of the model's
+    positions. Raises UserError: no positions are left for a prompt. `is_set`: max_new_tokens is not the default."""
     positions = usable_positions(config)
     if positions and not is_set:
         return min(max_new_tokens, positions // 2)
@@ -243,15 +244,15 @@ def longest_answer(max_new_tokens: int, is_set: bool, config: PretrainedConfig) 
 
 
 def check_options(recipe: ClmRecipe, form: RecordForm | None, source: Source) -> None:
-    """Raises UserError for options that the detected kind of data does not use."""
+    """Check options. Raises UserError for options that the detected kind of data does not use."""
     if form is None:
         given = [name for name in CHAT_ONLY if getattr(recipe, name) and recipe.source(name) != OF_MODEL]
-        what = f"text; {list_columns(source.first)}. Name the columns as those of chats are named (docs/fine-tune.md)"
+        kind = f"text; {list_columns(source.first)}. Name the columns as those of chats are named (docs/fine-tune.md)"
     else:
         given = [name for name in TEXT_ONLY if getattr(recipe, name) is not None and recipe.source(name) != OF_MODEL]
-        what = f"{RECORD_KINDS[form.kind]} a record (column {form.question}). For running text say --text_column NAME"
+        kind = f"{RECORD_KINDS[form.kind]} a record (column {form.question}). For running text say --text_column NAME"
     if given and not recipe.mixture:  # of which another source may be of the other kind
         named = ", ".join(f"{name} = {getattr(recipe, name)!r}" for name in given)
-        raise UserError(f"{named}: no effect, the data is taken for {what}, or leave the option out")
+        raise UserError(f"{named}: no effect, the data is taken for {kind}, or leave the option out")
     if form is not None and recipe.packing == "concatenate" and recipe.source("packing") != OF_MODEL:
         raise UserError("packing = concatenate: no loss on the answers alone. Use --packing documents or none")

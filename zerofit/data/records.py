@@ -28,7 +28,7 @@ class BadRecord(Exception):
 
 
 class RecordReader(Protocol):
-    """The columns of a table's records, and how each is read. Cached tables depend on its repr."""
+    """The columns of a table's records, and how a record is read. Cached tables depend on its repr."""
 
     @property
     def columns(self) -> list[str]: ...
@@ -37,7 +37,7 @@ class RecordReader(Protocol):
         """Return the contents of a record. Raises BadRecord."""
 
     def texts(self, content: Any) -> Iterable[str]:
-        """The texts in what `read` has returned, to train a tokenizer."""
+        """Return the texts in what `read` has returned, to train a tokenizer."""
 
 
 @dataclass
@@ -62,11 +62,11 @@ class RecordSet:
             yield from map(self.reader.read, records_of(batch))
 
     def texts(self) -> Iterator[str]:
-        """Every text, to train a tokenizer."""
+        """Yield every text, to train a tokenizer."""
         return (text for content in self.contents() for text in self.reader.texts(content))
 
     def encode(self, encode: Encode, features: Features, key: tuple[object, ...], cache: Path) -> Dataset:
-        """A table made by `encode` from (what some records hold, their names in messages); see encode_table."""
+        """Return a table made by `encode` from (contents of some records, their names in messages): encode_table."""
         # the table is not sent to other processes
         reader = self.reader
         where = self.where
@@ -98,15 +98,15 @@ def read_parts(
         where = source.where(name)
         if missing := [column for column in reader.columns if column not in table.column_names]:
             raise UserError(f"{where} has no column {', '.join(missing)}; {list_columns(table)}")
-        read = derive_table_key(table.select_columns([*dict.fromkeys(reader.columns)]), table)
-        part = RecordSet(read, reader, where, np.arange(len(table)), table)
+        selected = derive_table_key(table.select_columns([*dict.fromkeys(reader.columns)]), table)
+        part = RecordSet(selected, reader, where, np.arange(len(table)), table)
         bad = _bad_records(part, [column for column in MEDIA_COLUMNS if column in table.column_names], options.cache)
         if len(bad):
             first = f"record {bad[0]['record'] + 1}: {bad[0]['problem']}"
-            held = {key for key, value in table[bad[0]["record"]].items() if value}
-            own = {*reader.columns}
-            if not own <= held and (others := sorted(held - own)):
-                first += f" (not read: its {', '.join(others)}; files of another form take a weight each)"
+            filled = {key for key, value in table[bad[0]["record"]].items() if value}
+            read_columns = {*reader.columns}
+            if not read_columns <= filled and (unread := sorted(filled - read_columns)):
+                first += f" (not read: its {', '.join(unread)}; files of another form take a weight each)"
             if len(bad) == len(part):
                 columns = " or ".join(f"--{option}" for option in COLUMN_OPTIONS if hasattr(options.recipe, option))
                 raise UserError(f"{where} has no usable record: {first}. Correct it, or set {columns}")
@@ -114,8 +114,8 @@ def read_parts(
                 more = f" ({len(bad):,} records cannot be used)" if len(bad) > 1 else ""
                 remedy = "Correct the data, or skip such records with --skip_bad_records"
                 raise UserError(f"{where}, {first}{more}. {remedy}")
-            what = f"records of {where} are skipped, such as {first}"
-            notes += report_data_loss(options.recipe.allow_data_loss, len(bad), len(part), what)
+            problem = f"records of {where} are skipped, such as {first}"
+            notes += report_data_loss(options.recipe.allow_data_loss, len(bad), len(part), problem)
             part = part.select(np.setdiff1d(part.numbers, bad["record"][:]))
         parts[name] = part
     if "train" in parts and "validation" not in parts and options.held_out_fraction > 0:
@@ -125,8 +125,8 @@ def read_parts(
 
 
 def _bad_records(part: RecordSet, media: list[str], cache: Path) -> Dataset:
-    """The records that cannot be read: their places, and why. A text with a place for what is in a column of `media`
-    (pictures, films, sounds) is none to train on."""
+    """Return the records that cannot be used: their indices, and the reasons. If there are columns of `media` (images,
+    videos, audio), a text with a placeholder for their content cannot be used."""
     reader = part.reader
 
     def check(batch: Columns, places: list[int]) -> Columns:
@@ -134,10 +134,10 @@ def _bad_records(part: RecordSet, media: list[str], cache: Path) -> Dataset:
         for place, record in zip(places, records_of(batch)):
             try:
                 content = reader.read(record)
-                found = map(MEDIA_PLACEHOLDER.search, reader.texts(content) if media else ())
-                if place_of := next(filter(None, found), None):
-                    what = f"the place of what is in the column {' or '.join(media)}"
-                    raise BadRecord(f"a text has {place_of[0]}, {what}: only text is read")
+                matches = map(MEDIA_PLACEHOLDER.search, reader.texts(content) if media else ())
+                if placeholder := next(filter(None, matches), None):
+                    content_of = f"the place of what is in the column {' or '.join(media)}"
+                    raise BadRecord(f"a text has {placeholder[0]}, {content_of}: only text is read")
             except BadRecord as bad:
                 problems["record"].append(place)
                 problems["problem"].append(str(bad))

@@ -77,10 +77,10 @@ HELD_OUT_SPLITS = ("validation", "valid", "val", "dev")  # names of the held-out
 def read_table(
     paths: list[Path], kind: str, data: DataOptions, unit: str, header: tuple[str, ...]
 ) -> tuple[Dataset, list[str]]:
-    """Return (the records of files of one format, notes on how they were read), from the cache where they are in it.
-    Raises UserError: a file is not UTF-8, not in the encoding that is named, or not of its format. `unit`: of text
-    files, which is a record: line, paragraph, file, or what stands between two marks of this text. `header`: names of
-    the columns of .csv and .tsv files without a header."""
+    """Return (the records of files of one format, notes on how they were read), from the cache if possible. Raises
+    UserError: a file is not UTF-8, not in the encoding that is named, or not of its format. `unit`: of text files,
+    which is a record: line, paragraph, file, or what stands between two marks of this text. `header`: names of the
+    columns of .csv and .tsv files without a header."""
     recipe = data.recipe
     for option, kinds in FORMATS_OF_OPTION.items():
         if (value := getattr(recipe, option)) and kind not in kinds:
@@ -100,17 +100,17 @@ def read_table(
         "text": partial(_read_texts, paths, recipe.encoding, unit),
     }
     make = makers.get(kind) or partial(read_delimited, paths, data, header)
-    words = (recipe.encoding, recipe.separator, recipe.field, data.skip_bad_records, recipe.allow_data_loss)
-    return stored_table(paths, data.cache, make, kind, *words, unit, header)
+    key = (recipe.encoding, recipe.separator, recipe.field, data.skip_bad_records, recipe.allow_data_loss)
+    return stored_table(paths, data.cache, make, kind, *key, unit, header)
 
 
 def _read_parquet(paths: list[Path], cache: str | None) -> Dataset:
-    """The records of parquet files. Files with other columns, types of columns or names of classes are read one after
-    another; a value that a file has not is null."""
-    about = {path: pq.read_metadata(path) for path in paths}
-    if empty := [path for path in paths if not about[path].num_rows]:
+    """Read the records of parquet files. Files with different columns, types or class names are read one by one; a
+    value that a file does not have is null."""
+    metadata = {path: pq.read_metadata(path) for path in paths}
+    if empty := [path for path in paths if not metadata[path].num_rows]:
         raise UserError(f"{empty[0]} has no record")
-    groups = groupby(paths, lambda path: Features.from_arrow_schema(about[path].schema.to_arrow_schema()))
+    groups = groupby(paths, lambda path: Features.from_arrow_schema(metadata[path].schema.to_arrow_schema()))
     files = ([escape(str(path)) for path in group] for _, group in groups)
     tables = [load_dataset("parquet", data_files=names, split="train", cache_dir=cache) for names in files]
     if len(tables) == 1:
@@ -118,15 +118,15 @@ def _read_parquet(paths: list[Path], cache: str | None) -> Dataset:
     tables = [with_class_names(table, [other.features for other in tables]) for table in tables]
     kinds: dict[str, Any] = {}
     for name, feature in chain.from_iterable(table.features.items() for table in tables):
-        two = (kinds.get(name, feature), feature)
-        schemas = [Features({"": each}).arrow_schema.remove_metadata() for each in two]
+        features = (kinds.get(name, feature), feature)
+        schemas = [Features({"": each}).arrow_schema.remove_metadata() for each in features]
         try:
-            both = pa.unify_schemas(schemas, promote_options="permissive")
+            unified = pa.unify_schemas(schemas, promote_options="permissive")
         except pa.ArrowTypeError:  # one has texts and the other numbers
             kinds[name] = Value("string")
         else:
-            same = (each for each, schema in zip(two, schemas) if schema == both)
-            kinds[name] = next(same, Features.from_arrow_schema(both)[""])
+            equal = (each for each, schema in zip(features, schemas) if schema == unified)
+            kinds[name] = next(equal, Features.from_arrow_schema(unified)[""])
     return concatenate_datasets(
         [table.cast(Features({name: kinds[name] for name in table.features})) for table in tables]
     )
@@ -200,8 +200,8 @@ def _read_conll(paths: list[Path], encoding: str | None, place: Path) -> list[st
 
 
 def read_sentences(lines: Iterable[str], path: Path) -> Iterator[dict[str, list[str]]]:
-    """The sentences of tagged words as records: `tokens`, the first column, and `tags`, the last; no tags if there
-    is only one.
+    """Yield sentences of tagged words as records: `tokens` is the first column, `tags` the last; no tags if there is
+    only one column.
 
     As in CoNLL-2003 there is a word a line, and an empty line between sentences. A tab separates columns where a line
     has one, else blanks do. Comments before a sentence, such as `# sent_id = 1`, are left out. Raises UserError: a
@@ -218,12 +218,12 @@ def read_sentences(lines: Iterable[str], path: Path) -> Iterator[dict[str, list[
         columns = [field.strip(CONLL_BLANKS) for field in line.split("\t")] if "\t" in line else plain
         if not any(columns) or columns[0] == CONLL_DOCUMENT:
             if num_columns > 4 and words == [*map(str, range(1, len(words) + 1))] and len(words) > 1:
-                what = "the first column has the numbers of words, as in CoNLL-U"
-                raise UserError(f"{path}, line {number}: {what}. Keep the columns of words and of tags")
+                problem = "the first column has the numbers of words, as in CoNLL-U"
+                raise UserError(f"{path}, line {number}: {problem}. Keep the columns of words and of tags")
             are_tags = [all(map(ENTITY_TAG.fullmatch, column)) for column in (words, tags)]
             if are_tags == [True, False] and any("-" in word for word in words):  # as in the MIT corpora of films
-                what = f"the first column has the tags ({words[-1]} of {tags[-1]})"
-                raise UserError(f"{path}, line {number}: {what}. Write the word first, and its tag last")
+                problem = f"the first column has the tags ({words[-1]} of {tags[-1]})"
+                raise UserError(f"{path}, line {number}: {problem}. Write the word first, and its tag last")
             if words:
                 yield {"tokens": words, "tags": tags} if tags else {"tokens": words}
             words = []
@@ -267,7 +267,7 @@ def read_stdlib(name: str, cache: Path) -> dict[str, Dataset]:
 
 
 def read_definitions(path: Path, file: Path) -> Iterator[dict[str, str]]:
-    """The definitions in a file: functions and methods; classes and the module itself if they have a docstring.
+    """Yield the definitions in a file: functions and methods; classes and the module itself if they have a docstring.
 
     Each is {package: empty for a module outside of any, top: the file and the top-level definition that contains it,
     name, text: the docstring, code: of a function, without docstring, comments and decorators; else empty}. Files that
@@ -304,19 +304,19 @@ def _code(node: ast.AST) -> str:
 
 
 def _docstrings(entries: list[dict[str, str]]) -> list[dict[str, Any]]:
-    """Records of stdlib-docstrings: no docstring of two packages, and no name of a package in a text."""
+    """Return the records of stdlib-docstrings: none that two packages share, and with masked names of packages."""
     entries = [entry for entry in entries if entry["package"] and entry["text"]]
     counts = Counter(entry["package"] for entry in entries)
     packages = sorted(counts, key=lambda package: (-counts[package], package))[:NUM_PACKAGES]
     named = re.compile("|".join(sorted(map(re.escape, packages), key=len, reverse=True)), re.IGNORECASE)
     records: list[dict[str, Any]] = []
-    said_by: dict[tuple[str, ...], set[str]] = {}
+    packages_of_words: dict[tuple[str, ...], set[str]] = {}
     for entry in entries:
         if entry["package"] in packages:
             text = named.sub(PACKAGE_MASK, entry["text"])
-            said_by.setdefault(_letters_only(text), set()).add(entry["package"])
+            packages_of_words.setdefault(_letters_only(text), set()).add(entry["package"])
             records.append({"text": text, "label": entry["package"], "top": entry["top"], "says": _letters_only(text)})
-    return [record for record in records if len(said_by[record["says"]]) == 1]
+    return [record for record in records if len(packages_of_words[record["says"]]) == 1]
 
 
 def _functions(entries: list[dict[str, str]]) -> list[dict[str, Any]]:
@@ -330,18 +330,18 @@ def _functions(entries: list[dict[str, str]]) -> list[dict[str, Any]]:
 
 
 def split_code(code: str) -> str:
-    """The words of code, with names split: `def getSize(self, depth=3)` is "def get size self depth 3"."""
+    """Return the words of code, with names split: `def getSize(self, depth=3)` is "def get size self depth 3"."""
     apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", code.replace("_", " "))
     return " ".join(re.findall(r"[A-Za-z]+|[0-9]+", apart)).lower() or code
 
 
 def _hash_number(text: str) -> int:
-    """A pseudo-random number for a text, the same on every machine."""
+    """Return a pseudo-random number for a text, the same on every machine."""
     return int(sha256(text.encode()).hexdigest(), 16)
 
 
 def _letters_only(text: str) -> tuple[str, ...]:
-    """The words of a text, to compare two texts: letters only, in lower case."""
+    """Return the words of a text, to compare two texts: letters only, in lower case."""
     return tuple(re.findall(r"[a-z]+", text.lower()))
 
 
@@ -361,11 +361,11 @@ class Source:
 
     @property
     def first(self) -> Dataset:
-        """The first table, for its columns."""
+        """Return the table of the first part, whose columns are examined."""
         return next(iter(self.parts.values()))
 
     def names(self, columns: Iterable[str]) -> list[str]:
-        """The names that columns have in the file: for the log."""
+        """Return the names of columns as they are in the file, for the log."""
         return [self.written.get(column, column) for column in columns]
 
     def describe(self, reader: Any) -> str:
@@ -375,7 +375,7 @@ class Source:
         return replace(reader, **lists, **single).describe
 
     def where(self, part: str) -> str:
-        """The name of a part in messages. Records are numbered through all of its files."""
+        """Return the name of a part for messages. Records are numbered through all of its files."""
         files = self.files.get(part)
         if not files:
             return self.name or f"the {part} split"
@@ -402,51 +402,53 @@ def read_source(
         if not data.trains and len(parts) > 1:
             parts.pop("train", None)
         return lower_column_names(Source(parts, {}, notes=notes), data)
-    every = list(chain.from_iterable(files.values()))
+    all_files = list(chain.from_iterable(files.values()))
     kinds: dict[str, Path] = {}
     unit = ""
-    for path in every:
+    for path in all_files:
         if (ending := ending_of(path)) not in FORMATS:
             known = f"{', '.join(FORMATS)}, each also {', '.join(PACKED)}"
             raise UserError(f"{path}: unknown file extension; known are {known}")
         kinds.setdefault(FORMATS[ending], path)
     if len(kinds) > 1:
-        found = ", ".join(f"{path} is {kind}" for kind, path in sorted(kinds.items()))
-        raise UserError(f"files of several formats: {found}. Use one format for all")
+        formats = ", ".join(f"{path} is {kind}" for kind, path in sorted(kinds.items()))
+        raise UserError(f"files of several formats: {formats}. Use one format for all")
     kind = next(iter(kinds))
     if kind == "text":
         if unit_of is None:
-            what = f"this task reads records: {', '.join(name for name in FORMATS if FORMATS[name] != 'text')}"
-            raise UserError(f"{next(iter(files))}_file = {every[0]}: {what}")
-        unit = unit_of(every)
+            expected = f"this task reads records: {', '.join(name for name in FORMATS if FORMATS[name] != 'text')}"
+            raise UserError(f"{next(iter(files))}_file = {all_files[0]}: {expected}")
+        unit = unit_of(all_files)
     parts = {}
     notes = []
     for part, paths in files.items():
-        parts[part], of_part = read_table(paths, kind, data, unit, header)
-        notes += of_part
+        parts[part], part_notes = read_table(paths, kind, data, unit, header)
+        notes += part_notes
     return lower_column_names(Source(parts, files, notes=notes), data)
 
 
 def lower_column_names(source: Source, data: DataOptions) -> Source:
-    """The source with lower-case column names, so that Text is found as text. Columns that an option names keep their
-    names (as do those of GLUE's original files)."""
+    """Return the source with lower-case column names, so that `Text` is found as `text`. Columns that an option names
+    keep their names (as do those of GLUE's original files)."""
     if not data.lowercases:
         return source
     parts = source.parts
-    of_options = [value for name, value in data.recipe.to_dict().items() if name.endswith(("_column", "_columns"))]
-    named = {name for value in of_options if value for name in ([value] if isinstance(value, str) else value)}
+    option_values = [value for name, value in data.recipe.to_dict().items() if name.endswith(("_column", "_columns"))]
+    fixed = {name for value in option_values if value for name in ([value] if isinstance(value, str) else value)}
     for part, table in parts.items():
-        lower = {name: name.strip().lower() for name in table.column_names if name not in named}
-        new = [*lower.values(), *(name for name in table.column_names if name in named)]
-        changed = {name: other for name, other in lower.items() if name != other and new.count(other) == 1}
-        again = [name for name, other in lower.items() if new.count(other) > 1]
-        if again and all(table.data.column(name).null_count for name in again):
+        lower = {name: name.strip().lower() for name in table.column_names if name not in fixed}
+        new_names = [*lower.values(), *(name for name in table.column_names if name in fixed)]
+        changed = {
+            name: lowered for name, lowered in lower.items() if name != lowered and new_names.count(lowered) == 1
+        }
+        ambiguous = [name for name, lowered in lower.items() if new_names.count(lowered) > 1]
+        if ambiguous and all(table.data.column(name).null_count for name in ambiguous):
             raise UserError(
-                f"{source.where(part)}: the columns {', '.join(again)} differ in upper and lower case alone, and some "
-                "records have one and some the other. Give them one name"
+                f"{source.where(part)}: the columns {', '.join(ambiguous)} differ in upper and lower case alone, and "
+                "some records have one and some the other. Give them one name"
             )
         if changed:
-            source.written |= {other: name for name, other in changed.items()}
+            source.written |= {lowered: name for name, lowered in changed.items()}
             parts[part] = derive_table_key(table.rename_columns(changed), table)
     return source
 
@@ -475,18 +477,18 @@ def _from_hub(data: DataOptions, held_out: dict[str, tuple[str, ...]]) -> tuple[
     assert isinstance(dataset, DatasetDict)
     known = {"train", *(name for names in held_out.values() if not data.trains for name in names)}
     if not known & set(dataset):
-        has = f"it has {', '.join(dataset)}. Name the files of one with train_file"
-        raise UserError(f"dataset_name = {name!r} has no split `train`; {has}")
+        available = f"it has {', '.join(dataset)}. Name the files of one with train_file"
+        raise UserError(f"dataset_name = {name!r} has no split `train`; {available}")
     names = {"train": ("train",), **held_out}
-    splits = {part: each for part, known in names.items() for each in known[::-1] if each in dataset}
+    splits = {part: split for part, known in names.items() for split in known[::-1] if split in dataset}
     notes = []
-    if others := ", ".join(each for each in dataset if each not in splits.values()):
+    if others := ", ".join(split for split in dataset if split not in splits.values()):
         notes = [f"note      splits of {name} that are read: {', '.join(splits.values())}; not read: {others}"]
-    return {part: dataset[each] for part, each in splits.items()}, notes
+    return {part: dataset[split] for part, split in splits.items()}, notes
 
 
 def files_and_sizes(recipe: TaskRecipe) -> dict[str, str]:
-    """{option that names data: the number of its files, their bytes, and a hash of their names and sizes}."""
+    """Return {option that names data: the number of its files, their bytes, and a hash of their names and sizes}."""
     named = {option: getattr(recipe, option, None) for option in FILE_OPTIONS}
     summaries = {}
     if recipe.trains and getattr(recipe, "streaming", None):

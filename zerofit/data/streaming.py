@@ -63,15 +63,15 @@ class Shards:
 
     @property
     def key(self) -> str:
-        """Changes with what the shards are; folders may be others on another machine."""
+        """Return a hash of the shards' file names and sizes; folders may differ on another machine."""
         named = [(name.rpartition("/")[2], size) for name, size in zip(self.names, self.sizes)]
         return sha256(repr(named).encode()).hexdigest()[:16]
 
 
 @functools.cache
 def find_shards(patterns: tuple[str, ...]) -> Shards:
-    """The shards that paths, addresses and globs name. A process lists them once: new ones may come meanwhile. Raises
-    UserError: something is missing, or of another format."""
+    """Find the shards that paths, addresses and globs name. A process lists them once, since new ones may appear
+    during the run. Raises UserError: something is missing, or of another format."""
     names: list[str] = []
     sizes: list[int] = []
     for pattern in patterns:
@@ -82,11 +82,11 @@ def find_shards(patterns: tuple[str, ...]) -> Shards:
             continue
         system, path = open_address("train_file", pattern)
         try:
-            found = sorted(system.glob(path)) if any(mark in path for mark in "*?[") else [path]
-            sizes += [system.size(name) or 0 for name in found]
+            matches = sorted(system.glob(path)) if any(mark in path for mark in "*?[") else [path]
+            sizes += [system.size(name) or 0 for name in matches]
         except Exception as error:  # each store has its own
             raise UserError(f"train_file = {pattern!r} cannot be read: {first_line(error)}") from None
-        names += map(system.unstrip_protocol, found)
+        names += map(system.unstrip_protocol, matches)
     if not names:
         raise UserError(f"train_file = {' '.join(patterns)}: no file matches")
     readers = {name: READERS.get(ending_of(Path(name))) for name in names}
@@ -99,8 +99,8 @@ def find_shards(patterns: tuple[str, ...]) -> Shards:
 
 
 def read_window(shards: Shards, order: list[int], start: ShardPlace, size: int) -> tuple[pa.Table, ShardPlace | None]:
-    """Return (records from a place on, where the next ones are), about `size` bytes of them, those of a shard
-    together. Raises UserError: a shard is gone, cannot be read, or its connection stays lost.
+    """Return (about `size` bytes of records from `start` on, the position of the next record); the records of a shard
+    stay together. Raises UserError: a shard is missing, cannot be read, or its connection stays lost.
 
     Args:
         order: numbers of the shards, as they are read.
@@ -131,12 +131,12 @@ def read_window(shards: Shards, order: list[int], start: ShardPlace, size: int) 
         for field in chain.from_iterable(table.schema for table in tables):
             types.setdefault(field.name, set()).add(str(field.type))
         names = f"{shards.names[min(read)]} and the other shards of a window"
-        found = [f"{name} ({' or '.join(sorted(kinds))})" for name, kinds in types.items() if len(kinds) > 1]
-        raise UserError(f"streaming: {names} differ in {', '.join(found)}. Write values of one type") from None
+        differences = [f"{name} ({' or '.join(sorted(kinds))})" for name, kinds in types.items() if len(kinds) > 1]
+        raise UserError(f"streaming: {names} differ in {', '.join(differences)}. Write values of one type") from None
 
 
 def _shard_tables(shards: Shards, number: int, record: int) -> Iterator[pa.Table]:
-    """The records of a shard from one on. A lost connection is opened again at the record that would come next."""
+    """Yield the records of a shard from number `record` on. A lost connection is opened again at the next record."""
     name = shards.names[number]
     pauses = iter(RETRY_PAUSES_S)
     file = name if is_address(name) else glob.escape(name)  # the library searches for names of files
@@ -166,8 +166,8 @@ def _shard_tables(shards: Shards, number: int, record: int) -> Iterator[pa.Table
 
 @dataclass(frozen=True)
 class Window:
-    """Records that are shuffled together. `shard, record`: where it begins: the shard by its place in the
-    order of its pass, and the records of it before."""
+    """Records that are shuffled together. `shard, record`: where the window begins: the position of the shard in the
+    order of the pass, and the number of its earlier records."""
 
     number: int = 0  # in the run
     turn: int = 0  # passes over the shards before it
@@ -183,9 +183,9 @@ class Window:
 
 
 class StreamedSamples:
-    """The samples of a stream, numbered by their place in the run; their order at the same time. Windows are made as
-    they are needed. Each process has them, and finds the tables that the first one has made. Raises UserError: the
-    file of windows is of other shards."""
+    """The samples of a stream, numbered by their place in the run, and the order of the run. Windows are prepared when
+    they are needed: the first process makes their tables, and the others map them. Raises UserError: the file of
+    windows belongs to other shards."""
 
     lengths = sort_key = None
 
@@ -228,7 +228,7 @@ class StreamedSamples:
         return samples[int(drawn[index - window.first])]
 
     def indices(self, start: int, stop: int) -> np.ndarray:
-        """The places themselves. The windows that hold them are there from now on, and the next one is read ahead."""
+        """Return the places themselves. Their windows are read now, and the next window is read ahead."""
         last = self.at(stop - 1)
         for window in self.known[self.at(start).number : last.number + 1]:
             self.open(window)
@@ -251,14 +251,14 @@ class StreamedSamples:
             self.open(self.after(window))
 
     def at(self, position: int) -> Window:
-        """The window that has a sample. Windows before it that are not known are read."""
+        """Return the window of a sample. Earlier windows that are not known yet are read."""
         while not self.known or self.known[-1].end <= position:
             self.open(self.after(self.known[-1]) if self.known else Window())
         place = np.searchsorted([window.first for window in self.known], position, side="right")
         return self.known[int(place) - 1]
 
     def after(self, window: Window) -> Window:
-        """The window that follows another one."""
+        """Return the window that follows `window`."""
         marker = self._folder(window) / "next.json"
         if not marker.exists():
             self._opened.pop(window.number, None)
@@ -270,9 +270,9 @@ class StreamedSamples:
 
     def open(self, window: Window) -> tuple[SampleSet, np.ndarray]:
         """Return (the samples of a window, the order in which they come)."""
-        found = self._opened.get(window.number)
-        if found is not None:
-            return found
+        opened = self._opened.get(window.number)
+        if opened is not None:
+            return opened
         folder = self._folder(window)
         self.folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_suffix(".lock")):
@@ -293,19 +293,19 @@ class StreamedSamples:
             table = set_table_key(Dataset.from_file(str(records)), *self.made_of.values(), window.number)
             samples = self.prepare(table, name, folder)
         drawn = np.random.default_rng([self.seed, window.turn, window.index]).permutation(len(samples))
-        found = self._opened[window.number] = samples, drawn
+        opened = self._opened[window.number] = samples, drawn
         for number in list(self._opened)[:-MAX_OPEN_WINDOWS]:  # those opened first
             self._opened.pop(number, None)
         with self._adding:
             if window.number == len(self.known):
                 self.known.append(replace(window, samples=len(samples)))
-        return found
+        return opened
 
     def _folder(self, window: Window) -> Path:
         return self.folder / f"window-{window.number:06d}"
 
     def _read_table(self, resumes: bool, earlier: Path | None) -> list[Window]:
-        """The windows that were written down, up to the first line that is damaged: those after it are read again."""
+        """Read the list of known windows, up to the first damaged line: later windows are read again."""
         tables = (table for table in (self.table, earlier) if table is not None and table.is_file())
         table = next(tables, self.table)
         lines = table.read_bytes().split(b"\n") if table.is_file() else []

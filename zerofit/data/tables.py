@@ -38,7 +38,7 @@ Records = TypeVar("Records", bound=Any)  # a Dataset, or what has its length and
 
 
 def first_records(records: Records, limit: int | None) -> Records:
-    """The first `limit` records; all of them without a limit."""
+    """Return the first `limit` records; all without a limit."""
     return records if limit is None or limit >= len(records) else select(records, range(limit))
 
 
@@ -46,10 +46,10 @@ def random_split(records: Records, fraction: float) -> tuple[Records, Records]:
     """Return (training, held-out) records, drawn at random with a fixed seed; each part keeps the order of the
     records. Raises UserError: one part would be empty."""
     shuffled = np.random.default_rng(SPLIT_SEED).permutation(len(records))
-    held = max(1, round(fraction * len(records)))
-    if held >= len(records):
+    num_held_out = max(1, round(fraction * len(records)))
+    if num_held_out >= len(records):
         raise empty_split(fraction, len(records))
-    return select(records, np.sort(shuffled[held:])), select(records, np.sort(shuffled[:held]))
+    return select(records, np.sort(shuffled[num_held_out:])), select(records, np.sort(shuffled[:num_held_out]))
 
 
 def empty_split(fraction: float, count: int) -> UserError:
@@ -64,8 +64,8 @@ def text_columns(dataset: Dataset) -> list[str]:
 
 
 def word_columns(dataset: Dataset) -> list[str]:
-    """The columns of text that hold words, to choose one from: in a .csv file numbers are texts too. All columns of
-    text where none holds words."""
+    """Return the columns of text that hold words: in a .csv file numbers are texts, too. If no column holds words,
+    return all columns of text."""
     texts = text_columns(dataset)
     worded = []
     for name in texts:
@@ -76,13 +76,13 @@ def word_columns(dataset: Dataset) -> list[str]:
 
 
 def match_columns(forms: Iterable[ColumnGroup], present: Iterable[str]) -> ColumnGroup | None:
-    """The first of these names of columns, or groups of names, that are all present."""
+    """Return the first of these column names, or groups of names, that is present."""
     names = set(present)
     return next((form for form in forms if names.issuperset([form] if isinstance(form, str) else form)), None)
 
 
 def text_of(value: Any) -> str:
-    """A value as text: texts as they are, 3 and 3.0 as "3"."""
+    """Return a value as text: a text unchanged, 3 and 3.0 as "3"."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return str(int(value))
     return str(value)
@@ -105,17 +105,18 @@ def holds_values(dataset: Dataset, name: str) -> bool:
 
 
 def class_names(feature: Any) -> tuple[str, ...] | None:
-    """The names of class numbers, if a column or its lists have class numbers."""
+    """Return the names of class numbers, if a column or its lists have class numbers."""
     return tuple(getattr(getattr(feature, "feature", feature), "names", None) or ()) or None
 
 
 def with_class_names(table: Dataset, others: Iterable[Features]) -> Dataset:
-    """The table with names in place of class numbers, in columns in which another table has texts, or other names."""
+    """Return the table with class names instead of numbers, in columns in which another table has texts or other
+    names."""
     named = {
         name: dict(enumerate(names))
-        for name, other in chain.from_iterable(each.items() for each in others)
-        if (names := class_names(table.features.get(name))) not in (None, class_names(other))
-        and (class_names(other) or getattr(getattr(other, "feature", other), "dtype", "").endswith("string"))
+        for name, feature in chain.from_iterable(each.items() for each in others)
+        if (names := class_names(table.features.get(name))) not in (None, class_names(feature))
+        and (class_names(feature) or getattr(getattr(feature, "feature", feature), "dtype", "").endswith("string"))
     }
     if not named:
         return table
@@ -135,7 +136,7 @@ def with_class_names(table: Dataset, others: Iterable[Features]) -> Dataset:
 
 
 def looks_like_value(name: str) -> bool:
-    """Return whether the name of a column is rather a value: a sentence or a number."""
+    """Return whether the name of a column looks like a value: a sentence or a number."""
     text = name.strip()
     is_sentence = (
         len(text) > 60
@@ -161,16 +162,16 @@ def list_columns(dataset: Dataset) -> str:
     return f"the columns are {', '.join(names)}{hint}"
 
 
-def input_columns(dataset: Dataset, *own: str) -> Dataset:
-    """All columns for predictions.jsonl, which has `own` columns: others of these names become input_NAME."""
+def input_columns(dataset: Dataset, *reserved: str) -> Dataset:
+    """Return the table for predictions.jsonl: columns with one of the names `reserved` become input_NAME."""
     names = set(dataset.column_names)
     renamed = {}
-    for name in names.intersection(own):
-        other = f"input_{name}"
-        while other in names:  # predictions of predictions
-            other = f"input_{other}"
-        renamed[name] = other
-        names.add(other)
+    for name in names.intersection(reserved):
+        new_name = f"input_{name}"
+        while new_name in names:  # predictions of predictions
+            new_name = f"input_{new_name}"
+        renamed[name] = new_name
+        names.add(new_name)
     return dataset.rename_columns(renamed)
 
 
@@ -202,19 +203,19 @@ _TABLE_KEYS: WeakKeyDictionary[Dataset, str] = WeakKeyDictionary()  # of the tab
 
 
 def set_table_key(dataset: Dataset, *words: object) -> Dataset:
-    """Note the cache key of a table: a hash of what its rows follow from (files, options, other tables). Returns the
-    table. Without it `table_key` reads all rows."""
+    """Note the cache key of a table: a hash of everything that determines its rows (files, options, other tables).
+    Returns the table. Without it `table_key` reads all rows."""
     _TABLE_KEYS[dataset] = sha256(" ".join(map(str, (dataset.column_names, *words))).encode()).hexdigest()[:32]
     return dataset
 
 
 def derive_table_key(dataset: Dataset, origin: Dataset, *words: object) -> Dataset:
-    """Note the cache key of a table that follows from another one by `words`. Returns the table."""
+    """Note the cache key of a table that was made from `origin` in a way that `words` describe. Returns the table."""
     return set_table_key(dataset, table_key(origin), *words)
 
 
 def select(records: Records, places: Sequence[int] | np.ndarray) -> Records:
-    """Records by their places; of a table it is noted which."""
+    """Return the records at these places. The cache key of a selected table is noted."""
     chosen = records.select(places)
     if isinstance(records, Dataset):
         rows = np.asarray(places, dtype=np.int64)
@@ -223,8 +224,8 @@ def select(records: Records, places: Sequence[int] | np.ndarray) -> Records:
 
 
 def table_key(dataset: Dataset) -> str:
-    """A key of the rows of a table, the same in every process and in every run on the same data: of what was noted
-    (see `set_table_key`), of the library's files on the disk, or of all rows of a table in memory."""
+    """Return the cache key of a table, the same in every process and in every run on the same data: what was noted
+    (see `set_table_key`), or a hash of the library's files on the disk, or of all rows of a table in memory."""
     if dataset not in _TABLE_KEYS:
         files = [Path(file["filename"]) for file in dataset.cache_files]
         if files and len(dataset) == len(dataset.data):  # all rows of the files, in their order
@@ -255,8 +256,8 @@ def one_process_at_a_time(folder: Path) -> Iterator[None]:
 def stored_table(
     paths: Sequence[Path], folder: Path, make: Callable[[Path], list[str]], *words: object
 ) -> tuple[Dataset, list[str]]:
-    """Return (the table of some files, notes about it), mapped from the disk: the first process makes it, and the
-    cache gives it to the others and to later launches. `make`: writes the table to a path (see write_table), and
+    """Return (the table of some files, notes about it), mapped from the disk. The first process makes it; other
+    processes and later launches read it from the cache. `make`: writes the table to a path (see write_table), and
     returns the notes. `words`: what the table depends on beside the files."""
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     name = sha256(repr((stats, digest_of_code(Path(__file__).parent), *words)).encode()).hexdigest()[:32]
@@ -264,9 +265,9 @@ def stored_table(
     notes = folder / f"table-{name}.json"
     folder.mkdir(parents=True, exist_ok=True)
     if not (place.exists() and notes.exists()):
-        found = make(place)
+        lines = make(place)
         with atomic_file(notes) as file:
-            json.dump(found, file)
+            json.dump(lines, file)
     return set_table_key(Dataset.from_file(str(place)), name), json.loads(notes.read_text(encoding="utf-8"))
 
 
@@ -297,7 +298,7 @@ def encode_table(
     key: tuple[object, ...],
     cache: Path,
 ) -> Dataset:
-    """A new table, made by `encode` from batches of the old one's rows and their places. It is stored in a file of the
+    """Return a new table, made by `encode` from batches of rows and their indices. It is stored in a file of the
     cache, named after everything that it depends on, and memory-mapped. `key`: what it depends on beside the table,
     such as options and the tokenizer's fingerprint."""
     code = digest_of_code(Path(__file__).parent)  # tables of another version are not used
@@ -318,7 +319,7 @@ def encode_table(
 
 
 def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """A hash of everything that decides the token ids of a text; the same in every process."""
+    """Return a hash of everything that decides the token ids of a text; the same in every process."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     return sha256(f"{type(tokenizer).__name__} {rules}".encode()).hexdigest()

@@ -25,8 +25,8 @@ BYTES_PER_CHARACTER = 175  # while a text is tokenised: 7.05 GiB for one of 40 M
 
 
 def read_records(recipe: ClmRecipe, options: DataOptions) -> Source:
-    """The data; text files are cut into documents as document_separator says, else at <|endoftext|>. Raises UserError
-    as read_source does."""
+    """Read the data. Text files are cut into documents at document_separator, by default at <|endoftext|>. Raises
+    UserError as read_source does."""
 
     def unit_of(files: list[Path]) -> str:
         if recipe.document_separator:
@@ -41,7 +41,7 @@ def read_records(recipe: ClmRecipe, options: DataOptions) -> Source:
 
 
 def take_texts(source: Source, recipe: ClmRecipe, options: DataOptions) -> dict[str, Dataset]:
-    """The documents of each part (column `text`); a held-out part is split off if there is none. Raises UserError:
+    """Return the documents of each part (column `text`); a held-out part is split off if needed. Raises UserError:
     there is no such column; most records have no text; a split is empty. Adds notes to those of the source."""
     columns = {name: text_column(part, recipe.text_column) for name, part in source.parts.items()}
     first = columns[next(iter(columns))]
@@ -51,9 +51,9 @@ def take_texts(source: Source, recipe: ClmRecipe, options: DataOptions) -> dict[
     parts = {}
     for name, column in columns.items():
         table = source.parts[name].select_columns([column]).rename_columns({column: "text"})
-        what = f"records of {source.where(name)} have no text ({column}), and are left out"
+        problem = f"records of {source.where(name)} have no text ({column}), and are left out"
         lost = table.data.column("text").null_count
-        source.notes += report_data_loss(recipe.allow_data_loss, lost, len(table), what)
+        source.notes += report_data_loss(recipe.allow_data_loss, lost, len(table), problem)
         if lost:
             table = table.filter(lambda text: text is not None, input_columns="text", desc="Removing empty records")
         parts[name] = tables.derive_table_key(table, source.parts[name], column, "with text")
@@ -66,8 +66,8 @@ def take_texts(source: Source, recipe: ClmRecipe, options: DataOptions) -> dict[
 
 
 def text_column(dataset: Dataset, name: str | None) -> str:
-    """The column of text. Raises UserError: there is none, several are possible, or lists or objects beside the only
-    one hold more than it."""
+    """Return the column of text. Raises UserError: there is none, several are possible, or lists or objects beside the
+    only one hold more than it."""
     name = name or next((each for each in dataset.column_names if each == "text"), None)
     tables.check_column(dataset, "text_column", name, "text")
     if name:
@@ -122,8 +122,8 @@ def prepare_text(
     packing = recipe.packing
     if recipe.append_eos and tokenizer.eos_token_id is None:
         raise UserError("append_eos = true: the tokenizer has no end-of-text token. Leave the option out")
-    wanted = packing != "concatenate" if recipe.append_eos is None else recipe.append_eos
-    ends = wanted and tokenizer.eos_token_id is not None
+    appends_eos = packing != "concatenate" if recipe.append_eos is None else recipe.append_eos
+    ends = appends_eos and tokenizer.eos_token_id is not None
     sets: dict[str, SeparateDocuments | PackedBlocks] = {}
     notes: list[str] = []
     for part, dataset in parts.items():
@@ -139,7 +139,7 @@ def prepare_text(
         sets[part] = PackedBlocks(documents, block_size, packing == "documents", padding_token(tokenizer), limit)
         if not len(sets[part]):
             raise UserError(f"block_size = {block_size} leaves no {part} sample. Make it smaller")
-    if wanted and not ends:
+    if appends_eos and not ends:
         notes.append("note      the tokenizer has no end-of-text token: nothing stands behind a document")
     train = sets.get("train")
     held_out = sets.get("validation")
@@ -147,8 +147,8 @@ def prepare_text(
 
 
 def tokenize_texts(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, append_eos: bool, cache: Path) -> Dataset:
-    """Token ids of each document (column `input_ids`, int32), without empty documents. Raises UserError: the memory is
-    too small for a long one."""
+    """Return token ids of each document (column `input_ids`, int32), without empty documents. Raises UserError: the
+    memory is too small for a long one."""
 
     def encode(batch: dict[str, list[Any]], _: list[int]) -> dict[str, list[Any]]:
         texts = [text for text in batch["text"] if text and not text.isspace()]

@@ -71,11 +71,11 @@ NUM_INSPECTED_RECORDS = 100  # that are looked at for turns with roles
 
 
 def refuse_preferences(table: Dataset, remedy: str) -> str | None:
-    """The column that says whether an answer is good or bad, if there is one. Raises UserError: each record has a
-    preferred and a rejected answer."""
-    if pair := tables.match_columns(PREFERENCE_COLUMNS, table.column_names):
-        what = f"the records are preferences ({', '.join(pair)}): train/dpo.py reads them as chosen and rejected"
-        raise UserError(f"{what}. Or name columns with {remedy}; {tables.list_columns(table)}")
+    """Return the column that says whether an answer is good or bad, if there is one. Raises UserError: each record has
+    a preferred and a rejected answer."""
+    if columns := tables.match_columns(PREFERENCE_COLUMNS, table.column_names):
+        problem = f"the records are preferences ({', '.join(columns)}): train/dpo.py reads them as chosen and rejected"
+        raise UserError(f"{problem}. Or name columns with {remedy}; {tables.list_columns(table)}")
     flags = [name for name, kind in table.features.items() if kind == Value("bool")]
     for name in set(VERDICT_COLUMNS).intersection(tables.text_columns(table)):  # as a .csv file has them
         if {str(value).lower() for value in table[name][: tables.NUM_CHECKED_RECORDS]} <= {"true", "false"}:
@@ -90,9 +90,9 @@ def refuse_rejected(record: dict[str, Any], verdict: str | None) -> None:
 
 
 def first_answer(value: Any) -> Any:
-    """A text; of several, the first: ["..."], {"text": ["..."]} as in SQuAD on the hub, or the text of such an object
-    (pandas' to_csv), [{"text": "..."}] as in its files. Turns with roles as they are. Raises BadRecord: that text is
-    not JSON, and no Python."""
+    """Return the first answer of a value: of ["..."]; of {"text": ["..."]} as in SQuAD on the hub, also as text
+    (pandas' to_csv); of [{"text": "..."}] as in SQuAD's files. Turns with roles are returned unchanged. Raises
+    BadRecord: a text looks like such an object and is neither JSON nor Python."""
     if isinstance(value, str) and "answer_start" in value:
         value = parse_list(value, "its answers are", "{")
     while isinstance(value, (list, dict)) and not role_of(value[0] if isinstance(value, list) and value else value):
@@ -110,12 +110,12 @@ class Turn(NamedTuple):
 
 
 def as_turn_list(items: Any) -> list[Any]:
-    """The turns as a list, also where the datasets library has made an object of lists of a list of objects."""
+    """Return the turns as a list. The datasets library stores a list of objects as an object of lists."""
     return [dict(zip(items, values)) for values in zip(*items.values())] if isinstance(items, dict) else items
 
 
 def role_of(turn: Any) -> str | None:
-    """The role of a turn in lower case; None if it has none."""
+    """Return the role of a turn in lower case; None if it has none."""
     named = (turn.get(key) for key in TURN_ROLE_KEYS) if isinstance(turn, dict) else ()
     return next((str(name).lower() for name in named if name), None)
 
@@ -123,7 +123,7 @@ def role_of(turn: Any) -> str | None:
 def is_trained(more: dict[str, Any], where: str) -> bool:
     """Return whether a turn may be trained on: no key of it, such as weight, train or mask, says otherwise. Raises
     BadRecord: a key has another value than yes or no."""
-    answers = []
+    trained = []
     for key in MASK_KEYS:
         if key not in more:
             continue
@@ -131,8 +131,8 @@ def is_trained(more: dict[str, Any], where: str) -> bool:
         if answer is None or (key in MASKED_KEYS and str(more[key]).strip() in ("0", "1", "0.0", "1.0")):
             expected = "true or false" if key in MASKED_KEYS else "0 or 1, or true or false"
             raise BadRecord(f"{where}: {key} = {more[key]!r}, where {expected} is read (whether it is trained on)")
-        answers.append(answer != (key in MASKED_KEYS))
-    return all(answers)
+        trained.append(answer != (key in MASKED_KEYS))
+    return all(trained)
 
 
 def drop_nulls(value: Any) -> Any:
@@ -142,8 +142,8 @@ def drop_nulls(value: Any) -> Any:
 
 
 def turns_of(items: Any) -> list[Turn]:
-    """Turns that are plain texts, or objects with a text and perhaps a role. Raises BadRecord: an object has no text,
-    or more than text."""
+    """Return the turns of a list, which are plain texts, or objects with a text and perhaps a role. Raises BadRecord:
+    an object has no text, or more than text."""
     turns = []
     for item in as_turn_list(items):
         if not isinstance(item, dict):
@@ -160,8 +160,8 @@ def turns_of(items: Any) -> list[Turn]:
 
 
 def _join_parts(content: Any) -> Any:
-    """A turn's text, also where it comes in parts: [{"type": "text", "text": ...}, ...], or with "value" for "text".
-    Raises BadRecord: a part is something else, such as a picture."""
+    """Return a turn's text, joined if it comes in parts: [{"type": "text", "text": ...}, ...], or with "value" for
+    "text". Raises BadRecord: a part is something else, such as a picture."""
     parts = [content] if isinstance(content, dict) else content
     if not isinstance(parts, list) or not parts or not all(isinstance(part, (dict, str)) for part in parts):
         return content
@@ -180,16 +180,16 @@ def _join_parts(content: Any) -> Any:
     return "".join(texts)
 
 
-def optional_text(value: Any, what: str) -> str:
-    """A text that a record may have, also a number, or in parts; "" where it has none. Raises BadRecord: it is
-    something else. `what`: its name in the message."""
+def optional_text(value: Any, noun: str) -> str:
+    """Return a text that a record may have, which may be a number or a list of parts; "" if there is none. Raises
+    BadRecord: it is something else. `noun`: its name in the message."""
     if role_of(value):
         value = turns_of([value])[0].text
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
         value = _join_parts(value)
     value = number_as_text(value)
     if not isinstance(value, str) and drop_nulls(value):
-        raise BadRecord(f"{what} is a list or an object, and only a text is read there")
+        raise BadRecord(f"{noun} is a list or an object, and only a text is read there")
     return "" if is_blank(value) else value
 
 
@@ -202,18 +202,19 @@ def _part_text(part: dict[str, Any] | str) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def parse_list(value: Any, what: str = "its turns are", begins: str = "[") -> Any:
-    """Turns that are stored as the text of a list, in JSON or in Python, as in tables without lists."""
+def parse_list(value: Any, subject: str = "its turns are", begins: str = "[") -> Any:
+    """Return the list in a text that is a list in JSON or Python; another value unchanged. Raises BadRecord: it is not
+    valid."""
     if isinstance(value, str) and value.lstrip()[:1] in tuple(begins):
         try:
             return parse_json(value)
         except ValueError:
             with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError, TokenError):
-                found = ast.literal_eval(value.strip())  # pandas' to_csv writes lists so
+                parsed = ast.literal_eval(value.strip())  # pandas' to_csv writes lists so
                 kinds = [token.type for token in generate_tokens(StringIO(value.strip()).readline) if token.type != NL]
                 if (STRING, STRING) not in pairwise(kinds):  # which Python would join
-                    return found
-            raise BadRecord(f"{what} the text of a list that is not valid JSON") from None
+                    return parsed
+            raise BadRecord(f"{subject} the text of a list that is not valid JSON") from None
     return value
 
 
@@ -223,16 +224,16 @@ def is_blank(text: Any) -> bool:
 
 
 def number_as_text(value: Any) -> Any:
-    """A number as text, any other value as it is: an answer of digits is read as a number."""
+    """Return a number as text, and any other value unchanged: an answer of digits is read as a number."""
     return tables.text_of(value) if isinstance(value, (int, float, Decimal)) else value
 
 
-def require_text(value: Any, what: str) -> str:
-    """A text, or a number as one. Raises BadRecord: it is empty, or no text. `what`: its name in the message."""
+def require_text(value: Any, noun: str) -> str:
+    """Return a text, or a number as text. Raises BadRecord: it is empty, or no text. `noun`: its name in messages."""
     text = number_as_text(value)
     if is_blank(text):
         is_other = value is not None and not isinstance(value, str)
-        raise BadRecord(f"{what} is a {type(value).__name__}, and no text" if is_other else f"{what} is empty")
+        raise BadRecord(f"{noun} is a {type(value).__name__}, and no text" if is_other else f"{noun} is empty")
     return str(text)
 
 
@@ -266,15 +267,15 @@ class RecordForm:
         return (message["content"] for message in content)
 
     def read(self, record: dict[str, Any]) -> Conversation:
-        """The conversation of a record, up to its answer or with it. Raises BadRecord: a text is empty, a role is
-        unknown or out of order, there is no answer."""
+        """Return the conversation of a record, up to its answer or with it. Raises BadRecord: a text is empty, a role
+        is unknown or out of order, there is no answer."""
         if self.answered:
             refuse_rejected(record, self.verdict)
         if self.kind == "instruction":
             instruction = require_text(record[self.question], f"the {self.question}")
             message: Message = {"role": "user", "content": instruction, "instruction": instruction}
-            if self.input and (given := optional_text(record[self.input], f"its {self.input}")):
-                message |= {"input": given, "content": f"{instruction}\n\n{given}"}
+            if self.input and (extra_input := optional_text(record[self.input], f"its {self.input}")):
+                message |= {"input": extra_input, "content": f"{instruction}\n\n{extra_input}"}
             turns = [message]
         else:
             value = record[self.question] or ([] if self.kind == "messages" else None)
@@ -291,10 +292,10 @@ class RecordForm:
         check_order(turns, self.answered)
         if self.answered and all(turn.get("masked") for turn in turns if turn["role"] == "assistant"):
             raise BadRecord(f"none of its answers is trained on ({', '.join(MASK_KEYS)})")
-        own = optional_text(record[self.system], f"the {self.system}") if self.system else ""
-        system = own or self.system_prompt
+        system_text = optional_text(record[self.system], f"the {self.system}") if self.system else ""
+        system = system_text or self.system_prompt
         if turns[0]["role"] == "system":
-            if own:
+            if system_text:
                 raise BadRecord(f"two system texts: in the column {self.system} and in the first turn")
             first = turns[0]
             turns = turns[1:]
@@ -319,14 +320,14 @@ class RecordForm:
 
 
 def split_turns(text: Any) -> Any:
-    """The turns of a text that has "Human:" and "Assistant:" in front of each, without the last if it is still to be
-    said; another text without the blanks around it."""
+    """Return the turns of a text that has "Human:" and "Assistant:" in front of each, without an empty last turn of
+    the assistant; another text is stripped."""
     if not isinstance(text, str):
         return text
-    before, *parts = SPEAKER_PREFIX.split(text.rstrip())
-    if before.strip() or "Human" not in parts[::2]:
+    preamble, *parts = SPEAKER_PREFIX.split(text.rstrip())
+    if preamble.strip() or "Human" not in parts[::2]:
         return text.strip()
-    turns = [{"role": role, "content": said.strip()} for role, said in zip(parts[::2], parts[1::2])]
+    turns = [{"role": role, "content": content.strip()} for role, content in zip(parts[::2], parts[1::2])]
     return turns[:-1] if parts[-2:] == ["Assistant", ""] else turns
 
 
@@ -351,7 +352,8 @@ def template_values(record: dict[str, Any], columns: tuple[str, ...]) -> dict[st
 
 
 def turns_in(value: Any, role: str, column: str) -> list[Message]:
-    """The turns of a column: a list of them, its text, or the one text of a `role`."""
+    """Return the messages in a column, which holds a list of turns, such a list as text, or one text of a `role`.
+    Raises BadRecord: a turn has no text, or no known role."""
     if isinstance(value, str) and TURNS_AS_TEXT.match(value):
         value = parse_list(value, f"the {column} is")
     if not isinstance(value, (list, dict)):
@@ -389,16 +391,17 @@ def turns_in(value: Any, role: str, column: str) -> list[Message]:
 
 
 def _with_roles(turns: Any) -> list[Any]:
-    """The turns as a list; {"human": "Hi?", "assistant": "Ho."} and {"input": "Hi?", "output": "Ho."} are two."""
-    found: list[Any] = []
+    """Return the turns as a list. {"human": "Hi?", "assistant": "Ho."} and {"input": "Hi?", "output": "Ho."} are
+    two."""
+    result: list[Any] = []
     for turn in as_turn_list(turns):
         if not isinstance(turn, dict) or role_of(turn):
-            found.append(turn)
+            result.append(turn)
             continue
-        said = {key.lower(): text for key, text in turn.items() if text is not None}
-        of_roles = [{"role": role, "content": said[name]} for name, role in ROLE_OF_KEY.items() if name in said]
-        found += of_roles if len(of_roles) == len(said) > 0 else [turn]
-    return found
+        texts = {key.lower(): text for key, text in turn.items() if text is not None}
+        turns_of_item = [{"role": role, "content": texts[name]} for name, role in ROLE_OF_KEY.items() if name in texts]
+        result += turns_of_item if len(turns_of_item) == len(texts) > 0 else [turn]
+    return result
 
 
 def check_order(messages: list[Message], answered: bool = True) -> None:
@@ -407,17 +410,17 @@ def check_order(messages: list[Message], answered: bool = True) -> None:
     if not messages:
         raise BadRecord("a conversation without a turn")
     begin = int(messages[0]["role"] == "system")
-    before = "assistant"
+    previous = "assistant"
     for number, message in enumerate(messages[begin:], begin + 1):
-        expected = "user" if before == "assistant" else "assistant"
-        if message["role"] == "tool" and (before == "tool" or (before == "assistant" and number > begin + 1)):
-            before = "tool"
+        expected = "user" if previous == "assistant" else "assistant"
+        if message["role"] == "tool" and (previous == "tool" or (previous == "assistant" and number > begin + 1)):
+            previous = "tool"
             continue
         if message["role"] == "system":
             raise BadRecord(f"turn {number} is the system's, which can only be the first")
         if message["role"] != expected:
             raise BadRecord(f"turn {number} is the {message['role']}'s, where one of the {expected} was due")
-        before = expected
+        previous = expected
     if not answered and messages[-1]["role"] == "system":
         raise BadRecord("no turn that could be answered")
     if answered and messages[-1]["role"] != "assistant":
@@ -425,7 +428,7 @@ def check_order(messages: list[Message], answered: bool = True) -> None:
 
 
 def find_form(recipe: ClmRecipe, table: Dataset) -> RecordForm | None:
-    """The form of the records, by the names of the columns. None: plain text."""
+    """Return the form of the records, by the names of the columns. None: the records are plain text."""
     if recipe.text_column:
         return None
     answered = not recipe.predict_file
@@ -438,7 +441,7 @@ def find_form(recipe: ClmRecipe, table: Dataset) -> RecordForm | None:
 
 
 def first_form(recipe: ClmRecipe, table: Dataset, answered: bool) -> RecordForm | None:
-    """The first of the possible forms whose columns exist. `answered`: whether records must have an answer."""
+    """Return the first of the possible forms whose columns exist. `answered`: whether records must have an answer."""
     names = table.column_names
     system = tables.match_columns(SYSTEM_COLUMNS, names)
     form = partial(RecordForm, system=system, system_prompt=recipe.system_prompt, answered=answered)
@@ -447,9 +450,9 @@ def first_form(recipe: ClmRecipe, table: Dataset, answered: bool) -> RecordForm 
     for name in (*lists, *packed):
         if name != "history" and _has_roles(table[name][:NUM_INSPECTED_RECORDS]):
             return form("messages", name)
-    sure = [name for name in names if "text" not in names or name not in AMBIGUOUS_COLUMNS]
-    question = tables.match_columns(QUESTION_COLUMNS, sure)
-    answer = tables.match_columns(ANSWER_COLUMNS, sure)
+    candidates = [name for name in names if "text" not in names or name not in AMBIGUOUS_COLUMNS]
+    question = tables.match_columns(QUESTION_COLUMNS, candidates)
+    answer = tables.match_columns(ANSWER_COLUMNS, candidates)
     if question is None or (answered and answer is None):
         question, answer = tables.match_columns(SPEAKER_COLUMNS, names) or (None, None)
     if question is None:
@@ -466,13 +469,13 @@ def first_form(recipe: ClmRecipe, table: Dataset, answered: bool) -> RecordForm 
 
 
 def template_columns(table: Dataset) -> tuple[str, ...]:
-    """The columns of what templates take beside the messages, with lists, objects or their JSON texts."""
-    found = [name for name in TEMPLATE_ARGUMENTS if name in table.column_names]
-    held = {name: [value for value in table[name][:NUM_INSPECTED_RECORDS] if value] for name in found}
+    """Return the columns of what templates take beside the messages, with lists, objects or their JSON texts."""
+    names = [name for name in TEMPLATE_ARGUMENTS if name in table.column_names]
+    values = {name: [value for value in table[name][:NUM_INSPECTED_RECORDS] if value] for name in names}
     return tuple(
         name
-        for name in found
-        if all(isinstance(value, (list, dict)) or str(value).lstrip().startswith(("[", "{")) for value in held[name])
+        for name in names
+        if all(isinstance(value, (list, dict)) or str(value).lstrip().startswith(("[", "{")) for value in values[name])
     )
 
 

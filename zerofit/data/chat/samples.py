@@ -84,13 +84,13 @@ class PreferenceForm:
         return (message["content"] for conversation in content for message in conversation)
 
     def read(self, record: dict[str, Any]) -> ConversationPair:
-        """The two conversations of a record; only what is not common to both is compared. Raises BadRecord: a text is
-        empty, a role is out of order, there is no prompt, the prompts differ, or both answers are the same."""
+        """Return the two conversations of a record; only what is not common to both is compared. Raises BadRecord: a
+        text is empty, a role is out of order, there is no prompt, the prompts differ, or both answers are the same."""
         chosen, rejected = (self._conversation(record, column) for column in (CHOSEN, REJECTED))
         common = 0
-        for one, other in zip(chosen, rejected):
-            same_text = all(one[key] == other[key] for key in ("role", "content"))
-            if one != other and (one["role"] == "assistant" or not same_text):  # in answers other keys count, too
+        for first, second in zip(chosen, rejected):
+            same_text = all(first[key] == second[key] for key in ("role", "content"))
+            if first != second and (first["role"] == "assistant" or not same_text):  # in answers other keys count, too
                 break
             common += 1
         if common == min(len(chosen), len(rejected)):
@@ -116,23 +116,23 @@ class PreferenceForm:
         is_spoken = self.prompt is None or self.prompt.spoken
         turns = turns_in(split_turns(value) if is_spoken else value, "assistant", column)
         if turns and turns[0]["role"] == "system":
-            begins = []
+            beginning = []
         elif turns and turns[0]["role"] != "assistant":  # a whole conversation, but for the system's turn
-            begins = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+            beginning = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
             if self.prompt is not None:
                 with contextlib.suppress(BadRecord):  # the rest of its prompt is not needed
-                    begins = [turn for turn in self.prompt.read(record)[:1] if turn["role"] == "system"]
+                    beginning = [turn for turn in self.prompt.read(record)[:1] if turn["role"] == "system"]
         elif self.prompt is None:
             raise BadRecord(f"its {column} is an answer without a prompt (a column prompt, question or instruction)")
         else:
-            begins = self.prompt.read(record)
-        conversation = [{name: turn[name] for name in turn if name != "trained"} for turn in (*begins, *turns)]
+            beginning = self.prompt.read(record)
+        conversation = [{name: turn[name] for name in turn if name != "trained"} for turn in (*beginning, *turns)]
         check_order(conversation)
         return conversation
 
 
 def find_preferences(recipe: ClmRecipe, table: Dataset) -> PreferenceForm:
-    """Raises UserError: the columns do not exist."""
+    """Return the columns of preference pairs. Raises UserError: the columns do not exist."""
     if missing := [name for name in (CHOSEN, REJECTED) if name not in table.column_names]:
         raise UserError(
             f"preference_loss: the records have no column {' and no column '.join(missing)}. It reads the columns "
@@ -160,7 +160,7 @@ def prepare_chat(
     named = {name: with_class_names(table, [texts_of(forms[name].columns)]) for name, table in source.parts.items()}
     parts, notes = read_parts(replace(source, parts=named), dict(forms), options)  # names of classes are texts, too
     parts = options.limited(parts)
-    first_of, first = next(iter(parts.items()))
+    first_part, first = next(iter(parts.items()))
     tokenizer = get_tokenizer(recipe, config, first.texts, f"{table_key(first.table)} {form}")
     template, note = chat.install_template(tokenizer, recipe.chat_template, "none" if form.plain else None)
     notes = [note, form.describe, *notes, *chat.warn_of_missing_end_token(tokenizer, template)]
@@ -177,24 +177,24 @@ def prepare_chat(
     columns = dict.fromkeys(name for table in source.parts.values() for name in table.column_names)
     read = {name for form in forms.values() for name in form.columns}
     notes += unread_note([name for name in columns if name not in read], unread)
-    sample = sets[first_of][0]
-    shown = show_sample(sample, tokenizer, template, PART_NAMES[first_of])
+    sample = sets[first_part][0]
+    shown = show_sample(sample, tokenizer, template, PART_NAMES[first_part])
     if compares:
         rejected = {"input_ids": sample["rejected_ids"], "labels": sample["rejected_labels"]}
         shown += ["sample    the same with the rejected answer:", *show_sample(rejected, tokenizer, template)[1:]]
     packed: dict[str, SampleSet] = dict(sets)
     if not compares and recipe.packing != "none":
         filler = padding_token(tokenizer)
-        packed = {name: PackedConversations(held, block_size, filler) for name, held in sets.items()}
+        packed = {name: PackedConversations(conversations, block_size, filler) for name, conversations in sets.items()}
     data = TextData(train=packed.get("train"), tokenizer=tokenizer, block_size=block_size, notes=notes, is_chat=True)
     return replace(data, validation=packed.get("validation"), shown=shown)
 
 
 def unread_note(columns: list[str], keys: Iterable[str]) -> list[str]:
-    """One note about what nobody reads: columns, and keys of turns (each as often as there are records with it)."""
+    """Return a note for the log about columns and keys of turns that are not read. `keys`: once per record with it."""
     counted_keys = [f"{key} ({counted(count, 'record')})" for key, count in sorted(Counter(keys).items())]
-    found = [f"{what} {', '.join(names)}" for what, names in (("columns", columns), ("keys", counted_keys)) if names]
-    return [f"note      not read: {'; '.join(found)}"] if found else []
+    lists = [f"{noun} {', '.join(names)}" for noun, names in (("columns", columns), ("keys", counted_keys)) if names]
+    return [f"note      not read: {'; '.join(lists)}"] if lists else []
 
 
 class ChatEncoder:
@@ -216,27 +216,27 @@ class ChatEncoder:
         self.key = (tokenizer_hash(tokenizer), special, tokenizer.chat_template, block_size, train_on_prompt, code)
 
     def render(self, messages: list[chat.Message], where: str) -> Rendered:
-        """The text of a conversation, the answers in it, and those that are never trained on. Raises UserError if the
-        template fails on it."""
+        """Return the text of a conversation, the answers in it, and those that are never trained on. Raises UserError
+        if the template fails on it."""
         try:
             text, spans = chat.render(self.tokenizer, messages)
             if not (self.train_on_prompt and any(message.get("masked") for message in messages)):
                 return text, spans, []
-            others = [{**turn, "trained": turn.get("masked", False), "masked": False} for turn in messages]
-            _, never = chat.render(self.tokenizer, chat.Conversation(others, getattr(messages, "given", {})))
-            return text, spans, never
+            inverted = [{**turn, "trained": turn.get("masked", False), "masked": False} for turn in messages]
+            _, excluded = chat.render(self.tokenizer, chat.Conversation(inverted, getattr(messages, "given", {})))
+            return text, spans, excluded
         except chat.BadTemplate as bad:
             raise UserError(f"{where}: {self.template} fails on it: {bad}") from None
 
     def encode(self, rendered: list[Rendered]) -> dict[str, list[Any]]:
         """Return the columns of CHAT_TABLE except `unread`. A row without trained tokens in block_size is empty."""
         rows: dict[str, list[Any]] = {name: [] for name in CHAT_TABLE if name != "unread"}
-        how = {"add_special_tokens": False, "return_offsets_mapping": True, "return_attention_mask": False}
-        encoded = self.tokenizer([text for text, *_ in rendered], **how, verbose=False)
-        for row, (_, spans, never) in enumerate(rendered):
+        settings = {"add_special_tokens": False, "return_offsets_mapping": True, "return_attention_mask": False}
+        encoded = self.tokenizer([text for text, *_ in rendered], **settings, verbose=False)
+        for row, (_, spans, excluded) in enumerate(rendered):
             ids = np.array(encoded["input_ids"][row])
             answer = overlap(encoded["offset_mapping"][row], spans)
-            trained = ~overlap(encoded["offset_mapping"][row], never) if self.train_on_prompt else answer.copy()
+            trained = ~overlap(encoded["offset_mapping"][row], excluded) if self.train_on_prompt else answer.copy()
             trained[0] = False  # nothing predicts it
             count = int(trained[: self.block_size].sum())
             length = min(len(ids), self.block_size) if count else 0
@@ -391,12 +391,12 @@ def best_fit(lengths: np.ndarray, size: int) -> list[list[int]]:
             block = len(blocks)
             blocks.append([])
         blocks[block].append(index)
-        left = room - length
-        if left and left not in with_room:
-            with_room[left] = []
-            insort(rooms, left)
-        if left:
-            with_room[left].append(block)
+        remaining = room - length
+        if remaining and remaining not in with_room:
+            with_room[remaining] = []
+            insort(rooms, remaining)
+        if remaining:
+            with_room[remaining].append(block)
     return blocks
 
 
@@ -410,13 +410,13 @@ def chat_truncation_notes(
     if skipped == len(table):
         longest = columns["truncated"].max(initial=0)
         raise UserError(f"block_size = {block_size}: no answer lies within it. Choose up to {longest:,}")
-    of = f"{PART_NAMES[part]} samples"
+    samples = f"{PART_NAMES[part]} samples"
     beyond = f"block_size = {block_size} tokens"
     lengths = Documents(table).lengths + columns["truncated"]
     notes = []
     for lost, what in (
-        (skipped, f"{of} are skipped: their answer lies beyond {beyond}"),
-        (cut, f"{of} have their answer cut at {beyond}"),
+        (skipped, f"{samples} are skipped: their answer lies beyond {beyond}"),
+        (cut, f"{samples} have their answer cut at {beyond}"),
     ):
         notes += report_data_loss(allow_data_loss, lost, len(table), what, lengths, option="block_size", config=config)
     return notes
@@ -425,7 +425,7 @@ def chat_truncation_notes(
 def show_sample(
     sample: dict[str, np.ndarray], tokenizer: PreTrainedTokenizerBase, template: str, part: str = "training"
 ) -> list[str]:
-    """The first runs of a sample as text, with marks around what is trained on (in the held-out part: predicted)."""
+    """Return the first runs of a sample as text, with marks around what is trained on (held out: predicted)."""
     trained = sample["labels"] != IGNORE
     ends = [*(np.flatnonzero(trained[1:] != trained[:-1]) + 1).tolist(), len(trained)]
     so_far = ""
@@ -437,6 +437,6 @@ def show_sample(
         text += f"⟦{run}⟧" if trained[end - 1] else run
         so_far = decoded
     text += " …" if len(ends) > SHOWN_RUNS else ""
-    does = "is trained on" if part == PART_NAMES["train"] else "is predicted"
-    heading = f"sample    the first {part} sample, written by {template}; the text in ⟦ ⟧ {does}:"
+    meaning = "is trained on" if part == PART_NAMES["train"] else "is predicted"
+    heading = f"sample    the first {part} sample, written by {template}; the text in ⟦ ⟧ {meaning}:"
     return [heading, *("  | " + line for line in text.splitlines())]

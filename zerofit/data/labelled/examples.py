@@ -103,24 +103,24 @@ class Choices:
             raise BadRecord(f"it has no label ({self.label})")
         name = name_of(value)
         stripped = [text.strip() for text in texts] if self.by_text else []
-        right = next((among.index(name) for among in (names, stripped) if name in among), self._number(name))
-        if not 0 <= right < len(texts):
+        answer = next((labels.index(name) for labels in (names, stripped) if name in labels), self._number(name))
+        if not 0 <= answer < len(texts):
             raise BadRecord(f"its label {value!r} is not one of the {len(texts)} choices")
-        return [(parts[0], " ".join([*parts[1:], text])) for text in texts], right
+        return [(parts[0], " ".join([*parts[1:], text])) for text in texts], answer
 
     def _choices(self, record: dict[str, Any]) -> tuple[list[str], list[str | None]]:
         """Return (names of the choices, where they have some; their texts)."""
         if len(self.choices) > 1:
             return [*self.choices], _as_texts(record[name] for name in self.choices)
-        held = record[self.choices[0]] or []
-        if isinstance(held, dict) and "text" not in held:  # {"A": text, ...}, as MedQA has it
-            held = {name: text for name, text in held.items() if text is not None}
-            return [*held], _as_texts(held.values())
-        if isinstance(held, dict):  # {"label": ["A", ...], "text": [...]}, as ARC and CommonsenseQA have it
-            return [name_of(name) for name in held.get("label") or []], _as_texts(held.get("text") or [])
-        if held and isinstance(held[0], dict):
-            return [name_of(choice.get("label")) for choice in held], _as_texts(choice.get("text") for choice in held)
-        return [], _as_texts(held)
+        cell = record[self.choices[0]] or []
+        if isinstance(cell, dict) and "text" not in cell:  # {"A": text, ...}, as MedQA has it
+            cell = {name: text for name, text in cell.items() if text is not None}
+            return [*cell], _as_texts(cell.values())
+        if isinstance(cell, dict):  # {"label": ["A", ...], "text": [...]}, as ARC and CommonsenseQA have it
+            return [name_of(name) for name in cell.get("label") or []], _as_texts(cell.get("text") or [])
+        if cell and isinstance(cell[0], dict):
+            return [name_of(choice.get("label")) for choice in cell], _as_texts(choice.get("text") for choice in cell)
+        return [], _as_texts(cell)
 
     def _number(self, name: str) -> int:
         if len(name) == 1 and name.isalpha():
@@ -134,8 +134,8 @@ def _as_texts(values: Iterable[Any]) -> list[str | None]:
 
 
 def find_choices(recipe: ClsRecipe, table: Dataset) -> Choices | None:
-    """The columns of multiple choice; None for other records. Raises UserError: `choice_columns` names columns that
-    are not there, or no column of the question or label is found."""
+    """Return the columns of multiple choice; None if the records have another form. Raises UserError: `choice_columns`
+    names columns that are not there, or no column of the question or label is found."""
     present = table.column_names
     choices = tuple(recipe.choice_columns or ()) or find_choice_columns(table)
     if not choices or (recipe.text_columns and not recipe.choice_columns):
@@ -148,8 +148,8 @@ def find_choices(recipe: ClsRecipe, table: Dataset) -> Choices | None:
         return None  # it may be another kind of data
     is_list = len(choices) > 1 or _is_list(table, choices[0])
     if missing or not (context and label and is_list):
-        found = f"question: {' '.join(context) or 'none'}, label: {label or 'none'}; {tables.list_columns(table)}"
-        problem = f"there is no column {missing[0]!r}" if missing else f"name two columns, or one of lists ({found})"
+        columns = f"question: {' '.join(context) or 'none'}, label: {label or 'none'}; {tables.list_columns(table)}"
+        problem = f"there is no column {missing[0]!r}" if missing else f"name two columns, or one of lists ({columns})"
         raise UserError(f"choice_columns = {' '.join(choices)}: {problem}. See also --text_columns and --label_column")
     reader = Choices(context, choices, label)
     rows = table.select_columns([*dict.fromkeys((*choices, label))])
@@ -165,7 +165,7 @@ def find_choices(recipe: ClsRecipe, table: Dataset) -> Choices | None:
 
 
 def find_choice_columns(table: Dataset) -> tuple[str, ...]:
-    """The columns of choices by their usual names, in the order of their numbers or letters."""
+    """Return the columns of choices that have usual names, in the order of their numbers or letters."""
     of_stem: dict[str, list[tuple[int, str]]] = {}
     for name in table.column_names:
         if match := NUMBERED_CHOICE.fullmatch(name):
@@ -186,8 +186,8 @@ class TaggedWords(LabelledColumns):
         yield " ".join(content[0])
 
     def read(self, record: dict[str, Any]) -> Any:
-        """LabelledWords: (words, the number of each one's tag). Raises BadRecord: there is no word, or not one known
-        tag a word."""
+        """Return LabelledWords: (words, the class number of each tag). Raises BadRecord: there is no word, or a word
+        does not have exactly one known tag."""
         (column,) = self.text
         words = record[column] or []
         if self.label is None:
@@ -215,19 +215,19 @@ def find_entities(sentences: list[list[str]]) -> set[tuple[int, str, int, int]]:
     """Return (sentence, kind, first word, last word) of each named entity in the tags of these sentences: B-PER,
     I-PER, O (IOB1, IOB2, IOBES and BILOU). One begins at B or S, after O, E or S, and where the kind changes: I needs
     no B before it, as in conlleval."""
-    found: list[tuple[int, str, int, int]] = []
+    entities: list[tuple[int, str, int, int]] = []
     for sentence, tags in enumerate(sentences):
-        before = "O"
-        kind_before = ""
+        previous = "O"
+        previous_kind = ""
         for place, tag in enumerate(tags):
             mark, _, kind = tag.partition("-")
             mark = {"L": "E", "U": "S"}.get(mark, mark)  # of BILOU
             if mark != "O":
-                begins = mark in "BS" or before in "OES" or kind != kind_before
-                found.append((sentence, kind, place if begins else found.pop()[2], place))
-            before = mark
-            kind_before = kind
-    return set(found)
+                begins = mark in "BS" or previous in "OES" or kind != previous_kind
+                entities.append((sentence, kind, place if begins else entities.pop()[2], place))
+            previous = mark
+            previous_kind = kind
+    return set(entities)
 
 
 @dataclass(frozen=True)
@@ -282,34 +282,34 @@ def prepare_examples(recipe: ClsRecipe, config: PretrainedConfig) -> ExampleData
             raise UserError("predict_file: the model has no head for labels. Name a classifier that was trained")
         return _prepare_unlabelled(recipe, options, config, task, length)
     with tables.one_process_at_a_time(options.cache):
-        own = options_of_sources(options, recipe)
-        sources = [_find_reader(recipe, each, task) for each in own.values()]
+        options_by_source = options_of_sources(options, recipe)
+        sources = [_find_reader(recipe, each, task) for each in options_by_source.values()]
         readers = _readers(recipe, sources, task, config)
-        read = [
+        parts_and_notes = [
             read_parts(each.source, dict.fromkeys(each.source.parts, reader), each.options)
             for each, reader in zip(sources, readers)
         ]
         if isinstance(readers[0], Choices):
-            used = chain.from_iterable(options.limited(parts).values() for parts, _ in read)
+            used = chain.from_iterable(options.limited(parts).values() for parts, _ in parts_and_notes)
             num_choices = max(len(rows) for part in used for rows, _ in part.contents())
             numbers = range(readers[0].start, readers[0].start + num_choices)
             labels = Labels(tuple(map(str, numbers)), True, readers[0].label)
         else:
             labels = readers[0].labels
         prepared = []
-        for each, (parts, notes) in zip(sources, read):
+        for each, (parts, notes) in zip(sources, parts_and_notes):
             prepared.append(encode_parts(each.options, config, parts, labels, length))
             prepared[-1].notes[:0] = [f"data      {each.source.describe(each.reader)}", *labels.notes, *notes]
     data = prepared[0]
     if recipe.mixture:
-        by_name = dict(zip(own, prepared))
-        held: list[HeldOut] = []
+        by_name = dict(zip(options_by_source, prepared))
+        held_parts: list[HeldOut] = []
         parts_held = [(name, part) for name, each in by_name.items() for part in each.held_out]
         for suffix in dict.fromkeys(part.suffix for _, part in parts_held):
             samples = {name: part.samples for name, part in parts_held if part.suffix == suffix}
             records = [table for _, part in parts_held if part.suffix == suffix for table in part.tables]
-            held.append(HeldOut(MixedSamples(list(samples.values())), records, suffix, samples))
-        data = mix_sources(by_name, recipe, held_out=held)
+            held_parts.append(HeldOut(MixedSamples(list(samples.values())), records, suffix, samples))
+        data = mix_sources(by_name, recipe, held_out=held_parts)
     trained = [each.train.labels for each in prepared if each.train is not None]
     held_out = [part.samples.labels for part in data.held_out]
     data.notes += label_report(labels, trained, held_out)
@@ -317,7 +317,7 @@ def prepare_examples(recipe: ClsRecipe, config: PretrainedConfig) -> ExampleData
 
 
 def _find_reader(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None) -> LabelledSource:
-    """The records of a source, those of GLUE as its task is published, and the columns that hold texts and labels."""
+    """Read a source (a GLUE task in its published form), and find the columns that hold texts and labels."""
     held_out: dict[str, tuple[str, ...]] = {"validation": HELD_OUT_SPLITS}
     if recipe.task_name == "mnli":
         held_out = {"validation": ("validation_matched",), "validation_mismatched": ("validation_mismatched",)}
@@ -360,25 +360,25 @@ def _readers(
     the trained model's. Raises UserError: there are no labels, or only one; the model was trained for others."""
     kinds = {(type(each.reader), getattr(each.reader, "labels", None)): each for each in sources}
     if len(kinds) > 1:
-        found = "; ".join(f"{each.source.where('train')}: {each.reader.describe}" for each in kinds.values())
-        raise UserError(f"train_file: a mixture needs sources of one kind, and there are several: {found}")
-    own = [each.reader for each in sources if isinstance(each.reader, LabelledColumns)]
-    if not own:
+        descriptions = "; ".join(f"{each.source.where('train')}: {each.reader.describe}" for each in kinds.values())
+        raise UserError(f"train_file: a mixture needs sources of one kind, and there are several: {descriptions}")
+    labelled_readers = [each.reader for each in sources if isinstance(each.reader, LabelledColumns)]
+    if not labelled_readers:
         return [each.reader for each in sources]
-    of_sets = own[0].labels.of_sets
-    of_words = own[0].labels.of_words
-    column = str(own[0].label)
-    differ = any(reader.class_names != own[0].class_names for reader in own)
-    class_names = None if differ else own[0].class_names
+    of_sets = labelled_readers[0].labels.of_sets
+    of_words = labelled_readers[0].labels.of_words
+    column = str(labelled_readers[0].label)
+    names_differ = any(reader.class_names != labelled_readers[0].class_names for reader in labelled_readers)
+    class_names = None if names_differ else labelled_readers[0].class_names
     values: list[Any] = []
-    for each, reader in zip(sources, own):
-        own_values: list[Any] = each.source.first[reader.label][:]
+    for each, reader in zip(sources, labelled_readers):
+        source_values: list[Any] = each.source.first[reader.label][:]
         if of_sets or of_words:
-            own_values = list(chain.from_iterable(row or () for row in own_values))
-        if differ and reader.class_names:
+            source_values = list(chain.from_iterable(row or () for row in source_values))
+        if names_differ and reader.class_names:
             names = dict(enumerate(reader.class_names))
-            own_values = [names.get(value) for value in own_values]
-        values += own_values
+            source_values = [names.get(value) for value in source_values]
+        values += source_values
     if not recipe.trains:
         labels, class_names = trained_labels(config, class_names, values, task is not None and task.labels is None)
         if of_sets and not labels.of_sets:
@@ -396,16 +396,16 @@ def _readers(
         replace(
             reader,
             labels=replace(labels, number=str(reader.label)),
-            class_names=reader.class_names if differ and reader.class_names else class_names,
+            class_names=reader.class_names if names_differ and reader.class_names else class_names,
         )
-        for reader in own
+        for reader in labelled_readers
     ]
 
 
 def _prepare_unlabelled(
     recipe: ClsRecipe, options: DataOptions, config: PretrainedConfig, task: GlueTask | None, length: int
 ) -> ExampleData:
-    """All records of predict_file, with labels that are not used; the classes are those of the model."""
+    """Prepare all records of predict_file. Their labels are not used; the classes are those of the model."""
     if has_head(config, "MultipleChoice"):
         raise UserError("predict_file: a model of multiple choice needs labels. Use --evaluate_only")
     with tables.one_process_at_a_time(options.cache):

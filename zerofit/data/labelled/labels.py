@@ -57,21 +57,21 @@ class Labels:
 
     @property
     def head(self) -> str:
-        """The name of transformers' class for the model, after AutoModelFor."""
+        """Return the name of transformers' class for the model, after AutoModelFor."""
         if self.choices:
             return "MultipleChoice"
         return "TokenClassification" if self.of_words else "SequenceClassification"
 
     @property
     def unit(self) -> str:
-        """The name of one target ("example", "word"), for the plot."""
+        """Return the name of one target ("example", "word"), for the plot."""
         if self.names is None:
             return "number"
         return "word" if self.of_words else "example"
 
     @property
     def entities(self) -> bool:
-        """True if the tags mark entities of several words: B-PER, I-PER, O (IOB1, IOB2, IOBES and BILOU)."""
+        """Whether the tags mark entities of several words: B-PER, I-PER, O (IOB1, IOB2, IOBES and BILOU)."""
         return self.of_words and all(name == "O" or re.fullmatch("[BIESLU]-.+", name) for name in self.names or ())
 
     @property
@@ -89,8 +89,9 @@ class Labels:
         return shown + (f" (f1 is that of {self.names[1]})" if is_binary else "")
 
     def encode(self, value: Any, class_names: tuple[str, ...] | None = None) -> int | float:
-        """The label of a record: the number of its class, or a number. Raises BadRecord: there is none; it is none of
-        the classes, or no number. `class_names`: the names of the data's class numbers, if it has class numbers."""
+        """Return the label of a record: the number of its class, or of a regression. Raises BadRecord: there is none;
+        it is none of the classes, or no number. `class_names`: the names of the data's class numbers, if it has class
+        numbers."""
         name = "" if is_missing(value, self.number) else name_of(value)
         if class_names and (isinstance(value, int) or name not in class_names) and INTEGER_LABEL.fullmatch(name):
             index = int(float(name))
@@ -108,7 +109,7 @@ class Labels:
         return place
 
     def place_of(self, name: str) -> int | None:
-        """The number of the class of that name; 1 and 1.0 are one class, where the set does not have both."""
+        """Return the number of the class of that name, or None. 1 and 1.0 are one class, unless the set has both."""
         names = self.names or ()
         integer = INTEGER_LABEL.fullmatch(name)
         spellings = (name, integer[1], f"{integer[1]}.0") if integer else (name,)
@@ -118,7 +119,7 @@ class Labels:
 def find_labels(
     values: list[Any], where: str, class_names: tuple[str, ...] | None, regression: bool | None, column: str = ""
 ) -> Labels:
-    """The label set of the training data.
+    """Return the label set of the training data.
 
     Names of class numbers are used unchanged; words and integers are classes, sorted; numbers with a fractional part
     make a regression. `regression` overrides all of these. A text is a name as it is written ("007", "1e3"), without
@@ -131,9 +132,9 @@ def find_labels(
         raise UserError(f"{where}: no record has a label. Check that label_column names the right column")
     numbers = [number for value in present.values() if (number := _number(value)) is not None]
     if regression is None and 2 * len(numbers) > len(present) and not all(map(float.is_integer, numbers)):
-        if other := [name for name, value in present.items() if _number(value) is None]:
+        if not_numbers := [name for name, value in present.items() if _number(value) is None]:
             raise UserError(
-                f"{where}: most labels are numbers, and {other[0]!r} is none. To leave such records out say "
+                f"{where}: most labels are numbers, and {not_numbers[0]!r} is none. To leave such records out say "
                 "--regression true --skip_bad_records; if each is the name of a class, --regression false"
             )
         return Labels(None)
@@ -161,7 +162,7 @@ def find_labels(
 
 
 def _numbers(names: Iterable[str], where: str) -> Labels:
-    """The labels of a regression, which may be written with decimal commas."""
+    """Return the labels of a regression, which may be written with decimal commas."""
     commas = [name for name in names if "," in name]
     if not commas:
         return Labels(None)
@@ -215,16 +216,16 @@ def refuse_unclear(names: Iterable[str], where: str) -> None:
 
 
 def _labels_of_head(config: PretrainedConfig) -> tuple[str, ...]:
-    """The labels of a model, in the order of their numbers."""
+    """Return the labels of a model, in the order of their numbers."""
     return tuple(str(name) for _, name in sorted((config.id2label or {}).items()))
 
 
 def order_as_model(labels: Labels, config: PretrainedConfig) -> Labels:
-    """The classes in the order of a pretrained model that has the same names; else unchanged."""
-    theirs = _labels_of_head(config)
-    ours = {name.lower(): name for name in labels.names or ()}
-    if len(theirs) == labels.num_outputs and set(ours) == {name.lower() for name in theirs}:
-        return replace(labels, names=tuple(ours[name.lower()] for name in theirs))
+    """Return the labels in the order of the pretrained model if it has the same class names; else unchanged."""
+    model_names = _labels_of_head(config)
+    data_names = {name.lower(): name for name in labels.names or ()}
+    if len(model_names) == labels.num_outputs and set(data_names) == {name.lower() for name in model_names}:
+        return replace(labels, names=tuple(data_names[name.lower()] for name in model_names))
     return labels
 
 
@@ -235,26 +236,26 @@ def trained_labels(
     training. Raises UserError: the model was trained for other labels. `class_names`: the names of the data's class
     numbers, if it has class numbers. `values`: the labels of the data; empty if it has none. `is_number`: the task
     asks for a number."""
-    theirs = _labels_of_head(config)
+    model_names = _labels_of_head(config)
     of_sets = config.problem_type == MULTI_LABEL
-    gives_number = config.problem_type == "regression" or (len(theirs) == 1 and not of_sets)
-    trained = "one number" if gives_number else f"{len(theirs)} labels ({', '.join(theirs)})"
+    gives_number = config.problem_type == "regression" or (len(model_names) == 1 and not of_sets)
+    trained = "one number" if gives_number else f"{len(model_names)} labels ({', '.join(model_names)})"
     if is_number != gives_number and (is_number or class_names):
         asked = "a number" if is_number or class_names is None else ", ".join(class_names)
         raise UserError(f"the model was trained for {trained}, and the task asks for {asked}. Name another model")
     names = sorted({name_of(value) for value in values if not is_missing(value)})
     if gives_number:
         return _numbers(names, "the held-out data"), None
-    if class_names and {*class_names} < {*theirs}:
-        return Labels(theirs, of_sets=of_sets), class_names
+    if class_names and {*class_names} < {*model_names}:
+        return Labels(model_names, of_sets=of_sets), class_names
     if class_names:
-        if len(class_names) != len(theirs):
+        if len(class_names) != len(model_names):
             raise UserError(f"the model was trained for {trained}, the data has {', '.join(class_names)}")
         return Labels(class_names, of_sets=of_sets), class_names
-    labels = Labels(theirs, of_sets=of_sets)
+    labels = Labels(model_names, of_sets=of_sets)
     written = {name.lower(): name for name in names if labels.place_of(name) is None}
-    if len({name.lower() for name in theirs}) == len(theirs):  # else their case tells classes apart
-        as_written = tuple(name if name in names else written.get(name.lower(), name) for name in theirs)
+    if len({name.lower() for name in model_names}) == len(model_names):  # else their case tells classes apart
+        as_written = tuple(name if name in names else written.get(name.lower(), name) for name in model_names)
         labels = replace(labels, names=as_written)
     numbered = not any(labels.place_of(name) is not None for name in names)
     return labels, labels.names if numbered and names else None
@@ -263,7 +264,7 @@ def trained_labels(
 def pretrained_head(
     config: PretrainedConfig, pretrained: str | None, head: str = "SequenceClassification"
 ) -> tuple[str, ...]:
-    """The labels of the pretrained head; none if the weights have no such head."""
+    """Return the labels of the pretrained head; empty if the weights have no such head."""
     return _labels_of_head(config) if pretrained and has_head(config, head) else ()
 
 
@@ -277,24 +278,25 @@ def configure_labels(
     Returns: the number of outputs of the pretrained head if it must be replaced, else 0; a note if a head with the
     same number of labels gets other names for them.
     """
-    other = "SequenceClassification" if labels.of_words else "TokenClassification"
-    if pretrained_head(config, pretrained, other):
+    other_head = "SequenceClassification" if labels.of_words else "TokenClassification"
+    if pretrained_head(config, pretrained, other_head):
         raise UserError(
-            f"model_name_or_path = {pretrained!r} has a head of {other}, and the data needs one of {labels.head}. "
-            "Name the model that it was trained from"
+            f"model_name_or_path = {pretrained!r} has a head of {other_head}, and the data needs one of "
+            f"{labels.head}. Name the model that it was trained from"
         )
-    had = pretrained_head(config, pretrained, labels.head)
+    previous = pretrained_head(config, pretrained, labels.head)
     names = labels.names or (labels.number,)
     note = None
-    is_replaced = bool(had) and len(had) != len(names)
+    is_replaced = bool(previous) and len(previous) != len(names)
     if is_replaced and not ignore_mismatched_sizes:
         ours = f"{len(names)} labels ({', '.join(names)})" if labels.names else "one number"
         raise UserError(
-            f"{pretrained!r} has {len(had)} labels ({', '.join(had)}), the data {ours}: --ignore_mismatched_sizes"
+            f"{pretrained!r} has {len(previous)} labels ({', '.join(previous)}), the data {ours}: "
+            "--ignore_mismatched_sizes"
         )
-    is_renamed = had and labels.names and {name.lower() for name in had} != {name.lower() for name in names}
+    is_renamed = previous and labels.names and {name.lower() for name in previous} != {name.lower() for name in names}
     if is_renamed and not is_replaced:
-        pairs = ", ".join(f"{before} as {now}" for before, now in zip(had, names))
+        pairs = ", ".join(f"{old} as {new}" for old, new in zip(previous, names))
         note = f"note      the pretrained head is used with other names: {pairs}"
     config.id2label = dict(enumerate(names))
     config.label2id = {name: index for index, name in enumerate(names)}
@@ -302,11 +304,11 @@ def configure_labels(
     config.problem_type = MULTI_LABEL if labels.of_sets else "single_label_classification"
     if not labels.names:
         config.problem_type = "regression"
-    return len(had) if is_replaced else 0, note
+    return len(previous) if is_replaced else 0, note
 
 
 def name_of(value: Any) -> str:
-    """The name of a label: a text as it is written, without the blanks at its ends; 1 and 1.0 as "1"."""
+    """Return the name of a label: a text as it is written, without the blanks at its ends; 1 and 1.0 as "1"."""
     return text_of(value).strip()
 
 
@@ -319,7 +321,7 @@ def is_missing(value: Any, column: str = "") -> bool:
 
 
 def _number(value: Any, decimal_comma: bool = False) -> float | None:
-    """The number that a label is, or that its text is written as; None: it is none."""
+    """Return a label as a number; None if it is not a number."""
     try:
         if isinstance(value, str):
             text = value.strip()
@@ -333,36 +335,36 @@ def _number(value: Any, decimal_comma: bool = False) -> float | None:
 
 
 def label_report(labels: Labels, trained: list[np.ndarray], held_out: list[np.ndarray]) -> list[str]:
-    """Lines for the log: the records of each class, and classes with few or none.
-    `trained, held_out`: the labels of samples; empty where there are no such samples."""
+    """Return lines for the log: the number of records of each class, and classes with few or none. `trained,
+    held_out`: the labels of samples; empty where there are no such samples."""
     names = labels.names
     if names is None or labels.choices or not (trained or held_out):
         return []
-    what = "words" if labels.of_words else "records"
-    counts, held = np.zeros((2, len(names)), dtype=np.int64)
-    for count, parts in ((counts, trained), (held, held_out)):
-        for own in parts:
-            count += own.sum(axis=0).astype(np.int64) if labels.of_sets else np.bincount(own, minlength=len(names))
+    noun = "words" if labels.of_words else "records"
+    counts, held_counts = np.zeros((2, len(names)), dtype=np.int64)
+    for count, parts in ((counts, trained), (held_counts, held_out)):
+        for part in parts:
+            count += part.sum(axis=0).astype(np.int64) if labels.of_sets else np.bincount(part, minlength=len(names))
     both = " + ".join([*(["training"] if trained else []), *(["held out"] if held_out else [])])
-    most = sorted(np.argsort(-(counts + held), kind="stable")[:MAX_COUNTED_CLASSES])
-    columns = [*([counts] if trained else []), *([held] if held_out else [])]
-    shown = [f"{names[place]} {' + '.join(f'{column[place]:,}' for column in columns)}" for place in most]
+    largest = sorted(np.argsort(-(counts + held_counts), kind="stable")[:MAX_COUNTED_CLASSES])
+    columns = [*([counts] if trained else []), *([held_counts] if held_out else [])]
+    shown = [f"{names[place]} {' + '.join(f'{column[place]:,}' for column in columns)}" for place in largest]
     more = f", and {len(names) - MAX_COUNTED_CLASSES:,} labels with fewer" if len(names) > MAX_COUNTED_CLASSES else ""
-    lines = [f"labels    {what} of each label ({both}): {', '.join(shown)}{more}"]
+    lines = [f"labels    {noun} of each label ({both}): {', '.join(shown)}{more}"]
     if trained:
         few = [f"{names[place]} ({counts[place]})" for place in np.flatnonzero((counts > 0) & (counts < MIN_RECORDS))]
-        lines += _note(f"fewer than {MIN_RECORDS} training {what}", few)
-        lines += _note(f"no training {what}", [names[place] for place in np.flatnonzero(counts == 0)])
+        lines += _note(f"fewer than {MIN_RECORDS} training {noun}", few)
+        lines += _note(f"no training {noun}", [names[place] for place in np.flatnonzero(counts == 0)])
     if held_out:
-        lines += _note(f"no held-out {what}", [names[place] for place in np.flatnonzero(held == 0)])
+        lines += _note(f"no held-out {noun}", [names[place] for place in np.flatnonzero(held_counts == 0)])
     return lines
 
 
-def _note(what: str, found: Sequence[str]) -> list[str]:
-    if not found:
+def _note(problem: str, names: Sequence[str]) -> list[str]:
+    if not names:
         return []
-    more = f", and {len(found) - MAX_NAMED_CLASSES:,} more" if len(found) > MAX_NAMED_CLASSES else ""
-    return [f"note      {what}: {', '.join(found[:MAX_NAMED_CLASSES])}{more}"]
+    more = f", and {len(names) - MAX_NAMED_CLASSES:,} more" if len(names) > MAX_NAMED_CLASSES else ""
+    return [f"note      {problem}: {', '.join(names[:MAX_NAMED_CLASSES])}{more}"]
 
 
 # The text or the pair of each row (one, or one a choice), and the label (0 or 1 for each class of a set).
@@ -373,8 +375,8 @@ Example = LabelledRows | LabelledWords
 
 @dataclass(frozen=True)
 class LabelledColumns:
-    """The columns of a table of texts, or of pairs, with labels. `label`: None: records to be answered, of which every
-    one is read. `class_names`: the names of the data's class numbers, if it has class numbers."""
+    """The columns of a table of texts, or of pairs, with labels. `label`: None for records of predict_file, all of
+    which are read. `class_names`: the names of the data's class numbers, if it has class numbers."""
 
     text: tuple[str, ...]
     label: str | None
@@ -394,8 +396,8 @@ class LabelledColumns:
         return filter(None, rows[0])
 
     def read(self, record: dict[str, Any]) -> Any:
-        """LabelledRows: ([the text or the pair], the label). Raises BadRecord: all texts are empty, or there is no
-        label."""
+        """Return LabelledRows: ([the text or the pair], the label). Raises BadRecord: all texts are empty, or there is
+        no label."""
         texts = tuple(record[name] or "" for name in self.text)
         if self.label is None:
             return [texts], [0.0] * self.labels.num_outputs if self.labels.of_sets else 0
@@ -432,7 +434,7 @@ class ExampleData(TaskData):
 
     @property
     def longest(self) -> dict[str, Any]:
-        """The maximum number of tokens of a training sample, by column."""
+        """Return the maximum number of tokens of a training sample, by column."""
         return {"input_ids": self.max_length * (self.labels.num_outputs if self.labels.choices else 1)}
 
     @property
@@ -446,14 +448,14 @@ class ExampleData(TaskData):
 
     @property
     def row_length(self) -> int:
-        """Mean number of tokens of a training row, without padding."""
+        """Return the mean number of tokens of a training row, without padding."""
         return round(self.trained.stats.mean_length / np.size(self.trained[0].get("sizes", 0)))
 
 
 def encode_parts(
     options: DataOptions, config: PretrainedConfig, parts: dict[str, RecordSet], labels: Labels, length: int
 ) -> ExampleData:
-    """The samples of all parts, whose readers return an Example; notes say which texts are truncated."""
+    """Tokenise the records of all parts, whose readers return an Example; notes say which texts are truncated."""
     parts = options.limited(parts)
     train = next(iter(parts.values()))
     tokenizer = get_tokenizer(options.recipe, config, train.texts, table_key(train.table), pairs=True)
@@ -485,8 +487,8 @@ def encode_parts(
         label = getattr(parts[name].reader, "label", None)
         records = parts[name].records
         records = records.remove_columns("label") if label == "label" else records
-        own = ("prediction", "probability", "probabilities", *(("label",) if label else ()))
-        held.append(HeldOut(sets[name], [input_columns(records, *own)], suffix))
+        reserved = ("prediction", "probability", "probabilities", *(("label",) if label else ()))
+        held.append(HeldOut(sets[name], [input_columns(records, *reserved)], suffix))
     return ExampleData(
         train=sets.get("train"), held_out=held, labels=labels, tokenizer=tokenizer, max_length=length, notes=notes
     )
@@ -495,8 +497,8 @@ def encode_parts(
 def _encode_rows(
     tokenizer: PreTrainedTokenizerBase, length: int, examples: list[Example], names: list[str]
 ) -> dict[str, list[Any]]:
-    """Token ids of the rows of each record, one after another; `sizes` are their lengths, `longest` is that of the
-    longest before it was cut. Of a pair that does not fit the longer text is truncated first."""
+    """Return the token ids of the rows of each record, concatenated. `sizes` are the lengths of the rows, `longest` is
+    the largest before truncation. If a pair does not fit, its longer text is truncated first."""
     columns = tuple(padding_values(tokenizer))
     texts = list(zip(*chain.from_iterable(rows for rows, _ in examples)))
     encoded = tokenizer(
@@ -506,8 +508,8 @@ def _encode_rows(
         verbose=False,
     )
     ids = {name: list(encoded[name]) for name in columns}
-    whole = [len(row) for row in ids["input_ids"]]
-    for index, size in enumerate(whole):
+    full_lengths = [len(row) for row in ids["input_ids"]]
+    for index, size in enumerate(full_lengths):
         if size > length:
             cut = tokenizer(*(column[index] for column in texts), truncation=True, max_length=length)
             for name in columns:
@@ -517,8 +519,8 @@ def _encode_rows(
     return {
         **{name: [list(chain.from_iterable(ids[name][a:b])) for a, b in spans] for name in columns},
         "sizes": [sizes[a:b] for a, b in spans],
-        "truncated": [sum(whole[a:b]) - sum(sizes[a:b]) for a, b in spans],
-        "longest": [max(whole[a:b]) for a, b in spans],
+        "truncated": [sum(full_lengths[a:b]) - sum(sizes[a:b]) for a, b in spans],
+        "longest": [max(full_lengths[a:b]) for a, b in spans],
         "label": [label for _, label in examples],
     }
 
@@ -526,26 +528,26 @@ def _encode_rows(
 def _encode_words(
     tokenizer: PreTrainedTokenizerBase, length: int, examples: list[Example], names: list[str]
 ) -> dict[str, list[Any]]:
-    """Token ids of the words of each record; `tags` are the words' tags, `starts` the place of each one's first token:
-    -1 of a word that is cut off, or has no token."""
+    """Return the token ids of the words of each record. `tags` are the tags of the words, `starts` the index of each
+    word's first token: -1 if the word is cut off, or has no token."""
     rows = [words for words, _ in examples]
-    whole, kept = (
+    full, shortened = (
         tokenizer(rows, is_split_into_words=True, return_attention_mask=False, verbose=False, **cut)
         for cut in ({}, {"truncation": True, "max_length": length})
     )
-    first = [dict(map(reversed, reversed([*enumerate(kept.word_ids(row))]))) for row in range(len(rows))]
-    longest = [len(row) for row in whole["input_ids"]]
+    first = [dict(map(reversed, reversed([*enumerate(shortened.word_ids(row))]))) for row in range(len(rows))]
+    longest = [len(row) for row in full["input_ids"]]
     return {
-        **{name: kept[name] for name in padding_values(tokenizer)},
+        **{name: shortened[name] for name in padding_values(tokenizer)},
         "tags": [tags for _, tags in examples],
         "starts": [[of_word.get(word, -1) for word in range(len(row))] for of_word, row in zip(first, rows)],
-        "truncated": [size - len(row) for size, row in zip(longest, kept["input_ids"])],
+        "truncated": [size - len(row) for size, row in zip(longest, shortened["input_ids"])],
         "longest": longest,
     }
 
 
 def class_weights(recipe: ClsRecipe, data: ExampleData) -> list[float] | None:
-    """The weight of each class, in the order of their numbers; None where all weigh the same.
+    """Return the weight of each class, in the order of their numbers; None if all have the same weight.
 
     `balanced` is scikit-learn's: examples / (classes x examples of the class), so that each class weighs as much as
     any other in the whole training set, or in an epoch of a mixture. Raises UserError: the labels are numbers or
@@ -578,7 +580,7 @@ def class_weights(recipe: ClsRecipe, data: ExampleData) -> list[float] | None:
 
 
 def describe_weights(weights: list[float], names: tuple[str, ...]) -> str:
-    """Name the heaviest and the lightest class, for the log."""
+    """Return a line for the log that names the classes with the largest and the smallest weight."""
     low = int(np.argmin(weights))
     high = int(np.argmax(weights))
     return f"loss      class weights from {weights[low]:.4g} ({names[low]}) to {weights[high]:.4g} ({names[high]})"
