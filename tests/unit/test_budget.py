@@ -14,19 +14,19 @@ LIMITS = {  # what there is; the goal of each is behind it
     "train": 530,  # 800
     "zerofit": 108,  # cli.py
     "zerofit/recipe": 3_204,  # 2,700
-    "zerofit/model": 5_284,  # 4,700
+    "zerofit/model": 5_302,  # 4,700
     "zerofit/compat": 603,  # 600
     "zerofit/data": 6_619,  # 6,000
-    "zerofit/strategy": 4_876,  # 4,800
+    "zerofit/strategy": 4_978,  # 4,800
     "zerofit/estimate": 4_485,  # 4,700
     "zerofit/record": 1_461,  # 4,300 with health and checkpoint
-    "zerofit/health": 1_261,
+    "zerofit/health": 1_297,
     "zerofit/checkpoint": 1_639,
     "zerofit/training": 3_201,  # 2,000
-    "zerofit/launch": 1_445,  # 1,300
-    "zerofit/tools": 9_935,  # 10,600
+    "zerofit/launch": 1_479,  # 1,300
+    "zerofit/tools": 10_040,  # 10,600
     "benchmarks": 1_852,  # 1,800
-    "tests": 25_232,  # 21,500
+    "tests": 25_252,  # 21,500
 }
 
 
