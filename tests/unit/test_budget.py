@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_479,  # 1,300
     "zerofit/tools": 10_040,  # 10,600
     "benchmarks": 1_852,  # 1,800
-    "tests": 25_252,  # 21,500
+    "tests": 25_259,  # 21,500
 }
 
 

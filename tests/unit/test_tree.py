@@ -69,6 +69,13 @@ def test_the_page_is_current(script):
     assert done.returncode == 0, done.stderr
 
 
+def test_the_guide_names_what_its_files_have():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(\w+)`(?:[^|`\n]{0,40})? in `((?:zerofit|train)/[\w/]+\.py)`", text)
+    assert len(named) >= 40
+    assert not [(name, file) for name, file in named if not re.search(rf"\b{name}\b", (ROOT / file).read_text())]
+
+
 def test_one_statement_one_assignment():
     """No line is saved by `a, b = x, y`, which are two statements in one; what swaps may stay."""
     files = [*(ROOT / "zerofit").rglob("*.py"), *(ROOT / "train").glob("*.py")]
