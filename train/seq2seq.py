@@ -27,7 +27,7 @@ from zerofit.recipe.options import make_schedule
 from zerofit.strategy.optimizers import make_optimizer
 from zerofit.training.evaluation import eval_batches, held_out_batches, held_out_loss
 from zerofit.training.generation import (
-    FIGURES,
+    GENERATION_FIGURES,
     cut_texts,
     evaluate_generation,
     generation_settings,
@@ -85,7 +85,7 @@ def main(start: Start) -> int:
         return run.answer(evaluate, predict, data.num_held_out, remarks)
 
     # From the first update that is not done. Update k has the same samples under every strategy.
-    figures = ("loss", "perplexity", *(FIGURES if recipe.predict_with_generate else ()))
+    figures = ("loss", "perplexity", *(GENERATION_FIGURES if recipe.predict_with_generate else ()))
     for update in run.updates(data, collate, figures=figures, evaluate_first=evaluate):
         # This rank's micro-batches. Their loss is a sum over target tokens (teacher-forced), divided by the number of
         # these in the whole global batch: it does not depend on how that is split.

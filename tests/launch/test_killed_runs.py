@@ -102,7 +102,7 @@ def test_what_was_measured_before_a_kill_is_not_measured_again(llama, material, 
         return plain(model, batch)
 
     monkeypatch.setattr(causal, "log_probabilities", counted)
-    monkeypatch.setattr(causal, "STORED_EVERY", 16)
+    monkeypatch.setattr(causal, "MIN_PAIRS_PER_WRITE", 16)
     common = [*map(str, (
         "--model_name_or_path", llama, "--train_file", pairs, "--preference_loss", "dpo", "--block_size", "128",
         "--chat_template", "none", "--global_batch_size", "8", "--per_device_train_batch_size", "2",

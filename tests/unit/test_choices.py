@@ -13,7 +13,7 @@ from zerofit.model.loss import IGNORE
 from zerofit.model.tokenizer import padding_values
 from zerofit.recipe import ClsRecipe, parse_recipe
 from zerofit.training.classification import figures_of
-from zerofit.training.measurement import stretched
+from zerofit.training.measurement import stretch_sample
 
 QUESTION = {"question": "Which is red?"}
 FORMS = {  # how it is published: (a record, the texts of its choices, which is right)
@@ -134,7 +134,7 @@ def test_samples_and_their_loss(recipe_of, tmp_path):
     row = batch.inputs["input_ids"][1, 1][batch.inputs["attention_mask"][1, 1] == 1]
     assert data.tokenizer.decode(row) == "[CLS] Which is red?[SEP] much longer than the others are[SEP]"
 
-    longest = stretched(data.train[large], {"input_ids": 50})
+    longest = stretch_sample(data.train[large], {"input_ids": 50})
     assert longest["sizes"].tolist() == [16, 16, 18]
     assert collate([(longest, 0)]).inputs["token_type_ids"].shape == (1, 3, 18)
     assert np.issubdtype(longest["label"].dtype, np.integer)

@@ -18,7 +18,7 @@ from zerofit.model.compilation import blocks_of, compile_model, round_embeddings
 from zerofit.model.recomputation import enable_recomputation
 from zerofit.training import run_configuration
 from zerofit.training.export import compilation_line
-from zerofit.training.run_configuration import choose, decide
+from zerofit.training.run_configuration import choose_compilation, decide_compilation
 
 LONG = pytest.mark.long
 START = ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--train_file", "a.txt"]
@@ -219,13 +219,13 @@ def a_strategy(**changes):
     ],
 )
 def test_each_condition(options, strategy, how, words):
-    found = choose(recipe_of(**options), a_strategy(**strategy), **how)
+    found = choose_compilation(recipe_of(**options), a_strategy(**strategy), **how)
     assert found.value == (False if words else "blocks")
     assert (words or "") in found.why
 
 
 def decided(recipe, device=CUDA, before=None, updates=4000, **strategy):
-    return decide(recipe, a_strategy(**strategy), None, updates, before, device=device)
+    return decide_compilation(recipe, a_strategy(**strategy), None, updates, before, device=device)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from zerofit.recipe import ClsRecipe
 from zerofit.record.run_folder import RunFolder
 from zerofit.training.classification import report_classes
 from zerofit.training.evaluation import BestMetricTracker, compute, make_best_tracker
-from zerofit.training.generation import FIGURES
+from zerofit.training.generation import GENERATION_FIGURES
 
 RNG = np.random.default_rng(0)
 NAN = float("nan")
@@ -61,9 +61,9 @@ def test_generation():
     scores = [scorer.score(reference, written) for reference, written in zip(truth, predictions)]
     for name in ("rouge1", "rouge2", "rougeL"):
         assert found[name] == pytest.approx(100 * np.mean([score[name].fmeasure for score in scores]))
-    assert set(found) == set(FIGURES)
+    assert set(found) == set(GENERATION_FIGURES)
     assert 20 < found["bleu"] < 100
-    assert compute("generation", truth, truth) == pytest.approx(dict.fromkeys(FIGURES, 100.0))
+    assert compute("generation", truth, truth) == pytest.approx(dict.fromkeys(GENERATION_FIGURES, 100.0))
 
 
 # ---------------------------------------------------------------------------------------------------------------- best

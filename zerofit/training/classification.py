@@ -1,6 +1,6 @@
 """Evaluation of classified examples: loss, metrics, predictions.jsonl, and how each class was recognized.
 
-What leaves a rank is the answer to each example and the probability of each class, or the predicted number.
+Each rank sends its answers to the main process: the predicted class with all probabilities, or the predicted number.
 """
 
 from collections import Counter
@@ -28,35 +28,37 @@ from zerofit.record.terminal import decimals, screen_width, table
 from zerofit.strategy.engine import Engine
 from zerofit.training.evaluation import compute, gather_by_index, mean_losses
 
-MAX_ROWS = 20  # classes of a table
+MAX_CLASS_ROWS = 20  # classes that a table in the log lists
 
 
 def choose_head(config: Any, labels: Labels, recipe: ClsRecipe) -> tuple[Any, list[str], list[str | None]]:
     """Choose the head of the model. The configuration gets the labels. Returns (the Auto class of transformers, the
-    names of its weights that are drawn anew, notes for the log). Raises UserError: there is no such head for this kind
-    of model; the pretrained head has another number of labels."""
+    names of its weights that are newly initialized, notes for the log). Raises UserError: there is no such head for
+    this kind of model; the pretrained head has another number of labels."""
     pretrained = recipe.model_name_or_path
     notes: list[str | None] = []
     if labels.choices:
         auto_class: Any = AutoModelForMultipleChoice
         check_task(recipe, config, auto_class)
-        had = len(pretrained_head(config, pretrained))  # of a classifier; choices have a head of one output
-        replaced = head_weights(AutoModelForSequenceClassification, config, had + 1) if had else []
+        old_outputs = len(
+            pretrained_head(config, pretrained)
+        )  # those of a classifier; choices have a head of one output
+        replaced = head_weights(AutoModelForSequenceClassification, config, old_outputs + 1) if old_outputs else []
     else:
         auto_class = AutoModelForSequenceClassification
         if labels.of_words:
             auto_class = AutoModelForTokenClassification
             check_task(recipe, config, auto_class)
-        had, renamed = configure_labels(config, labels, pretrained, recipe.ignore_mismatched_sizes)
+        old_outputs, renamed = configure_labels(config, labels, pretrained, recipe.ignore_mismatched_sizes)
         notes.append(renamed)
-        replaced = head_weights(auto_class, config, had) if had else []
+        replaced = head_weights(auto_class, config, old_outputs) if old_outputs else []
     if replaced:
-        notes.append(f"note      a new, random head: {', '.join(replaced)} had {had} outputs")
+        notes.append(f"note      a new, random head: {', '.join(replaced)} had {old_outputs} outputs")
     return auto_class, replaced, notes
 
 
 def figures_of(labels: Labels, held_out: list[HeldOut], task_name: str | None) -> tuple[str, ...]:
-    """The names of the figures that `evaluate_examples` gives, the one that tells the best evaluation in front."""
+    """Return the names of the figures that `evaluate_examples` gives. The first decides which evaluation is best."""
     if labels.names is None:
         of_part: tuple[str, ...] = ("pearson", "spearmanr", "mse", "loss")
     elif labels.of_sets:
@@ -69,26 +71,26 @@ def figures_of(labels: Labels, held_out: list[HeldOut], task_name: str | None) -
         f1 = ("f1", "f1_macro") if len(labels.names) == 2 else ("f1_macro",)
         of_part = ("accuracy", *f1, "matthews_correlation", "loss")
     names = [f"{name}{part.suffix}" for part in held_out for name in of_part] or ["loss"]
-    first = GLUE_TASKS[task_name].metric if task_name else names[0]
-    return tuple(dict.fromkeys([first, *names]))
+    best_metric = GLUE_TASKS[task_name].metric if task_name else names[0]
+    return tuple(dict.fromkeys([best_metric, *names]))
 
 
 @torch.no_grad()
 def evaluate_examples(
     engine: Engine, batches: Mapping[str, Iterator[Batch]], labels: Labels, part: HeldOut, folder: RunFolder
 ) -> dict[str, float]:
-    """The figures of one held-out part; the main process also writes its predictions.
+    """Return the figures of one held-out part; the main process also writes its predictions.
 
     Args:
-        batches: of each source of the part by its name; of several, each has a loss of its own as well.
+        batches: {source: its batches}. If there are several sources, the loss of each is a figure as well.
     """
-    own = {}
+    loss_sums = {}
     answers: list[Any] = []
-    for name, of_source in batches.items():
-        loss, targets, of_examples = _answered(engine, of_source, labels)
-        own[name] = loss, targets
-        answers += of_examples or ()
-    figures = mean_losses(engine, own)
+    for name, batches_of_source in batches.items():
+        loss, targets, answers_of_source = _answered(engine, batches_of_source, labels)
+        loss_sums[name] = loss, targets
+        answers += answers_of_source or ()
+    figures = mean_losses(engine, loss_sums)
     if answers:
         truth = _truth(part, labels)
         folder.write_predictions(_lines(part, truth, answers, labels), part.suffix)
@@ -140,7 +142,7 @@ def _measured(predictions: list[Any], truth: list[Any], labels: Labels) -> dict[
 
 
 def _truth(part: HeldOut, labels: Labels) -> list[Any]:
-    """The label of each example; of words, the tags of those that are read; of sets, the classes."""
+    """Return the label of each example: a number, a list of classes (label sets), or the tags of the words read."""
     if labels.of_sets:
         return [np.flatnonzero(row).tolist() for row in part.samples.labels]
     if not labels.of_words:
@@ -150,8 +152,8 @@ def _truth(part: HeldOut, labels: Labels) -> list[Any]:
 
 
 def _answers(logits: torch.Tensor, targets: torch.Tensor, labels: Labels) -> list[tuple[Any, list[float] | None]]:
-    """Return (class, probability of each class) or (number, None) of each row; of sets the classes; of words (the tag
-    of each that is read, None)."""
+    """Return one pair for each row: (class, probability of each class), (classes, probabilities) for label sets,
+    (number, None) for regression, or (the tags of the words read, None)."""
     if labels.of_words:
         predicted = logits.argmax(dim=-1)  # (B, T)
         return [(row[target != IGNORE].tolist(), None) for row, target in zip(predicted, targets)]
@@ -165,7 +167,7 @@ def _answers(logits: torch.Tensor, targets: torch.Tensor, labels: Labels) -> lis
 
 
 def _lines(part: HeldOut, truth: list[Any] | None, answers: list[Any], labels: Labels) -> Iterator[dict[str, Any]]:
-    """The lines of predictions.jsonl: the record, its label where there is one, what was predicted."""
+    """Yield the lines of predictions.jsonl: the record, its label where there is one, and the prediction."""
     names = labels.names or ()
     for index, (record, (answer, probabilities)) in enumerate(zip(chain.from_iterable(part.tables), answers)):
         line = {**record}
@@ -187,47 +189,47 @@ def _lines(part: HeldOut, truth: list[Any] | None, answers: list[Any], labels: L
 
 
 def _named(answer: Any, labels: Labels) -> Any:
-    """The name of a class, the names of several, or a number."""
+    """Return the name of a class, the names of a set of classes, or the number unchanged."""
     if labels.names is None:
         return answer
     return [labels.names[place] for place in answer] if labels.of_sets else labels.names[answer]
 
 
 def report_classes(folder: RunFolder, labels: Labels, held_out: list[HeldOut]) -> list[str]:
-    """Tables for the log from the run's predictions, one for each held-out part; nothing of numbers and choices,
-    whose labels are not classes."""
+    """Return tables for the log from the run's predictions, one for each held-out part. Numbers and choices have none,
+    since their labels are not classes."""
     if labels.names is None or labels.choices:
         return []
     lines = []
     keys = ("label", "prediction")
     for part in held_out:
         rows = folder.predictions(part.suffix, keys)
-        if not rows:  # of an earlier launch, and damaged since
+        if not rows:  # the file of an earlier launch, damaged since
             continue
         names = labels.names
-        what = ("class", "words" if labels.of_words else "examples")
+        nouns = ("class", "words" if labels.of_words else "examples")
         truth: set[Any]
         predicted: set[Any]
         if labels.entities:
             heading = "entities    of the held-out sentences, by kind"
-            what = ("kind", "entities")
+            nouns = ("kind", "entities")
             sentences = [_words(row) for row in rows]
             truth, predicted = (find_entities([[word[key] for word in words] for words in sentences]) for key in keys)
             names = tuple(sorted({kind for _, kind, *_ in truth | predicted}))
         elif labels.of_sets:
             heading = "labels      of the held-out examples"
-            what = ("label", "examples")
+            nouns = ("label", "examples")
             truth, predicted = ({(place, name) for place, row in enumerate(rows) for name in row[key]} for key in keys)
         else:
             rows = [word for row in rows for word in _words(row)] if labels.of_words else rows
-            heading = f"classes     of {len(rows):,} held-out {what[1]}{part.suffix.replace('_', ' ')}"
+            heading = f"classes     of {len(rows):,} held-out {nouns[1]}{part.suffix.replace('_', ' ')}"
             truth, predicted = ({(place, row[key]) for place, row in enumerate(rows)} for key in keys)
-        lines += [heading, _recognized(names, what, truth, predicted)]
+        lines += [heading, _recognized(names, nouns, truth, predicted)]
     return lines
 
 
 def _words(row: dict[str, Any]) -> list[dict[str, str]]:
-    """The words of a line of predictions that were read."""
+    """Return the label and the prediction of each word that was read, from a line of predictions."""
     return [
         {"label": tag, "prediction": predicted}
         for tag, predicted in zip(row["label"], row["prediction"])
@@ -235,21 +237,21 @@ def _words(row: dict[str, Any]) -> list[dict[str, str]]:
     ]
 
 
-def _recognized(names: tuple[str, ...], what: tuple[str, str], truth: set[Any], predicted: set[Any]) -> str:
-    """The table of precision, recall and F1: the names with the most examples, in their order. 0 where nothing was
-    predicted. Of entities as seqeval's classification_report.
+def _recognized(names: tuple[str, ...], nouns: tuple[str, str], truth: set[Any], predicted: set[Any]) -> str:
+    """Return the table of precision, recall and F1 of the names with the most examples, in their order. A figure is 0
+    where nothing was predicted. Entities are counted as in seqeval's classification_report.
 
     Args:
-        what: what the names are, and what is counted.
-        truth, predicted: (the place, the name, ...) of everything that is there, and that was found.
+        nouns: what a name is ("class"), and what is counted ("examples").
+        truth, predicted: (place, name, ...) of every labelled item, and of every predicted one.
     """
-    right, examples, found = (Counter(name for _, name, *_ in each) for each in (truth & predicted, truth, predicted))
-    rows: list[tuple[str, ...]] = [(what[0], "precision", "recall", "f1", what[1], "predicted")]
-    commonest = sorted(names, key=examples.__getitem__, reverse=True)[:MAX_ROWS]
+    right, labelled, chosen = (Counter(name for _, name, *_ in each) for each in (truth & predicted, truth, predicted))
+    rows: list[tuple[str, ...]] = [(nouns[0], "precision", "recall", "f1", nouns[1], "predicted")]
+    commonest = sorted(names, key=labelled.__getitem__, reverse=True)[:MAX_CLASS_ROWS]
     for name in sorted(commonest, key=names.index):
-        precision = right[name] / max(found[name], 1)
-        recall = right[name] / max(examples[name], 1)
-        f1 = 2 * right[name] / max(examples[name] + found[name], 1)
-        rows.append((name, *map(decimals, (precision, recall, f1)), f"{examples[name]:,}", f"{found[name]:,}"))
-    more = len(names) - MAX_ROWS
-    return table(rows, screen_width()) + (f"\n  and {more:,} more, with fewer {what[1]}" if more > 0 else "")
+        precision = right[name] / max(chosen[name], 1)
+        recall = right[name] / max(labelled[name], 1)
+        f1 = 2 * right[name] / max(labelled[name] + chosen[name], 1)
+        rows.append((name, *map(decimals, (precision, recall, f1)), f"{labelled[name]:,}", f"{chosen[name]:,}"))
+    more = len(names) - MAX_CLASS_ROWS
+    return table(rows, screen_width()) + (f"\n  and {more:,} more, with fewer {nouns[1]}" if more > 0 else "")

@@ -1,5 +1,5 @@
-"""The beginning and the end of a script: its options, its exit code on record, a look at the disk before anything
-heavy is imported, the watchdog. Nothing here imports torch.
+"""The beginning and the end of a script: read its options, record its exit code, check that the files exist before
+slow imports, start the watchdog. Nothing here imports torch.
 """
 
 import logging
@@ -41,31 +41,31 @@ class Start:
 def begin(task: str, kind: type[TaskRecipe]) -> Start:
     """Read the options of the script that this process runs, before its slow imports.
 
-    A mistake ends the process here, with a message and exit code 2. How the process ends is in environment.json of the
-    output folder from here on, whatever happens.
+    A mistake ends the process here, with a message and exit code 2. From here on the exit code of the process is
+    written to environment.json of the output folder, whatever happens.
     """
     if "CROSS_RANK" in os.environ:  # DeepSpeed's launcher
         os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))
         if sys.argv[1:2] == [f"--local_rank={os.environ.get('LOCAL_RANK')}"]:
-            del sys.argv[1]  # it is in a variable as well
+            del sys.argv[1]  # LOCAL_RANK has it as well
     if OUR_LAUNCHER in os.environ:
         end_with_parent()
     ranks = RankRendezvous()
     write_exit_code_at_end(task, ranks)
-    opened: list[Start] = []
+    starts: list[Start] = []
 
     def read() -> int:
-        opened.append(read_start(task, kind, sys.argv[1:], ranks))
+        starts.append(read_start(task, kind, sys.argv[1:], ranks))
         return 0
 
     code = reports_user_errors(read)()
-    if not opened:
+    if not starts:
         leave(code)
-    return opened[0]
+    return starts[0]
 
 
 def write_exit_code_at_end(task: str, ranks: RankRendezvous) -> None:
-    """Put the exit code of this process on record from here on, also after a signal or an import that fails."""
+    """Record the exit code of this process in environment.json from here on, also after a signal or failed import."""
     if not wants_help(sys.argv):
         outlive_the_terminal()
         exit_code = ExitCode(find_folder(task, sys.argv[1:]))
@@ -77,14 +77,14 @@ def write_exit_code_at_end(task: str, ranks: RankRendezvous) -> None:
 
 
 def read_start(task: str, kind: type[TaskRecipe], argv: Sequence[str], ranks: RankRendezvous) -> Start:
-    """Read these options of a script, and look whether the files are there that they name; the ranks of several
-    machines meet. Raises UserError: an option or a path is wrong."""
+    """Read these options of a script, check that the files that they name exist, and start the rendezvous of the
+    ranks. Raises UserError: an option or a path is wrong."""
     timeline = Timeline()
     timeline.mark("interpreter")
     recipe = parse_recipe(kind, list(argv), prog=f"train/{task}.py")
     folder = output_folder(task, recipe)
     check_paths(recipe, folder)
-    # Before an import fails of it:
+    # This is logged before an untried version makes an import fail.
     log_lines(*(f"warning   {line}" for line in untried_versions()), main=ranks.rank == 0)
     if recipe.resume == "never" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         recipe.adopt("resume", "auto", "a restart of torchrun's agent")
@@ -107,8 +107,8 @@ def end(main: Callable[[Start], int], start: Start) -> None:
 
 
 def run_once(task: str, kind: type[TaskRecipe], argv: Sequence[str], main: Callable[[Start], int]) -> int:
-    """Run a script's `main` with these options, and return its exit code. The process is as before then, and may run
-    another: the environment, signals, what ends it, and what libraries keep for as long as a process lives."""
+    """Run a script's `main` with these options, and return its exit code. Afterwards the process can run another
+    script: the environment, signal handlers, exit handlers and the global state of libraries are restored."""
     environment = dict(os.environ)
     with exit_within(), listening_within(), warnings.catch_warnings():
         try:
@@ -120,7 +120,7 @@ def run_once(task: str, kind: type[TaskRecipe], argv: Sequence[str], main: Calla
 
 
 def _forget_run() -> None:
-    """Let the libraries that are imported forget the run that has ended."""
+    """Reset the global state that imported libraries keep of the run that has ended."""
     UNTIL_THE_RUN_ENDS.close()
     if "accelerate.state" in sys.modules:
         from zerofit.compat.accelerate import forget_state
@@ -131,11 +131,11 @@ def _forget_run() -> None:
 
         unset_hf_deepspeed_config()
     logger = logging.getLogger("transformers.modeling_utils")
-    for each in list(logger.filters):  # training/setup.py adds them
-        logger.removeFilter(each)
+    for log_filter in list(logger.filters):  # training/setup.py adds them
+        logger.removeFilter(log_filter)
 
 
 def _leave_after(kind: type[BaseException], error: BaseException, trace: object) -> None:
-    """End a process that an import has failed in, with its exit code on record."""
+    """End a process in which an import has failed; its exit code is recorded."""
     traceback.print_exception(error)
     leave(EXIT_FAILED)

@@ -1,7 +1,7 @@
 """Evaluation: every held-out sample once, whatever the number of processes and the size of the last batch; and the
 best evaluation so far.
 
-Logits are never gathered: what leaves a rank is two sums, and a few numbers or a text for each example.
+Logits are never gathered: each rank sends two sums, and a few numbers or a text for each example.
 """
 
 import math
@@ -25,16 +25,16 @@ LOWER_IS_BETTER = ("loss", "perplexity", "mse", "mae", "wer", "cer", "ter")  # t
 
 @dataclass(frozen=True)
 class BestMetricTracker:
-    """Keeps the best evaluation."""
+    """The best evaluation so far, and the patience of early stopping."""
 
     metric: str  # the figure's name without `eval_`
     patience: int | None = None  # evaluations in a row without a better one, after which training stops; None: never
-    keeps: bool = False
-    loads: bool = False  # model/ is to hold them, not the last
+    keeps: bool = False  # checkpoints/best gets the weights of the best evaluation
+    loads: bool = False  # model/ gets the weights of the best evaluation, not the last ones
     best: BestEvaluation = field(default_factory=BestEvaluation)
 
     def record_evaluation(self, update: int, figures: dict[str, float]) -> bool:
-        """Take an evaluation's figures into account. Returns whether it is the best so far; a NaN never is."""
+        """Record the figures of an evaluation. Returns True if it is the best so far; a NaN never is."""
         value = figures[f"eval_{self.metric}"]
         best = self.best
         best.metric = self.metric
@@ -51,21 +51,21 @@ class BestMetricTracker:
 
     @property
     def is_exhausted(self) -> bool:
-        """True if patience has run out."""
+        """Return True if patience has run out."""
         return self.patience is not None and self.best.worse_in_a_row >= self.patience
 
 
 def make_best_tracker(
     recipe: EvaluationOptions, figures: tuple[str, ...], is_evaluated: bool, best: BestEvaluation
 ) -> BestMetricTracker:
-    """The tracker that the recipe asks for. Raises UserError: there is no such figure, or nothing to measure.
+    """Make the tracker that the recipe asks for. Raises UserError: there is no such figure, or nothing to measure.
 
     Args:
-        figures: what an evaluation gives; the first is the task's own choice.
+        figures: the names of the figures of an evaluation; the first is the default metric.
     """
     metric = (recipe.metric_for_best_model or figures[0]).removeprefix("eval_")
     if metric == "f1" and "f1" not in figures and "f1_macro" in figures:
-        metric = "f1_macro"  # of more than two classes: the mean of all
+        metric = "f1_macro"  # with more than two classes: the mean over classes
     if metric not in figures:
         raise UserError(
             f"metric_for_best_model = {metric!r}: evaluation gives {', '.join(figures)}. Name one of these"
@@ -93,9 +93,9 @@ def eval_batches(
     *,
     stop: int | None = None,
 ) -> Iterator[Batch]:
-    """This rank's part of the held-out samples, on its device; the model is in evaluation mode meanwhile.
+    """Yield this rank's batches of the held-out samples, on its device. The model is in evaluation mode meanwhile.
 
-    All ranks get the same number of batches; what the last ones lack is filled up with rows that do not count.
+    All ranks get the same number of batches; the last ones are filled up with rows that do not count.
 
     Args:
         start, stop: the places of the samples in the order of an evaluation; by default all.
@@ -118,7 +118,7 @@ def eval_batches(
 def held_out_batches(
     engine: Engine, parts: Mapping[str, SampleSet], collate: Callable[[list[Any]], Batch], batch_size: int
 ) -> dict[str, Iterator[Batch]]:
-    """`eval_batches` of each held-out part by its name."""
+    """Return {name of a held-out part: its `eval_batches`}."""
     return {name: eval_batches(engine, part, collate, batch_size) for name, part in parts.items()}
 
 
@@ -126,54 +126,55 @@ def held_out_batches(
 def held_out_loss(
     engine: Engine, batches: Mapping[str, Iterator[Batch]], loss_sum: Callable[[Any, Batch], torch.Tensor]
 ) -> dict[str, float]:
-    """Loss (nats a token) and perplexity over all batches of all ranks.
+    """Return eval_loss (nats per token) and eval_perplexity over all batches of all ranks.
 
     Args:
-        batches: of each held-out part by its name; of several, each has a loss of its own as well.
+        batches: {held-out part: its batches}. If there are several parts, the loss of each is a figure as well.
     """
-    own = {}
+    loss_sums = {}
     for name, part in batches.items():
         loss = torch.zeros((), dtype=torch.float32, device=engine.device)
         targets = 0.0
-        for batch, of_batch in engine.losses(part, loss_sum):
-            loss += of_batch
+        for batch, batch_loss in engine.losses(part, loss_sum):
+            loss += batch_loss
             targets += batch.num_targets
-        own[name] = loss, targets
-    figures = {f"eval_{name}": mean for name, mean in mean_losses(engine, own).items()}
+        loss_sums[name] = loss, targets
+    figures = {f"eval_{name}": mean for name, mean in mean_losses(engine, loss_sums).items()}
     mean = figures["eval_loss"]
     return figures | {"eval_perplexity": math.exp(min(mean, 700.0)) if mean == mean else mean}
 
 
-def mean_losses(engine: Engine, own: Mapping[str, tuple[torch.Tensor, float]]) -> dict[str, float]:
-    """Return {"loss": the mean over all replicas}, and of several parts "loss_NAME" of each. All ranks call it.
+def mean_losses(engine: Engine, parts: Mapping[str, tuple[torch.Tensor, float]]) -> dict[str, float]:
+    """Return {"loss": the mean over all replicas}, and "loss_NAME" for each of several parts. All ranks call it.
 
     Args:
-        own: this rank's (summed loss, number of targets) of each part by its name.
+        parts: {part: (summed loss, number of targets) of this rank}.
     """
-    sums = engine.sum_over_replicas([number for loss, targets in own.values() for number in (loss.item(), targets)])
-    of_parts = list(zip(own, sums[::2], sums[1::2])) if len(own) > 1 else []
+    sums = engine.sum_over_replicas([number for loss, targets in parts.values() for number in (loss.item(), targets)])
+    of_parts = list(zip(parts, sums[::2], sums[1::2])) if len(parts) > 1 else []
     return {"loss": sum(sums[::2]) / max(sum(sums[1::2]), 1)} | {
         f"loss_{name}": loss / max(targets, 1) for name, loss, targets in of_parts
     }
 
 
 def gather_by_index(engine: Engine, rows: dict[int, Any]) -> list[Any] | None:
-    """Gather what the ranks found for each example, in the order of the examples, on the main process.
+    """Gather the results of all examples from the ranks, in the order of the examples. Returns None but on the main
+    process.
 
     Args:
-        rows: {index of an example: what this rank found}; FILLER is ignored.
+        rows: {index of an example: its result on this rank}; FILLER is ignored.
     """
     rows.pop(FILLER, None)
     ranks = engine.gather_objects(rows)
     if ranks is None:
         return None
-    of_example = {index: row for rank in ranks for index, row in rank.items()}
-    assert sorted(of_example) == list(range(len(of_example))), "every example once"
-    return [of_example[index] for index in range(len(of_example))]
+    by_index = {index: row for rank in ranks for index, row in rank.items()}
+    assert sorted(by_index) == list(range(len(by_index))), "every example once"
+    return [by_index[index] for index in range(len(by_index))]
 
 
 def compute(name: str, predictions: list[Any], references: list[Any], **options: Any) -> dict[str, float]:
-    """The figures of a metric of metrics.py, by the evaluate library."""
+    """Return the figures of a metric of metrics.py, computed by the evaluate library."""
     from zerofit.training.metrics import METRICS  # with libraries that take seconds
 
     metric: Any = METRICS[name](keep_in_memory=True)

@@ -1,4 +1,4 @@
-"""What a run leaves behind, and what it says of itself."""
+"""The end of a run: its model, its record, and the lines that the log has before and after training."""
 
 import math
 import shutil
@@ -23,14 +23,14 @@ from zerofit.record.terminal import decimals, duration, rounded, screen_width, t
 from zerofit.strategy.gpus import describe_device
 from zerofit.strategy.muon import Muon
 from zerofit.strategy.state import EMA
-from zerofit.training.setup import LONG
+from zerofit.training.setup import LONG_PATIENCE
 
 if TYPE_CHECKING:
     from zerofit.training.run import Run
 
 
-def about_the_run(run: "Run", data: Any) -> list[str]:
-    """Lines for the log before the first update: the model, the strategy, the data, and what was noted."""
+def describe_run(run: "Run", data: Any) -> list[str]:
+    """Return lines for the log before the first update: the model, the strategy, the data, and what was noted."""
     recipe = run.recipe
     strategy = run.strategy
     schedule = run.schedule
@@ -64,7 +64,7 @@ def about_the_run(run: "Run", data: Any) -> list[str]:
         *model,
         f"strategy  {layout}",
         f"device    {describe_device(run.device)}",
-        *(each if isinstance(each, str) else table(each, screen_width()) for each in data.describe()),
+        *(line if isinstance(line, str) else table(line, screen_width()) for line in data.describe()),
         *([run.by_tokens.describe()] if run.by_tokens else []),
         *(note for note in data.notes if note),
         *run.lines,
@@ -75,15 +75,15 @@ def about_the_run(run: "Run", data: Any) -> list[str]:
     ]
 
 
-def why_stopped(run: "Run") -> list[str]:
-    """Lines on a run that stopped before its last update: why, and what to do."""
-    by = f"stopped     by {run.stop_reason.text} after update {run.state.updates:,} of {run.num_updates:,}"
+def explain_stop(run: "Run") -> list[str]:
+    """Return lines on why a run stopped before its last update, and what to do."""
+    stopped_by = f"stopped     by {run.stop_reason.text} after update {run.state.updates:,} of {run.num_updates:,}"
     if run.anomaly is not None:
         remedy = "The same command will hit it again. To skip these samples add --on_anomaly skip (or rewind)"
         if run.recipe.on_anomaly != "stop":
             remedy = f"--on_anomaly {run.recipe.on_anomaly} is no longer a remedy: there were too many. Mend the data"
         return [
-            f"{by}: update {run.anomaly.update}: {run.anomaly.reason}",
+            f"{stopped_by}: update {run.anomaly.update}: {run.anomaly.reason}",
             f"            its samples are in {run.folder.anomalies.path}; the weights are as they were before it",
             f"            {remedy}",
             "            Should the loss have gone wrong before it: start over with a lower --learning_rate",
@@ -91,12 +91,12 @@ def why_stopped(run: "Run") -> list[str]:
     newest = next(run.checkpoints.directory.resumable(), None)
     remedy = f"resumes from {newest}" if newest else "starts over"
     if not run.checkpoints.saved_latest:
-        return [f"{by}, which could not be saved: the same command {remedy}"]
-    return [f"{by}: the same command resumes there"]
+        return [f"{stopped_by}, which could not be saved: the same command {remedy}"]
+    return [f"{stopped_by}: the same command resumes there"]
 
 
 def compilation_line() -> str:
-    """A line on how often torch.compile compiled in this process."""
+    """Return a line on how often torch.compile compiled in this process."""
     number = compiled_graphs()
     if not number:
         return "compiled    nothing: torch's compiler has failed (above). --torch_compile false leaves it out"
@@ -104,7 +104,7 @@ def compilation_line() -> str:
 
 
 def summary(run: "Run", remarks: list[str]) -> list[str]:
-    """Lines on the outcome of a run that reached its end; `remarks`: what the task has to say of the held-out
+    """Return lines on the result of a run that reached its end. `remarks`: the task's own lines on the held-out
     figures."""
     state = run.state
     best = run.best
@@ -125,29 +125,29 @@ def summary(run: "Run", remarks: list[str]) -> list[str]:
 def _trained(run: "Run") -> str:
     state = run.state
     throughput = run.throughput
-    made = run.state.updates - run.checkpoints.resumed_at
-    seconds = (run.seconds or 0.0) - sum(each.seconds for each in throughput.evaluations)
-    if not made:
+    updates_now = run.state.updates - run.checkpoints.resumed_at
+    seconds = (run.seconds or 0.0) - sum(evaluation.seconds for evaluation in throughput.evaluations)
+    if not updates_now:
         return f"trained     {counted(state.updates, 'update')}, all of them before: there was nothing left to train"
     tokens_per_s = throughput.typical()
     flops_per_s = tokens_per_s * throughput.flops_per_token
     mfu = f", MFU {flops_per_s / throughput.peak:.1%}" if throughput.peak else ""
     padding = 1.0 - state.tokens / state.positions if state.positions else 0.0
     padded = f", {padding:.1%} of all positions padding" if padding else ""
-    of_them = f" ({made:,} of them now)" if made != state.updates else ""
+    share_now = f" ({updates_now:,} of them now)" if updates_now != state.updates else ""
     return (
-        f"trained     {counted(state.updates, 'update')}{of_them} in {duration(seconds)}, "
+        f"trained     {counted(state.updates, 'update')}{share_now} in {duration(seconds)}, "
         f"median {tokens_per_s:,.0f} tokens/s, "
         f"{rounded(flops_per_s / 1e12)} TFLOP/s{mfu}{padded}"
     )
 
 
 def export_run(run: "Run", remarks: Callable[[], list[str]] = list) -> None:
-    """Write model/, the loss curve and the end of the record, after training. Of a run that stopped early, log where
-    it is.
+    """Write model/, the loss curve and the end of the record, after training. If the run stopped early, only log why,
+    and where it resumes.
 
     Args:
-        remarks: () -> lines for the end of the log, asked for once the model is written.
+        remarks: () -> lines for the end of the log; called after the model is written.
     """
     if run.measurement:
         return
@@ -159,13 +159,13 @@ def export_run(run: "Run", remarks: Callable[[], list[str]] = list) -> None:
         run.watchdog.phase("leave", patience=math.inf)
         if run.is_main:
             print_last(
-                "\n".join(["", *why_stopped(run)]), after_signal=run.stop_reason in SIGNALS.values(), file=sys.stdout
+                "\n".join(["", *explain_stop(run)]), after_signal=run.stop_reason in SIGNALS.values(), file=sys.stdout
             )
         return
-    run.watchdog.phase("export", patience=LONG)
+    run.watchdog.phase("export", patience=LONG_PATIENCE)
     loads_best = run.best.loads and state.best.update is not None
     review = _export_model(run, checkpoints.directory.best / "model" if loads_best else None)
-    if run.engine.from_main(bool(run.folder.missing)):  # the same command exports again then, and trains nothing
+    if run.engine.from_main(bool(run.folder.missing)):  # then the same command exports again, without training
         if not checkpoints.saved_latest:
             checkpoints.save(LEAVING, False, {})
             checkpoints.writer.wait()
@@ -174,30 +174,30 @@ def export_run(run: "Run", remarks: Callable[[], list[str]] = list) -> None:
         with run.engine.state.averaged():
             _export_weights(run, {}, EMA)
     figures = state.best.figures if loads_best else state.held_out
-    said = _export_record(run, loads_best, remarks if figures else list) if run.is_main else []
+    remark_lines = _export_record(run, loads_best, remarks if figures else list) if run.is_main else []
     run.folder.missing = run.engine.from_main(run.folder.missing)
     updates = state.best.update if loads_best else state.updates
     run.environment["held_out"] = {"update": updates, **figures} if figures else {}
     run.log_lines(
         "",
-        *summary(run, said),
+        *summary(run, remark_lines),
         *([compilation_line()] if recipe.compiles else []),
         *(f"export      {line}" for line in review),
     )
 
 
 def _export_model(run: "Run", best: Path | None) -> list[str]:
-    """Write model/ before anything else, on all ranks together, and read it back. Returns lines for the log.
+    """Write model/ on all ranks together, and load it back as a check. Returns lines for the log.
 
     Args:
-        best: the model of the best evaluation, which is copied; None: the weights are those of the last update.
+        best: the folder of the best evaluation's model, which is copied; None: export the current weights.
     """
     if best is None:
         _export_weights(run, run.state.held_out)
     elif run.is_main:
         with run.folder.noting(MODEL), run.folder.new_model() as place:
             shutil.copytree(best, place, dirs_exist_ok=True)
-        run.folder.missing |= {each: f"{MODEL}/: {each}" for each in run.checkpoints.missing}
+        run.folder.missing |= {file: f"{MODEL}/: {file}" for file in run.checkpoints.missing}
     if not (run.is_main and run.folder.model.is_dir()):
         return []
     try:
@@ -205,20 +205,20 @@ def _export_model(run: "Run", best: Path | None) -> list[str]:
     except RuntimeError as error:
         run.folder.missing["review"] = f"{MODEL}/: a look at the files ({first_line(error)})"
         return []
-    except Exception as error:  # of a class that is loaded in a way of its own: its weights are there
+    except Exception as error:  # a custom class may need its own loading code; its weights are written
         return [f"it was not loaded back ({first_line(error)})"]
 
 
 def _export_weights(run: "Run", held_out: dict[str, float], below: str = "") -> None:
     """Write the engine's weights to model/, or to a folder below it, on all ranks together."""
-    broken: list[Exception] = []
+    errors: list[Exception] = []
     name = "/".join(filter(None, [MODEL, below]))
 
     def gathered() -> Weights:
         try:
             yield from run.exporter.weights()
         except Exception as error:
-            broken.append(error)
+            errors.append(error)
             raise
 
     weights = gathered()
@@ -226,36 +226,36 @@ def _export_weights(run: "Run", held_out: dict[str, float], below: str = "") -> 
         with run.folder.noting(name):
             with run.folder.new_model(below) as place:
                 missing = run.exporter.write(weights, held_out, place)
-            run.folder.missing |= {f"{name}/{each}": f"{name}/: {each}" for each in missing}
-    deque(weights, maxlen=0)  # every rank takes part in gathering them, also where writing has failed
-    if broken:  # nothing failed but what the ranks do together
-        raise broken[0]
+            run.folder.missing |= {f"{name}/{file}": f"{name}/: {file}" for file in missing}
+    deque(weights, maxlen=0)  # every rank takes part in gathering them, even if writing has failed
+    if errors:  # the gathering itself failed, on all ranks
+        raise errors[0]
 
 
 def _export_record(run: "Run", loads_best: bool, remarks: Callable[[], list[str]]) -> list[str]:
-    """Write what is beside the model in the run's folder, on the main process. Returns what the task has to say of the
-    held-out figures."""
+    """Write the rest of the run's folder (metrics, predictions, loss.png), on the main process. Returns the task's
+    lines on the held-out figures."""
     folder = run.folder
     with folder.noting("metrics.jsonl"):
         folder.metrics.close()
     if loads_best:
-        for file in run.checkpoints.directory.best.glob("predictions*.jsonl"):  # of the model that is exported
+        for file in run.checkpoints.directory.best.glob("predictions*.jsonl"):  # they belong to the exported model
             with folder.noting(file.name), folder.new_file(file.name, "wb") as written:
                 written.write(file.read_bytes())
     with folder.noting("loss.png"), folder.new_file("loss.png", "wb") as picture:
-        of_quality = (name for name in (run.best.metric, *run.figures) if name not in ("loss", "perplexity"))
-        merit = next(of_quality, "loss")
+        quality_figures = (name for name in (run.best.metric, *run.figures) if name not in ("loss", "perplexity"))
+        plotted = next(quality_figures, "loss")
         resumed = run.environment.get("resumed_after", ())
-        plot_run(folder.metrics.read(), picture, run.unit, merit, resumed=resumed)
-    said: list[str] = []
+        plot_run(folder.metrics.read(), picture, run.unit, plotted, resumed=resumed)
+    lines: list[str] = []
     if not folder.missing:
         with folder.noting("the report of the held-out examples"):
-            said = remarks()
-    return said
+            lines = remarks()
+    return lines
 
 
 def finish_run(run: "Run") -> int:
-    """Log where everything lies, leave the process group, wait for mirror and hub. Returns the exit code of the
+    """Log where the files are, leave the process group, wait for mirror and hub. Returns the exit code of the
     process."""
     if run.measurement:
         run.engine.close()
@@ -264,18 +264,18 @@ def finish_run(run: "Run") -> int:
     folder = run.folder
     code = EXIT_NEEDS_A_PERSON if folder.missing else run.stop_reason.exit_code(checkpoints.saved_latest)
     if run.is_main:
-        is_whole = not any(each.startswith(MODEL) for each in folder.missing.values())
+        is_whole = not any(entry.startswith(MODEL) for entry in folder.missing.values())
         is_finished = not run.stopped and is_whole
         record = {"checkpoints": checkpoints.writer.records, "finished": is_finished, "exit_code": code}
         if folder.missing:
             record["exit_reason"] = f"could not be written: {'; '.join(folder.missing.values())}"
-        with folder.noting("environment.json"):  # accelerate launch makes 1 of any exit code but 0
+        with folder.noting("environment.json"):  # accelerate launch turns every exit code but 0 into 1
             folder.write_environment({**run.environment, **record})
         code = EXIT_NEEDS_A_PERSON if folder.missing else code
     EXIT.code = code
     if folder.missing and run.is_main:
-        lines = ["", *(f"incomplete  not written: {each}" for each in folder.missing.values())]
-        if not run.stopped:  # else why it stopped, and where it resumes, has been said
+        lines = ["", *(f"incomplete  not written: {entry}" for entry in folder.missing.values())]
+        if not run.stopped:  # otherwise export_run has logged why it stopped
             has_weights = any(folder.model.glob("*.safetensors"))
             weights = f"the trained weights are in {folder.model}" if has_weights else "model/ is not there"
             newest = next(checkpoints.directory.resumable(), None)
@@ -316,14 +316,14 @@ def answer_held_out(
         environment = describe_environment(run.strategy.launch.command, engine.device)
         options = {**recipe.to_dict(), "model_name_or_path": run.stored.asked_for}
         folder.start_answers(options, engine.effective_strategy(), environment)
-    run.watchdog.phase("evaluate", patience=LONG)
+    run.watchdog.phase("evaluate", patience=LONG_PATIENCE)
     began = time.perf_counter()
     figures: dict[str, float] = {}
     if recipe.predict_file:
         files = predict()
     else:
         run.begin_evaluation(0)
-        run.watchdog.phase("evaluate", patience=LONG)
+        run.watchdog.phase("evaluate", patience=LONG_PATIENCE)
         figures = evaluate()
         clock = run.end_evaluation(num_held_out)
         files = ["metrics.jsonl", *(path.name for path in sorted(folder.path.glob("predictions*.jsonl")))]

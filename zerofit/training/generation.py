@@ -1,7 +1,8 @@
-"""Evaluation by generation: what the model writes for each held-out source, BLEU and ROUGE, and predictions.jsonl.
+"""Evaluation by generation: the texts that the model generates for the held-out sources, BLEU and ROUGE, and
+predictions.jsonl.
 
-Every rank generates for its part; fillers make the last batches equal, so that under ZeRO-3, where every forward pass
-takes all ranks, nobody waits for a rank that has nothing left to do. What leaves a rank is texts.
+Every rank generates for its part of the sources. Fillers give all ranks the same number of batches: under ZeRO-3 every
+forward pass is a collective, and would hang if a rank had no batch left. The ranks gather texts.
 """
 
 from collections.abc import Iterator
@@ -21,20 +22,20 @@ from zerofit.record.terminal import log_lines
 from zerofit.strategy.engine import Engine
 from zerofit.training.evaluation import compute, eval_batches, gather_by_index
 
-FIGURES = ("bleu", "rouge1", "rouge2", "rougeL")
+GENERATION_FIGURES = ("bleu", "rouge1", "rouge2", "rougeL")
 
 
 def generation_settings(recipe: Seq2SeqRecipe, widths: tuple[int, int], stored: GenerationConfig) -> dict[str, Any]:
-    """Settings of the search; the rest is the model's own generation configuration.
+    """Return the settings of generation that the recipe gives; others come from the model's generation configuration.
 
     Args:
-        stored: that configuration. A launch without training takes the length from it, unless its recipe says one.
+        stored: that configuration. A launch without training takes the length from it, unless the recipe sets one.
     """
-    longest = recipe.val_max_target_length or widths[1]
+    max_new_tokens = recipe.val_max_target_length or widths[1]
     if not (recipe.trains or recipe.source("val_max_target_length") or recipe.source("max_target_length")):
-        longest = stored.max_new_tokens or longest
+        max_new_tokens = stored.max_new_tokens or max_new_tokens
     settings = {
-        "max_new_tokens": longest,
+        "max_new_tokens": max_new_tokens,
         "min_new_tokens": recipe.val_min_target_length,
         "num_beams": recipe.num_beams,
         "do_sample": False,
@@ -46,7 +47,8 @@ def generation_settings(recipe: Seq2SeqRecipe, widths: tuple[int, int], stored: 
 def evaluate_generation(
     engine: Engine, batches: Iterator[Batch], data: PairData, folder: RunFolder, settings: dict[str, Any]
 ) -> dict[str, float]:
-    """BLEU and ROUGE of the generated texts against the whole targets; the main process also writes them down."""
+    """Return BLEU and ROUGE of the generated texts against the full targets; the main process also writes the texts to
+    predictions.jsonl."""
     written = _written(engine, batches, data.tokenizer, settings)
     figures: dict[str, float] = {}
     if written is not None:
@@ -59,9 +61,8 @@ def evaluate_generation(
 
 
 def sample_text(run: Any, data: TextData) -> list[str]:
-    """Lines for the log: what the model with its present weights writes after `sample_prompt` (in a chat: its answer),
-    as long as its positions allow. All ranks call it together; nothing without `sample_tokens`, or where the run has
-    stopped."""
+    """Return lines for the log: the text that the model generates after `sample_prompt` (in a chat: its answer), as
+    long as its positions allow. All ranks call it together. Without `sample_tokens`, or after a stop: none."""
     recipe = run.recipe
     engine = run.engine
     tokenizer = data.tokenizer
@@ -76,11 +77,11 @@ def sample_text(run: Any, data: TextData) -> list[str]:
     else:
         prompt = recipe.sample_prompt or tokenizer.bos_token or tokenizer.eos_token or "\n"
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    room = getattr(engine.module.config, "max_position_embeddings", 10**6) - ids.shape[1]
+    max_tokens = getattr(engine.module.config, "max_position_embeddings", 10**6) - ids.shape[1]
     torch.manual_seed(recipe.seed)  # all ranks draw the same tokens
     written = engine.generate(
         ids,
-        max_new_tokens=max(1, min(recipe.sample_tokens, room)),
+        max_new_tokens=max(1, min(recipe.sample_tokens, max_tokens)),
         do_sample=True,
         temperature=0.8,
         top_k=50,
@@ -94,14 +95,14 @@ def sample_text(run: Any, data: TextData) -> list[str]:
 
 
 def continue_prompts(engine: Engine, data: TextData, recipe: ClmRecipe, folder: RunFolder) -> list[str]:
-    """Write predictions.jsonl: how a causal model continues each prompt of predict_file, or answers it in a chat.
-    Returns the files."""
+    """Write predictions.jsonl: the continuation (in a chat: the answer) of each prompt of predict_file. Returns the
+    files."""
     prompts: Any = data.prompts
     config = engine.module.config
     tokenizer = data.tokenizer
-    own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    ends = sorted({token for token in [*own, tokenizer.eos_token_id, *prompts.ends] if token is not None})
-    settings = {  # the likeliest token each time
+    model_ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    ends = sorted({token for token in [*model_ends, tokenizer.eos_token_id, *prompts.ends] if token is not None})
+    settings = {  # greedy: the most likely token each time
         "max_new_tokens": longest_answer(recipe.max_new_tokens, bool(recipe.source("max_new_tokens")), config),
         "do_sample": False,
         "num_beams": 1,
@@ -115,7 +116,7 @@ def continue_prompts(engine: Engine, data: TextData, recipe: ClmRecipe, folder: 
 def predict_texts(
     engine: Engine, data: TextData | PairData, batch_size: int, folder: RunFolder, settings: dict[str, Any]
 ) -> list[str]:
-    """Write predictions.jsonl: what the model writes for each prompt or source of predict_file. Returns the files."""
+    """Write predictions.jsonl: the text generated for each prompt or source of predict_file. Returns the files."""
     prompts: Any = data.prompts
     config = engine.module.config
     in_pairs = engine.module.config.is_encoder_decoder
@@ -135,28 +136,28 @@ def predict_texts(
 def _written(
     engine: Engine, batches: Iterator[Batch], tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]
 ) -> list[tuple[str, bool]] | None:
-    """Return (the text that is generated, whether it is cut at its longest length) for each row, on the main
-    process."""
+    """Return (the generated text, True if it was cut at the maximum length) for each row, on the main process (None
+    elsewhere)."""
     texts: dict[int, tuple[str, bool]] = {}
-    own = engine.module.generation_config or GenerationConfig()
-    stops = settings.get("eos_token_id") or own.eos_token_id
+    stored = engine.module.generation_config or GenerationConfig()
+    stops = settings.get("eos_token_id") or stored.eos_token_id
     ends = set(stops if isinstance(stops, list) else [stops])
     ends -= {None}
     for batch in batches:
         ids = batch.tensor("input_ids")
         mask = batch.tensor("attention_mask")
         written = engine.generate(ids, mask, **settings)
-        begin = 1 if engine.module.config.is_encoder_decoder else ids.shape[1]
-        longest = settings["max_new_tokens"] - (own.forced_eos_token_id is not None)  # it comes last in any case
-        cut = [not ends.intersection(row[begin : begin + longest]) and bool(ends) for row in written.tolist()]
+        first = 1 if engine.module.config.is_encoder_decoder else ids.shape[1]
+        max_length = settings["max_new_tokens"] - (stored.forced_eos_token_id is not None)  # always the last one
+        cut = [not ends.intersection(row[first : first + max_length]) and bool(ends) for row in written.tolist()]
         if not engine.module.config.is_encoder_decoder:
-            written = written[:, begin:]
+            written = written[:, first:]
         texts |= zip(batch.indices, zip(tokenizer.batch_decode(written, skip_special_tokens=True), cut))
     return gather_by_index(engine, texts)
 
 
 def cut_texts(cut: int, count: int, option: str, settings: dict[str, Any]) -> list[str]:
-    """Say how many generated texts did not end before the longest length, for the log."""
+    """Return a line for the log on how many generated texts were cut at the maximum length."""
     if not cut:
         return []
     return [f"note      {cut:,} of {count:,} generated texts are cut at {option} = {settings['max_new_tokens']}"]
@@ -170,7 +171,7 @@ def _lines(data: PairData, texts: list[str]) -> Iterator[dict[str, str]]:
 
 
 def prediction_lines(run: Any, recipe: Seq2SeqRecipe) -> list[str]:
-    """The first generated text of each of the first batches, for the log; nothing where the run has stopped."""
+    """Return lines for the log with the first generated text of each of the first batches; none if the run stopped."""
     batch_size = recipe.per_device_eval_batch_size
     num_batches = recipe.n_val_batch_generations
     if run.stopped or not run.data.num_held_out or not recipe.predict_with_generate or not run.is_main:

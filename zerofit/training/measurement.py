@@ -1,9 +1,9 @@
-"""Profiled runs (`--profile`), and measured ones: a few updates of the longest rows in place of the training, for
+"""Profiled runs (`--profile`), and measured runs: a few updates on the longest rows instead of training, for
 `zerofit compare`.
 
 The environment variable ZEROFIT_MEASURE names a JSON file, {"steps": 5, "memory_limit": 25769803776}: how many updates
 are timed, and how many bytes of its device each rank may use (null: all). The run's answer is a line of answers.jsonl
-beside that file. Scripts know nothing of it: `Run` gives their loop the longest rows, over and over.
+beside that file. Scripts need no code for it: `Run` gives their loop the longest rows repeatedly.
 """
 
 import json
@@ -36,13 +36,13 @@ from zerofit.training.stream import Totals, Update, counts_of
 if TYPE_CHECKING:
     from zerofit.training.run import Run
 
-COSTLIEST = 10  # operators in the log
+MAX_PROFILED_OPERATORS = 10  # operators in the log
 SNAPSHOT_EVENTS = 100_000  # allocations and releases that torch remembers
 
 
 class Profiler:
-    """Records updates of this rank. A run that stops among them, or resumes there, has the part that it made. Raises
-    UserError: a file is in the way that no run has written."""
+    """The torch profiler over the updates that `--profile` names, on this rank. A run that stops or resumes within
+    them records a part. Raises UserError: a file that no run has written is in the way."""
 
     def __init__(self, run: "Run") -> None:
         self.updates = run.recipe.profiled_updates
@@ -55,7 +55,7 @@ class Profiler:
         self._running: profile | None = None
 
     def begin(self, update: int) -> None:
-        """Called before an update."""
+        """Start the profiler if this update is the first of the profiled ones."""
         if update in self.updates and self._running is None:
             if len(self.files) > 1:
                 torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
@@ -63,7 +63,7 @@ class Profiler:
             self._running.start()
 
     def end(self, update: int, stops: bool) -> None:
-        """Called after an update; `stops`: it is the last one of this launch."""
+        """Write the profile after the last profiled update. `stops`: this update is the last one of this launch."""
         if self._running is None or not (stops or update >= self.updates[-1]):
             return
         profiler = self._running
@@ -76,28 +76,30 @@ class Profiler:
                 torch.cuda.memory._dump_snapshot(f"{folder}/{snapshot.name}")
                 torch.cuda.memory._record_memory_history(enabled=None)
             for file in self.files:
-                with atomic_file(file, "wb") as kept:
-                    kept.write(Path(folder, file.name).read_bytes())
+                with atomic_file(file, "wb") as copy:
+                    copy.write(Path(folder, file.name).read_bytes())
         self.log_lines(
             f"profile   updates {self.updates[0]} to {update}: {', '.join(file.name for file in self.files)}"
         )
         kind = "cpu" if self.device == "cpu" else "device"
-        self.log_lines(profiler.key_averages().table(f"self_{kind}_time_total", COSTLIEST, max_name_column_width=40))
+        self.log_lines(
+            profiler.key_averages().table(f"self_{kind}_time_total", MAX_PROFILED_OPERATORS, max_name_column_width=40)
+        )
 
 
-VARIABLE = "ZEROFIT_MEASURE"
-ANSWERS = "answers.jsonl"
-WARM_UP = 2  # updates before the timed ones; the first also makes the optimizer's state
+MEASURE_VARIABLE = "ZEROFIT_MEASURE"
+ANSWERS_FILE = "answers.jsonl"
+NUM_WARM_UP_UPDATES = 2  # untimed updates; the first allocates the optimizer's state
 
 
 class Measurement:
-    """Repeats the longest rows of a run's data, times its updates and writes down what they took."""
+    """A measured run: it repeats the longest rows of the data, times its updates and writes the answer."""
 
     def __init__(self, request: Path):
-        about = json.loads(request.read_text(encoding="utf-8"))
-        self.steps = about["steps"]
-        self.limit = about["memory_limit"]
-        self.answers = request.with_name(ANSWERS)
+        settings = json.loads(request.read_text(encoding="utf-8"))
+        self.steps = settings["steps"]
+        self.limit = settings["memory_limit"]
+        self.answers = request.with_name(ANSWERS_FILE)
         self.rank = int(os.environ.get("RANK", "0"))
         self.device = torch.device("cpu")
         self.done = 0  # updates
@@ -113,21 +115,21 @@ class Measurement:
         torch.accelerator.get_memory_info()  # which makes this rank's context
         accelerator.wait_for_everyone()
         ranks = -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // torch.accelerator.device_count())
-        # What is outside of the allocator (the driver's context of each process, other programs) is measured: with it,
-        # the device could be full before the limits are reached.
+        # Memory outside of the allocator (the driver's context of each process, other programs) counts too: because of
+        # it, the device could be full before the limits are reached.
         free, total = torch.accelerator.get_memory_info()
-        taken = max(0, total - free - ranks * torch.accelerator.memory_reserved())
-        if ranks * self.limit + taken > total:
+        used = max(0, total - free - ranks * torch.accelerator.memory_reserved())
+        if ranks * self.limit + used > total:
             raise UserError(
                 f"memory_limit = {self.limit / 2**30:.2f} GiB for each of {ranks} processes: the device has "
-                f"{total / 2**30:.2f} GiB, and {taken / 2**30:.2f} GiB are in use before there is a model. At most "
-                f"{(total - taken) // ranks / 2**30:.2f} GiB are left for each"
+                f"{total / 2**30:.2f} GiB, and {used / 2**30:.2f} GiB are in use before there is a model. At most "
+                f"{(total - used) // ranks / 2**30:.2f} GiB are left for each"
             )
         torch.get_device_module(self.device).set_per_process_memory_fraction(self.limit / total)
 
     def updates(self, run: "Run", evaluate: Callable[[], dict[str, float]] | None) -> Iterator[Update]:
-        """Updates on this rank's longest rows, until enough of them were timed. Then it evaluates, where
-        something is held out, and writes the answer."""
+        """Yield updates on this rank's longest rows until enough of them were timed. Then evaluate, if there is
+        held-out data, and write the answer."""
         if self.rank == 0:
             add_line(self.answers, {"event": "begins"})
         engine = run.engine
@@ -138,7 +140,7 @@ class Measurement:
         layout = engine.layout
         self.load = [os.getloadavg()[0]]
         rows = sizes.micro_batch
-        to_warm_up = WARM_UP
+        to_warm_up = NUM_WARM_UP_UPDATES
         totals = Totals(0, 0, 0)
         self.scaled = run.strategy.precision == "fp16"
         engine.phase = lambda phase: run.enter(phase, self.done + 1)
@@ -167,11 +169,11 @@ class Measurement:
         self._answer(run, totals, evaluate)
 
     def bounds(self) -> Bounds:
-        """Only what is not a number is refused."""
+        """Return bounds that refuse only a loss or gradient norm that is not finite."""
         return Bounds(may_overflow=self.scaled)
 
     def log(self, update: Update, outcome: Outcome) -> None:
-        """Take the figures of an update. Raises UserError: the update was refused."""
+        """Keep the figures of an update. Raises UserError: the update was refused."""
         self.figures = {"loss": outcome.loss_sum / (update.totals.targets or 1.0), "grad_norm": outcome.grad_norm}
         if outcome.refused:
             raise UserError(f"loss is {self.figures['loss']:g}, grad_norm {self.figures['grad_norm']:g} in the trial")
@@ -179,7 +181,7 @@ class Measurement:
     def _answer(self, run: "Run", totals: Totals, evaluate: Callable[[], dict[str, float]] | None) -> None:
         self.load.append(os.getloadavg()[0])
         engine = run.engine
-        if evaluate is not None and run.data.num_held_out:  # for its memory
+        if evaluate is not None and run.data.num_held_out:  # its peak memory counts
             run.enter("evaluate", self.done)
             evaluate()
         peaks = measured_peaks(engine.device)
@@ -208,7 +210,7 @@ class Measurement:
             add_line(self.answers, answer)
 
     def explain(self, error: Exception, phase: str) -> int | None:
-        """Report memory that ran out, to who asked and at the terminal. Returns the exit code; None: another error."""
+        """Report an out-of-memory error to answers.jsonl and stderr. Returns the exit code; None: another error."""
         where = is_out_of_memory(error)
         if where is None:
             return None
@@ -219,8 +221,8 @@ class Measurement:
 
 
 def measured_peaks(device: torch.device) -> dict[str, int]:
-    """Peaks of this process in bytes: allocated and reserved of its device (reserved is what a limit counts), and of
-    the host. On a simulated device, `host` is what its tensors on the host would take."""
+    """Return the peaks of this process in bytes: allocated and reserved on its device (a memory limit counts reserved
+    bytes), and on the host. On a simulated device, `host` is the size of its tensors on the host."""
     host = MemoryMeter(torch.device("cpu")).peak_bytes()
     if device.type == "cpu":
         return {"allocated": host, "reserved": host, "host": host}
@@ -233,34 +235,34 @@ def measured_peaks(device: torch.device) -> dict[str, int]:
 
 
 def longest_rows(run: "Run", size: int, start: int) -> Batch:
-    """A batch of the samples `start`, `start` + 1 and so on (after the last comes the first), each stretched."""
+    """Return a batch of the samples `start`, `start` + 1 and so on (cyclic), each stretched to the longest row."""
     samples = run.data.train
     longest = run.data.longest
     indices = [(start + place) % len(samples) for place in range(size)]
-    batch: Batch = run.collate([(stretched(samples[index], longest), index) for index in indices])
+    batch: Batch = run.collate([(stretch_sample(samples[index], longest), index) for index in indices])
     return batch
 
 
-def stretched(sample: Sample, longest: dict[str, Any]) -> Sample:
-    """A sample with its rows of tokens repeated to the greatest length. Where labels are next tokens, all are trained.
+def stretch_sample(sample: Sample, longest: dict[str, Any]) -> Sample:
+    """Return a sample whose tokens are repeated up to the longest length. If labels are next tokens, all are targets.
 
     Args:
-        longest: tokens by column. Columns of the same length as `input_ids` are stretched with it.
+        longest: {column: tokens}. Columns of the same length as `input_ids` are stretched with it.
     """
     length = len(sample["input_ids"])
-    long = dict(sample)
+    result = dict(sample)
     for name, values in sample.items():
         if name in longest:
-            long[name] = np.resize(values, longest[name])
+            result[name] = np.resize(values, longest[name])
         elif np.ndim(values) == 1 and len(values) == length:
-            long[name] = np.resize(values, longest["input_ids"])
+            result[name] = np.resize(values, longest["input_ids"])
     if "position_ids" in sample and np.array_equal(sample["position_ids"], np.arange(length)):
-        long["position_ids"] = np.arange(longest["input_ids"])  # one document stays one
+        result["position_ids"] = np.arange(longest["input_ids"])  # one document stays one
     if "labels" in sample and "labels" not in longest:  # next tokens: prompts and padding are trained as well
-        long["labels"] = long["input_ids"].copy()
-    if "sizes" in sample:  # of choices, which are in one row
-        long["sizes"] = np.full_like(long["sizes"], longest["input_ids"] // long["sizes"].size)
-        long["sizes"].flat[-1] += longest["input_ids"] - long["sizes"].sum()
+        result["labels"] = result["input_ids"].copy()
+    if "sizes" in sample:  # lengths of the choices, which share one row
+        result["sizes"] = np.full_like(result["sizes"], longest["input_ids"] // result["sizes"].size)
+        result["sizes"].flat[-1] += longest["input_ids"] - result["sizes"].sum()
     if "num_tokens" in sample:
-        long["num_tokens"] = np.array(longest["input_ids"])
-    return long
+        result["num_tokens"] = np.array(longest["input_ids"])
+    return result

@@ -18,7 +18,7 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
 class _Metric(evaluate.Metric):
-    """Predictions and references are values of one type."""
+    """The base of the metrics whose predictions and references are values of one type."""
 
     dtype = ""
     feature = None
@@ -29,8 +29,8 @@ class _Metric(evaluate.Metric):
 
 
 class Classification(_Metric):
-    """accuracy; f1 of class 1 where there are two classes; f1_macro, the mean over classes; matthews_correlation, by
-    scikit-learn. Predictions and references are class numbers."""
+    """The figures of classes, by scikit-learn: accuracy; f1 of class 1 if there are two classes; f1_macro, the mean
+    over classes; matthews_correlation. Predictions and references are class numbers."""
 
     dtype = "int64"
 
@@ -47,8 +47,8 @@ class Classification(_Metric):
 
 
 class LabelSets(_Metric):
-    """f1_micro and f1_macro over labels, precision and recall of all labels together (micro), accuracy (examples with
-    exactly the right labels), by scikit-learn. Predictions and references are lists of class numbers."""
+    """The figures of label sets, by scikit-learn: f1_micro and f1_macro over labels, precision and recall (micro), and
+    accuracy (examples with exactly the right labels). Predictions and references are lists of class numbers."""
 
     feature = datasets.List(datasets.Value("int64"))
 
@@ -69,8 +69,8 @@ class LabelSets(_Metric):
 
 
 class Regression(_Metric):
-    """pearson, spearmanr and mse of predicted numbers, by scipy. Of a constant, of fewer than two examples, and of a
-    model that has diverged (it predicts nan) the correlations are nan."""
+    """The figures of predicted numbers: pearson and spearmanr, by scipy, and mse. The correlations are nan for a
+    constant, for fewer than two examples, and for a model that has diverged (it predicts nan)."""
 
     dtype = "float"
 
@@ -86,27 +86,27 @@ class Regression(_Metric):
 
 
 class Entities(_Metric):
-    """precision, recall and f1 of entities (right are those with the right words and kind), accuracy of tags; as
-    seqeval by default. Predictions and references are the tags of a sentence's words."""
+    """The figures of entities, as seqeval by default: precision, recall and f1 (an entity is right if its words
+    and its kind are), and accuracy of tags. Predictions and references are the tags of a sentence's words."""
 
     feature = datasets.List(datasets.Value("string"))
 
     def _compute(self, predictions: list[list[str]], references: list[list[str]]) -> dict[str, float]:
-        found = find_entities(predictions)
-        there = find_entities(references)
-        right = len(found & there)
+        predicted = find_entities(predictions)
+        labelled = find_entities(references)
+        right = len(predicted & labelled)
         pairs = [pair for rows in zip(predictions, references) for pair in zip(*rows)]
         return {
-            "f1": 2 * right / max(len(found) + len(there), 1),
-            "precision": right / max(len(found), 1),
-            "recall": right / max(len(there), 1),
-            "accuracy": sum(ours == theirs for ours, theirs in pairs) / max(len(pairs), 1),
+            "f1": 2 * right / max(len(predicted) + len(labelled), 1),
+            "precision": right / max(len(predicted), 1),
+            "recall": right / max(len(labelled), 1),
+            "accuracy": sum(prediction == reference for prediction, reference in pairs) / max(len(pairs), 1),
         }
 
 
 class Generation(_Metric):
-    """bleu (sacrebleu's corpus BLEU, 0 to 100) and rouge1, rouge2, rougeL (rouge_score's F-measure, 0 to 100, mean
-    over examples). Predictions and references are texts, one reference each."""
+    """The figures of generated texts: bleu (sacrebleu's corpus BLEU, 0 to 100) and rouge1, rouge2, rougeL
+    (rouge_score's F-measure, 0 to 100, mean over examples). Predictions and references are texts."""
 
     dtype = "string"
 

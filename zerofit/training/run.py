@@ -1,7 +1,7 @@
-"""A run: what surrounds the loop of a script of train/.
+"""The class `Run`: the trainer around the loop of a script of train/.
 
 The script makes the data, the model, the loss, the optimizer and the schedule, and has the loop of updates; `Run`
-knows the strategy, the folder, checkpoints, the record, signals and anomalies. All ranks call its methods together.
+handles the strategy, the folder, checkpoints, the record, signals and anomalies. All ranks call its methods together.
 """
 
 import gc
@@ -47,10 +47,10 @@ from zerofit.strategy.engine import Bounds, Engine, Outcome
 from zerofit.strategy.optimizers import check_kept, check_own, keep_group_rates, rates_of
 from zerofit.strategy.prepare_engine import prepare_engine
 from zerofit.strategy.strategy import Strategy
-from zerofit.training.export import about_the_run, answer_held_out, export_run, finish_run
-from zerofit.training.measurement import VARIABLE, Measurement
+from zerofit.training.export import answer_held_out, describe_run, export_run, finish_run
+from zerofit.training.measurement import MEASURE_VARIABLE, Measurement
 from zerofit.training.run_configuration import RunConfiguration, check_model, resolve
-from zerofit.training.setup import LONG, open_process_group, open_record, prepare_activations
+from zerofit.training.setup import LONG_PATIENCE, open_process_group, open_record, prepare_activations
 from zerofit.training.stream import (
     Progress,
     RankReport,
@@ -70,11 +70,11 @@ if TYPE_CHECKING:
     from zerofit.training.evaluation import BestMetricTracker
     from zerofit.training.measurement import Profiler
 
-SAVING = 4.0  # watchdog timeout / watchdog_minutes while a checkpoint is begun
+SAVING_PATIENCE = 4.0  # times watchdog_minutes, while a checkpoint is started
 
 
 def number_of(name: str, figure: Any) -> float:
-    """The number of a figure of the script's own: a number, or a tensor with one element."""
+    """Return a figure of the script as a float. Raises UserError: it is not a number or a tensor with one element."""
     try:
         return float(figure)
     except (TypeError, ValueError):
@@ -85,9 +85,9 @@ class Run:
     """A launch of a script: it trains, or (`recipe.trains` is false) it evaluates a stored model or lets it answer.
 
     Attributes:
-        num_updates: steps of the optimizer in the whole run; 0 where nothing is trained.
+        num_updates: steps of the optimizer in the whole run; 0 without training.
         stop_reason: why training ended; NONE after the last update and after early stopping.
-        anomaly: the one that ended it; None: none did.
+        anomaly: the anomaly that ended training; None: no anomaly did.
     """
 
     # Made by open_record, when the loop begins:
@@ -114,35 +114,35 @@ class Run:
         self.timeline = start.timeline
         self.watchdog = start.watchdog
         self.ranks = start.ranks
-        request = os.environ.get(VARIABLE) if self.recipe.trains else None
+        request = os.environ.get(MEASURE_VARIABLE) if self.recipe.trains else None
         self.measurement = Measurement(Path(request)) if request else None  # None: an ordinary run
         self.hub: HubRepository | None = None
         self.shutdown = ShutdownHandler(self.recipe.max_hours, start.timeline.started, start.watchdog.stop_requested)
         self.engine: Any = None  # once it is prepared
-        self.row_tokens = self.program_bytes = self.parameters = 0  # for a report on memory that ran out
+        self.row_tokens = self.program_bytes = self.parameters = 0  # for the report on an out-of-memory error
         self.notes = list(config.notes)
         self.lines: list[str] = []
         self.starting = ExitStack()  # contexts that `prepare` closes
-        self.adapter: Any = None  # LoRA's, of this run
+        self.adapter: Any = None  # the LoRA adapter that is trained
         self.length: Any = None  # a RunLength, once the data is known
-        self.compilation: str | None = None  # what torch_compile = auto has taken, and why
+        self.compilation: str | None = None  # the value that torch_compile = auto has chosen, and why
         self.model_configuration: Any = None
         self.data: Any = None  # a TaskData, once the loop begins
         self.warmup: Any = None  # sequence-length warm-up; None: all rows at full length
         self.state = RunState()
         self.stop_reason = StopReason.NONE
         self.anomaly: Anomaly | None = None
-        self.schedule: Any = None  # (update, from 0) -> its learning rate; None where nothing is trained
-        self._totals: Totals | None = None  # of this global batch, or the next; None: not known, or it is skipped
+        self.schedule: Any = None  # (update, from 0) -> its learning rate; None without training
+        self._totals: Totals | None = None  # of the current or next global batch; None: unknown, or skipped
         self._following: list[Batch] | None = None  # the micro-batches of the next update, once they are loaded
         self._now = Progress()
-        self._has_stepped = False  # in this launch: the optimizer has its state
+        self._has_stepped = False  # True once the optimizer has its state in this launch
         self.seconds: float | None = None  # of the loop, once it has ended
 
     @classmethod
     def open(cls, start: "Start") -> "Run":
-        """Resolve the recipe, the strategy and an earlier run to resume, and see that the output folder is free.
-        Raises UserError: anything that can be found wrong before data is read."""
+        """Resolve the recipe, the strategy and an earlier run to resume, and lock the output folder. Raises UserError:
+        any mistake that can be found before data is read."""
         stored = None
         mirror = None
         task = start.task
@@ -151,7 +151,7 @@ class Run:
             from zerofit.training.run_configuration import StoredModel
 
             stored = StoredModel.open(task, start.recipe)
-        elif start.recipe.mirror and not os.environ.get(VARIABLE):
+        elif start.recipe.mirror and not os.environ.get(MEASURE_VARIABLE):
             start.watchdog.phase("mirror", patience=math.inf)
             folder = RunFolder(start.output_folder)
             opened = start.ranks.first_on_rank_0("mirror", lambda: open_mirror(start.recipe, folder))
@@ -199,9 +199,9 @@ class Run:
                 num_samples = max(num_samples, self.strategy.batches.global_batch)  # small data is repeated
             self.length = run_length(recipe, num_samples, self.strategy.batches, self.by_tokens)
             if warmup := getattr(recipe, "block_size_warmup", None):
-                stated = recipe.source("block_size_warmup")
+                source = recipe.source("block_size_warmup")
                 assert isinstance(data, TextData), "an option of causal tasks"
-                self.warmup = length_warmup(warmup, stated, data.block_size, data.is_chat)
+                self.warmup = length_warmup(warmup, source, data.block_size, data.is_chat)
         self.accelerator, notes = open_process_group(self)
         self.notes += notes
         if self.measurement:
@@ -230,15 +230,15 @@ class Run:
         log_lines(*lines, main=self.is_main)
 
     def log_at_start(self, *lines: str | None) -> None:
-        """Keep lines for `log_start`; None is left out."""
+        """Keep lines for `log_start`; None is ignored."""
         self.lines += [line for line in lines if line]
 
     def prepare(self, model: Any, optimizer: Any, schedule: Callable[[int], float] | LambdaLR | None) -> Engine:
         """Let the strategy wrap, shard and place the model and its optimizer.
 
         Args:
-            optimizer: of make_optimizer, or any other torch optimizer over the model's parameters; None where nothing
-                is trained, and `schedule` with it.
+            optimizer: from make_optimizer, or any torch optimizer over the model's parameters. Without training it and
+                `schedule` are None.
             schedule: (update, counted from 0) -> its learning rate: a Schedule, any function, or a LambdaLR.
         """
         recipe = self.recipe
@@ -251,16 +251,16 @@ class Run:
         if isinstance(optimizer, torch.optim.Optimizer):
             self.notes += filter(None, [keep_group_rates(optimizer, recipe, schedule)])
         self.timeline.mark("model")
-        self.watchdog.phase("prepare", patience=LONG)
+        self.watchdog.phase("prepare", patience=LONG_PATIENCE)
         self.notes += self.stored.notes if self.stored else ()
         if not recipe.model_name_or_path:
             self.notes += filter(None, [strategy.sharded_init_reason(self.parameters)])
         if dropped := getattr(model, "dropped_settings", None):
-            named = ", ".join(f"{name} = {value!r}" for name, value in dropped.items())
-            self.notes.append(f"generation settings that transformers refuses to save are dropped: {named}")
-        chosen = recipe.compiles
+            settings = ", ".join(f"{name} = {value!r}" for name, value in dropped.items())
+            self.notes.append(f"generation settings that transformers refuses to save are dropped: {settings}")
+        compiles = recipe.compiles
         self.notes += prepare_activations(model, recipe, self.device, falls_back=bool(self.compilation))
-        if chosen and not recipe.compiles:
+        if compiles and not recipe.compiles:
             self.compilation = "auto: false, the model's code names no blocks"
         if recipe.trains:
             self.notes += filter(None, [without_mfu(self.device, strategy.precision)])
@@ -280,7 +280,7 @@ class Run:
 
     def log_start(self, data: TaskData) -> None:
         """Log what is about to happen: the model, the strategy, the data, and what was noted."""
-        self.log_lines(*about_the_run(self, data))
+        self.log_lines(*describe_run(self, data))
 
     # -------------------------------------------------------------------------------------------------------- the loop
 
@@ -294,10 +294,10 @@ class Run:
         counter: Any = None,
         evaluate_first: Callable[[], dict[str, float]] | None = None,
     ) -> Iterator[Update]:
-        """Updates from the first that is not done to the last, or until there is a reason to stop (`stop_reason`).
+        """Yield the remaining updates, until the last or until there is a reason to stop (`stop_reason`).
 
-        Each is made by `_next_update`. The script computes it; meanwhile `bounds` loads the next one and reports what
-        this rank knows, which `engine.step` exchanges with the loss, and `log` reads. What follows is after the yield.
+        The script computes each update. Meanwhile `bounds` loads the next one and makes this rank's report, which
+        `engine.step` exchanges with the loss, and `log` reads. After the yield the record is written.
         The samples of update k are the same under every strategy, whatever the number of processes and micro-batches.
         Raises UserError: there is no such figure as metric_for_best_model; the folder holds another run.
 
@@ -332,7 +332,7 @@ class Run:
             yield self._next_update(number)
             if now.is_abandoned:
                 if not self.stopped:
-                    self._begin(evaluate_first)  # after the checkpoint that the run has gone back to
+                    self._begin(evaluate_first)  # from the checkpoint that the run has gone back to
                 continue
             if self.state.updates != number:
                 raise UserError(f"the loop has not called run.log(update, outcome) for update {number}")
@@ -345,7 +345,7 @@ class Run:
         self.end_loop()
 
     def _begin(self, evaluate: Callable[[], dict[str, float]] | None) -> None:
-        """Begin with the update after those that are done: evaluate, if that is asked for before the first one."""
+        """Start the loop at the next update; evaluate before the first one, if `eval_on_start` is set."""
         state = self.state
         recipe = self.recipe
         self.detector.begin(state.anomaly_history)
@@ -364,7 +364,7 @@ class Run:
         self._totals = None
 
     def _next_update(self, number: int) -> Update:
-        """The update with its micro-batches; its learning rate is set, its dropout is seeded."""
+        """Return the update with its micro-batches, after setting its learning rate and the seed of its dropout."""
         batches = self._following or next(self._stream)
         self._following = None
         if self.profiler:
@@ -377,7 +377,7 @@ class Run:
         if self.recipe.record_samples:
             self.recorder.write_samples(number, [index for batch in batches for index in batch.samples])
         torch.manual_seed(dropout_seed(self.recipe.seed, number, self.engine.layout.dropout_seed_key))
-        if self._totals is None:  # the ranks have not told each other with the update before
+        if self._totals is None:  # the ranks have not exchanged them with the update before
             self._totals = Totals(*self.engine.sum_over_replicas(counts_of(batches)))
         for counter in self.counters:
             counter.begin(self._totals.targets, self._totals.tokens)
@@ -386,7 +386,7 @@ class Run:
         return Update(number, batches, self._totals, scale)
 
     def end_loop(self) -> None:
-        """Write what is left of the record, and wait for the checkpoints; once, at the end of the loop."""
+        """Write the rest of the record, and wait for the checkpoints. Further calls do nothing."""
         if self.seconds is None:
             self._write()
             self.recorder.bar.close()
@@ -421,7 +421,7 @@ class Run:
         `on_anomaly` says: stop, skip it, or rewind to the last checkpoint.
 
         Args:
-            own: figures of the script's own by name, those of rank 0, for the record, the terminal and trackers.
+            own: {name: figure} that the script adds to the record, the terminal and trackers; those of rank 0 count.
         """
         if self.measurement:
             self.measurement.log(update, outcome)
@@ -473,11 +473,11 @@ class Run:
             own=own and {name: number_of(name, figure) for name, figure in own.items()},
             **figures,
         )
-        self._evaluation_began = time.perf_counter()  # for a script that evaluates where none is due
+        self._evaluation_began = time.perf_counter()  # for a script that evaluates when none is due
 
     def _read(self, update: Update, outcome: Outcome) -> tuple[dict[str, Any], Anomaly | None]:
-        """Wait for the device, and take in what the ranks told each other with the loss of an update. Returns (its
-        figures, why it was refused)."""
+        """Wait for the device, and read the reports that the ranks exchanged with the loss of an update. Returns (its
+        figures, its anomaly or None)."""
         number = update.number
         now = self._now
         targets = update.totals.targets
@@ -493,7 +493,7 @@ class Run:
         figures: dict[str, Any] = {"loss": outcome.loss_sum / (targets or 1.0), "grad_norm": outcome.grad_norm}
         reason = self.detector.record(figures, outcome.refused)
         figures["peak_memory_bytes"] = int(max(report.peak_memory_bytes for report in reports))
-        losses = [float(loss) for loss in outcome.losses] if reason else []  # from the device, for an anomaly alone
+        losses = [float(loss) for loss in outcome.losses] if reason else []  # copied from the device if needed
         anomaly = Anomaly(number, reason, {**figures}, update.micro_batches, losses) if reason else None
         for counter in self.counters:
             sums = self.engine.sum_over_replicas(counter.sums)
@@ -502,7 +502,7 @@ class Run:
         if not self._has_stepped and not outcome.refused and math.isfinite(outcome.grad_norm):
             self._has_stepped = True
             gc.collect()
-            gc.freeze()  # these objects stay: a collection scans them for 0.3 to 0.5 s, while other ranks wait
+            gc.freeze()  # a collection would scan these objects for 0.3 to 0.5 s, while other ranks wait
             if self.recipe.save_strategy != "no" and self.recipe.optim == "adamw":
                 check_kept(self.engine.torch_optimizer)
         return figures, anomaly
@@ -519,15 +519,15 @@ class Run:
         return True
 
     def log_held_out(self, update: Update, figures: dict[str, float]) -> None:
-        """Take down the held-out figures of an evaluation after this update, `eval_loss` among them. Raises UserError:
-        the figure that tells the best weights is missing; the update has no line that they could go into."""
+        """Record the held-out figures of an evaluation after this update, such as `eval_loss`. Raises UserError: the
+        figure that decides which weights are best is missing; run.log was not called before."""
         if self._now.is_abandoned or self.measurement:
             return
         if self._now.metrics is None:
             raise UserError("run.log_held_out belongs between run.log, which begins the update's line, and run.save")
         if f"eval_{self.best.metric}" not in figures:
-            named = ", ".join(figures) or "none"
-            raise UserError(f"run.log_held_out needs eval_{self.best.metric}, and the figures are: {named}")
+            names = ", ".join(figures) or "none"
+            raise UserError(f"run.log_held_out needs eval_{self.best.metric}, and the figures are: {names}")
         timing = self.end_evaluation(self.data.num_held_out)
         self.state.held_out = figures
         self.throughput.evaluations.append(timing)
@@ -550,7 +550,7 @@ class Run:
         return bool(self._why_save(update.number) or self._now.is_best)
 
     def save(self, update: Update) -> None:
-        """Begin a checkpoint, also where none is due; it is written while training goes on."""
+        """Start a checkpoint, even if none is due; it is written while training continues."""
         if self.state.updates < update.number and not self._now.is_abandoned:
             raise UserError("run.save stands before run.log, which counts the update: save after it")
         reason = self._why_save(update.number) or (None if self._now.is_best else ASKED)
@@ -560,20 +560,20 @@ class Run:
         self.memory.reset()
 
     def begin_evaluation(self, update: int) -> None:
-        """Take the time from here on. An update that is still being computed is not evaluation."""
+        """Start the clock of an evaluation, after the device has finished the update."""
         self.enter("evaluate", update)
         synchronise(self.engine.device)
         self._evaluation_began = time.perf_counter()
 
     def end_evaluation(self, num_samples: int) -> EvaluationTime:
-        """Seconds of the evaluation on the slowest rank, generation and predictions.jsonl included."""
+        """Return the time of the evaluation on the slowest rank, including generation and predictions.jsonl."""
         synchronise(self.engine.device)
-        own = time.perf_counter() - self._evaluation_began
-        seconds = max(of_rank for (of_rank,) in self.engine.per_rank([own]))
+        seconds_of_rank = time.perf_counter() - self._evaluation_began
+        seconds = max(rank_seconds for (rank_seconds,) in self.engine.per_rank([seconds_of_rank]))
         return EvaluationTime(seconds, num_samples / seconds)
 
     def _write(self) -> None:
-        """Write the line of the latest update, once what followed the update is known."""
+        """Write the line of the latest update, if it is not written yet."""
         if self._now.metrics is not None:
             self.recorder.write(self._now.metrics)
             self.recorder.show(self._now.metrics)
@@ -586,14 +586,14 @@ class Run:
             return None
         return LEAVING if self._now.stop_reason else CLOCK if self._now.checkpoint_is_due else None
 
-    # --------------------------------------------------------------------------------------- what is known if it fails
+    # --------------------------------------------------------------------------------------------- phases and failures
 
     def enter(self, phase: str, update: int) -> None:
-        """Tell the watchdog where the loop is."""
-        self.watchdog.phase(phase, update or None, patience=SAVING if phase == "save" else 1.0)
+        """Report the phase of the loop to the watchdog."""
+        self.watchdog.phase(phase, update or None, patience=SAVING_PATIENCE if phase == "save" else 1.0)
 
     def enter_part(self, phase: str) -> None:
-        """Tell the watchdog and the clock which part of an update begins: forward, backward, data, update."""
+        """Report to the watchdog and the clock which part of an update begins: forward, backward, data or update."""
         self.clock.phase(phase)
         self.enter(phase, self.state.updates + 1)
 

@@ -66,8 +66,8 @@ class StoredModel:
 
     @classmethod
     def open(cls, task: str, recipe: TaskRecipe) -> "StoredModel":
-        """See also that no training run's folder is written to. Raises UserError: it would be; the model is an adapter
-        without a base, or for another task."""
+        """Resolve the model and its base, and check that output_dir holds no training run. Raises UserError: it holds
+        one; the model is an adapter without a base, or for another task."""
         recipe = recipe.draft()
         asked_for = recipe.model_name_or_path
         assert asked_for, "the recipe's own check"
@@ -99,44 +99,44 @@ class StoredModel:
         return stored
 
     def configuration(self, config: PretrainedConfig) -> PretrainedConfig:
-        """The configuration that the model was trained with, where the adapter changes that of its base."""
+        """Return the configuration that the model was trained with: an adapter may change that of its base."""
         if self.adapter is not None:
             config = trained_config(self.adapter, config, self.recipe.config_overrides)
         return config
 
     @property
     def swapped_in(self) -> list[str]:
-        """Weights of the model that the adapter has and its base has not, or otherwise."""
+        """Return the names of the weights that the adapter stores in full, in place of those of its base."""
         return self.adapter.full_weights if self.adapter else []
 
     def inject(self, model: torch.nn.Module, strategy: Strategy) -> None:
         """Put the adapter onto its base. Raises UserError: it was trained on a different base model, or weights of the
-        model are nowhere."""
+        model are in neither."""
         if self.adapter is not None:
             inject_adapter(self.adapter, model, self.base, strategy)
-        lacking = [name for name in getattr(model, "initialized_weights", ()) if name not in self.swapped_in]
-        if lacking:
+        missing = [name for name in getattr(model, "initialized_weights", ()) if name not in self.swapped_in]
+        if missing:
             raise UserError(
-                f"model_name_or_path = {self.asked_for!r} has no weights for {name_some(lacking)}: it would answer at "
+                f"model_name_or_path = {self.asked_for!r} has no weights for {name_some(missing)}: it would answer at "
                 f"random. Name a model that was trained for {self.task}"
             )
 
 
 def trained_with(name: str) -> dict[str, Any]:
-    """The options that shaped the inputs of a model in training; empty where nothing says it."""
+    """Return the options that shaped the inputs of a model in training; empty if they are not recorded."""
     if not Path(name).is_dir():
         work_offline_without_network()
     try:
-        found = get_tokenizer_config(name).get(TRAINED_WITH)
-    except (OSError, ValueError):  # what is wrong with it is said when it is loaded
+        options = get_tokenizer_config(name).get(TRAINED_WITH)
+    except (OSError, ValueError):  # loading it reports the error
         return {}
-    return found if isinstance(found, dict) else {}
+    return options if isinstance(options, dict) else {}
 
 
 def refuse_a_training_run(folder: RunFolder) -> None:
-    """Raises UserError where a training run's record would be replaced."""
-    held = [name for name in ("model", "checkpoints") if (folder.path / name).exists()]
-    if held or folder.recorded() is not None:
+    """Check that no training run's record would be replaced. Raises UserError: one would."""
+    existing = [name for name in ("model", "checkpoints") if (folder.path / name).exists()]
+    if existing or folder.recorded() is not None:
         raise UserError(
             f"output_dir = {str(folder.path)!r} holds a training run, whose record would be replaced. Choose "
             f"another --output_dir, or leave it out"
@@ -144,7 +144,7 @@ def refuse_a_training_run(folder: RunFolder) -> None:
 
 
 def refuse_other_answers(folder: RunFolder, recipe: TaskRecipe) -> None:
-    """Raises UserError where answers of another model, or to other data, would be replaced."""
+    """Check that no answers of another model, or to other data, would be replaced. Raises UserError: some would."""
     if not (folder.metrics.read() or any(folder.path.glob("predictions*.jsonl"))):
         return  # nothing was answered
     asked = ("model_name_or_path", "predict_file", *recipe.names_with(phase="data"))
@@ -156,7 +156,7 @@ def refuse_other_answers(folder: RunFolder, recipe: TaskRecipe) -> None:
 
 @dataclass(frozen=True)
 class RunConfiguration:
-    """The configuration of a run. Nothing in it changes any more; `recipe.source(option)` says who set an option.
+    """The configuration of a run, which does not change any more. `recipe.source(option)` is where an option was set.
 
     Args:
         options_given_for: the number of data-parallel processes with which the recipe's own accumulation makes the
@@ -171,7 +171,7 @@ class RunConfiguration:
     trackers: tuple[str, ...]
     options_given_for: int
     notes: tuple[str, ...]
-    adapter: AdapterFolder | None = None  # that is trained on; the recipe names its base
+    adapter: AdapterFolder | None = None  # the adapter that training continues; the recipe names its base
     compiled_before: bool | str | None = None  # torch_compile of the run that this one resumes; None: it resumes none
 
 
@@ -270,8 +270,8 @@ def check_strategy_for_task(task: str, strategy: Strategy) -> None:
 
 
 def check_teacher(recipe: Any, strategy: Strategy) -> None:
-    """Check that a teacher can be held beside the student (`--teacher`). Raises UserError: the strategy shards or
-    splits what a process computes; the teacher would be in full on each."""
+    """Check that each process can hold the full teacher besides the student (`--teacher`). Raises UserError: the
+    strategy shards or splits the student."""
     splits = strategy.tensor * strategy.pipeline * strategy.sequence > 1
     if getattr(recipe, "teacher", None) and (strategy.shards_parameters or strategy.fully_shards or splits):
         raise UserError(
@@ -281,14 +281,14 @@ def check_teacher(recipe: Any, strategy: Strategy) -> None:
 
 
 def check_layerdrop(config: Any, processes: int, source: str) -> None:
-    """Raises UserError where training skips whole layers at random: each rank skips others, and ranks that exchange
-    the gradients of a layer would wait for each other for ever."""
+    """Check that training does not skip whole layers at random. Raises UserError: it does. Each rank would skip other
+    layers, and ranks that exchange the gradients of a layer would hang."""
     drops = {name: value for name, value in config.to_dict().items() if name.endswith("layerdrop") and value}
     if drops:
-        stated = ",".join(f"{name}={value}" for name, value in drops.items())
+        values = ",".join(f"{name}={value}" for name, value in drops.items())
         remedy = ",".join(f"{name}=0" for name in drops)
         raise UserError(
-            f"the model's configuration has {stated}: in training each of the {processes} processes would skip other "
+            f"the model's configuration has {values}: in training each of the {processes} processes would skip other "
             f"layers, and wait for the others for ever. Say --config_overrides {remedy}, or use one process"
         )
 
@@ -312,8 +312,8 @@ def check_layout(config: Any, strategy: Strategy, recipe: TaskRecipe) -> None:
     problems.raise_found()
 
 
-MIN_UPDATES = 300  # from here on a graph has paid for its compiling, which takes some 10 s: docs/strategies.md
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # of a configuration of transformers
+MIN_UPDATES = 300  # fewer do not pay for compiling, which takes some 10 s: docs/strategies.md
+EXPERT_COUNT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")  # of a model's configuration
 
 
 class Compilation(NamedTuple):
@@ -323,7 +323,7 @@ class Compilation(NamedTuple):
     why: str
 
 
-def choose(
+def choose_compilation(
     recipe: Any,
     strategy: Any,
     config: Any = None,
@@ -335,12 +335,12 @@ def choose(
     """Choose what `--torch_compile auto` compiles for training on CUDA devices.
 
     Args:
-        num_updates: of the whole run; None: not known, and taken for enough.
-        compiled_before: what was compiled of the run that this one resumes; None: it resumes none.
+        num_updates: of the whole run; None: unknown, and assumed to be enough.
+        compiled_before: the torch_compile of the run that this one resumes; None: it resumes none.
     """
-    experts = strategy.divides_experts or any((getattr(config, name, None) or 1) > 1 for name in EXPERTS)
-    widths = widths_of(recipe)
-    reasons = {  # why nothing is compiled: whether that is so
+    experts = strategy.divides_experts or any((getattr(config, name, None) or 1) > 1 for name in EXPERT_COUNT_FIELDS)
+    widths = count_row_widths(recipe)
+    reasons = {  # {why nothing is compiled: True if that is the case}
         "the run that it resumes was not": compiled_before is not None and not compiled_before,
         f"{strategy.name} gathers the weights of each module as it is called": strategy.shards_parameters,
         f"{strategy.name} splits rows": strategy.layout.sequence > 1,
@@ -365,8 +365,8 @@ def choose(
     return Compilation("blocks", f"{length} {strategy.precision}, rows of {counted(widths, 'width')}")
 
 
-def widths_of(recipe: Any) -> int:
-    """Count the widths that the rows of a run may have on a GPU: 1 if they are packed or of a corpus."""
+def count_row_widths(recipe: Any) -> int:
+    """Count the widths that the rows of a run may have on a GPU: 1 if they are packed, or come from a corpus."""
     is_packed = getattr(recipe, "packing", "none") != "none" and not getattr(recipe, "preference_loss", None)
     if is_packed or getattr(recipe, "data_path", None):
         return 1
@@ -374,7 +374,7 @@ def widths_of(recipe: Any) -> int:
     return math.prod(len(np.unique(round_up(np.arange(1, length + 1), GPU_MULTIPLE))) for length in lengths)
 
 
-def decide(
+def decide_compilation(
     recipe: Any,
     strategy: Strategy,
     config: Any,
@@ -383,9 +383,9 @@ def decide(
     *,
     device: torch.device,
 ) -> tuple[str | None, list[str]]:
-    """Give torch_compile its value where it is "auto". All ranks call it together, before weights are loaded.
+    """Set torch_compile to its value if it is "auto". All ranks call it together, before weights are loaded.
 
-    Returns: (what was taken and why, for the record; None where nothing was open), notes for the log.
+    Returns: (the value and the reason, for the record; None if it was not "auto"), notes for the log.
 
     Raises:
         UserError: it is on, and torch's compiler does not work.
@@ -398,20 +398,20 @@ def decide(
     if is_auto:
         chosen = Compilation(False, "without a GPU to train on")
         if on_gpu:
-            chosen = choose(recipe, strategy, config, num_updates, compiled_before=compiled_before)
-    broken = None
+            chosen = choose_compilation(recipe, strategy, config, num_updates, compiled_before=compiled_before)
+    compiler_error = None
     if on_gpu:
-        faults = all_gather_objects(failing_compiler(device) if chosen.value else None)
-        broken = next(filter(None, faults), None)
+        compiler_errors = all_gather_objects(failing_compiler(device) if chosen.value else None)
+        compiler_error = next(filter(None, compiler_errors), None)
     if not is_auto:
-        if broken:
+        if compiler_error:
             raise UserError(
-                f"torch_compile = {chosen.value} ({chosen.why}): {broken}. Install what is missing, or say "
+                f"torch_compile = {chosen.value} ({chosen.why}): {compiler_error}. Install what is missing, or say "
                 "--torch_compile false"
             )
         return None, []
-    if broken:
-        chosen = Compilation(False, broken)
+    if compiler_error:
+        chosen = Compilation(False, compiler_error)
     recipe.torch_compile = chosen.value
     note = f"layers are not compiled: {chosen.why}"
     if chosen.value:

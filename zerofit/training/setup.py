@@ -49,24 +49,24 @@ from zerofit.strategy.host_memory import resident_bytes, usable_cores
 from zerofit.strategy.strategy import SHARED_FOLDER_REMEDY, check_same
 from zerofit.training.evaluation import make_best_tracker
 from zerofit.training.measurement import Profiler
-from zerofit.training.run_configuration import RunConfiguration, decide
+from zerofit.training.run_configuration import RunConfiguration, decide_compilation
 
 if TYPE_CHECKING:
     from zerofit.training.run import Run
 
-COMPILING = 4.0  # times watchdog_minutes: the first of each phase of an update
-LONG = 12.0  # times watchdog_minutes: reading, placing or writing a whole model
-HEAD = re.compile(
+COMPILING_PATIENCE = 4.0  # times watchdog_minutes, for the first update, which compiles
+LONG_PATIENCE = 12.0  # times watchdog_minutes, for reading, placing or writing a whole model
+HEAD_WEIGHTS = re.compile(
     r"(^|\.)(classifier|score|pooler|pre_classifier|classification_head|sequence_summary|logits_proj|qa_outputs)\b"
 )
 
 
 def build_model(auto_class: Any, config: PretrainedConfig, run: "Run", ignored_weights: Sequence[str] = ()) -> Any:
-    """The model with its pretrained weights, or with random ones of the recipe's seed: the same under every strategy.
-    Raises UserError: weights are nowhere.
+    """Build the model with its pretrained weights, or random ones of the recipe's seed, equal under all strategies.
+    Raises UserError: weights are missing.
 
     Args:
-        ignored_weights: names of weights that are drawn anew whatever the checkpoint has.
+        ignored_weights: names of weights that are newly initialized even if the checkpoint has them.
     """
     recipe = run.recipe
     strategy = run.strategy
@@ -76,7 +76,7 @@ def build_model(auto_class: Any, config: PretrainedConfig, run: "Run", ignored_w
     elif continued is not None:
         check_resized(continued, config)
         ignored_weights = [*ignored_weights, *continued.full_weights]
-    # Known before, since loading may take all memory.
+    # This is set before loading, which may run out of memory.
     run.parameters = load.size_of_model(auto_class, config, strategy, recipe.trust_remote_code)
     model = load.load_model(
         auto_class, config, recipe, strategy, ignored_weights=ignored_weights, num_parameters=run.parameters
@@ -89,23 +89,25 @@ def build_model(auto_class: Any, config: PretrainedConfig, run: "Run", ignored_w
     return model
 
 
-def notes_on_weights(model: Any, ignored: Sequence[str], name: str | None) -> list[str]:
+def notes_on_weights(model: Any, ignored: Sequence[str], origin: str | None) -> list[str]:
     """Notes for the log on weights that are not in the checkpoint, and so are random (new heads and `ignored` ones are
     left out), and on weights of the checkpoint that the model does not use."""
-    missing = [each for each in getattr(model, "initialized_weights", ()) if each not in ignored]
-    missing = [each for each in missing if not HEAD.search(each)]
-    unused = [each for each in getattr(model, "unused_weights", ()) if each.removeprefix("ignored.") not in ignored]
+    missing = [name for name in getattr(model, "initialized_weights", ()) if name not in ignored]
+    missing = [name for name in missing if not HEAD_WEIGHTS.search(name)]
+    unused = [name for name in getattr(model, "unused_weights", ()) if name.removeprefix("ignored.") not in ignored]
     notes = []
-    for found, verb, what in ((missing, "lacks", "now random"), (unused, "has", "which this model does not use")):
-        if found:
-            named = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
-            notes.append(f"model_name_or_path = {name!r} {verb} {counted(len(found), 'weight')}, {what}: {named}")
+    for weights, verb, effect in ((missing, "lacks", "now random"), (unused, "has", "which this model does not use")):
+        if weights:
+            listed = ", ".join(weights[:3]) + (", ..." if len(weights) > 3 else "")
+            notes.append(
+                f"model_name_or_path = {origin!r} {verb} {counted(len(weights), 'weight')}, {effect}: {listed}"
+            )
     return notes
 
 
 def add_lora(model: Any, run: "Run") -> None:
-    """Add the recipe's LoRA adapter and freeze the rest; or load the adapter that training continues, or the one that
-    is evaluated. Without an adapter do nothing. Raises UserError: modules that the adapter needs are not in the
+    """Add the recipe's LoRA adapter and freeze the other weights, or load the adapter that is trained on or evaluated.
+    Without an adapter do nothing. Raises UserError: modules that the adapter needs are not in the
     model."""
     if run.stored is not None:
         run.stored.inject(model, run.strategy)
@@ -116,27 +118,27 @@ def add_lora(model: Any, run: "Run") -> None:
 
 
 def open_process_group(run: "Run") -> tuple[Accelerator, list[str]]:
-    """The Accelerator, its process group running, and notes for the log. Raises UserError: machines have other options
-    or other data."""
+    """Start the process group. Returns the Accelerator, and notes for the log. Raises UserError: machines differ in
+    their options or data."""
     if not (run.is_main and sys.stderr.isatty()):
         disable_progress_bar()
     # transformers warns where it sees no attention_mask: full rows need none, and others bring one.
-    of_loading = logging.getLogger("transformers.modeling_utils")
-    of_loading.addFilter(lambda line: "attention_mask" not in line.getMessage())
-    if run.recipe.trains:  # `notes_on_weights` tells what matters of it
-        of_loading.addFilter(lambda line: "LOAD REPORT" not in line.getMessage() or "MISMATCH" in line.getMessage())
+    loading_log = logging.getLogger("transformers.modeling_utils")
+    loading_log.addFilter(lambda line: "attention_mask" not in line.getMessage())
+    if run.recipe.trains:  # `notes_on_weights` logs what matters of it
+        loading_log.addFilter(lambda line: "LOAD REPORT" not in line.getMessage() or "MISMATCH" in line.getMessage())
     watchdog = run.watchdog
     watchdog.phase("rendezvous", patience=math.inf)
-    met = run.ranks.wait()
-    # torch's compiler, which is not imported yet: the processes of this machine compile with its cores together.
+    rendezvous_notes = run.ranks.wait()
+    # This is for torch's compiler, not imported yet: the processes of this machine share its cores.
     cores = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(32, max(1, cores))))
     watchdog.phase("process group", patience=2.0)
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str((run.folder.path / FOLDER / PREFIX).absolute()))  # NCCL
     silence = timedelta(minutes=run.recipe.watchdog_minutes)
-    timeout = max(processes.COLLECTIVE_TIMEOUT, 2 * LONG * silence)  # the watchdog is to speak first
+    timeout = max(processes.COLLECTIVE_TIMEOUT, 2 * LONG_PATIENCE * silence)  # the watchdog must report first
     run.starting.enter_context(group_timeout(timeout))
-    # Referenced until the process group has it. An earlier run in this process may have left a group.
+    # The name keeps the store alive until the process group has it. An earlier run may have left a group.
     store = None if distributed.is_initialized() else store_of_one_process()  # noqa: F841
     accelerator, notes = processes.make_accelerator(
         run.strategy,
@@ -153,14 +155,14 @@ def open_process_group(run: "Run") -> tuple[Accelerator, list[str]]:
         watchdog.record_collectives(run.folder.path, size, backend, run.ranks.machines)
     check_float8_device(run.recipe)
     run.program_bytes = resident_bytes()
-    watchdog.phase("load", patience=LONG)
+    watchdog.phase("load", patience=LONG_PATIENCE)
     check_machines(run.config)
-    before = run.config.compiled_before
-    run.compilation, compiling = decide(
-        run.recipe, run.strategy, run.model_configuration, run.num_updates, before, device=accelerator.device
+    compiled_before = run.config.compiled_before
+    run.compilation, compiling = decide_compilation(
+        run.recipe, run.strategy, run.model_configuration, run.num_updates, compiled_before, device=accelerator.device
     )
-    watchdog.first_patience = COMPILING if run.recipe.compiles else 1.0
-    return accelerator, [*met, *notes, *compiling]
+    watchdog.first_patience = COMPILING_PATIENCE if run.recipe.compiles else 1.0
+    return accelerator, [*rendezvous_notes, *notes, *compiling]
 
 
 def check_machines(config: RunConfiguration) -> None:
@@ -186,7 +188,7 @@ def prepare_activations(model: Any, recipe: Any, device: torch.device, falls_bac
     if recipe.activation_offload and device.type == "cpu":
         notes.append("activation_offload has no effect: the device's memory is the host's")
     elif recipe.activation_offload:
-        pinned = pins_memory(device)  # then the device copies by itself
+        pinned = pins_memory(device)  # then copies are asynchronous
         offload_inputs(model, functools.partial(torch.autograd.graph.save_on_cpu, pin_memory=pinned))
     if recipe.float8 and recipe.trains:
         notes.append(convert_to_float8(model, blocks_of(model)))
@@ -199,7 +201,7 @@ def prepare_activations(model: Any, recipe: Any, device: torch.device, falls_bac
 
 
 def open_record(run: "Run") -> None:
-    """Resume the run that is in the folder, if one is, and begin its record and its checkpoints."""
+    """Resume the run in the folder, if there is one, and open the record and the checkpoints."""
     recipe = run.recipe
     engine = run.engine
     state = run.state
@@ -233,13 +235,13 @@ def open_record(run: "Run") -> None:
 
 
 def _resume(run: "Run") -> None:
-    """Make the run's checkpoints, and continue from one; the record goes on from its update."""
+    """Make the checkpoint manager, and restore the checkpoint to resume; the record continues from its update."""
     config = run.config
     engine = run.engine
     recipe = run.recipe
     data = data_fingerprint(run.data.train, getattr(recipe, "length_grouping", "none"))
     check_same({"training data": data}, "Give all machines the same data and the same packages")
-    about = {
+    identity = {
         **config.resume.identity,
         "num_processes": engine.layout.world_size,
         "data_parallel": engine.layout.data_size,
@@ -247,7 +249,7 @@ def _resume(run: "Run") -> None:
         "strategy": run.strategy.name,
         "torch_compile": recipe.torch_compile,
     }
-    run.checkpoints = CheckpointManager(run, about, data)
+    run.checkpoints = CheckpointManager(run, identity, data)
     run.checkpoints.resume(config.resume)
     if engine.is_main:
         run.checkpoints.drop_replaced()

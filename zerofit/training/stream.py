@@ -1,5 +1,4 @@
-"""The length of a run, its training data as the loop takes it (this rank's micro-batches, update after update), and
-what is known of the update that the loop is at."""
+"""The length of a run, this rank's micro-batches of each update, and the state of the current update."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -23,28 +22,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunLength:
-    """Counts are samples and updates."""
+    """The length of a run in samples and updates."""
 
     num_samples: int  # in the training set
     total_samples: int  # seen over the whole run
     num_updates: int
     batches: BatchSizes
-    by_tokens: TokenUpdates | None = None  # where the samples of an update are as many as its tokens allow
+    by_tokens: TokenUpdates | None = None  # set if tokens, not samples, limit an update
 
     def consumed(self, updates: int) -> int:
-        """Samples seen after this many updates."""
+        """Return the number of samples seen after this many updates."""
         return min((self.by_tokens or self.batches).consumed(updates), self.total_samples)
 
     def epoch(self, updates: int) -> float:
-        """Epochs done after this many updates."""
+        """Return the number of epochs done after this many updates."""
         return self.consumed(updates) / self.num_samples
 
     def is_last(self, update: int) -> bool:
         return update == self.num_updates
 
     def is_due(self, strategy: str | None, steps: int | None, update: int) -> bool:
-        """Return whether what happens at the end of each epoch (`strategy` is epoch), or every `steps` updates,
-        happens after this one."""
+        """Return True if an action is due after this update: at the end of each epoch if `strategy` is "epoch", else
+        every `steps` updates."""
         if strategy == "epoch":
             return self.consumed(update) // self.num_samples > self.consumed(update - 1) // self.num_samples
         return update % steps == 0 if steps else False
@@ -53,8 +52,8 @@ class RunLength:
 def run_length(
     recipe: TrainingRecipe, num_samples: int, batches: BatchSizes, by_tokens: TokenUpdates | None = None
 ) -> RunLength:
-    """The length of the run in samples and updates. Raises UserError: there are fewer samples than one global batch
-    takes; `profile` names an update beyond the last."""
+    """Return the length of the run in samples and updates. Raises UserError: there are fewer samples than one global
+    batch takes; `profile` names an update beyond the last."""
     if num_samples < batches.global_batch:
         raise UserError(
             f"the training data gives {num_samples} samples, fewer than one global batch of {batches.global_batch} "
@@ -74,7 +73,7 @@ def run_length(
 
 
 class Totals(NamedTuple):
-    """Counts of a whole global batch."""
+    """The counts of a whole global batch, summed over all replicas."""
 
     targets: float  # trained tokens (examples; of weighted classes the sum of their weights)
     tokens: float  # without padding
@@ -85,14 +84,14 @@ NO_COUNTS = Totals(0, 0, 0)
 
 
 class RankReport(NamedTuple):
-    """Holds what a rank tells the others at the end of an update; it travels with the loss, as numbers."""
+    """The numbers that a rank sends to all others at the end of an update, together with the loss."""
 
     peak_memory_bytes: float
     stop_reason: float  # a StopReason
-    checkpoint_is_due: float  # by the clock
+    checkpoint_is_due: float  # 1 if due by the clock
     checkpoint_failed: float
     seconds: RankSeconds
-    next_counts: Sequence[float]  # of its micro-batches in the next update, as Totals; empty: there is none
+    next_counts: Sequence[float]  # Totals of this rank's micro-batches of the next update; empty: it is the last
 
     def numbers(self) -> list[float]:
         return [*self[:4], *self.seconds, *self.next_counts]
@@ -109,29 +108,29 @@ class Update:
     """One step of the optimizer: this rank's micro-batches of one global batch.
 
     Args:
-        scale: what loss sums are multiplied with before the backward pass: replicas / targets. Gradients are those of
-            the mean over the global batch's targets then, since engines average them over the replicas.
+        scale: the factor of loss sums before the backward pass: replicas / targets. Since engines average gradients
+            over the replicas, they are those of the mean over the global batch's targets.
     """
 
     number: int  # counted from 1
-    micro_batches: list[Batch]  # empty where the update is passed over, after a rewind
+    micro_batches: list[Batch]  # empty if the update is skipped after a rewind
     totals: Totals = NO_COUNTS  # counts of the whole global batch
     scale: float = 1.0
 
     @property
     def samples(self) -> list[int]:
-        """The indices of this rank's samples in the training set."""
+        """Return the indices of this rank's samples in the training set."""
         return [index for batch in self.micro_batches for index in batch.samples]
 
 
 @dataclass
 class Progress:
-    """The facts about the update that the loop is at.
+    """The state of the current update of the loop.
 
     Attributes:
-        began: when its micro-batches were there, by time.perf_counter.
+        began: the time when its micro-batches were loaded, by time.perf_counter.
         is_abandoned: it was refused, and the run goes back to a checkpoint, or stops.
-        metrics: its line of the record, an UpdateMetrics, until what follows it is known.
+        metrics: its line of the record, an UpdateMetrics, until it is written.
         held_out: the figures of the evaluation after it.
         is_best: this evaluation is the best so far.
     """
@@ -147,18 +146,18 @@ class Progress:
 
 
 def dropout_seed(seed: int, update: int, key: tuple[int, ...]) -> int:
-    """The seed of an update's dropout: the same in every run and after every resume, another for every key."""
+    """Return the seed of an update's dropout: equal in every run and after every resume, different for every key."""
     return int(np.random.SeedSequence([seed, update, *key]).generate_state(1)[0])
 
 
 def counts_of(micro_batches: list[Batch]) -> list[float]:
-    """Trained tokens, tokens and positions of these micro-batches together."""
+    """Return the sums of targets, tokens and positions over these micro-batches, in the order of Totals."""
     counts = ((batch.num_targets, batch.num_tokens, batch.num_positions) for batch in micro_batches)
     return [float(sum(column)) for column in zip(*counts)]
 
 
 def update_batches(run: "Run") -> Iterator[list[Batch]]:
-    """This rank's micro-batches of each update after those that are done; the ranks of one replica get the same."""
+    """Yield this rank's micro-batches of each remaining update; the ranks of one replica get the same."""
     length = run.length
     recipe = run.recipe
     layout = run.engine.layout
@@ -167,7 +166,7 @@ def update_batches(run: "Run") -> Iterator[list[Batch]]:
     sizes = length.batches
     grouping = "none" if length.by_tokens else getattr(recipe, "length_grouping", "none")
     lengths_to_group = samples.lengths if grouping == "window" else None
-    lengths = None  # of each micro-batch's samples
+    lengths = None  # the row length of each micro-batch
     if run.warmup is not None:
         numbers = itertools.count(done + 1)
         lengths = (run.warmup(number) for number in numbers for _ in range(sizes.accumulation_of(number)))

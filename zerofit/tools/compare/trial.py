@@ -39,7 +39,7 @@ from zerofit.strategy.gpu_table import GPUS
 from zerofit.strategy.launch import SHARES_DEVICES
 from zerofit.tools.machine import Device, Machine, inspect_machine
 from zerofit.tools.simulate import build
-from zerofit.training.measurement import ANSWERS, VARIABLE
+from zerofit.training.measurement import ANSWERS_FILE, MEASURE_VARIABLE
 
 USABLE = 0.9  # part of a device's memory
 
@@ -269,11 +269,11 @@ def run_trial(
     folder.mkdir(parents=True)
     file = folder / "request.json"
     file.write_text(json.dumps(request) + "\n", encoding="utf-8")
-    environment = {**environment, VARIABLE: str(file.absolute())}
+    environment = {**environment, MEASURE_VARIABLE: str(file.absolute())}
     command = trial.command(num_processes)
     log = folder / "log.txt"
     with RunningLaunch(command, trial.output, log, mark=mark, environment=environment) as launch:
-        result = _follow(launch, LineReader(folder / ANSWERS), patience_s)
+        result = _follow(launch, LineReader(folder / ANSWERS_FILE), patience_s)
         return {**result, "seconds_taken": launch.seconds}
 
 

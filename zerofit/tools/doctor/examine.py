@@ -43,7 +43,7 @@ from zerofit.strategy.read import read_strategy
 from zerofit.strategy.strategy import Strategy
 from zerofit.tools.doctor.report import ERROR, NOTE, WARNING, DoctorOptions, DoctorReport
 from zerofit.tools.machine import RANKS, Machine, environment_of_a_rank, inspect_machine
-from zerofit.training.run_configuration import check_model, choose, resolve
+from zerofit.training.run_configuration import check_model, choose_compilation, resolve
 
 SHM = Path("/dev/shm")
 SMALL_SHM = 512 * 2**20  # ds_report's limit
@@ -290,7 +290,7 @@ def _look_at_model(report: DoctorReport, task: str, recipe: TrainingRecipe, stra
     with report.collected():
         check_model(task, on_base, strategy, auto_class)
     if strategy is not None and recipe.torch_compile == "auto" and num_devices() and torch.cuda.is_available():
-        taken = choose(recipe, strategy, config, recipe.max_train_steps, missing_compiler())
+        taken = choose_compilation(recipe, strategy, config, recipe.max_train_steps, missing_compiler())
         report.values.append(("torch_compile", f"auto: {str(taken.value).lower()}", taken.why))
     with report.collected():
         read_planned_model(recipe, task, num_devices() > 0)

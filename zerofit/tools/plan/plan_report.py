@@ -20,7 +20,7 @@ from zerofit.strategy.launch import RESHARDS
 from zerofit.tools.plan.joint_search import words_of
 from zerofit.tools.plan.plan_options import PlanOptions, labelled, read_pair
 from zerofit.tools.plan.planner import LayoutOutcome, Planner, Prediction
-from zerofit.training.run_configuration import choose
+from zerofit.training.run_configuration import choose_compilation
 
 EACH_MACHINE = "On each of the {} machines, with MACHINE_RANK=0, 1, ... and MAIN_PROCESS_IP, the address of machine 0."
 RENDEZVOUS = (
@@ -212,7 +212,7 @@ class PlanReport:
         if recipe.torch_compile != "auto" or not model.on_gpu or self.planner.lengths is not None:
             return []
         resolved = next(one.resolved for one in self.outcomes if best in one.predictions)
-        taken = choose(recipe, resolved, model.config, recipe.max_train_steps)
+        taken = choose_compilation(recipe, resolved, model.config, recipe.max_train_steps)
         what = "  torch_compile = auto, "
         if not taken.value:
             return [f"{what}which compiles nothing under {best.label}: {taken.why}"]
