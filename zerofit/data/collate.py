@@ -30,7 +30,7 @@ from zerofit.recipe.errors import UserError
 
 IndexedSamples = list[tuple[Sample, int]]
 Lengths = TypeVar("Lengths", int, np.ndarray)
-GPU_MULTIPLE = 64  # of the lengths of long rows on GPUs, a power of two
+GPU_MULTIPLE = 64  # lengths of long rows on GPUs are multiples of it; a power of two
 SORTED_UPDATES = 16  # updates whose samples are sorted together
 
 
@@ -39,8 +39,8 @@ class Batch:
     """A micro-batch: the inputs of the model, and its counts."""
 
     inputs: Mapping[str, torch.Tensor | int]  # tensors (B, T); for flattened rows also the lengths of documents
-    num_targets: float  # what the loss is summed over: tokens, or examples; of classes with weights the sum of theirs
-    num_tokens: int  # that the model reads and predicts, without padding
+    num_targets: float  # tokens or examples over which the loss is summed; with class weights, the sum of the weights
+    num_tokens: int  # tokens that the model reads and predicts, without padding
     num_positions: int  # the same with padding
     indices: list[int]  # of the samples
     labels: torch.Tensor | None = None  # where the model computes no loss: (B,), (B, T) of words or (B, 2) of pairs
@@ -312,8 +312,8 @@ class TokenUpdates:
         self.full_rows = full_rows
         self.seed = seed
         self._padded = round_up(widths, GPU_MULTIPLE)
-        self._laid_out: dict[int, _Epoch] = {}  # the latest two
-        self._updates_before = [0]  # each epoch
+        self._laid_out: dict[int, _Epoch] = {}  # the latest two epochs
+        self._updates_before = [0]  # number of updates before each epoch
 
     @property
     def num_samples(self) -> int:
@@ -389,7 +389,7 @@ class TokenUpdates:
             fits = needed * np.arange(1, len(needed) + 1) <= self.row_tokens
             times = max(1, int(fits.sum()))
             if times == len(fits) and len(longest) < max_rows:
-                break  # all that are left fit: with more samples it would be larger
+                break  # all remaining samples fit: with more samples the update would be larger
             updates.append(samples[start : start + times * self.full_rows])
             start += times * self.full_rows
         return updates

@@ -21,15 +21,15 @@ CANDIDATE_ENCODINGS = (
     "cp1253", "cp1255", "cp1256", "cp874",
 )  # fmt: skip
 SAMPLED_BYTES = 20_000  # number of bytes to guess from
-CHAOS_TOLERANCE = 0.1  # of charset-normalizer's measure of chaos: how much worse than the best another encoding may be
+CHAOS_TOLERANCE = 0.1  # in charset-normalizer's measure of chaos: other encodings may be this much worse
 CHARACTERS_PER_READ = 1 << 20  # number of characters to convert at a time
 MIN_UTF8_CHARACTERS = 20  # number of characters beyond ASCII that cannot be valid UTF-8 by chance
 DELIMITERS = {".csv": ",", ".tsv": "\t"}  # by the ending of a file
-OTHER_DELIMITERS = (",", ";", "\t", "|")  # that files of these endings have too
+OTHER_DELIMITERS = (",", ";", "\t", "|")  # delimiters that such files may also have
 SEPARATOR_LINE = re.compile('"?sep=.?"?\r?\n')  # Excel's first line of a .csv file, which is not a header
 NUM_HEAD_LINES = 1000  # lines of a file, read to find its delimiter
-QUOTED_FIELD = r'(?<![^{0}\n])"(?:[^"]++|"")*+"(?![^{0}\n])'  # a field; {0} is what separates fields
-FIELD_MARK = "\0"  # in the place of such a field
+QUOTED_FIELD = r'(?<![^{0}\n])"(?:[^"]++|"")*+"(?![^{0}\n])'  # a quoted field; {0} is the delimiter
+FIELD_MARK = "\0"  # replaces a quoted field
 CsvOptions = dict[str, Any]  # the arguments of _csv_reader
 
 

@@ -22,9 +22,9 @@ from zerofit.data.tables import text_of, write_table
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import each_key_once, has_half_pair, parse_json
 
-NOT_BLANK_OR_BOM = re.compile(r"[^\s\ufeff]")  # files that were joined have byte-order marks within
+NOT_BLANK_OR_BOM = re.compile(r"[^\s\ufeff]")  # joined files have byte-order marks inside
 SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
-MIN_ROWS = 5  # records and columns: with fewer it is not clear which are which
+MIN_ROWS = 5  # with fewer rows and columns it is unclear which are which
 HALF_PAIR = r"a text has half of a surrogate pair (as \ud83d alone), which is not a character"
 MAX_EXACT_INTEGER = 2**53  # integers up to it are exact as floats
 # The type of a column: one of these names, {key: type}, [type of the items], or None while all values are null.

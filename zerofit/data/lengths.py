@@ -17,7 +17,7 @@ LENGTH_OPTIONS = {  # {task: {option of a length: its value if it is not set; 0:
     "cls": {"max_length": 0},
     "seq2seq": {"max_source_length": 0, "max_target_length": 0},
 }
-# fractions of a part's samples
+# The first two are fractions of the samples of a part.
 WARNING_FRACTION = 0.1
 MAX_LOST_FRACTION = 0.5
 KEPT_QUANTILE = 0.99  # fraction of the samples that the proposed length does not truncate

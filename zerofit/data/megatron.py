@@ -50,7 +50,7 @@ INDEX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the dtype, se
 DTYPE_OF_CODE: dict[int, type[np.number]] = dict(
     enumerate((np.uint8, np.int8, np.int16, np.int32, np.int64, np.float64, np.float32, np.uint16), 1)
 )
-INDEX_FOLDER = "GPTDataset_indices"  # Megatron's name of a folder of indices; its own lie beside a corpus
+INDEX_FOLDER = "GPTDataset_indices"  # name of the folder of indices, as in Megatron, which puts it next to a corpus
 IDS_PER_READ = 1 << 22  # number of ids to read at a time
 # Their token ids distinguish tokenizers that have the same vocabulary.
 PROBE_TEXTS = (
@@ -63,7 +63,7 @@ PROBE_TEXTS = (
 TRAINING, EVALUATION, TEST = range(3)
 SPLITS = ("training", "evaluation")
 BLEND_SURPLUS = 1.01  # megatron-core makes half a percent more samples of each corpus of a blend than it uses
-MAX_CHECKED_IDS = 2**27  # number of ids to check before training in a corpus without a card
+MAX_CHECKED_IDS = 2**27  # ids to check before training in a corpus without PREFIX.json
 
 
 @functools.cache
@@ -476,7 +476,7 @@ def check_tokenizer(corpora: list[Corpus], tokenizer: PreTrainedTokenizerBase, r
             elif card.eod is None:
                 notes.append(f"hint      {corpus.prefix} has no --append_eod: nothing marks where a document ends")
             continue
-        stride = max(1, corpus.tokens // MAX_CHECKED_IDS)  # portions, of which one is looked at
+        stride = max(1, corpus.tokens // MAX_CHECKED_IDS)  # one portion in this many is checked
         ids = corpus.ids()
         portions = (ids[start : start + IDS_PER_READ] for start in range(0, len(ids), stride * IDS_PER_READ))
         ranges = [(int(portion.min()), int(portion.max())) for portion in portions]

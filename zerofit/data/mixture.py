@@ -1,9 +1,9 @@
 """A mixture of sources: each has a weight, which is the share of the samples that come from it.
 
-Which source a place of the run has is Tijdeman's answer to the chairman assignment problem (R. Tijdeman, Discrete
-Mathematics 32, 1980): at every place, of each source, the number of samples so far is less than one away from its
-weight times the places. Which sample of the source it is follows from (seed, source) as in a run on that source alone.
-So the order depends neither on the processes nor on the batch, and the position is one number, as ever.
+Tijdeman's solution of the chairman assignment problem (R. Tijdeman, Discrete Mathematics 32, 1980) chooses the source
+of each place: at every place, the number of samples of a source so far differs by less than one from its weight times
+the number of places. The samples of a source come in the order of (seed, source), as in a run on that source alone.
+So the order depends neither on the processes nor on the batch, and the position is one number, as without a mixture.
 """
 
 import re
@@ -19,7 +19,7 @@ from zerofit.data.order import SampleOrder
 from zerofit.data.pack import DatasetStats, LabelledSamples, Sample, SampleSet, TaskData
 from zerofit.recipe.tasks import TaskRecipe
 
-PLACES_PER_BLOCK = 1 << 14  # that are laid out at a time
+PLACES_PER_BLOCK = 1 << 14  # places whose sources are computed at a time
 Data = TypeVar("Data", bound=TaskData)
 SourceSamples = TypeVar("SourceSamples", bound=SampleSet)
 
@@ -33,7 +33,7 @@ class MixtureOrder:
         self.offsets = np.concatenate([[0], np.cumsum(sizes)])
         seeds = [int(np.random.SeedSequence([seed, source]).generate_state(1)[0]) for source in range(len(sizes))]
         self.orders = [SampleOrder(size, source_seed) for size, source_seed in zip(sizes, seeds)]
-        self._least = 1 / (2 * len(sizes) - 2) if len(sizes) > 1 else 0.0
+        self._min_deficit = 1 / (2 * len(sizes) - 2) if len(sizes) > 1 else 0.0
         self._blocks: list[np.ndarray] = []
         self._counts = [np.zeros(len(sizes), dtype=np.int64)]  # before each block
 
@@ -56,19 +56,19 @@ class MixtureOrder:
     def block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (the sources of the places of a block, how many samples of each source come before it)."""
         weights = self.weights.tolist()
-        min_deficit = self._least
+        min_deficit = self._min_deficit
         sources = range(len(self.weights))
         while len(self._blocks) <= number:
             deficits = (self.weights * (len(self._blocks) * PLACES_PER_BLOCK) - self._counts[-1]).tolist()
             chosen = np.empty(PLACES_PER_BLOCK, dtype=np.int16)
             for place in range(PLACES_PER_BLOCK):
-                # Of those that may come (they lack 1 / (2 k - 2) of a sample or more) the one that must come first.
+                # Among the sources with a deficit of at least 1 / (2 k - 2) samples: the one that must come first.
                 first = 0
                 earliest = np.inf
                 for source in sources:
                     deficit = deficits[source] = deficits[source] + weights[source]
                     if deficit >= min_deficit - 1e-9:
-                        until = (1 - min_deficit - deficit) / weights[source]  # places until it would lack too much
+                        until = (1 - min_deficit - deficit) / weights[source]  # places until its deficit is too large
                         if until < earliest:
                             first = source
                             earliest = until
@@ -148,7 +148,7 @@ def mix_sources(sources: Mapping[str, Data], recipe: TaskRecipe, first: Data | N
         sizes = [len(data.trained) for data in sources.values()]
         given = np.asarray([weight for weight, _ in recipe.mixture], dtype=np.float64)
         weights = (given / given.sum()).tolist()
-        total = max(1, int(min(size / weight for size, weight in zip(sizes, weights))))  # one source is through
+        total = max(1, int(min(size / weight for size, weight in zip(sizes, weights))))  # one source is read once
         passes = [weight * total / size for weight, size in zip(weights, sizes)]
         changes["notes"] += [
             f"source    {name}: {weight:.1%} of the samples; an epoch of {total:,} samples reads its {size:,} "

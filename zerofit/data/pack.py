@@ -31,7 +31,7 @@ class DatasetStats:
     documents: int
     tokens: int
     samples: int
-    truncated: int  # tokens cut away
+    truncated: int  # number of tokens cut off
     trained: int | None = None  # tokens that are predicted, and so trained on; None for classification
     padding: float | None = None  # largest fraction of positions that are padding; None if it depends on the batches
 
@@ -282,7 +282,7 @@ class TaskData:
     notes: list[str] = field(default_factory=list)
     order: "Order | None" = None  # the order of the training samples, if they have one already
     samples_per_epoch: int = 0  # training samples of one pass over the data; by default all
-    passes: list[float] = field(default_factory=list)  # of a mixture, how often each source is read meanwhile
+    passes: list[float] = field(default_factory=list)  # in a mixture, how often an epoch reads each source
     sources: dict[str, SampleSet] = field(default_factory=dict)
     prompts: "Prompts | None" = None  # those of predict_file, without any other part
 

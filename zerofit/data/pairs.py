@@ -62,7 +62,7 @@ PAIR_COLUMNS = (
     ("question", "answer"),
     ("context", "response"),
 )
-TARGET_COLUMNS = {*REPLY_COLUMNS, "label", *(target for _, target in PAIR_COLUMNS)}  # also with an s behind them
+TARGET_COLUMNS = {*REPLY_COLUMNS, "label", *(target for _, target in PAIR_COLUMNS)}  # also with an s at the end
 LANGUAGE = re.compile(r"[a-z]{2}([-_][A-Za-z]+)?|[a-z]{3}_[A-Z][a-z]{3}")  # en, en_XX, zh-CN, eng_Latn
 SAMPLE_COLUMNS = ("input_ids", "labels")  # of a sample
 COUNT_COLUMNS = ("truncated", "source_tokens", "target_tokens")
@@ -195,7 +195,7 @@ def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> PairReader:
             known = [pair for pair in known if pair[0] != "input" or "instruction" not in texts]
             values = [name for name in table.column_names if tables.holds_values(table, name)]
             source, target = (*(tables.match_columns(known, values) or ()), None, None)[:2]
-    known_names = set(chain.from_iterable(PAIR_COLUMNS))  # of which each may hold numbers
+    known_names = set(chain.from_iterable(PAIR_COLUMNS))  # each may hold numbers
     texts = [name for name in texts if name in known_names or name in tables.word_columns(table)]
     if (source is None or target is None) and answered and len(texts) == 2:
         for name in () if source or target else texts:

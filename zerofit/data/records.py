@@ -48,7 +48,7 @@ class RecordSet:
     reader: RecordReader
     where: str  # the part's name in messages
     numbers: np.ndarray  # (records,) the place of each in its source
-    records: Dataset  # with all columns; `table` has those that are read
+    records: Dataset  # the records with all columns; `table` has the columns that are read
 
     def __len__(self) -> int:
         return len(self.table)

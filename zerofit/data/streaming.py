@@ -1,8 +1,8 @@
 """Training samples from shards that need not fit the disk (parquet, JSON lines, WebDataset tars, on a disk or behind
 an address): windows of records, each of which is prepared and shuffled like a data set of its own.
 
-The datasets library reads them. Here is what makes a read repeatable: a place is (shard, record), a window ends
-after a whole batch, and a connection that is lost is opened again at the next record that has not been read.
+The datasets library reads them. This module makes reading repeatable: a position is (shard, record), a window
+ends after a whole batch, and a lost connection is opened again at the next record that has not been read.
 
 A pass reads the shards in an order drawn from (seed, pass), and cuts their records into windows of about the same
 number of bytes; a window's samples are permuted by (seed, pass, window). So the order follows from the shards, the
@@ -42,14 +42,14 @@ from zerofit.recipe.paths import find_files, is_address, open_address
 
 # {ending: the datasets library's reader}; of packed files by the ending before .gz, .zst and so on
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".ndjson": "json", ".tar": "webdataset"}
-RECORDS_PER_BATCH = 64  # of a batch; a window ends after one
+RECORDS_PER_BATCH = 64  # a window ends after a whole batch
 RETRY_PAUSES_S = (1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 60, 60)  # between attempts to reopen a connection: 7 minutes
 CONNECTION_ERRORS = (OSError, asyncio.TimeoutError, EOFError)
 FINAL_ERRORS = (FileNotFoundError, PermissionError, IsADirectoryError)
 # (a shard by its place in the order of a pass, the records of it that have been read): where the next record is
 ShardPlace = tuple[int, int]
-MAX_OPEN_WINDOWS = 4  # windows of which a process keeps the files mapped
-LAG_UPDATES = 16  # that ranks and their loaders may be apart: files are removed so much later
+MAX_OPEN_WINDOWS = 4  # windows whose files a process keeps mapped
+LAG_UPDATES = 16  # ranks and their loaders may be this far apart: files are removed this much later
 Prepare = Callable[[Dataset, str, Path], SampleSet]
 
 
@@ -155,7 +155,7 @@ def _shard_tables(shards: Shards, number: int, record: int) -> Iterator[pa.Table
         except FINAL_ERRORS as error:
             raise UserError(f"train_file: {name} cannot be read: {first_line(error)}") from None
         except Exception as error:  # the library raises a dozen types
-            of_aiohttp = type(error).__module__.partition(".")[0] == "aiohttp"  # which opens addresses
+            of_aiohttp = type(error).__module__.partition(".")[0] == "aiohttp"  # it opens addresses
             if not (of_aiohttp or isinstance(error, CONNECTION_ERRORS)):
                 raise UserError(f"{name}, after record {record}: {first_line(error.__cause__ or error)}") from None
             pause = next(pauses, None)
@@ -170,12 +170,12 @@ class Window:
     order of the pass, and the number of its earlier records."""
 
     number: int = 0  # in the run
-    turn: int = 0  # passes over the shards before it
-    index: int = 0  # in its pass
+    turn: int = 0  # number of earlier passes over the shards
+    index: int = 0  # its number in the pass
     shard: int = 0
     record: int = 0
-    first: int = 0  # samples before it
-    samples: int = 0  # its own; 0: it has not been read
+    first: int = 0  # number of samples in earlier windows
+    samples: int = 0  # number of its samples; 0: it has not been read
 
     @property
     def end(self) -> int:
@@ -201,7 +201,7 @@ class StreamedSamples:
         lag: int,  # updates after which no process reads a sample any more
         table: Path,  # the file of the windows that are known
         resumes: bool = True,  # whether the run may continue that of the table
-        earlier: Path | None = None,  # that of the run whose checkpoint is named, where this run has none yet
+        earlier: Path | None = None,  # the table of the run whose checkpoint is resumed, if this run has none yet
     ):
         self.shards = shards
         self.folder = folder
@@ -216,7 +216,7 @@ class StreamedSamples:
         self._written = len(self.known)
         self._opened: dict[int, tuple[SampleSet, np.ndarray]] = {}
         self._adding = threading.Lock()
-        self.stats = self.open(self.known[-1] if self.known else Window())[0].stats  # those of all are not known
+        self.stats = self.open(self.known[-1] if self.known else Window())[0].stats  # of one window only
         self._ahead: threading.Thread | None = None
 
     def __len__(self) -> int:
@@ -234,7 +234,7 @@ class StreamedSamples:
             self.open(window)
         for window in reversed(self.known):
             if window.end <= start - self.lag * (stop - start):
-                if not self._folder(window).exists():  # nor have those before it
+                if not self._folder(window).exists():  # earlier windows are removed, too
                     break
                 shutil.rmtree(self._folder(window), ignore_errors=True)
         if self._ahead is None or not self._ahead.is_alive():

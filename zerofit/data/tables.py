@@ -1,4 +1,4 @@
-"""Tables of records: their columns, a held-out part; and the tables made from them once, which are cached."""
+"""The columns of tables of records, their split into training and held-out parts, and the cache of encoded tables."""
 
 import json
 import os
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 SPLIT_SEED = 0  # the held-out part stays the same when the run's seed changes
 NUMBER_TEXT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
-NUM_CHECKED_RECORDS = 1000  # records whose texts say whether a column holds numbers
+NUM_CHECKED_RECORDS = 1000  # records that are read to decide whether a column holds numbers
 SENTENCE_MARKS = "。、\uff01\uff1f"  # the last two are the full-width ! and ?
-ROWS_PER_WRITE = 200  # records
+ROWS_PER_WRITE = 200
 STRING_DTYPES = ("string", "large_string", "string_view")  # the types of texts in Arrow
 TOKEN_IDS = List(Value("int32"))  # a column of token ids
 Columns = dict[str, list[Any]]  # {name: values of some rows}
@@ -199,7 +199,7 @@ def check_name(name: str, option: str) -> None:
         raise UserError(f"the first line is not a name of a column: {name[:60]!r}. Add one, or say --{option}")
 
 
-_TABLE_KEYS: WeakKeyDictionary[Dataset, str] = WeakKeyDictionary()  # of the tables that are in use
+_TABLE_KEYS: WeakKeyDictionary[Dataset, str] = WeakKeyDictionary()  # cache keys of the tables in use
 
 
 def set_table_key(dataset: Dataset, *words: object) -> Dataset:

@@ -18,10 +18,10 @@ from zerofit.model.tokenizer import END_OF_TEXT, padding_token
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import ClmRecipe
 
-NUM_COMPARED_RECORDS = 100  # that show which column holds most
+NUM_COMPARED_RECORDS = 100  # records in which the columns are compared
 MIN_SPLIT_DOCUMENTS = 20  # with fewer, the held-out part is cut from the texts, not from the list of documents
-CHARACTERS_PER_CALL = 4 << 20  # characters of the texts that are tokenised together
-BYTES_PER_CHARACTER = 175  # while a text is tokenised: 7.05 GiB for one of 40 MB
+CHARACTERS_PER_CALL = 4 << 20  # total length of the texts that are tokenised in one call
+BYTES_PER_CHARACTER = 175  # memory to tokenise a text: 7.05 GiB for 40 MB
 
 
 def read_records(recipe: ClmRecipe, options: DataOptions) -> Source:

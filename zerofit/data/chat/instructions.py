@@ -47,12 +47,12 @@ TRAIN_KEYS = ("weight", "train", "training", "trainable", "trained",
 MASKED_KEYS = ("mask", "masked", "is_masked")
 MASK_KEYS = (*TRAIN_KEYS, *MASKED_KEYS)  # keys of a turn that say whether it is trained on
 YES_OR_NO = {"true": True, "1": True, "1.0": True, "yes": True, "false": False, "0": False, "0.0": False, "no": False}
-# If there are turns of these, only they are replies.
+# If turns have one of these roles, only these turns are replies.
 ASSISTANTS = ("assistant", "gpt", "bot", "model", "ai", "chatgpt", "bing", "bard")
 QUESTION_COLUMNS = ("instruction", "prompt", "question", "query", "input", "inputs")
 ANSWER_COLUMNS = ("output", "completion", "response", "answer", "answers", "target", "targets")
-AMBIGUOUS_COLUMNS = ("input", "inputs", "target", "targets")  # which beside a column `text` are about it
-SPEAKER_COLUMNS = (("user", "assistant"), ("human", "assistant"))  # a column for the text of each
+AMBIGUOUS_COLUMNS = ("input", "inputs", "target", "targets")  # not read as a prompt if there is a column `text`
+SPEAKER_COLUMNS = (("user", "assistant"), ("human", "assistant"))  # records with one column for each speaker
 INPUT_COLUMNS = ("input", "context")
 SYSTEM_COLUMNS = ("system", "system_prompt", "system_message", "system_instruction", "systeminstruction")
 NAMES_OF_ROLE = {
@@ -67,7 +67,7 @@ RECORD_KINDS = {"messages": "a conversation", "instruction": "an instruction", "
 TURNS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")  # only lists have it
 LISTS_AS_TEXT = re.compile(r"\s*\[\s*[\[{]")  # the text of a list of pairs or turns
 SPEAKER_PREFIX = re.compile(r"(?:^|(?:\r?\n){2})(Human|Assistant):[ ]?")
-NUM_INSPECTED_RECORDS = 100  # that are looked at for turns with roles
+NUM_INSPECTED_RECORDS = 100  # records that are searched for turns with roles
 
 
 def refuse_preferences(table: Dataset, remedy: str) -> str | None:
@@ -378,7 +378,7 @@ def turns_in(value: Any, role: str, column: str) -> list[Message]:
         if is_answer and not is_trained(flags, where):
             more["masked"] = True
         elif not is_answer and flags and is_trained(flags, where):
-            more |= flags  # nobody follows them: only answers are trained on
+            more |= flags  # the template gets them; only answers are trained on
         if is_blank(text) and (calls or ROLE_OF_NAME[name] == "system"):
             text = ""
         elif text is None:

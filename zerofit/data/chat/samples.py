@@ -55,8 +55,8 @@ CHAT_TABLE = Features(
 )  # fmt: skip
 PREFERENCE_TABLE = Features({**CHAT_TABLE, "rejected_ids": TOKEN_IDS, "rejected_labels": TOKEN_IDS})
 Rendered = tuple[str, list[chat.Span], list[chat.Span]]  # text, answers, and what is never trained on
-NUM_SEARCHED_TEXTS = 1000  # that are searched for what the template writes
-# of a sample: runs of trained or other tokens, and characters at each end of a run
+NUM_SEARCHED_TEXTS = 1000  # texts that are searched for what the template writes
+# How much of a sample is shown: runs of trained or other tokens, and characters at each end of a run.
 SHOWN_RUNS = 6
 SHOWN_CHARACTERS = 200
 
@@ -237,7 +237,7 @@ class ChatEncoder:
             ids = np.array(encoded["input_ids"][row])
             answer = overlap(encoded["offset_mapping"][row], spans)
             trained = ~overlap(encoded["offset_mapping"][row], excluded) if self.train_on_prompt else answer.copy()
-            trained[0] = False  # nothing predicts it
+            trained[0] = False  # no token predicts the first one
             count = int(trained[: self.block_size].sum())
             length = min(len(ids), self.block_size) if count else 0
             rows["input_ids"].append(ids[:length])

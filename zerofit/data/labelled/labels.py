@@ -26,7 +26,7 @@ from zerofit.model.tokenizer import get_tokenizer, padding_values, read_by_words
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import BALANCED, ClsRecipe
 
-MISSING_LABEL = -1  # the hub's GLUE marks records without a label so
+MISSING_LABEL = -1  # the label of records without a label in the hub's GLUE
 MULTI_LABEL: Final = "multi_label_classification"  # problem_type of transformers
 GOLD_LABEL_COLUMN = "gold_label"  # the column of SNLI and MNLI, where "-" says that the annotators did not agree
 MAX_CLASSES = 1000
@@ -34,9 +34,9 @@ MULTI_LABEL_THRESHOLD = 0.5  # the probability above which a label is predicted,
 INTEGER_LABEL = re.compile(r"(0|-?[1-9]\d*)(\.0)?", re.ASCII)  # as programs write it: no name such as 007 or 1e3
 DECIMAL_COMMA_NUMBER = re.compile(r"[+-]?\d*,\d+(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 SEPARATED_NUMBER = re.compile(r"[+-]?[0-9][0-9.,'\u2019\s]*")  # 0,5; 1,234.5; 1.234,5; 1 234,5 (also U+202F)
-MIN_RECORDS = 5  # records of a class that are too few to learn it from
-MAX_COUNTED_CLASSES = 20  # classes with their numbers of records
-MAX_NAMED_CLASSES = 5  # classes of a note
+MIN_RECORDS = 5  # a class with fewer training records gets a note
+MAX_COUNTED_CLASSES = 20  # classes whose number of records is shown
+MAX_NAMED_CLASSES = 5  # classes that a note names
 
 
 @dataclass(frozen=True)
