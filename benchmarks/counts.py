@@ -20,7 +20,7 @@ from pathlib import Path
 
 from provenance import provenance
 
-from zerofit.recipe.files import CONFIGS
+from zerofit.recipe.files import CONFIG_DIR
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("strategies", nargs="*", help="pairs; all of them, if none is named")
     parser.add_argument("--output", type=Path, help="a page; what it has before the first table stays")
     options = parser.parse_args()
-    written = tables(options.strategies or sorted(file.stem for file in (ROOT / CONFIGS).glob("*.yaml")))
+    written = tables(options.strategies or sorted(file.stem for file in (ROOT / CONFIG_DIR).glob("*.yaml")))
     output = options.output or (None if options.strategies else PAGE)
     print("", written, sep="\n")
     if output:

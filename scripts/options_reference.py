@@ -12,7 +12,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from zerofit.cli import main as zerofit
-from zerofit.recipe.parse import default_text, heading, option_groups, value_text
+from zerofit.recipe.parse import default_text, group_heading, option_groups, value_text
 from zerofit.recipe.tasks import TASKS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
@@ -54,7 +54,7 @@ def page() -> str:
     in_order = sorted(groups, key=lambda group: len(groups[group]) < len(TASKS))  # what all tasks have comes first
     for group in in_order:
         tasks = "" if len(groups[group]) == len(TASKS) else f" ({', '.join(groups[group])})"
-        parts += [f"### {heading(group)}{tasks}", table(fields[group])]
+        parts += [f"### {group_heading(group)}{tasks}", table(fields[group])]
     parts += ["## Tools"]
     for tool in TOOLS:
         options = options_class(tool)

@@ -35,7 +35,7 @@ from helpers import (
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from zerofit.recipe.tasks import CAUSAL
+from zerofit.recipe.tasks import CAUSAL_TASKS
 
 pytestmark = pytest.mark.long
 
@@ -182,7 +182,7 @@ def fits(where: str, names: set[str]) -> bool:
 
 def draw_leg(random: Random, run: Run, left: int) -> Leg:
     """A launch that `left` further ones follow."""
-    among = SPLIT if random.random() < (0.35 if run.task in CAUSAL else 0.03) else DATA_PARALLEL
+    among = SPLIT if random.random() < (0.35 if run.task in CAUSAL_TASKS else 0.03) else DATA_PARALLEL
     strategy = random.choice(list(among))
     phase = random.choice(("data", "forward", "update", "save", "evaluate"))
     update = max(2, random.randrange(5, 10) - 2 * left)

@@ -88,7 +88,7 @@ def test_compiled_code_is_not_run_from_a_folder_of_others(tmp_path, monkeypatch,
     assert {variable, str(folder)} <= set(refusal(check_compiled_code).split())
     folder.chmod(0o755)
     monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
-    monkeypatch.setattr(paths, "ADMINISTRATOR", -1)
+    monkeypatch.setattr(paths, "ROOT_USER", -1)
     assert variable in refusal(check_compiled_code)
 
 

@@ -20,7 +20,7 @@ import xxhash
 
 from zerofit import __version__
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.files import TEMPORARY, atomic_file, parse_json, read_record, remove, sync, temporary_path
+from zerofit.recipe.files import TEMPORARY_NAME, atomic_file, parse_json, read_record, remove, sync, temporary_path
 from zerofit.record.run_folder import MANIFEST, UPDATE, files_below, is_inside, remove_empty, sealed_files
 
 # The number of the format of a checkpoint's files. This version reads each number up to it, and refuses a greater one.
@@ -117,7 +117,7 @@ class CheckpointDirectory:
     def drop(self, is_dropped: Callable[[int], bool]) -> None:
         """Remove the checkpoints of some updates, as the caller says, and what a killed run has left half."""
         for path in self.path.glob("*.partial"):
-            if UPDATE.fullmatch(path.stem) or TEMPORARY.fullmatch(path.name):
+            if UPDATE.fullmatch(path.stem) or TEMPORARY_NAME.fullmatch(path.name):
                 remove(path)
         for folder in self.folders():
             if is_dropped(_update(folder)):

@@ -18,7 +18,7 @@ from zerofit.data.pack import SampleSet
 from zerofit.health.anomaly import Anomaly
 from zerofit.model.export import Weights
 from zerofit.recipe.errors import NothingToDo, UserError, first_line
-from zerofit.recipe.files import counted, is_of_the_disk, read_record, remove
+from zerofit.recipe.files import counted, is_disk_error, read_record, remove
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.record.run_folder import (
     CHECKPOINTS,
@@ -401,7 +401,7 @@ class CheckpointManager:
             try:
                 missing = self._exporter.write(weights, held_out, folder / "model")
             except Exception as error:
-                if is_of_the_disk(error) or not with_state:
+                if is_disk_error(error) or not with_state:
                     raise
                 traceback.print_exc()
                 remove(folder / "model")

@@ -18,7 +18,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 
 from zerofit.checkpoint.directory import MIN_CHECKPOINTS, STATE, CheckpointDirectory, find_damage
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.files import atomic_file, counted, object_of, remove, temporary_path
+from zerofit.recipe.files import atomic_file, counted, parse_object, remove, temporary_path
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.paths import open_address
 from zerofit.record.run_folder import (
@@ -95,7 +95,7 @@ class MirrorStore:
 
 def files_of(manifest: bytes | None) -> list[str]:
     """The files that a manifest names; none where it cannot be read."""
-    files = (object_of(manifest or b"") or {}).get("files")
+    files = (parse_object(manifest or b"") or {}).get("files")
     return list(files) if isinstance(files, dict) and all(map(is_inside, files)) else []
 
 
@@ -286,7 +286,7 @@ def _restore(store: MirrorStore, recipe: TrainingRecipe, folder: RunFolder) -> l
     candidates = [name for name, manifest in there.items() if manifest and (newest is None or name > newest.name)]
     if not candidates:
         return []
-    differing = evident_differences(recipe, object_of(store.read("recipe.yaml") or b"", is_yaml=True) or {})
+    differing = evident_differences(recipe, parse_object(store.read("recipe.yaml") or b"", is_yaml=True) or {})
     if recipe.resume != "auto" or differing:
         if newest is None and not recipe.overwrite_output_dir:
             what = f"a different run: {'; '.join(differing[:5])}" if differing else "checkpoints of this run"

@@ -41,7 +41,7 @@ from zerofit.model.export import Weights
 from zerofit.model.parameters import true_numel, true_shape
 from zerofit.model.tensor_parallel import Cut
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.files import SECONDS_TO_APPEAR, appears, atomic_file, is_of_the_disk, is_there, remove
+from zerofit.recipe.files import SECONDS_TO_APPEAR, atomic_file, is_disk_error, is_there, remove, wait_until
 from zerofit.strategy.devices import pins_memory
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.host_memory import host_memory
@@ -394,7 +394,7 @@ class AsyncCheckpointWriter:
         problem = named_checkpoint_problem(folder) or (None if is_there(manifest) else f"{MANIFEST} is missing")
         if problem := engine.from_main(problem):
             return problem
-        seen = appears(lambda: is_there(manifest))
+        seen = wait_until(lambda: is_there(manifest))
         check_same({f"view of {folder}": "it is there" if seen else "it is not there"}, SHARED_FOLDER_REMEDY)
         problems = all_gather_objects(find_damage(folder, engine.layout.rank, engine.layout.world_size))
         return next(filter(None, problems), None)
@@ -498,7 +498,7 @@ class _Save:
             self.checkpoints.finish(self.update, self.why, self.is_best, checked)
         except Exception as error:  # whatever it is, it must not end the training
             self.failure = first_line(error)
-            if not is_of_the_disk(error):
+            if not is_disk_error(error):
                 traceback.print_exc()
         finally:
             self.seconds = time.perf_counter() - self.began

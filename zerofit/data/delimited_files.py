@@ -14,7 +14,7 @@ from typing import IO, Any
 from zerofit.data.options import DataOptions
 from zerofit.data.tables import texts_of, write_table
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.files import ending_of, marked_encoding, open_bytes
+from zerofit.recipe.files import format_suffix, marked_encoding, open_bytes
 
 CANDIDATE_ENCODINGS = (
     "cp932", "euc_jp", "gb18030", "cp950", "cp949", "cp1252", "cp1250", "iso8859_2", "cp1254", "cp1251", "koi8_r",
@@ -239,7 +239,7 @@ def _options(path: Path, data: DataOptions, is_headless: bool, notes: list[str])
     csv.field_size_limit(sys.maxsize)  # a text may be longer than csv's limit
     with _open_lines(path, data.recipe.encoding) as lines:
         head = list(islice(lines, NUM_HEAD_LINES))
-    default = DELIMITERS[ending_of(path)]
+    default = DELIMITERS[format_suffix(path)]
     delimiter = data.recipe.separator or default
     for candidate in () if data.recipe.separator or is_headless else (default, *OTHER_DELIMITERS):
         header, *record = islice(chain(nonempty_rows(csv.reader(head, delimiter=candidate)), [[]]), 2)

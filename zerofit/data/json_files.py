@@ -20,7 +20,7 @@ from zerofit.data.lengths import report_data_loss
 from zerofit.data.options import DataOptions
 from zerofit.data.tables import text_of, write_table
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.files import each_key_once, has_half_pair, parse_json
+from zerofit.recipe.files import has_lone_surrogate, parse_json, reject_duplicates
 
 NOT_BLANK_OR_BOM = re.compile(r"[^\s\ufeff]")  # joined files have byte-order marks inside
 SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -46,7 +46,7 @@ def read_json_files(paths: list[Path], data: DataOptions, place: Path) -> list[s
     for path in paths:
         for number, (record, may_be_bad) in enumerate(json_records(path, data), 1):
             total += 1
-            if may_be_bad and has_half_pair(record):
+            if may_be_bad and has_lone_surrogate(record):
                 bad.append(f"{path}, record {number}")
                 continue
             for key, value in record.items():
@@ -59,7 +59,7 @@ def read_json_files(paths: list[Path], data: DataOptions, place: Path) -> list[s
         {key: convert_value(record.get(key), kind) for key, kind in kinds.items()}
         for path in paths
         for record, may_be_bad in json_records(path, data)
-        if not (may_be_bad and has_half_pair(record))
+        if not (may_be_bad and has_lone_surrogate(record))
     )
     stored, shown = (
         Features({key: _feature(kind, mixed) for key, kind in kinds.items()}) for mixed in (Value(STRING), Json())
@@ -99,7 +99,7 @@ def json_records(path: Path, data: DataOptions) -> Iterator[tuple[dict[str, Any]
 
 def _parse(text: str) -> Any:
     """Parse a value of JSON. NaN becomes None: Python writes missing values of pandas as NaN."""
-    return parse_json(text, parse_constant=_constant, object_pairs_hook=each_key_once)
+    return parse_json(text, parse_constant=_constant, object_pairs_hook=reject_duplicates)
 
 
 def _constant(name: str) -> float | None:
@@ -141,7 +141,7 @@ def _records_of(text: str, line: int, path: Path, field: str | None) -> Iterable
 
 
 def _parse_sequence(text: str, line: int, path: Path) -> Iterator[Any]:
-    decoder = json.JSONDecoder(parse_constant=_constant, object_pairs_hook=each_key_once)
+    decoder = json.JSONDecoder(parse_constant=_constant, object_pairs_hook=reject_duplicates)
     place = 0
     while match := NOT_BLANK_OR_BOM.search(text, place):
         try:

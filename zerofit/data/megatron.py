@@ -37,10 +37,10 @@ from zerofit.data.pack import DatasetStats, Sample, TextData
 from zerofit.data.tables import one_process_at_a_time
 from zerofit.model.loss import IGNORE
 from zerofit.model.tokenizer import load_tokenizer, producible_tokens
-from zerofit.recipe.causal_options import RESETS
+from zerofit.recipe.causal_options import DOCUMENT_RESETS
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import cache_root, is_there, parse_json, put_in_place
-from zerofit.recipe.paths import missing_corpus
+from zerofit.recipe.paths import corpus_problem
 from zerofit.recipe.tasks import ClmRecipe
 
 # megatron-core's indexed_dataset.py
@@ -153,7 +153,7 @@ def open_corpus(option: str, prefix: str) -> Corpus:
     setting = f"{option} = {prefix!r}"
     index = Path(f"{prefix}.idx")
     content = Path(f"{prefix}.bin")
-    if missing := missing_corpus(prefix):
+    if missing := corpus_problem(prefix):
         raise UserError(f"{setting}: {missing}")
     with index.open("rb") as file:
         head = file.read(INDEX_HEADER.size).ljust(INDEX_HEADER.size, b"\0")
@@ -284,7 +284,7 @@ class CorpusSamples:
         dataset: megatron-core's GPTDataset or BlendedDataset.
         count: number of samples in use.
         rows: number of tokens of the tokenizer; a larger id is refused when it is read.
-        resets: those of RESETS that are set: what restarts after an end-of-document token.
+        resets: those of DOCUMENT_RESETS that are set: what restarts after an end-of-document token.
     """
 
     lengths = sort_key = None
@@ -334,11 +334,11 @@ def build_samples(
         num_held_out: 0: none.
         rows: tokens of the tokenizer.
         eod: the token at the end of a document.
-        resets: those of RESETS that are set.
+        resets: those of DOCUMENT_RESETS that are set.
         root: the folder of indices.
     """
     sizes = (num_samples, num_held_out)
-    flags = {name: name in resets for name in RESETS}
+    flags = {name: name in resets for name in DOCUMENT_RESETS}
     # what megatron-core's datasets read of a tokenizer: the end of a document, and its identity
     ends = SimpleNamespace(vocab_size=rows, eod=eod, unique_identifiers=OrderedDict(eod=eod))
     files = [f"{os.path.realpath(corpus.prefix)}.idx" for corpus in blend.corpora]
@@ -415,7 +415,7 @@ def prepare_blend(
     or damaged, was made with another tokenizer, or a part of it is empty. `consumed`: (number of
     updates) -> their samples."""
     weighted_prefixes = recipe.blend
-    resets = tuple(name for name in RESETS if getattr(recipe, name))
+    resets = tuple(name for name in DOCUMENT_RESETS if getattr(recipe, name))
     corpora = [open_corpus("data_path", prefix) for _, prefix in weighted_prefixes]
     prefixes: dict[str, str] = {}
     for corpus in corpora:

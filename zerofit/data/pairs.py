@@ -45,7 +45,7 @@ from zerofit.model.tokenizer import (
     language_codes,
     set_languages,
 )
-from zerofit.recipe.data_options import OF_MODEL
+from zerofit.recipe.data_options import FROM_MODEL
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import Seq2SeqRecipe
 
@@ -330,7 +330,7 @@ def open_pairs(
     separator = turn_separator(config, tokenizer, recipe.turn_separator)
     for option, column in (("source_lang", columns.source), ("target_lang", columns.target)):
         code = getattr(recipe, option)
-        is_set = code and recipe.source(option) != OF_MODEL
+        is_set = code and recipe.source(option) != FROM_MODEL
         if is_set and not language_codes(tokenizer) and not (column and language_column(code, [column])):
             raise UserError(
                 f"{option} = {code!r} has no effect: the tokenizer marks no languages, and there is no column of this "

@@ -20,7 +20,7 @@ from zerofit.data.text import text_column
 from zerofit.model.chat import BadTemplate, Conversation, adapt_messages, apply_template, install_template, unread_keys
 from zerofit.model.configuration import TRAINED_WITH, usable_positions
 from zerofit.model.tokenizer import check_marked, get_tokenizer, language_codes, set_languages
-from zerofit.recipe.data_options import OF_MODEL
+from zerofit.recipe.data_options import FROM_MODEL
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.tasks import ClmRecipe, Seq2SeqRecipe
 
@@ -246,13 +246,13 @@ def longest_answer(max_new_tokens: int, is_set: bool, config: PretrainedConfig) 
 def check_options(recipe: ClmRecipe, form: RecordForm | None, source: Source) -> None:
     """Check options. Raises UserError for options that the detected kind of data does not use."""
     if form is None:
-        given = [name for name in CHAT_ONLY if getattr(recipe, name) and recipe.source(name) != OF_MODEL]
+        given = [name for name in CHAT_ONLY if getattr(recipe, name) and recipe.source(name) != FROM_MODEL]
         kind = f"text; {list_columns(source.first)}. Name the columns as those of chats are named (docs/fine-tune.md)"
     else:
-        given = [name for name in TEXT_ONLY if getattr(recipe, name) is not None and recipe.source(name) != OF_MODEL]
+        given = [name for name in TEXT_ONLY if getattr(recipe, name) is not None and recipe.source(name) != FROM_MODEL]
         kind = f"{RECORD_KINDS[form.kind]} a record (column {form.question}). For running text say --text_column NAME"
     if given and not recipe.mixture:  # of which another source may be of the other kind
         named = ", ".join(f"{name} = {getattr(recipe, name)!r}" for name in given)
         raise UserError(f"{named}: no effect, the data is taken for {kind}, or leave the option out")
-    if form is not None and recipe.packing == "concatenate" and recipe.source("packing") != OF_MODEL:
+    if form is not None and recipe.packing == "concatenate" and recipe.source("packing") != FROM_MODEL:
         raise UserError("packing = concatenate: no loss on the answers alone. Use --packing documents or none")

@@ -39,7 +39,7 @@ from zerofit.data.options import PREDICT, DataOptions
 from zerofit.data.streaming import find_shards
 from zerofit.data.tables import derive_table_key, stored_table, texts_of, with_class_names, write_table
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.files import PACKED, counted, ending_of
+from zerofit.recipe.files import COMPRESSED, counted, format_suffix
 from zerofit.recipe.paths import FILE_OPTIONS, find_files
 from zerofit.recipe.tasks import TaskRecipe
 
@@ -406,8 +406,8 @@ def read_source(
     kinds: dict[str, Path] = {}
     unit = ""
     for path in all_files:
-        if (ending := ending_of(path)) not in FORMATS:
-            known = f"{', '.join(FORMATS)}, each also {', '.join(PACKED)}"
+        if (ending := format_suffix(path)) not in FORMATS:
+            known = f"{', '.join(FORMATS)}, each also {', '.join(COMPRESSED)}"
             raise UserError(f"{path}: unknown file extension; known are {known}")
         kinds.setdefault(FORMATS[ending], path)
     if len(kinds) > 1:

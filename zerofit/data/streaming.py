@@ -37,7 +37,7 @@ from filelock import FileLock
 from zerofit.data.pack import Sample, SampleSet
 from zerofit.data.tables import set_table_key
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.files import atomic_file, ending_of, object_of
+from zerofit.recipe.files import atomic_file, format_suffix, parse_object
 from zerofit.recipe.paths import find_files, is_address, open_address
 
 # {ending: the datasets library's reader}; of packed files by the ending before .gz, .zst and so on
@@ -89,13 +89,13 @@ def find_shards(patterns: tuple[str, ...]) -> Shards:
         names += map(system.unstrip_protocol, matches)
     if not names:
         raise UserError(f"train_file = {' '.join(patterns)}: no file matches")
-    readers = {name: READERS.get(ending_of(Path(name))) for name in names}
+    readers = {name: READERS.get(format_suffix(Path(name))) for name in names}
     for name, reader in readers.items():
         if reader is None or reader != readers[names[0]]:
             raise UserError(f"streaming: {name} is not {' or '.join(READERS)}, or not of one format with {names[0]}")
     if any(name.endswith(".zst") for name in names) and not importlib.util.find_spec("zstandard"):
         raise UserError("streaming: .zst files need a package: pip install zstandard")
-    return Shards(tuple(names), tuple(sizes), READERS[ending_of(Path(names[0]))])
+    return Shards(tuple(names), tuple(sizes), READERS[format_suffix(Path(names[0]))])
 
 
 def read_window(shards: Shards, order: list[int], start: ShardPlace, size: int) -> tuple[pa.Table, ShardPlace | None]:
@@ -309,7 +309,7 @@ class StreamedSamples:
         tables = (table for table in (self.table, earlier) if table is not None and table.is_file())
         table = next(tables, self.table)
         lines = table.read_bytes().split(b"\n") if table.is_file() else []
-        made_of = (lines and object_of(lines[0])) or {}
+        made_of = (lines and parse_object(lines[0])) or {}
         if made_of.get("shards", self.made_of["shards"]) != self.made_of["shards"] and resumes:
             raise UserError(
                 f"train_file: the shards are others (names, sizes) than those of {table}. Restore them, or begin "
@@ -318,7 +318,7 @@ class StreamedSamples:
         if made_of != self.made_of:  # of a run that this one replaces
             return []
         windows: list[Window] = []
-        for line in (object_of(text) or {} for text in lines[1:]):
+        for line in (parse_object(text) or {} for text in lines[1:]):
             counts = line.keys() == asdict(Window()).keys() and all(type(count) is int for count in line.values())
             if not counts or line["number"] != len(windows) or line["first"] != (windows[-1].end if windows else 0):
                 break

@@ -16,10 +16,10 @@ import torch
 from zerofit.model.chunked_loss import CROSS_ENTROPY, TokenLoss
 from zerofit.model.configuration import has_head
 from zerofit.model.loss import TEACHER_HIDDEN
-from zerofit.recipe.tasks import CAUSAL
+from zerofit.recipe.tasks import CAUSAL_TASKS
 
 AUTO_CLASSES = {
-    **dict.fromkeys(CAUSAL, "AutoModelForCausalLM"),
+    **dict.fromkeys(CAUSAL_TASKS, "AutoModelForCausalLM"),
     "cls": "AutoModelForSequenceClassification",
     "seq2seq": "AutoModelForSeq2SeqLM",
 }
@@ -93,7 +93,7 @@ def make_inputs(config: Any, rows: PlannedRows, batch_size: int, makes_masks: bo
     """
     shape: tuple[int, ...] = (batch_size * rows.per_sample, rows.length)
     inputs = {"input_ids": torch.zeros(shape, dtype=torch.int64)}
-    if rows.task in CAUSAL:
+    if rows.task in CAUSAL_TASKS:
         inputs["labels"] = torch.zeros(shape, dtype=torch.int64)
         if rows.terms.distillation is not None:
             inputs[TEACHER_HIDDEN] = torch.zeros((*shape, rows.terms.distillation.head.width))

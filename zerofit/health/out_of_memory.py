@@ -16,7 +16,7 @@ import torch
 
 from zerofit.estimate.remedies import ACTIVATION_PHASES, Shortage, StateBytes, find_remedies, state_setup
 from zerofit.health.watchdog_process import ADVICE, RESUME
-from zerofit.recipe.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, first_line, print_last, printable
+from zerofit.recipe.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, escape_controls, first_line, print_last
 from zerofit.record.recorder import MemoryMeter
 from zerofit.record.terminal import size, table
 from zerofit.strategy.host_memory import GIB, host_memory, resident_bytes
@@ -215,7 +215,7 @@ def explain_failure(error: Exception, run: "Run") -> int | None:
         frames = traceback.extract_tb(error.__traceback__)
         if phase == "forward" and any("cross_entropy" in frame.name for frame in frames):
             phase = "loss"
-        print_last(printable(f"\n{explain(error, phase, update, run)}"))
+        print_last(escape_controls(f"\n{explain(error, phase, update, run)}"))
         return EXIT_OUT_OF_MEMORY
     if died_elsewhere(error):
         where = f"phase {phase} of update {update}" if update else f"phase {phase}"
@@ -223,7 +223,7 @@ def explain_failure(error: Exception, run: "Run") -> int | None:
         cause = f"another process is gone ({said})"
         said = f"rank {run.strategy.layout.rank} leaves in {where}: {cause}"
         said = "\n  waiting  ".join([said, *run.watchdog.waits_for()])
-        print(printable(f"\n{said}"), file=sys.stderr, flush=True)
+        print(escape_controls(f"\n{said}"), file=sys.stderr, flush=True)
         return EXIT_FAILED  # whoever died first has the cause
     return None
 

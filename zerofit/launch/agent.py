@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from zerofit.compat.torch import AskingAgent
 from zerofit.launch.exit_code import Restarts, code_of_run, have_saved
 from zerofit.launch.rendezvous import BEAT_S, Ended, Heartbeats, Rendezvous, asking_machine_0, open_store, serve_store
-from zerofit.recipe.errors import EXIT_USER_ERROR, OUR_LAUNCHER, UserError, first_line
+from zerofit.recipe.errors import EXIT_USER_ERROR, LAUNCHER_VARIABLE, UserError, first_line
 
 SILENT_S = 10.0  # a launcher that gives no sign of life for so long is gone
 GRACE_S = 15.0  # processes of this machine end by themselves within it, and say why, when others have
@@ -262,7 +262,7 @@ def launch(words: list[str], restarts: Restarts, recorded: Callable[[], int | No
     command = ["accelerate", "launch", *words]
     threads = "OMP_NUM_THREADS" in os.environ
     about = {"command": command, "started": psutil.Process().create_time(), "has_threads": threads}
-    os.environ[OUR_LAUNCHER] = json.dumps(about)  # for the ranks: zerofit/strategy/launch.py
+    os.environ[LAUNCHER_VARIABLE] = json.dumps(about)  # for the ranks: zerofit/strategy/launch.py
     if "LOGLEVEL" not in os.environ:  # torchrun's variable
         logging.disable(logging.ERROR)
     RestartingAgent.restarts = restarts

@@ -28,7 +28,7 @@ from zerofit.launch.runs import (
 from zerofit.launch.supervisor import Supervisor
 from zerofit.recipe.base import Recipe, option
 from zerofit.recipe.errors import UserError, did_you_mean
-from zerofit.recipe.files import counted, nearest_recipe, recipe_file, script, shown_path
+from zerofit.recipe.files import counted, display_path, nearest_recipe, recipe_file, script
 from zerofit.recipe.parse import flag_value, option_named, parse_recipe, take_words, wants_help
 from zerofit.recipe.tasks import TASKS, task_of_recipe
 from zerofit.strategy.gpus import check_devices, num_devices
@@ -163,9 +163,9 @@ def program_of(words: list[str], task: str | None = None) -> list[str]:
             raise UserError(f"{first!r}: there is no such file. {WHAT}")
         return words
     if first in TASKS:
-        return [shown_path(script(first)), *options]
+        return [display_path(script(first)), *options]
     if first.startswith("--") and task is not None:
-        return [shown_path(script(task)), *words]
+        return [display_path(script(task)), *words]
     if first.startswith("--"):
         if "--config" not in words[:-1]:
             options_of_launch = [f"--{field.name}" for field in dataclasses.fields(LaunchOptions)]
@@ -184,7 +184,7 @@ def program_of(words: list[str], task: str | None = None) -> list[str]:
     task = task or task_of_recipe(recipe)
     if task is None:
         raise UserError(f"{recipe!r} does not say the task: its folder is not one of {', '.join(TASKS)}. Use --task")
-    return [shown_path(script(task)), *options]
+    return [display_path(script(task)), *options]
 
 
 def choose_machines(options: LaunchOptions) -> Machines:

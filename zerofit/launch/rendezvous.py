@@ -26,10 +26,10 @@ from zerofit.recipe.errors import (
     EXIT_FAILED,
     EXIT_USER_ERROR,
     UserError,
+    escape_controls,
     first_line,
     leave,
     print_last,
-    printable,
     record_code,
 )
 from zerofit.recipe.files import digest_of_code
@@ -368,7 +368,7 @@ class RankRendezvous:
                 time.sleep(LAUNCHER_S)  # it ends this rank when the one that speaks has ended
             else:
                 record_code(end.code, end.report())
-                print_last(printable(end.report()))
+                print_last(escape_controls(end.report()))
             leave(end.code)
         if self.is_open:
             self.is_open = False

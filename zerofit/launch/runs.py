@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.files import PACKAGE, script
+from zerofit.recipe.files import PACKAGE_FOLDER, script
 
 PORT = "29500"  # torchrun's default
 # derived ones: below those that Linux gives to connections
@@ -150,7 +150,7 @@ def number_in(environment: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-LAUNCHER = (sys.executable, "-P", str(PACKAGE / "launch" / "supervisor.py"))  # `accelerate launch`
+LAUNCHER = (sys.executable, "-P", str(PACKAGE_FOLDER / "launch" / "supervisor.py"))  # `accelerate launch`
 MARK = "ZEROFIT_LAUNCH"  # a variable of every process of a launch; ranks have process groups of their own
 TRACEBACK = "Traceback (most recent call last)"
 UPDATE = re.compile(r"^update +(\d+)/", re.MULTILINE)

@@ -25,7 +25,7 @@ from zerofit.model.families import family_of
 from zerofit.recipe.errors import UserError, first_line, nearest
 from zerofit.recipe.files import parse_json
 from zerofit.recipe.model_options import ModelOptions
-from zerofit.recipe.paths import POINTER, is_missing_folder, is_pointer, is_run, why_no_model
+from zerofit.recipe.paths import LFS_POINTER, is_missing_folder, is_pointer, is_run, why_no_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -186,7 +186,7 @@ def from_hub_or_folder(option: str, name: str, load: Callable[..., Any], **kwarg
     except (*FILE_ERRORS, StrictDataclassError, SafetensorError, pickle.UnpicklingError) as error:
         first = first_line(error)
         if pointer := next((file.name for file in Path(name).glob("*") if is_pointer(file)), None):
-            raise UserError(f"{option} = {name!r}: {pointer} {POINTER}") from None
+            raise UserError(f"{option} = {name!r}: {pointer} {LFS_POINTER}") from None
         if isinstance(error, pickle.UnpicklingError):
             raise UserError(f"{option} = {name!r}: a file holds more than tensors. Name safetensors") from None
         if "trust_remote_code" in str(error):

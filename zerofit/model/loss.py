@@ -37,7 +37,7 @@ from zerofit.model.attention import packed_rows
 from zerofit.model.chunked_loss import CROSS_ENTROPY, IGNORE, TokenLoss, chunked_loss, chunked_token_losses
 from zerofit.model.experts import Routing
 from zerofit.model.families import family_of
-from zerofit.recipe.causal_options import WITH_REFERENCE
+from zerofit.recipe.causal_options import REFERENCE_LOSSES
 
 if TYPE_CHECKING:
     from zerofit.data.collate import Batch
@@ -257,7 +257,7 @@ class PreferenceLoss:
 
     @property
     def needs_reference(self) -> bool:
-        return self.kind in WITH_REFERENCE
+        return self.kind in REFERENCE_LOSSES
 
     def begin(self, pairs: float = 0.0, tokens: float = 0.0) -> None:
         """Begin an update, or an evaluation."""

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, Self
 
-from zerofit.recipe.files import without_folders
+from zerofit.recipe.files import strip_folders
 
-WRITTEN_OUT = (r"[^$]+", "a folder; variables such as $HOME are not replaced here")
-TRUE = ("true", "yes", "on", "1")
-FALSE = ("false", "no", "off", "0")
+FOLDER_FORM = (r"[^$]+", "a folder; variables such as $HOME are not replaced here")
+TRUE_WORDS = ("true", "yes", "on", "1")
+FALSE_WORDS = ("false", "no", "off", "0")
 
 
 # What may be said of an option, and what holds where nothing is said. `phase` and what follows it may also be said of
 # a group, as `class SomeOptions(Recipe, phase="train")`.
-DEFAULTS: dict[str, Any] = {
+METADATA_DEFAULTS: dict[str, Any] = {
     "choices": (),  # the values that are allowed
     "positive": False,  # the value must be above zero
     "minimum": None,  # the smallest value allowed
@@ -51,22 +51,23 @@ DEFAULTS: dict[str, Any] = {
 
 
 def option(default: Any, help: str, **metadata: Any) -> Any:
-    """A dataclass field for an option: its default, its help text, and what DEFAULTS explains."""
-    assert metadata.keys() <= DEFAULTS.keys(), metadata
+    """Return a dataclass field for an option: its default, its help text, and the metadata that METADATA_DEFAULTS
+    explains."""
+    assert metadata.keys() <= METADATA_DEFAULTS.keys(), metadata
     factory = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
     return dataclasses.field(**factory, metadata={"help": help, **metadata})
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
-    """The value of an option that nothing sets."""
+    """Return the value of an option that nothing sets."""
     factory = field.default_factory
     return field.default if factory is dataclasses.MISSING else factory()
 
 
 @dataclasses.dataclass(frozen=True)
 class OptionType:
-    """The type of an option in parts: `list[float] | None` is base float, many. An option is optional that has no
-    value by default; one that is required has one after the check, and no None in its annotation."""
+    """The type of an option in parts: `list[float] | None` is base float, many. An option is optional if its default
+    is None; a required one has a value after the check, and no None in its annotation."""
 
     base: type[int | float | str]
     many: bool
@@ -82,13 +83,13 @@ class OptionType:
 
     @property
     def choices(self) -> list[str]:
-        """The words that a flag takes beside true and false."""
+        """The words that a flag takes in addition to true and false."""
         return [word for word in self.values or () if word not in ("true", "false")]
 
 
 def option_type_of(annotation: Any, optional: bool) -> OptionType:
-    """The parts of a dataclass annotation: int, float, bool, str, lists of them, and `| None` of any; or a type that
-    is annotated with the values of a flag that also takes words."""
+    """Return the parts of a dataclass annotation: int, float, bool, str, lists of them, and `| None` of any; or a type
+    that is annotated with the values of a flag that also takes words."""
     if typing.get_origin(annotation) is Annotated:
         return OptionType(bool, many=False, optional=optional, values=annotation.__metadata__[0])
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -100,15 +101,15 @@ def option_type_of(annotation: Any, optional: bool) -> OptionType:
     return OptionType(annotation, many, optional)
 
 
-def from_text(text: str, kind: OptionType) -> Any:
-    """Convert the text of a flag, or of a line of a recipe, to its type. Raises ValueError: it is none."""
+def parse_value(text: str, kind: OptionType) -> Any:
+    """Convert the text of a flag, or of a line of a recipe, to its type. Raises ValueError: it has another type."""
     word = text.lower()
     if kind.values and word in kind.values:
         return kind.values[word]
     if kind.base is bool:
-        if word not in (*TRUE, *FALSE):
+        if word not in (*TRUE_WORDS, *FALSE_WORDS):
             raise ValueError(text)
-        is_on = word in TRUE
+        is_on = word in TRUE_WORDS
         return kind.values[str(is_on).lower()] if kind.values else is_on
     if kind.base is int:
         return int(text, 0)  # 1_000 and 0x1f; no 010, which is 8 in YAML 1.1
@@ -116,8 +117,9 @@ def from_text(text: str, kind: OptionType) -> Any:
     return kind.base(os.path.expanduser(text) if text.startswith("~/") else text)
 
 
-def broken_rule(value: Any, metadata: typing.Mapping[str, Any]) -> str | None:
-    """Say why `value` breaks a rule of its option (choices, bounds, form), as a sentence; None if it breaks none."""
+def find_broken_rule(value: Any, metadata: typing.Mapping[str, Any]) -> str | None:
+    """Return the rule of its option (choices, bounds, form) that `value` breaks, as a sentence; None if it breaks
+    none."""
     for item in value if isinstance(value, list) else [value]:
         if item is None:
             continue
@@ -145,7 +147,7 @@ def _is_of_form(text: str, form: str | Callable[[str], Any]) -> bool:
         return False
 
 
-TEXTS = ("sample_prompt", "system_prompt", "source_prefix")  # options that hold text which a user wrote
+USER_TEXTS = ("sample_prompt", "system_prompt", "source_prefix")  # options that hold text which a user wrote
 
 
 class Clash(NamedTuple):
@@ -180,11 +182,11 @@ class Recipe(Findings):
             field = vars(cls).get(name)
             if isinstance(field, dataclasses.Field):
                 kind = option_type_of(annotation, field.default is None)
-                field.metadata = MappingProxyType({**DEFAULTS, **of_group, **field.metadata, "kind": kind})
+                field.metadata = MappingProxyType({**METADATA_DEFAULTS, **of_group, **field.metadata, "kind": kind})
 
     @classmethod
     def names_with(cls, **metadata: str | bool) -> list[str]:
-        """The options that were declared with this metadata."""
+        """Return the names of the options that were declared with this metadata."""
         fields = dataclasses.fields(cls)
         return [each.name for each in fields if all(each.metadata[key] == value for key, value in metadata.items())]
 
@@ -194,7 +196,8 @@ class Recipe(Findings):
         self.unset = frozenset(unset)
 
     def source(self, name: str) -> str | None:
-        """Return what set this option: `--flag`, `file.yaml, line 3`, a file of the strategy; None: nothing did."""
+        """Return the source of this option: `--flag`, `file.yaml, line 3`, a file of the strategy; None: nothing set
+        it."""
         return self._sources.get(name)
 
     def remember_left_out(self, notes: Iterable[str]) -> None:
@@ -213,7 +216,7 @@ class Recipe(Findings):
         self._sources = {**self._sources, name: source}
 
     def draft(self) -> Self:
-        """A copy, to change."""
+        """Return a copy, to be changed."""
         return copy.copy(self)
 
     @property
@@ -243,32 +246,32 @@ class Recipe(Findings):
 
     def to_publish(self) -> dict[str, Any]:
         """Return all options for model cards and trackers, without the folders of this machine."""
-        return {name: value if name in TEXTS else without_folders(value) for name, value in self.to_dict().items()}
+        return {name: value if name in USER_TEXTS else strip_folders(value) for name, value in self.to_dict().items()}
 
     def flags_given(self, kind: type | None = None, without: Sequence[str] = ()) -> list[str]:
-        """`--config FILE` and the flags that were given, but for some. `kind`: of whose options; None: of this
-        recipe's."""
+        """Return `--config FILE` and the flags that were given, except those in `without`. `kind`: the class that
+        declares the options; None: this recipe's."""
         words = ["--config", config] if (config := self.source("config")) else []
         for field in dataclasses.fields(kind or self):
             if field.name in self.unset and field.name not in without:
                 words += [f"--{field.name}", "null"]
             if self.source(field.name) == f"--{field.name}" and field.name not in without:
                 value = getattr(self, field.name)
-                words += [f"--{field.name}", *map(as_text, value if isinstance(value, list) else [value])]
+                words += [f"--{field.name}", *map(to_text, value if isinstance(value, list) else [value])]
         return words
 
     def problems(self) -> list[str]:
-        """Return what is wrong with this combination of options; empty if nothing is."""
+        """Return the problems of this combination of options; empty if there are none."""
         missing = [each.metadata["required"] for each in dataclasses.fields(self) if not getattr(self, each.name)]
         return [*filter(None, missing), *(clash.text for clash in self.clashes() if not clash.is_noted)]
 
     def idle_options(self) -> list[str]:
-        """A sentence for each option that is set and has no effect, and is not a mistake."""
+        """Return a sentence for each option that is set and has no effect, and is not a mistake."""
         return [f"{clash.text} ({self.source(clash.name)})" for clash in self.clashes() if clash.is_noted]
 
     def clashes(self) -> list[Clash]:
-        """The options that are set and do not go together with others, as their `needs` and `excludes` say."""
-        found = []
+        """Return the options that are set and do not go together with others, as their `needs` and `excludes` say."""
+        clashes = []
         for field in dataclasses.fields(self):
             needs, noted = (field.metadata[kind].split() for kind in ("needs", "noted"))
             # A run's recipe.yaml sets all options: what is set to its default clashes with nothing.
@@ -277,31 +280,32 @@ class Recipe(Findings):
             for need in (*needs, *noted):
                 others, text = self._broken(need)
                 if text:
-                    what = f"{field.name} = {as_text(getattr(self, field.name))}" if need[0] == "!" else field.name
-                    found.append(Clash(field.name, others, f"{what} has no effect {text}", is_noted=need in noted))
+                    setting = f"{field.name} = {to_text(getattr(self, field.name))}" if need[0] == "!" else field.name
+                    problem = f"{setting} has no effect {text}"
+                    clashes.append(Clash(field.name, others, problem, is_noted=need in noted))
             for excluded in field.metadata["excludes"].split() if is_set(getattr(self, field.name)) else ():
                 others, text = self._broken(f"!{excluded}")
                 if text:
-                    pair = " and ".join(f"{name} = {as_text(getattr(self, name))}" for name in (field.name, *others))
-                    found.append(Clash(field.name, others, f"{pair}: keep one of them", excludes=True))
-        return found
+                    pair = " and ".join(f"{name} = {to_text(getattr(self, name))}" for name in (field.name, *others))
+                    clashes.append(Clash(field.name, others, f"{pair}: keep one of them", excludes=True))
+        return clashes
 
     def _broken(self, condition: str) -> tuple[list[str], str]:
         """Return (the options of a condition that does not hold, `without those`); ([], "") if it holds."""
-        denied = condition.startswith("!")
+        is_negated = condition.startswith("!")
         names, _, values = condition.removeprefix("!").partition("=")
         others = [name for name in names.split("|") if hasattr(self, name)]
         if not others:
             return [], ""
-        wanted = values.split("|") if values else None
-        given = {name: getattr(self, name) for name in others}
-        holds = [name for name, value in given.items() if (as_text(value) in wanted if wanted else is_set(value))]
-        if bool(holds) != denied:
+        allowed = values.split("|") if values else None
+        current = {name: getattr(self, name) for name in others}
+        holds = [name for name, value in current.items() if (to_text(value) in allowed if allowed else is_set(value))]
+        if bool(holds) != is_negated:
             return [], ""
-        if not denied:
-            values = f" = {' or '.join(wanted)}" if wanted else ""
+        if not is_negated:
+            values = f" = {' or '.join(allowed)}" if allowed else ""
             return others, f"without {' or '.join(others)}{values}"
-        return others, f"with {others[0]} = {as_text(given[others[0]])}. Remove one of them"
+        return others, f"with {others[0]} = {to_text(current[others[0]])}. Remove one of them"
 
 
 def is_set(value: Any) -> bool:
@@ -309,13 +313,13 @@ def is_set(value: Any) -> bool:
     return bool(value) and value not in ("no", "none")
 
 
-def quoted(value: Any) -> str:
-    """The value of an option, in a message, with quotes around a text."""
-    return repr(value) if isinstance(value, str) else as_text(value)
+def quote(value: Any) -> str:
+    """Return the value of an option for a message, with quotes around a text."""
+    return repr(value) if isinstance(value, str) else to_text(value)
 
 
-def as_text(value: Any) -> str:
-    """The value of an option, in a message."""
+def to_text(value: Any) -> str:
+    """Return the value of an option for a message."""
     if isinstance(value, list):
         return " ".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

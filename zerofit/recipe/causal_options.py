@@ -5,15 +5,16 @@ import re
 from dataclasses import dataclass
 
 from zerofit.recipe.base import Recipe, option
-from zerofit.recipe.data_options import WARMUP, InferenceOptions, problems_of_weights, weighted
+from zerofit.recipe.data_options import WARMUP_FORM, InferenceOptions, problems_of_weights, split_weights
 from zerofit.recipe.files import parse_bytes
 from zerofit.recipe.paths import is_weight
 
-RESETS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")  # after an end-of-document token
+DOCUMENT_RESETS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")  # after an end-of-document token
 
 
-class OfOtherGroups:
-    """Options that a group reads and another one declares. It is not a dataclass, and declares none itself."""
+class OptionsOfOtherGroups:
+    """Annotations of the options that a group reads and another one declares. It is not a dataclass, and declares none
+    itself."""
 
     train_file: list[str] | None
     validation_file: list[str] | None
@@ -53,7 +54,7 @@ class TextOptions(Recipe):
         None,
         "START@UPDATES, as 64@2000: samples of text are cut to START tokens in the first update, and grow in steps of "
         "START to block_size, which those after UPDATES have. What is cut off is not read in that epoch.",
-        form=WARMUP,
+        form=WARMUP_FORM,
         phase="train",
         needs="!tokens_per_batch !preference_loss",
     )
@@ -120,7 +121,7 @@ class CorpusOptions(Recipe, phase="data", needs="data_path"):
     @property
     def blend(self) -> list[tuple[float | None, str]]:
         """Return (weight, prefix) of each corpus; all weights are None where none was given."""
-        sources = weighted(self.data_path)
+        sources = split_weights(self.data_path)
         return [(weight, name) for weight, names in sources for name in names] or [
             (None, name) for name in self.data_path or []
         ]
@@ -155,12 +156,12 @@ class ChatOptions(Recipe, shapes_input=True, needs="!data_path"):
     )
 
 
-WITH_REFERENCE = ("dpo", "ipo", "hinge")
-PREFERENCE_LOSSES = (*WITH_REFERENCE, "simpo", "orpo")
+REFERENCE_LOSSES = ("dpo", "ipo", "hinge")
+PREFERENCE_LOSSES = (*REFERENCE_LOSSES, "simpo", "orpo")
 
 
 @dataclass
-class PreferenceOptions(InferenceOptions, TextOptions, OfOtherGroups):
+class PreferenceOptions(InferenceOptions, TextOptions, OptionsOfOtherGroups):
     """Pairs of answers"""
 
     preference_loss: str = option(
@@ -183,7 +184,7 @@ class PreferenceOptions(InferenceOptions, TextOptions, OfOtherGroups):
     def problems(self) -> list[str]:
         problems = super().problems()
         loss = self.preference_loss
-        if not self.trains and not self.predict_file and loss in WITH_REFERENCE:
+        if not self.trains and not self.predict_file and loss in REFERENCE_LOSSES:
             problems.append(
                 f"evaluate_only is not supported with preference_loss = {loss}: the reference is the model before "
                 "training. Evaluate while it trains (eval_steps)"
@@ -192,7 +193,7 @@ class PreferenceOptions(InferenceOptions, TextOptions, OfOtherGroups):
 
 
 @dataclass
-class DistillationOptions(Recipe, OfOtherGroups):
+class DistillationOptions(Recipe, OptionsOfOtherGroups):
     """Distillation"""
 
     teacher: str | None = option(
@@ -218,7 +219,7 @@ class DistillationOptions(Recipe, OfOtherGroups):
 
 
 @dataclass
-class StreamOptions(Recipe, OfOtherGroups):
+class StreamOptions(Recipe, OptionsOfOtherGroups):
     """Streaming"""
 
     streaming: str | None = option(

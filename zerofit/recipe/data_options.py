@@ -6,18 +6,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
-from zerofit.recipe.base import WRITTEN_OUT, Clash, Recipe, option, quoted
+from zerofit.recipe.base import FOLDER_FORM, Clash, Recipe, option, quote
 from zerofit.recipe.model_options import ModelOptions
 from zerofit.recipe.paths import is_weight
 
-WRITTEN = {"tab": "\t", r"\t": "\t"}  # a delimiter as it is typed
+DELIMITER_NAMES = {"tab": "\t", r"\t": "\t"}  # a delimiter as it is typed
 
 
 # str.encode raises LookupError where Python knows no text encoding of this name.
-ENCODING = ("a".encode, "the name of an encoding: cp932, euc_jp, gb18030, cp950, utf-16, cp1252, ...")
+ENCODING_FORM = ("a".encode, "the name of an encoding: cp932, euc_jp, gb18030, cp950, utf-16, cp1252, ...")
 
 
-def weighted(words: list[str] | None) -> list[tuple[float, list[str]]]:
+def split_weights(words: list[str] | None) -> list[tuple[float, list[str]]]:
     """Return (weight, names) of the words WEIGHT NAMES WEIGHT NAMES ...; empty without a weight."""
     sources: list[tuple[float, list[str]]] = []
     for word in words or []:
@@ -29,8 +29,8 @@ def weighted(words: list[str] | None) -> list[tuple[float, list[str]]]:
 
 
 def problems_of_weights(option: str, words: list[str], most_names: float = math.inf) -> list[str]:
-    """What is wrong with the words of an option, if one is a weight. `most_names`: that may follow a weight."""
-    sources = weighted(words)
+    """Return the problems of an option's words, if one is a weight. `most_names`: how many may follow a weight."""
+    sources = split_weights(words)
     is_right = all(weight > 0 and 0 < len(names) <= most_names for weight, names in sources)
     if not sources or (is_weight(words[0]) and is_right):
         return []
@@ -66,14 +66,14 @@ class SourceOptions(Recipe):
     encoding: str | None = option(
         None,
         "Encoding of text, .json(l), .csv, .tsv and .conll files that are not UTF-8: cp932, euc_jp, gb18030, ...",
-        form=ENCODING,
+        form=ENCODING_FORM,
         needs="!dataset_name !data_path !streaming",
     )
     delimiter: str | None = option(
         None,
         "What separates the fields of .csv and .tsv files: one character, or tab; by default a comma or a tab, or "
         "the semicolon, tab or | that the header has.",
-        form=(lambda text: len(WRITTEN.get(text) or text) == 1, "one character, such as ';', or tab"),
+        form=(lambda text: len(DELIMITER_NAMES.get(text) or text) == 1, "one character, such as ';', or tab"),
         needs="!dataset_name !data_path !streaming",
     )
     field: str | None = option(
@@ -114,19 +114,19 @@ class SourceOptions(Recipe):
     cache_dir: str | None = option(
         None,
         "Folder for prepared data; by default the cache of the datasets library.",
-        form=WRITTEN_OUT,
+        form=FOLDER_FORM,
         identity=False,
     )
 
     @property
     def separator(self) -> str | None:
         """The delimiter as the character that it means."""
-        return self.delimiter and WRITTEN.get(self.delimiter, self.delimiter)
+        return self.delimiter and DELIMITER_NAMES.get(self.delimiter, self.delimiter)
 
     @property
     def mixture(self) -> list[tuple[float, list[str]]]:
         """Return (weight, files) of each source in train_file = WEIGHT FILES WEIGHT FILES ...; empty: one source."""
-        return weighted(self.train_file)
+        return split_weights(self.train_file)
 
     def problems(self) -> list[str]:
         problems = super().problems()
@@ -169,26 +169,26 @@ WITHOUT_TRAINING = "To train nothing, say --evaluate_only, or --predict_file FIL
 
 @dataclass(frozen=True)
 class Warmup:
-    """The first update has the size `first`. It grows in steps of as much until, after `updates` updates, it is
-    `last`, which is a multiple of `first`."""
+    """A warm-up of sizes: the first update has the size `first`. It grows in steps of `first` until, after `updates`
+    updates, it is `last`, which is a multiple of `first`."""
 
     first: int
     last: int
     updates: int
 
     def __call__(self, update: int) -> int:
-        """The size of an update, counted from 1."""
+        """Return the size of an update, counted from 1."""
         steps = self.last // self.first - 1
         return self.first * (1 + min(update - 1, self.updates) * steps // self.updates)
 
 
 def read_warmup(text: str) -> tuple[int, int] | None:
     """Return (first size, updates that grow) of `START@UPDATES`; None: it is not such a text."""
-    found = re.fullmatch(r"([1-9]\d*)@([1-9]\d*)", text)
-    return found and (int(found[1]), int(found[2]))
+    match = re.fullmatch(r"([1-9]\d*)@([1-9]\d*)", text)
+    return match and (int(match[1]), int(match[2]))
 
 
-WARMUP = (
+WARMUP_FORM = (
     read_warmup,
     "START@UPDATES, the size in the first update and the number of updates in which it grows, e.g. 64@5000",
 )
@@ -232,7 +232,7 @@ class BatchOptions(Recipe, phase="train"):
         None,
         "START@UPDATES, as 64@5000: the first update takes START samples, and updates grow in steps of START to the "
         "global batch, which those after UPDATES have.",
-        form=WARMUP,
+        form=WARMUP_FORM,
         needs="!tokens_per_batch",
     )
     num_train_epochs: float = option(
@@ -307,7 +307,7 @@ class BatchOptions(Recipe, phase="train"):
         return problems
 
 
-OF_MODEL = "the model"  # the source of such an option
+FROM_MODEL = "the model"  # the source of such an option
 MODEL = "the weights are those of model_name_or_path: a hub name, a folder such as outputs/RUN/model, or an adapter's"
 
 
@@ -344,11 +344,11 @@ class InferenceOptions(SourceOptions, ModelOptions):
             if name not in self.inputs or value == getattr(self, name) or of_other_data:
                 continue
             if source := self.source(name):
-                was = f"trained with {quoted(value)}" if value is not None else "trained without it"
-                notes.append(f"{name} = {quoted(getattr(self, name))} ({source}): the model was {was}")
+                was = f"trained with {quote(value)}" if value is not None else "trained without it"
+                notes.append(f"{name} = {quote(getattr(self, name))} ({source}): the model was {was}")
             elif value is not None:
-                self.adopt(name, value, OF_MODEL)
-                used.append(f"{name} = {quoted(value)}")
+                self.adopt(name, value, FROM_MODEL)
+                used.append(f"{name} = {quote(value)}")
         return [f"as in training: {option}" for option in used] + notes
 
     def columns_in(self, present: Iterable[str]) -> Self:
@@ -356,7 +356,7 @@ class InferenceOptions(SourceOptions, ModelOptions):
         present = set(present)
         other = self
         for name, value in self.inputs.items():
-            if self.source(name) != OF_MODEL or not name.endswith(("_column", "_columns")):
+            if self.source(name) != FROM_MODEL or not name.endswith(("_column", "_columns")):
                 continue
             if not {*([value] if isinstance(value, str) else value)} <= present:
                 other = self.draft() if other is self else other

@@ -23,14 +23,14 @@ EXIT_OUT_OF_MEMORY = 87
 EXIT_INTERRUPTED = 130  # the code of a shell for Ctrl-C
 EXIT_TERMINATED = 143  # the code of a shell for SIGTERM
 EXIT_BROKEN_PIPE = 141  # the code of a shell for a closed pipe
-LEAVE_S = 10.0  # within which a process that leaves has left; telling other machines may take some of it
+EXIT_TIMEOUT_S = 10.0  # within which a process that leaves has left; telling other machines may take some of it
 # What a terminal obeys: control characters but tab and new line, and marks that turn the direction of what follows.
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
-def printable(text: str) -> str:
-    """A text for the terminal or a report: control characters are written as Python writes them."""
-    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+def escape_controls(text: str) -> str:
+    """Return a text for the terminal or a report, with control characters written as Python writes them."""
+    return CONTROL_CHARACTERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class UserError(Exception):
@@ -41,29 +41,29 @@ class UserError(Exception):
         super().__init__("\n".join(self.problems))
 
     def report(self, outcome: str = "nothing was trained") -> str:
-        """The message for the terminal: one line for each problem, or one numbered list headed by the outcome."""
+        """Return the message for the terminal: one line for one problem, or a numbered list headed by the outcome."""
         if len(self.problems) == 1:
-            return printable(f"error: {self.problems[0]}")
+            return escape_controls(f"error: {self.problems[0]}")
         lines = [f"  {number}. {problem}" for number, problem in enumerate(self.problems, 1)]
-        return printable("\n".join([f"error: {len(self.problems)} problems, {outcome}", *lines]))
+        return escape_controls("\n".join([f"error: {len(self.problems)} problems, {outcome}", *lines]))
 
 
 class Problems:
-    """The problems of several checks that do not need each other, to be reported in one go."""
+    """The problems of several independent checks, to be reported together."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
 
     @contextlib.contextmanager
     def collected(self) -> Iterator[None]:
-        """Keep the problems of a UserError that ends this block, and continue behind it."""
+        """Collect the problems of a UserError that ends this block, and continue behind it."""
         try:
             yield
         except UserError as error:
             self.found += error.problems
 
     def raise_found(self) -> None:
-        """Raises UserError if there is a problem."""
+        """Raises UserError if a problem was collected."""
         if self.found:
             raise UserError(self.found)
 
@@ -73,32 +73,32 @@ class NothingToDo(Exception):
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is most similar to `name`; None if none is similar."""
+    """Return the known name that is most similar to `name`; None if none is similar."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return matches[0] if matches else None
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "Remove it") -> str:
-    """The remedy for an unknown name: the known one that is most similar, or another remedy."""
+    """Return the remedy for an unknown name: the known one that is most similar, or another remedy."""
     close = nearest(name, known)
     return f"Did you mean {close}?" if close else otherwise
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message; its type if it has no message."""
+    """Return the first line of an exception's message; its type if it has no message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-OUR_LAUNCHER = "ZEROFIT_LAUNCHER"  # a variable of the ranks of zerofit/launch/agent.py
+LAUNCHER_VARIABLE = "ZEROFIT_LAUNCHER"  # a variable of the ranks of zerofit/launch/agent.py
 
 
 def print_last(text: str, after_signal: bool = False, file: TextIO | None = None, is_printed: bool = False) -> None:
-    """Print a message, and let it stand below the traceback that torchrun, and `accelerate launch` with several
-    processes, print when a process fails: they end theirs with the content of the process's error file.
-    `after_signal`: the launcher got the same signal, and ends without the content of error files. `is_printed`: it is
-    on the screen already, above the traceback."""
+    """Print a message below the traceback that torchrun, and `accelerate launch` with several processes, print when a
+    process fails: they end theirs with the content of the process's error file. `after_signal`: the launcher got the
+    same signal, and ends without the content of error files. `is_printed`: the message is on the screen already, above
+    the traceback."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file and not after_signal and OUR_LAUNCHER not in os.environ:
+    if error_file and not after_signal and LAUNCHER_VARIABLE not in os.environ:
         message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError), open(error_file, "w", encoding="utf-8") as opened:
             json.dump({"message": message}, opened)
@@ -109,8 +109,8 @@ def print_last(text: str, after_signal: bool = False, file: TextIO | None = None
 
 @dataclass
 class Exit:
-    """The end of this process: the functions that are called before it, and its exit code. `explain`: prints what is
-    known of an error other than UserError, and returns the exit code, or None. `tell`: tells other machines of the
+    """How this process ends: the functions that are called before it, and its exit code. `explain`: prints an
+    explanation of an error other than UserError, and returns the exit code, or None. `tell`: tells other machines the
     message and the exit code."""
 
     explain: Callable[[Exception], int | None] = lambda error: None
@@ -126,19 +126,19 @@ _LEAVING: dict[str, tuple[int, int]] = {}  # at most one: the thread that ends t
 
 @contextlib.contextmanager
 def exit_within() -> Iterator[None]:
-    """The context of a run in a process that goes on after it: what the run sets in EXIT is called, and forgotten at
-    its end."""
-    before = replace(EXIT)
+    """Restore EXIT after a run in a process that goes on: the cleanup that the run has set is called at the end of
+    this context, and its functions are removed."""
+    saved = replace(EXIT)
     try:
         yield
     finally:
-        if EXIT.cleanup is not before.cleanup:
+        if EXIT.cleanup is not saved.cleanup:
             EXIT.cleanup()
-        vars(EXIT).update(vars(before))
+        vars(EXIT).update(vars(saved))
 
 
 def record_code(code: int, reason: str | None = None) -> None:
-    """Decide the exit code, and put it on record, where this process keeps one."""
+    """Set the exit code, and record it where this process keeps a record."""
     EXIT.code = code
     EXIT.record(code, reason)
 
@@ -174,7 +174,7 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
             record_code(0)
             rank = int(os.environ.get("RANK", "0"))
             if rank == 0:
-                print(printable(str(done)), flush=True)
+                print(escape_controls(str(done)), flush=True)
             EXIT.tell(str(done), EXIT_USER_ERROR if rank else 0)
             return 0
         except BrokenPipeError:  # `--help | head`
@@ -182,11 +182,11 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
             return EXIT_BROKEN_PIPE
         except Exception as error:
             code = EXIT.explain(error)
-            named = f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
-            record_code(EXIT_FAILED if code is None else code, named)
-            EXIT.tell(named, EXIT_FAILED if code is None else code)
+            description = f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
+            record_code(EXIT_FAILED if code is None else code, description)
+            EXIT.tell(description, EXIT_FAILED if code is None else code)
             if code is None:
-                print_last(f"{named} (its traceback is above)", is_printed=True)
+                print_last(f"{description} (its traceback is above)", is_printed=True)
                 raise
             return code
         except KeyboardInterrupt:
@@ -205,13 +205,13 @@ def leave(code: int) -> None:
     Without it, when the interpreter ends the native threads of torch and DeepSpeed, a finished run ended with
     "terminate called without an active exception" about once in ten launches of ZeRO-3 over gloo.
     """
-    ours = threading.get_ident(), code
-    first = _LEAVING.setdefault("first", ours)
-    if first is not ours:
-        if first[0] == ours[0]:  # a signal's handler within this function
+    this_exit = threading.get_ident(), code
+    first_exit = _LEAVING.setdefault("first", this_exit)
+    if first_exit is not this_exit:
+        if first_exit[0] == this_exit[0]:  # a signal's handler within this function
             return
-        time.sleep(LEAVE_S)  # another thread, of signals for instance, is leaving: its code holds
-        os._exit(first[1])
+        time.sleep(EXIT_TIMEOUT_S)  # another thread, of signals for instance, is leaving: its code holds
+        os._exit(first_exit[1])
     with contextlib.suppress(Exception):  # none of it changes the code
         EXIT.tell(f"exit code {code}", code)
     with contextlib.suppress(Exception):

@@ -27,13 +27,13 @@ import yaml
 from zerofit.recipe.errors import UserError, first_line, nearest
 
 TOO_DEEP = "nested too deeply"
-DEEPEST = 50  # lists and maps in each other
-LONGEST_ALIAS = 1000  # characters of a value that is repeated
+MAX_NESTING = 50  # lists and maps in each other
+MAX_ALIAS_LENGTH = 1000  # characters of a value that is repeated
 
 
 class BoundedLoader(yaml.SafeLoader):
-    """PyYAML's, which would follow aliases of aliases, and nesting until Python's stack is full. A key that stands
-    twice in a map is refused."""
+    """PyYAML's safe loader with limits: it would follow aliases of aliases, and nesting until Python's stack is full.
+    A key that stands twice in a map is refused."""
 
     depth = 0
 
@@ -41,12 +41,12 @@ class BoundedLoader(yaml.SafeLoader):
         event = self.peek_event()
         mark = event.start_mark
         repeated = self.anchors.get(event.anchor) if isinstance(event, yaml.AliasEvent) else None
-        is_short = isinstance(repeated, yaml.ScalarNode) and len(repeated.value) <= LONGEST_ALIAS
+        is_short = isinstance(repeated, yaml.ScalarNode) and len(repeated.value) <= MAX_ALIAS_LENGTH
         if isinstance(event, yaml.AliasEvent) and not is_short:
             raise yaml.composer.ComposerError(
                 None, None, f"*{event.anchor} repeats more than a short value: write it out", mark
             )
-        if self.depth == DEEPEST:
+        if self.depth == MAX_NESTING:
             raise yaml.composer.ComposerError(None, None, TOO_DEEP, mark)
         self.depth += 1
         node = super().compose_node(parent, index)
@@ -54,11 +54,11 @@ class BoundedLoader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """The map of a node, in which each key may stand once: PyYAML would take the last."""
+        """Return the map of a node, in which each key may stand once: PyYAML would take the last."""
         names = [str(key.value) for key, _ in node.value]
-        if again := [key for place, (key, _) in enumerate(node.value) if str(key.value) in names[:place]]:
+        if duplicates := [key for place, (key, _) in enumerate(node.value) if str(key.value) in names[:place]]:
             raise yaml.constructor.ConstructorError(
-                None, None, f"{again[0].value} is set twice: keep one", again[0].start_mark
+                None, None, f"{duplicates[0].value} is set twice: keep one", duplicates[0].start_mark
             )
         return super().construct_mapping(node, deep)
 
@@ -80,18 +80,18 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
         raise json.JSONDecodeError(TOO_DEEP, "", 0) from None
 
 
-def each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a JSON object of its keys and values (`object_pairs_hook`). Raises json.JSONDecodeError: a key is there
     twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
         names = [name for name, _ in pairs]
         raise json.JSONDecodeError(f"{max(names, key=names.count)} is there twice, keep one of the two", "", 0)
-    return found
+    return unique
 
 
-def has_half_pair(value: Any) -> bool:
-    """Return whether a text in a value of JSON has half of a surrogate pair, which cannot be encoded."""
+def has_lone_surrogate(value: Any) -> bool:
+    """Return whether a text in a JSON value has half of a surrogate pair, which cannot be encoded."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -99,27 +99,27 @@ def has_half_pair(value: Any) -> bool:
     return False
 
 
-def object_of(text: bytes, is_yaml: bool = False) -> dict[str, Any] | None:
-    """The object that a text of JSON or YAML is; None if it is another value, or damaged."""
+def parse_object(text: bytes, is_yaml: bool = False) -> dict[str, Any] | None:
+    """Parse a text of JSON or YAML that is an object; None if it is another value, or damaged."""
     try:
-        found = yaml.load(text, BoundedLoader) if is_yaml else parse_json(text)
+        value = yaml.load(text, BoundedLoader) if is_yaml else parse_json(text)
     except (ValueError, yaml.YAMLError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The object in a .json or .yaml file of a record, which a kill, a full disk or a hand may have damaged: empty if
-    the file is missing, cannot be read, or holds something else."""
+    """Return the object in a .json or .yaml file of a record; empty if the file is missing, cannot be read, or holds
+    something else: a kill, a full disk or an editor may have damaged it."""
     try:
-        return object_of(path.read_bytes(), is_yaml=path.suffix == ".yaml") or {}
+        return parse_object(path.read_bytes(), is_yaml=path.suffix == ".yaml") or {}
     except OSError:
         return {}
 
 
 def parse_bytes(text: str) -> int:
-    """24GiB -> 25769803776. Powers of 1024 are KiB, MiB, GiB, TiB, powers of 1000 kB, MB, GB, TB; the B may be
-    missing, and then G is GiB. Raises ValueError: it is not a positive size."""
+    """Convert a size to bytes: 24GiB -> 25769803776. Powers of 1024 are KiB, MiB, GiB, TiB, powers of 1000 kB, MB, GB,
+    TB; the B may be missing, and then G is GiB. Raises ValueError: it is not a positive size."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)(B?)\s*", text)
     if not match or (match[3] and not match[2]):
         raise ValueError(text)
@@ -131,21 +131,22 @@ def parse_bytes(text: str) -> int:
 
 
 def counted(number: int | str, noun: str) -> str:
-    """`1 file`, `2,000 files`, `3 processes`. A number that is a text stands as it is."""
+    """Return a number with its noun: `1 file`, `2,000 files`, `3 processes`. A number that is a text stands as it
+    is."""
     shown = number if isinstance(number, str) else f"{number:,}"
     ending = "" if shown == "1" else "es" if noun.endswith("s") else "ies" if noun.endswith("y") else "s"
     return f"{shown} {noun[:-1] if ending == 'ies' else noun}{ending}"
 
 
-PACKAGE = Path(__file__).resolve().parents[1]
-CONFIGS = Path("accelerate_configs")
-RECIPES = Path("recipes")
+PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
+CONFIG_DIR = Path("accelerate_configs")
+RECIPE_DIR = Path("recipes")
 
 
 @functools.cache
-def digest_of_code(folder: Path = PACKAGE, without: tuple[str, ...] = ()) -> str:
-    """A hash of the Python files in a folder of the program, changes that are not committed included. `without`: how
-    the paths in the folder begin of those that are left out."""
+def digest_of_code(folder: Path = PACKAGE_FOLDER, without: tuple[str, ...] = ()) -> str:
+    """Return a hash of the Python files in a folder of the program, uncommitted changes included. `without`:
+    beginnings of paths in the folder that are omitted."""
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):
         name = file.relative_to(folder).as_posix()
@@ -155,37 +156,38 @@ def digest_of_code(folder: Path = PACKAGE, without: tuple[str, ...] = ()) -> str
 
 
 def place(name: str | Path) -> Path:
-    """A folder or file of the program, by its path in a clone."""
-    inside = PACKAGE / name
-    return inside if inside.exists() else PACKAGE.parent / name
+    """Return the path of a folder or file of the program, from its path in a clone."""
+    inside = PACKAGE_FOLDER / name
+    return inside if inside.exists() else PACKAGE_FOLDER.parent / name
 
 
 def script(task: str) -> Path:
-    """The script of a task, such as clm."""
+    """Return the script of a task, such as clm."""
     return place("train") / f"{task}.py"
 
 
 def configs() -> Path:
-    """The folder of the strategies' YAML files: that of the current folder, or the program's own."""
-    return CONFIGS if CONFIGS.is_dir() else place(CONFIGS)
+    """Return the folder of the strategies' YAML files: that of the current folder, or the program's own."""
+    return CONFIG_DIR if CONFIG_DIR.is_dir() else place(CONFIG_DIR)
 
 
 def nearest_recipe(name: str) -> str | None:
-    """The recipe whose name is most similar to that of a file which is not there; None if none is."""
-    known = {file.stem: file for folder in (place(RECIPES), RECIPES) for file in folder.glob("*/*.yaml")}
-    close = nearest(Path(name).stem, known)
-    return str(known[close]) if close else None
+    """Return the recipe whose name is most similar to that of a missing file; None if none is."""
+    recipes = {file.stem: file for folder in (place(RECIPE_DIR), RECIPE_DIR) for file in folder.glob("*/*.yaml")}
+    close = nearest(Path(name).stem, recipes)
+    return str(recipes[close]) if close else None
 
 
 def recipe_file(name: str) -> str:
-    """The file of a recipe: the name itself, or one of the current folder or of the program that has this name without
-    its folder and ending; else what was given."""
-    found = (file for folder in (RECIPES, place(RECIPES)) for file in sorted(folder.glob(f"*/{name}.yaml")))
-    return name if Path(name).is_file() else str(next(found, name))
+    """Return the file of a recipe: `name` itself, or a file of the current folder or of the program that has this name
+    without its folder and extension; else `name`."""
+    files = (file for folder in (RECIPE_DIR, place(RECIPE_DIR)) for file in sorted(folder.glob(f"*/{name}.yaml")))
+    return name if Path(name).is_file() else str(next(files, name))
 
 
 def cache_root(cache_dir: str | None) -> Path:
-    """The folder of prepared data: the recipe's cache_dir, else a folder in the cache of the datasets library."""
+    """Return the folder of prepared data: the recipe's cache_dir, else a folder in the cache of the datasets
+    library."""
     if cache_dir:
         return Path(cache_dir).expanduser()
     # the cache of the datasets library, without importing it, which takes a second (datasets/config.py)
@@ -193,27 +195,27 @@ def cache_root(cache_dir: str | None) -> Path:
     return Path(os.environ.get("HF_DATASETS_CACHE", f"{hub}/datasets")).expanduser() / "zerofit"
 
 
-def shown_path(path: Path) -> str:
-    """A path in a command that is shown: relative to the current folder where it lies below."""
+def display_path(path: Path) -> str:
+    """Return a path for a command that is shown: relative to the current folder if it lies below."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 # File systems that other machines may see as well (psutil's fstype begins with one of these).
-SHARED = ("nfs", "lustre", "cifs", "smb", "beegfs", "gpfs", "ceph", "fuse", "9p", "afs", "glusterfs", "wekafs")
+SHARED_FS = ("nfs", "lustre", "cifs", "smb", "beegfs", "gpfs", "ceph", "fuse", "9p", "afs", "glusterfs", "wekafs")
 # NFS may cache that a file is absent for 60 s (nfs(5): acdirmax); with a margin.
 SECONDS_TO_APPEAR = 90.0
-TEMPORARY = re.compile(r"(?P<name>.+)\.[0-9a-f]{16}\.partial")
+TEMPORARY_NAME = re.compile(r"(?P<name>.+)\.[0-9a-f]{16}\.partial")
 
 # The encodings that a byte-order mark stands for; that of UTF-32 begins like that of UTF-16.
-MARKS = {
+BYTE_ORDER_MARKS = {
     BOM_UTF32_LE: "utf-32", BOM_UTF32_BE: "utf-32", BOM_UTF16_LE: "utf-16", BOM_UTF16_BE: "utf-16", BOM_UTF8: "utf-8",
 }  # fmt: skip
-PACKED = (".gz", ".bz2", ".xz", ".zst")  # endings of files that are unpacked as they are read
-DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError)  # reading a packed file raises them
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")  # endings of files that are unpacked as they are read
+READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)  # reading a packed file raises them
 
 
-def unpacked(file: IO[bytes], name: Path) -> IO[bytes]:
-    """An open file, or what is packed in it, as the ending of its name says."""
+def decompress(file: IO[bytes], name: Path) -> IO[bytes]:
+    """Return an open file, decompressed as the extension of its name says."""
     ending = name.suffix.lower()
     if ending == ".zst":
         import pyarrow  # which has zstd; Python has it from 3.14 on
@@ -227,9 +229,9 @@ def unpacked(file: IO[bytes], name: Path) -> IO[bytes]:
     return readers[ending](file) if ending in readers else file
 
 
-def ending_of(path: Path) -> str:
-    """The ending of a file's name that says its format: .csv of a.csv and of A.CSV.gz."""
-    return (path.with_suffix("") if path.suffix.lower() in PACKED else path).suffix.lower()
+def format_suffix(path: Path) -> str:
+    """Return the file extension that says the format: .csv for a.csv and for A.CSV.gz."""
+    return (path.with_suffix("") if path.suffix.lower() in COMPRESSED else path).suffix.lower()
 
 
 @contextmanager
@@ -237,21 +239,21 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
     """Open a file to read bytes; .gz, .bz2, .xz and .zst files are unpacked. Raises UserError: such a file is
     damaged."""
     try:
-        with path.open("rb") as raw, unpacked(raw, path) as file:
+        with path.open("rb") as raw, decompress(raw, path) as file:
             yield file
-    except DAMAGED as error:
-        if path.suffix.lower() not in PACKED:
+    except READ_ERRORS as error:
+        if path.suffix.lower() not in COMPRESSED:
             raise
         raise UserError(f"{path} cannot be read: {first_line(error)}. Is it cut off?") from None
 
 
 def marked_encoding(start: bytes) -> str | None:
-    """The encoding that the byte-order mark at the start of a file stands for; None without one."""
-    return next((name for mark, name in MARKS.items() if start.startswith(mark)), None)
+    """Return the encoding that the byte-order mark at the start of a file stands for; None without one."""
+    return next((name for mark, name in BYTE_ORDER_MARKS.items() if start.startswith(mark)), None)
 
 
 def read_text(path: Path) -> str:
-    """The text of a file: UTF-8, or UTF-16 or UTF-32 with a byte-order mark, which is not part of it. Raises OSError:
+    """Return the text of a file: UTF-8, or UTF-16 or UTF-32 with a byte-order mark, which is removed. Raises OSError:
     it cannot be read. Raises UnicodeDecodeError: it is in another encoding."""
     data = path.read_bytes()
     text = data.decode(marked_encoding(data) or "utf-8").removeprefix("\ufeff")
@@ -263,9 +265,9 @@ def is_shared(folder: Path) -> bool:
     import psutil
 
     folder = folder.resolve()
-    around = [disk for disk in psutil.disk_partitions(all=True) if folder.is_relative_to(disk.mountpoint)]
-    kind = max(around, key=lambda disk: len(disk.mountpoint)).fstype if around else ""
-    return kind.startswith(SHARED)
+    disks = [disk for disk in psutil.disk_partitions(all=True) if folder.is_relative_to(disk.mountpoint)]
+    file_system = max(disks, key=lambda disk: len(disk.mountpoint)).fstype if disks else ""
+    return file_system.startswith(SHARED_FS)
 
 
 def is_there(path: Path) -> bool:
@@ -279,39 +281,40 @@ def is_there(path: Path) -> bool:
         return False
 
 
-def appears(look: Callable[[], bool], seconds: float = SECONDS_TO_APPEAR) -> bool:
-    """Wait until `look` is true: a file of another machine may appear late. Returns False after `seconds`."""
-    until = time.monotonic() + seconds
+def wait_until(look: Callable[[], bool], seconds: float = SECONDS_TO_APPEAR) -> bool:
+    """Wait until `look` returns true, such as for a file of another machine that appears late. Returns False after
+    `seconds`."""
+    deadline = time.monotonic() + seconds
     while not look():
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             return False
         time.sleep(0.2)
     return True
 
 
-def is_of_the_disk(error: Exception) -> bool:
-    """Return whether something was not written for want of room or permission, and not through a mistake in a program.
-    Of libraries in Rust (safetensors, tokenizers) only the message tells it."""
+def is_disk_error(error: Exception) -> bool:
+    """Return whether writing failed for lack of room or permission, and not through a bug. For libraries in Rust
+    (safetensors, tokenizers) only the message tells it."""
     text = str(error).lower()
     words = ("no space left", "os error", "i/o error", "permission denied", "disk quota", "read-only file system")
     return isinstance(error, OSError) or any(word in text for word in words)
 
 
-def without_folders(value: Any) -> Any:
-    """An option's value to publish: absolute paths, alone or in a list, are reduced to their last name."""
+def strip_folders(value: Any) -> Any:
+    """Return an option's value to publish: absolute paths, alone or in a list, are reduced to their last name."""
     if isinstance(value, (list, tuple)):
-        return [without_folders(item) for item in value]
+        return [strip_folders(item) for item in value]
     return Path(value).name if isinstance(value, str) and os.path.isabs(value) else value
 
 
 def temporary_path(path: Path) -> Path:
-    """A name that nobody can foresee, beside `path`."""
+    """Return an unpredictable name beside `path`."""
     return path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
 
 
 @contextmanager
 def atomic_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """A file that takes the place of `path` at the end of the block: complete and on the disk, or not at all.
+    """Open a file that replaces `path` at the end of the block: complete and on the disk, or not at all.
 
     No symbolic link is followed: neither one in the place of `path`, nor one in the place of the temporary file.
     """
@@ -330,7 +333,8 @@ def atomic_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
 
 
 def open_without_links(path: Path | str, flags: int) -> int:
-    """A file descriptor. Raises OSError if `path` is a symbolic link. Suits `open(..., opener=...)`."""
+    """Open a file, and return its descriptor. Raises OSError if `path` is a symbolic link. Suits `open(...,
+    opener=...)`."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 

@@ -9,7 +9,7 @@ from zerofit.recipe.base import Recipe, option
 from zerofit.recipe.files import read_record
 from zerofit.recipe.paths import is_run
 
-FROM_SCRATCH = "config_name model_type"
+SCRATCH_OPTIONS = "config_name model_type"
 # {what a user writes: the option's value}
 RECOMPUTATION = {"full": True, "selective": "selective", "true": True, "false": False}
 COMPILATION = {"auto": "auto", "blocks": "blocks", "model": "model", "true": "blocks", "false": False}
@@ -36,16 +36,16 @@ class ModelOptions(Recipe):
     config_overrides: str | None = option(
         None,
         "Changes to the model's configuration, such as n_layer=4,n_embd=256.",
-        follows=FROM_SCRATCH,
+        follows=SCRATCH_OPTIONS,
         form=("([^=,]+=[^=,]*,?)*", "name=value,name=value, ..., e.g. n_layer=4,n_embd=256"),
     )
     tokenizer_name: str | None = option(
-        None, "Tokenizer: a folder or a hub name; by default the model's own.", common=True, follows=FROM_SCRATCH
+        None, "Tokenizer: a folder or a hub name; by default the model's own.", common=True, follows=SCRATCH_OPTIONS
     )
     vocab_file: str | None = option(
         None,
         "Vocabulary of a byte-level BPE, such as GPT-2's vocab.json. Needs merge_file; replaces tokenizer_name.",
-        follows=FROM_SCRATCH,
+        follows=SCRATCH_OPTIONS,
         needs="merge_file",
         excludes="tokenizer_name train_tokenizer_vocab_size",
     )
@@ -53,14 +53,14 @@ class ModelOptions(Recipe):
         None,
         "Merges of that tokenizer, such as GPT-2's merges.txt.",
         aliases=("merges_file",),
-        follows=FROM_SCRATCH,
+        follows=SCRATCH_OPTIONS,
         needs="vocab_file",
     )
     train_tokenizer_vocab_size: int | None = option(
         None,
         "Train a byte-level BPE tokenizer of this size on the training text (cached).",
         minimum=258,
-        follows=FROM_SCRATCH,
+        follows=SCRATCH_OPTIONS,
         phase="train",
         needs="!data_path !streaming",
         excludes="tokenizer_name",
@@ -130,7 +130,7 @@ class ModelOptions(Recipe):
 
 
 # {option: what adapter_config.json calls it}
-OF_ADAPTER = {
+PEFT_FIELDS = {
     "lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "lora_bias": "bias",
     "lora_target_modules": "target_modules", "lora_modules_to_save": "modules_to_save", "use_dora": "use_dora",
     "use_rslora": "use_rslora",
@@ -138,7 +138,7 @@ OF_ADAPTER = {
 
 
 def merge_command(adapter: str) -> str:
-    """The command that makes a full model of an adapter."""
+    """Return the command that makes a full model of an adapter."""
     folder = Path(adapter)
     run = folder.parent if folder.name == "model" else folder
     return f"zerofit merge --adapter {shlex.quote(adapter)} --output {shlex.quote(f'{run}-merged')}"
@@ -180,7 +180,7 @@ class LoraOptions(ModelOptions, phase="train", needs="lora"):
         settings = read_record(file)
         if settings.get("peft_type") != "LORA":
             return []  # there is none, or whoever opens it says what is wrong
-        theirs: dict[str, Any] = {"lora": True} | {name: settings.get(key) for name, key in OF_ADAPTER.items()}
+        theirs: dict[str, Any] = {"lora": True} | {name: settings.get(key) for name, key in PEFT_FIELDS.items()}
         merge = f"Remove it, or train on base and adapter as one model: {merge_command(folder)}"
         found = []
         for name, value in theirs.items():
@@ -212,5 +212,5 @@ class LoraOptions(ModelOptions, phase="train", needs="lora"):
 
 
 def _in_order(value: Any) -> Any:
-    """Lists of names compare without their order, and empty ones as none."""
+    """Return a setting to compare: lists of names are sorted, and empty ones are None."""
     return sorted(value) if value and isinstance(value, list) else value or None

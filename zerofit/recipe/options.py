@@ -8,7 +8,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from zerofit.recipe.base import WRITTEN_OUT, Recipe, option
+from zerofit.recipe.base import FOLDER_FORM, Recipe, option
 from zerofit.recipe.data_options import BatchOptions, SourceOptions
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.model_options import LoraOptions, ModelOptions
@@ -130,7 +130,7 @@ class RunOptions(Recipe, phase="train", identity=False):
     output_dir: str | None = option(
         None,
         "The run folder; by default outputs/ and the name of the recipe.",
-        form=WRITTEN_OUT,
+        form=FOLDER_FORM,
         common=True,
         phase="always",
     )
@@ -359,7 +359,8 @@ def make_schedule(recipe: OptimizerOptions, num_updates: int) -> Schedule | None
 
 
 def warmup_updates(recipe: OptimizerOptions, num_updates: int) -> int:
-    """Updates of warm-up; a ratio is of the updates until the rate is at its minimum, as in Megatron."""
+    """Return the number of warm-up updates; a ratio is of the updates until the rate is at its minimum, as in
+    Megatron."""
     if recipe.warmup_ratio is not None:
         return math.ceil(recipe.warmup_ratio * (recipe.lr_decay_steps or num_updates))
     return recipe.num_warmup_steps

@@ -18,31 +18,31 @@ from typing import Any, Generic, TypeVar
 
 import yaml
 
-from zerofit.recipe.base import Recipe, as_text, broken_rule, default_of, from_text, quoted
+from zerofit.recipe.base import Recipe, default_of, find_broken_rule, parse_value, quote, to_text
 from zerofit.recipe.errors import UserError, did_you_mean
 from zerofit.recipe.files import BoundedLoader, nearest_recipe, read_text, recipe_file
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.tasks import TASKS
 
-SHORT = {"-h", "--help"}
-LONG = {"--help_all", "--help-all"}
+HELP_FLAGS = {"-h", "--help"}
+HELP_ALL_FLAGS = {"--help_all", "--help-all"}
 # columns: where the text of an option begins, and where it ends
-COLUMN = 36
-MAX_WIDTH = 100
-LONGEST_CHOICES = 18  # characters of choices that --help shows
+HELP_COLUMN = 36
+HELP_MAX_WIDTH = 100
+MAX_CHOICES_WIDTH = 18  # characters of choices that --help shows
 METAVARS = {"_file": "FILE", "_dir": "FOLDER", "_column": "COLUMN", "_columns": "COLUMN", "_name": "NAME"}
 
 
 def wants_help(argv: list[str]) -> bool:
-    return bool((SHORT | LONG) & set(argv))
+    return bool((HELP_FLAGS | HELP_ALL_FLAGS) & set(argv))
 
 
 def help_text(cls: type, argv: list[str], prog: str, tool: bool) -> str:
-    """The common options of a recipe on one screen, or all of them in groups if `argv` has --help_all."""
+    """Return the common options of a recipe on one screen, or all of them in groups if `argv` has --help_all."""
     groups = option_groups(cls, tool)
     common = [field for fields in groups.values() for field in fields if field.metadata["common"]]
-    short = not (LONG & set(argv)) and bool(common)
-    width = min(MAX_WIDTH, shutil.get_terminal_size((80, 24)).columns)
+    short = not (HELP_ALL_FLAGS & set(argv)) and bool(common)
+    width = min(HELP_MAX_WIDTH, shutil.get_terminal_size((80, 24)).columns)
     if tool:
         usage = f"usage: {prog} [--config RECIPE] [--option value]"
     else:
@@ -50,45 +50,45 @@ def help_text(cls: type, argv: list[str], prog: str, tool: bool) -> str:
             "usage: accelerate launch [--config_file accelerate_configs/NAME.yaml] \\\n"
             f"         {prog} [--config RECIPE] [--option value]"
         )
-    what = "common options" if short else "options, with [defaults]"
-    intro = f"A recipe (YAML) and flags set the same options; flags win. The {what}:"
+    noun = "common options" if short else "options, with [defaults]"
+    intro = f"A recipe (YAML) and flags set the same options; flags win. The {noun}:"
     lines = [usage, "", *textwrap.wrap(intro, width)]
     if short:
         lines.append("")
         for field in common:  # each on one line, with the beginning of its text
-            takes = value_text(field)
+            placeholder = value_text(field)
             default = default_text(field)
-            head = f"  --{field.name} {takes if len(takes) < LONGEST_CHOICES else 'NAME'}".rstrip() + " "
+            head = f"  --{field.name} {placeholder if len(placeholder) < MAX_CHOICES_WIDTH else 'NAME'}".rstrip() + " "
             text = re.split(r"(?<!e\.g)\. ", field.metadata["help"])[0].removesuffix(".")
             text += f" [{default}]" if default not in ("", "false") else ""
-            text = textwrap.shorten(text, width - max(COLUMN, len(head)), placeholder=" ...")
-            lines.append(f"{head:<{COLUMN}}{text}")
+            text = textwrap.shorten(text, width - max(HELP_COLUMN, len(head)), placeholder=" ...")
+            lines.append(f"{head:<{HELP_COLUMN}}{text}")
         return "\n".join([*lines, "", f"--help_all explains all {sum(map(len, groups.values()))} options."])
     for group, fields in groups.items():
-        lines += ["", *textwrap.wrap(heading(group), width)] if fields else []
+        lines += ["", *textwrap.wrap(group_heading(group), width)] if fields else []
         for field in sorted(fields, key=lambda field: not field.metadata["common"]):
             text = field.metadata["help"] + "".join(f" (also --{alias})" for alias in field.metadata["aliases"])
             if default := default_text(field):
                 text += f" [{default}]"
             head = f"  --{field.name} {value_text(field)}".rstrip()
-            if len(head) + 2 > COLUMN:  # of many choices, several lines
+            if len(head) + 2 > HELP_COLUMN:  # of many choices, several lines
                 heads = textwrap.wrap(head.replace("|", "| "), width, subsequent_indent=" " * 8)
                 lines += [each.replace("| ", "|") for each in heads]
                 head = ""
-            begin = head.ljust(COLUMN)
-            indent = " " * COLUMN
+            begin = head.ljust(HELP_COLUMN)
+            indent = " " * HELP_COLUMN
             wrapper = textwrap.TextWrapper(width, begin, indent, break_long_words=False, break_on_hyphens=False)
             lines += wrapper.wrap(text)
     return "\n".join(lines)
 
 
-def heading(group: type) -> str:
+def group_heading(group: type) -> str:
     return (group.__doc__ or group.__name__).strip().splitlines()[0]
 
 
 def option_groups(cls: type, tool: bool) -> dict[type, list[dataclasses.Field[Any]]]:
-    """The options of a recipe by the class that declares them: the tool's own first, then those of all tasks, then the
-    task's own."""
+    """Return the options of a recipe by the class that declares them: the tool's own first, then those of all tasks,
+    then the task's own."""
     classes = [group for group in reversed(cls.__mro__) if dataclasses.is_dataclass(group)]
     declared_in = {name: group for group in classes for name in inspect.get_annotations(group)}  # the last one counts
     groups = {
@@ -104,9 +104,9 @@ def option_groups(cls: type, tool: bool) -> dict[type, list[dataclasses.Field[An
 
 
 def default_text(field: dataclasses.Field[Any]) -> str:
-    """The default of an option as a user would type it; empty if it has none."""
+    """Return the default of an option as a user would type it; empty if it has none."""
     default = default_of(field)
-    return "" if default in (None, "", []) else as_text(default)
+    return "" if default in (None, "", []) else to_text(default)
 
 
 def value_text(field: dataclasses.Field[Any]) -> str:
@@ -126,8 +126,8 @@ def value_text(field: dataclasses.Field[Any]) -> str:
 
 
 R = TypeVar("R", bound=Recipe)
-NULL = "tag:yaml.org,2002:null"
-FLAG = "tag:yaml.org,2002:bool"
+YAML_NULL = "tag:yaml.org,2002:null"
+YAML_BOOL = "tag:yaml.org,2002:bool"
 
 
 def parse_recipe(cls: type[R], argv: list[str] | None = None, **of_program: Any) -> R:
@@ -174,7 +174,7 @@ def read_recipe(
 
 
 class _Reader(Generic[R]):
-    """The values of flags and of a recipe's file, and what is wrong with them.
+    """The reader of flags and of a recipe's file: their values, and their problems.
 
     Attributes:
         of_flags, of_file: {option: its value}; of one that is wrong there is none.
@@ -195,7 +195,7 @@ class _Reader(Generic[R]):
     def read_flags(self, argv: list[str]) -> str | None:
         """Read `--name value`, `--name=value`, `--flag`, `--list a b c`. Returns the value of --config."""
         config = None
-        spelled: dict[str, str] = {}
+        spellings: dict[str, str] = {}
         words = list(argv)
         while words:
             word = words.pop(0)
@@ -207,8 +207,8 @@ class _Reader(Generic[R]):
             written, equals, text = word[2:].partition("=")
             written = written.replace("-", "_")
             name = self.names.get(written, written)
-            if spelled.setdefault(name, written) != written:
-                self.problems.append(f"--{written} and --{spelled[name]} are the same option, keep one of the two")
+            if spellings.setdefault(name, written) != written:
+                self.problems.append(f"--{written} and --{spellings[name]} are the same option, keep one of the two")
             texts = [text] if equals else []
             while not equals and words and not is_flag(words[0]):
                 texts.append(words.pop(0))
@@ -239,41 +239,41 @@ class _Reader(Generic[R]):
             if name in self.lines:
                 self.problems.append(f"{line}: {written} is set twice, keep one of the two")
             self.lines[name] = line
-            if node.tag == NULL and (name in self.fields or name in self.hints):
+            if node.tag == YAML_NULL and (name in self.fields or name in self.hints):
                 continue  # null: not stated, as in the recipe.yaml of a run, which has all options that there were
             if name not in self.fields:
                 self._unknown(f"{line}: {name}", name)
                 continue
             metadata = self.fields[name].metadata
-            said = f"{line}: {name} is"
+            beginning = f"{line}: {name} is"
             kind = metadata["kind"]
             items = node.value if kind.many and isinstance(node, yaml.SequenceNode) else [node]
-            of_words = [item.value for item in items if item.tag == FLAG and item.value not in metadata["choices"]]
-            if kind.base is str and of_words:
+            flags = [item.value for item in items if item.tag == YAML_BOOL and item.value not in metadata["choices"]]
+            if kind.base is str and flags:
                 hint = 'Leave the line out; or, for a text such as no or on, put it in quotes: "no"'
-                self.problems.append(f"{said} {of_words[0]}; expected {kind.words}. {hint}")
-            elif all(isinstance(item, yaml.ScalarNode) and item.tag != NULL for item in items):
+                self.problems.append(f"{beginning} {flags[0]}; expected {kind.words}. {hint}")
+            elif all(isinstance(item, yaml.ScalarNode) and item.tag != YAML_NULL for item in items):
                 texts = [item.value for item in items]
-                self._take(name, texts, line, f"{said} {' '.join(map(repr, texts))[:400]}", self.of_file)
+                self._take(name, texts, line, f"{beginning} {' '.join(map(repr, texts))[:400]}", self.of_file)
             else:
                 written = "a list" if isinstance(node, yaml.SequenceNode) else "a map"
-                self.problems.append(f"{said} {written}: expected {kind.words}")
+                self.problems.append(f"{beginning} {written}: expected {kind.words}")
 
-    def _take(self, name: str, texts: list[str], source: str, said: str, values: dict[str, Any]) -> None:
+    def _take(self, name: str, texts: list[str], source: str, setting: str, values: dict[str, Any]) -> None:
         """Put the value of an option into `values`, if it has the right type and breaks no rule. `source`: what sets
-        it. `said`: the same with the texts."""
+        it. `setting`: the same with the texts."""
         metadata = self.fields[name].metadata
         kind = metadata["kind"]
         try:
             if len(texts) != 1 and not kind.many:
                 raise ValueError("several values")
-            parsed = [from_text(text, kind) for text in texts]
+            parsed = [parse_value(text, kind) for text in texts]
         except ValueError:
-            self.problems.append(f"{said}: expected {kind.words}")
+            self.problems.append(f"{setting}: expected {kind.words}")
             return
         value = parsed if kind.many else parsed[0]
-        if rule := broken_rule(value, metadata):
-            self.problems.append(f"{name} = {quoted(value)} ({source}): {rule}")
+        if rule := find_broken_rule(value, metadata):
+            self.problems.append(f"{name} = {quote(value)} ({source}): {rule}")
         else:
             values[name] = value
 
@@ -290,20 +290,20 @@ class _Reader(Generic[R]):
         later."""
         left_out: dict[str, str] = {}  # {option: the flag because of which it is}
         recipe = self._made(config, left_out)
-        while found := self._next_left_out(recipe, left_out) if self.of_flags else None:
-            left_out[found[0]] = found[1]
+        while clash := self._next_left_out(recipe, left_out) if self.of_flags else None:
+            left_out[clash[0]] = clash[1]
             recipe = self._made(config, left_out)
         unflagged = self.cls(**self.of_file)
         changed = {name for name, value in self.of_flags.items() if value != getattr(unflagged, name)}
         for name, field in self.fields.items():
-            said_of = [each for each in field.metadata["follows"].split() if each in left_out or each in changed]
-            if said_of and name in self.of_file and name not in {*left_out, *self.of_flags}:
+            leaders = [each for each in field.metadata["follows"].split() if each in left_out or each in changed]
+            if leaders and name in self.of_file and name not in {*left_out, *self.of_flags}:
                 without = self._made(config, {*left_out, name})
                 if set(without.problems()) <= set(recipe.problems()):
-                    left_out[name] = left_out.get(said_of[0], f"--{said_of[0]}")
+                    left_out[name] = left_out.get(leaders[0], f"--{leaders[0]}")
                     recipe = without
         recipe.remember_left_out(
-            f"{name} = {quoted(self.of_file[name])} ({self.lines[name]}) is left out: it does not go together with "
+            f"{name} = {quote(self.of_file[name])} ({self.lines[name]}) is left out: it does not go together with "
             f"{reason}"
             for name, reason in left_out.items()
             if getattr(recipe, name) != self.of_file[name]
@@ -313,15 +313,15 @@ class _Reader(Generic[R]):
     def _made(self, config: str | None, without: Collection[str]) -> R:
         values = {name: value for name, value in self.of_file.items() if name not in without} | self.of_flags
         sources = self.lines | {name: f"--{name}" for name in self.of_flags}
-        stated = {name: sources[name] for name, value in values.items() if value is not None}
+        stated_sources = {name: sources[name] for name, value in values.items() if value is not None}
         unset = [name for name in self.of_file if name in self.of_flags and self.of_flags[name] is None]
         recipe = self.cls(**values)
-        recipe.remember_sources(stated | ({"config": config} if config else {}), unset)
+        recipe.remember_sources(stated_sources | ({"config": config} if config else {}), unset)
         recipe.settle()
         return recipe
 
     def _next_left_out(self, recipe: R, left_out: dict[str, str]) -> tuple[str, str] | None:
-        """A line of the file that has no place in the recipe, and the flag because of which; None: all have one."""
+        """Return a line of the file that clashes with a flag, and that flag; None: no line does."""
         for name, others, _, excludes, is_noted in recipe.clashes():
             reasons = [left_out.get(each, f"--{each}") for each in others if each in {*self.of_flags, *left_out}]
             if name in self.of_file and name not in self.of_flags and reasons and not is_noted:
@@ -332,8 +332,8 @@ class _Reader(Generic[R]):
 
 
 def _lines_of(path: str) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
-    """(key, value) of the lines of a recipe's file. They are nodes, whose text is as it is written: PyYAML, which
-    follows YAML 1.1, would make 5e-4 a text, 010 the number 8 and 1:30 the number 90."""
+    """Return (key, value) of the lines of a recipe's file. They are nodes, whose text is as it is written: PyYAML,
+    which follows YAML 1.1, would make 5e-4 a text, 010 the number 8 and 1:30 the number 90."""
     try:
         node = BoundedLoader(read_text(Path(path))).get_single_node()
     except (OSError, UnicodeDecodeError) as error:
@@ -343,8 +343,8 @@ def _lines_of(path: str) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
     except yaml.YAMLError as error:
         raise UserError(f"--config {path} is not valid YAML: {' '.join(str(error).split())[:400]}") from None
     if not isinstance(node, yaml.MappingNode):
-        what = "is empty" if node is None else "holds something else"
-        raise UserError(f"--config {path}: a recipe holds `option: value` lines, this file {what}")
+        problem = "is empty" if node is None else "holds something else"
+        raise UserError(f"--config {path}: a recipe holds `option: value` lines, this file {problem}")
     return node.value
 
 
@@ -353,35 +353,35 @@ def is_flag(word: str) -> bool:
 
 
 def option_named(word: str) -> str | None:
-    """--num-machines=2 -> num_machines; None: it is not an option."""
+    """Return the name of the option in a word, --num-machines=2 -> num_machines; None: it is not an option."""
     return word[2:].partition("=")[0].replace("-", "_") if word.startswith("--") else None
 
 
 def flag_value(words: list[str], name: str) -> str | None:
-    """The text behind the last `--name` in a command line that is not checked yet; None: it is not there."""
-    found = None
+    """Return the text behind the last `--name` in a command line that is not checked yet; None: there is none."""
+    value = None
     for word, following in zip(words, [*words[1:], ""]):
         if option_named(word) == name:
-            found = word.partition("=")[2] if "=" in word else following
-    return found
+            value = word.partition("=")[2] if "=" in word else following
+    return value
 
 
 def take_words(options: type[Recipe], argv: list[str]) -> tuple[list[str], list[str]]:
     """Return (options of `options` with their values, the other words), each in the order of the command line."""
     kinds = {field.name: field.metadata["kind"] for field in dataclasses.fields(options)}
     taken: list[str] = []
-    rest: list[str] = []
+    remaining: list[str] = []
     words = list(argv)
     while words:
         word = words.pop(0)
         name = option_named(word)
         if name is None or name not in kinds:
-            rest.append(word)
+            remaining.append(word)
             continue
         is_switch = kinds[name].base is bool and words[:1] not in (["true"], ["false"])
         stands_alone = "=" in word or is_switch or not words or is_flag(words[0])
         taken += [word] if stands_alone else [word, words.pop(0)]
-    return taken, rest
+    return taken, remaining
 
 
 # {options of a recipe: names of them in other programs that are not similar}; a message names those that the task has.
@@ -426,22 +426,22 @@ FOREIGN_NAMES = {
     "val_max_target_length": "generation_max_length max_new_tokens",
     "seed": "random_seed data_seed",
 }
-LAUNCHER = "it belongs to accelerate launch, before the script's name; `zerofit plan --num_gpus N` says what fits"
-STRATEGY = (
+LAUNCHER_HINT = "it belongs to accelerate launch, before the script's name; `zerofit plan --num_gpus N` says what fits"
+STRATEGY_HINT = (
     "the strategy is the launcher's: accelerate launch --config_file accelerate_configs/NAME.yaml, which names the "
     "DeepSpeed JSON; under torchrun say --strategy NAME, or --strategy FILE.json"
 )
-MEGATRON = "it is Megatron's: zerofit convert megatron-args -- COMMAND"
-TOKENIZING = "the tokenizer uses all cores by its own threads (RAYON_NUM_THREADS sets their number); remove it"
+MEGATRON_HINT = "it is Megatron's: zerofit convert megatron-args -- COMMAND"
+TOKENIZER_HINT = "the tokenizer uses all cores by its own threads (RAYON_NUM_THREADS sets their number); remove it"
 # {hint: names in other programs}, where naming one option is not enough.
-HINTS = {
-    LAUNCHER: "num_processes num_machines config_file local_rank nproc_per_node nnodes master_port use_cpu no_cuda "
-    "world_size",
-    STRATEGY: "deepspeed zero_stage fsdp fsdp_config",
+FOREIGN_HINTS = {
+    LAUNCHER_HINT: "num_processes num_machines config_file local_rank nproc_per_node nnodes master_port use_cpu "
+    "no_cuda world_size",
+    STRATEGY_HINT: "deepspeed zero_stage fsdp fsdp_config",
     "there is no option for it: `ddp` in zerofit/strategy/processes.py takes find_unused_parameters=True":
     "ddp_find_unused_parameters",
-    MEGATRON: "tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel use_distributed_optimizer "
-    "ffn_hidden_size max_position_embeddings swiglu min_lr eval_iters load tokenizer_type tokenizer_model",
+    MEGATRON_HINT: "tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel tokenizer_type "
+    "use_distributed_optimizer ffn_hidden_size max_position_embeddings swiglu min_lr eval_iters load tokenizer_model",
     "say --save_strategy epoch, or --save_steps N": "checkpointing_steps saves_per_epoch",
     "say --validation_split_percentage 10 for 0.1": "val_size val_set_size test_size",
     "say --precision bf16": "bf16 pure_bf16 bf16_full_eval",
@@ -450,7 +450,7 @@ HINTS = {
     "say --model_name_or_path with the adapter's folder to train it further; it names its base":
     "adapter_name_or_path lora_model_dir",
     "`zerofit merge` folds an adapter into its base": "export_dir",
-    TOKENIZING: "dataset_num_proc num_proc",
+    TOKENIZER_HINT: "dataset_num_proc num_proc",
     "line breaks are kept; --document_separator line takes each line for itself": "no_keep_linebreaks keep_linebreaks",
     "log in once with `hf auth login`": "token hub_token use_auth_token",
     "--push_to_hub owner/name": "hub_model_id",
@@ -460,7 +460,7 @@ HINTS = {
     "the number of classes follows from the labels of the data; remove it": "num_labels num_classes",
 }  # fmt: skip
 # {option of an earlier commit: what to use instead} (CHANGELOG.md).
-REMOVED = {
+REMOVED_OPTIONS = {
     "difficulty_warmup": "it is gone; block_size_warmup and global_batch_warmup let rows and batches grow",
     **dict.fromkeys(
         ("contrastive_group", "contrastive_temperature", "num_texts"),
@@ -468,7 +468,7 @@ REMOVED = {
     ),
     "logprobs": "it is gone; train/distill.py reads a teacher beside the student with --teacher FOLDER",
     "data_format": "it is gone: the names of the columns say it. For running text name its column with --text_column",
-    "preprocessing_num_workers": TOKENIZING,
+    "preprocessing_num_workers": TOKENIZER_HINT,
     "data_cache_path": "the index of a corpus lies in --cache_dir",
     "profile_ranks": "--profile records rank 0",
     "profile_memory": "--profile records memory, too",
@@ -490,10 +490,10 @@ REMOVED = {
 
 
 def foreign_option_hints(cls: type, tool: bool) -> dict[str, str]:
-    """{name of an option in another program: what to type instead}. `tool`: the recipe is a tool's, which accelerate
-    launch does not start."""
+    """Return {name of an option in another program: what to type instead}. `tool`: the recipe is a tool's, which
+    accelerate launch does not start."""
     if not issubclass(cls, TrainingRecipe):
-        return REMOVED
+        return REMOVED_OPTIONS
     names = {field.name for field in dataclasses.fields(cls)}
     hints: dict[str, str] = {}
     for task, kind in reversed(TASKS.items()):
@@ -502,11 +502,11 @@ def foreign_option_hints(cls: type, tool: bool) -> dict[str, str]:
             for field in dataclasses.fields(kind)
             if field.name not in names
         }
-    hints |= REMOVED
+    hints |= REMOVED_OPTIONS
     for options, foreign_names in FOREIGN_NAMES.items():
         if flags := [f"--{option}" for option in options.split() if option in names]:
             hints |= dict.fromkeys(foreign_names.split(), f"say {' or '.join(flags)}")
-    for hint, foreign_names in HINTS.items():
-        if not (tool and hint in (LAUNCHER, STRATEGY, MEGATRON)):
+    for hint, foreign_names in FOREIGN_HINTS.items():
+        if not (tool and hint in (LAUNCHER_HINT, STRATEGY_HINT, MEGATRON_HINT)):
             hints |= dict.fromkeys(foreign_names.split(), hint)
     return hints

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 FILE_OPTIONS = ("train_file", "validation_file", "validation_mismatched_file", "predict_file")
 FOLDER_OPTIONS = ("model_name_or_path", "config_name", "tokenizer_name", "dataset_name")  # or names on the hub
-ENVIRONMENT = "environment.json"  # of a run
-ADMINISTRATOR = 0  # the user whose folders all trust
-PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
-SPACE_BYTES = 1 << 16  # what the record of a run takes at least
-POINTER = "is a pointer of git lfs to a file that was not fetched: git lfs pull"
+ENVIRONMENT_FILE = "environment.json"  # of a run
+ROOT_USER = 0  # the user whose folders all trust
+STORE_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
+MIN_FREE_BYTES = 1 << 16  # what the record of a run takes at least
+LFS_POINTER = "is a pointer of git lfs to a file that was not fetched: git lfs pull"
 
 
 def check_paths(recipe: "TrainingRecipe", output: Path, output_option: str = "output_dir") -> None:
@@ -44,7 +44,7 @@ def check_paths(recipe: "TrainingRecipe", output: Path, output_option: str = "ou
             problems.append(f"{option} = {name!r}: there is no such folder")
         elif name and (why := why_no_model(name)):
             problems.append(f"{option} = {name!r}: {why}")
-        elif name and (folder := metas_folder(name)):
+        elif name and (folder := meta_folder(name)):
             problems.append(
                 f"{option} = {name!r} has weights in Meta's format. Convert them first: zerofit convert meta-to-hf "
                 f"--input {folder} --output {folder.name}-hf"
@@ -54,21 +54,21 @@ def check_paths(recipe: "TrainingRecipe", output: Path, output_option: str = "ou
         if name and not Path(name).expanduser().is_file():
             problems.append(f"{option} = {name!r}: there is no such file")
     for _, prefix in getattr(recipe, "blend", []):
-        missing = missing_corpus(str(Path(prefix).expanduser()))
+        missing = corpus_problem(str(Path(prefix).expanduser()))
         problems += [f"data_path = {prefix!r}: {missing}"] if missing else []
     checkpoints = output / "checkpoints"  # may be a mount, or belong to somebody else
     places = [(output_option, output), ("cache_dir", recipe.cache_dir)]
     places += [(output_option, checkpoints)] if checkpoints.exists() else []
     for option, place in places:
-        why = cannot_be_written(Path(place).expanduser()) if place else None
+        why = why_not_writable(Path(place).expanduser()) if place else None
         problems += [f"{option} = {str(place)!r} {why}. Choose another folder"] if why else []
     if problems:
         raise UserError(problems)
 
 
 def find_files(option: str, patterns: list[str]) -> list[Path]:
-    """The files that paths and globs name, in a fixed order. `{stdlib}` is the folder of Python's standard library.
-    Raises UserError: something is missing, a folder, or empty."""
+    """Return the files that paths and globs name, in a fixed order. `{stdlib}` is the folder of Python's standard
+    library. Raises UserError: something is missing, a folder, or empty."""
     problems = []
     files_with_content = []
     for pattern in filter(lambda word: not is_weight(word), patterns):
@@ -87,11 +87,11 @@ def find_files(option: str, patterns: list[str]) -> list[Path]:
             if not path.exists():
                 problems.append(f"{option} = {str(path)!r}: there is no such file")
             elif path.is_dir():
-                saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
-                remedy = f"read it with --dataset_name {path}" if saved else f"name its files, e.g. {path}/*.txt"
+                is_dataset = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+                remedy = f"read it with --dataset_name {path}" if is_dataset else f"name its files, e.g. {path}/*.txt"
                 problems.append(f"{option} = {str(path)!r} is a folder; {remedy}")
             elif is_pointer(path):
-                problems.append(f"{option} = {str(path)!r} {POINTER}")
+                problems.append(f"{option} = {str(path)!r} {LFS_POINTER}")
             elif path.stat().st_size == 0 and not is_glob:
                 problems.append(f"{option} = {str(path)!r}: the file is empty")
         files_with_content += [path for path in files if path.is_file() and path.stat().st_size > 0]
@@ -104,7 +104,7 @@ def find_files(option: str, patterns: list[str]) -> list[Path]:
 
 
 def is_pointer(path: Path) -> bool:
-    """Return whether a file is what `git clone` leaves of a large file where git lfs is not installed."""
+    """Return whether a file is the pointer that `git clone` leaves of a large file where git lfs is not installed."""
     return path.is_file() and path.stat().st_size < 500 and path.read_bytes().startswith(b"version https://git-lfs")
 
 
@@ -114,9 +114,9 @@ def is_address(name: str) -> bool:
 
 
 def open_address(option: str, address: str) -> tuple["AbstractFileSystem", str]:
-    """The file system of an address, and the path in it. Nothing is asked of the store. Any file system of fsspec
-    works that lasts: s3 (the package s3fs), gcs (gcsfs), az (adlfs), file, ... Raises UserError: nothing is known of
-    such addresses, or a package is missing; it is a relative path."""
+    """Return (the file system of an address, the path in it), without a request to the store. It takes any file system
+    of fsspec that keeps files: s3 (the package s3fs), gcs (gcsfs), az (adlfs), file, ... Raises UserError: the
+    protocol is unknown, a package is missing, or the path is relative."""
     from fsspec import get_filesystem_class
     from fsspec.core import url_to_fs
     from fsspec.implementations.local import LocalFileSystem
@@ -127,7 +127,7 @@ def open_address(option: str, address: str) -> tuple["AbstractFileSystem", str]:
         is_local = issubclass(system, LocalFileSystem)
         files, path = url_to_fs(address, **({"auto_mkdir": True} if is_local else {}))
     except ImportError as error:
-        remedy = f"pip install {PACKAGES[protocol]}" if protocol in PACKAGES else first_line(error)
+        remedy = f"pip install {STORE_PACKAGES[protocol]}" if protocol in STORE_PACKAGES else first_line(error)
         raise UserError(f"{option} = {address!r}: a package is missing for {protocol}://. {remedy}") from None
     except ValueError as error:
         raise UserError(f"{option} = {address!r}: {first_line(error)}. Use s3://, gcs://, az:// or file://") from None
@@ -137,18 +137,18 @@ def open_address(option: str, address: str) -> tuple["AbstractFileSystem", str]:
 
 
 def is_weight(word: str) -> bool:
-    """Return whether a word of train_file is the weight of the files after it, and no file."""
+    """Return whether a word of train_file is the weight of the files after it, and not a file."""
     return bool(re.fullmatch(r"(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?", word)) and not os.path.exists(word)
 
 
 def is_missing_folder(name: str) -> bool:
-    """Return whether a name can only be a folder, and the folder does not exist."""
+    """Return whether a name can only be that of a folder, and the folder does not exist."""
     looks_like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     return looks_like_a_path and not Path(name).expanduser().exists()
 
 
-def metas_folder(name: str) -> Path | None:
-    """The folder of Meta's consolidated.*.pth that a name means; None if it has transformers' files too."""
+def meta_folder(name: str) -> Path | None:
+    """Return the folder of Meta's consolidated.*.pth that a name means; None if it has transformers' files too."""
     path = Path(name).expanduser()
     folder = path.parent if path.suffix == ".pth" else path
     if (folder / "config.json").is_file() or not any(folder.glob("consolidated.*.pth")):
@@ -157,31 +157,31 @@ def metas_folder(name: str) -> Path | None:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder is a run's, with its model or adapter in model/."""
+    """Return whether a folder is that of a run, with its model or adapter in model/."""
     files = ("config.json", "adapter_config.json")
     return any((folder / "model" / name).is_file() for name in files) and not (folder / "config.json").exists()
 
 
-def missing_corpus(prefix: str) -> str | None:
-    """The problem if a file of a corpus in Megatron's format is missing; None if both exist."""
+def corpus_problem(prefix: str) -> str | None:
+    """Return a sentence if a file of a corpus in Megatron's format is missing; None if both exist."""
     missing = [f"{prefix}{ending}" for ending in (".idx", ".bin") if not Path(f"{prefix}{ending}").is_file()]
     if not missing:
         return None
     folder, name = os.path.split(prefix)
-    near = sorted(Path(folder or ".").glob(f"{glob.escape(name)}_*_document.idx"))
-    close = f"Did you mean {' or '.join(str(path)[:-4] for path in near[:3])}?" if near else ""
+    similar = sorted(Path(folder or ".").glob(f"{glob.escape(name)}_*_document.idx"))
+    close = f"Did you mean {' or '.join(str(path)[:-4] for path in similar[:3])}?" if similar else ""
     return f"there is no {' and no '.join(missing)}. {close or 'Name what stands before .bin and .idx'}"
 
 
-def cannot_be_written(folder: Path) -> str | None:
-    """Say why a folder cannot be created or written, as part of a sentence; None if it can. Creates nothing."""
+def why_not_writable(folder: Path) -> str | None:
+    """Return why a folder cannot be created or written, as part of a sentence; None if it can. Creates nothing."""
     folder = folder.absolute()
     place = next(place for place in (folder, *folder.parents) if place.exists())
     if not place.is_dir():
         return "is a file" if place == folder else f"cannot be made: {place} is a file"
     try:
         with tempfile.TemporaryFile(dir=place) as file:
-            file.write(bytes(SPACE_BYTES))  # a full disk still makes empty files
+            file.write(bytes(MIN_FREE_BYTES))  # a full disk still makes empty files
             file.flush()
             os.fsync(file.fileno())
             return None
@@ -190,52 +190,51 @@ def cannot_be_written(folder: Path) -> str | None:
 
 
 def untrusted_folder_reason(folder: Path) -> str | None:
-    """Say why others decide what is in an existing folder, as part of a sentence; None if they do not, or it is
+    """Return why other users can change an existing folder, as part of a sentence; None: they cannot, or it is
     absent."""
     try:
-        about = folder.stat()
+        status = folder.stat()
     except OSError:
         return None
-    if about.st_uid not in (os.getuid(), ADMINISTRATOR):
+    if status.st_uid not in (os.getuid(), ROOT_USER):
         return "belongs to somebody else"
-    writers = stat.S_IWOTH | (stat.S_IWGRP if about.st_gid != os.getgid() else 0)
-    return f"can be written by others (mode {stat.S_IMODE(about.st_mode):o})" if about.st_mode & writers else None
+    writers = stat.S_IWOTH | (stat.S_IWGRP if status.st_gid != os.getgid() else 0)
+    return f"can be written by others (mode {stat.S_IMODE(status.st_mode):o})" if status.st_mode & writers else None
 
 
 def name_of_recipe(file: str | None, otherwise: str) -> str:
-    """Name a run or a report after a recipe's file: its name; of a run's own recipe.yaml that of the run;
+    """Return the name of a run or report: that of the recipe's file; for a run's own recipe.yaml that of the run;
     without a file `otherwise`."""
     if file is None:
         return otherwise
     path = Path(file)
-    is_of_run = any((path.parent / name).is_file() for name in ("strategy.yaml", ENVIRONMENT))
+    is_of_run = any((path.parent / name).is_file() for name in ("strategy.yaml", ENVIRONMENT_FILE))
     return path.resolve().parent.name if path.name == "recipe.yaml" and is_of_run else path.stem
 
 
 def why_no_model(name: str) -> str | None:
-    """Tell what became of the run whose folder is named, where that has no model; None: it has one, or is not a
-    run's."""
+    """Return why the run in this folder has no model; None: it has one, or the folder is not that of a run."""
     folder = Path(name).expanduser()
-    if not (folder / ENVIRONMENT).is_file() or is_run(folder) or (folder / "config.json").is_file():
+    if not (folder / ENVIRONMENT_FILE).is_file() or is_run(folder) or (folder / "config.json").is_file():
         return None
-    found = read_record(folder / ENVIRONMENT)
-    code = found.get("exit_code")
-    reason = found.get("exit_reason")
+    record = read_record(folder / ENVIRONMENT_FILE)
+    code = record.get("exit_code")
+    reason = record.get("exit_reason")
     if code is None:
         return "this run has no model yet: it has not ended"
-    what = f"this run has no model: it ended with code {code}"
-    return f"{what} ({str(reason).removeprefix('error: ')})" if reason else what
+    problem = f"this run has no model: it ended with code {code}"
+    return f"{problem} ({str(reason).removeprefix('error: ')})" if reason else problem
 
 
 def output_folder(task: str, recipe: "TrainingRecipe") -> Path:
-    """The run folder: output_dir, else outputs/ and the name of the recipe's file, else of the task."""
+    """Return the run folder: output_dir, else outputs/ and the name of the recipe's file, else of the task."""
     return Path(recipe.output_dir or Path("outputs") / name_of_recipe(recipe.source("config"), task))
 
 
 def answers_folder(task: str, recipe: "TaskRecipe") -> str:
-    """The folder of a launch without training: named after the model, the recipe's file or the task, and after what is
-    done."""
-    asked = Path(recipe.model_name_or_path or "")
-    of_model = asked.resolve().parent.name if asked.name == "model" else asked.name
+    """Return the folder of a launch without training: it is named after the model, the recipe's file or the task, and
+    after evaluate or predict."""
+    model = Path(recipe.model_name_or_path or "")
+    of_model = model.resolve().parent.name if model.name == "model" else model.name
     name = recipe.output_dir or Path("outputs") / name_of_recipe(recipe.source("config"), of_model or task)
     return f"{name}-{'predict' if recipe.predict_file else 'evaluate'}"

@@ -281,12 +281,12 @@ TASKS: dict[str, type[TaskRecipe]] = {  # by the name of the script in train/
     "cls": ClsRecipe,
     "seq2seq": Seq2SeqRecipe,
 }
-CAUSAL = ("clm", "dpo", "distill")
+CAUSAL_TASKS = ("clm", "dpo", "distill")
 
 
 def model_kind(task: str) -> str:
-    """The kind of model that a task trains: clm, cls or seq2seq. That of dpo and distill is clm."""
-    return "clm" if task in CAUSAL else task
+    """Return the kind of model that a task trains: clm, cls or seq2seq. That of dpo and distill is clm."""
+    return "clm" if task in CAUSAL_TASKS else task
 
 
 def task_of_recipe(file: str) -> str | None:
@@ -302,4 +302,4 @@ def task_of_recipe(file: str) -> str | None:
     names = set(content) if isinstance(content, dict) else set()
     unknown = {task: len(names - {field.name for field in fields(cls)}) for task, cls in TASKS.items()}
     best = [task for task, count in unknown.items() if count == min(unknown.values())]
-    return best[0] if len(best) == 1 or set(best) == set(CAUSAL) else None
+    return best[0] if len(best) == 1 or set(best) == set(CAUSAL_TASKS) else None

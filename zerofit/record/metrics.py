@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.files import atomic_file, object_of, open_without_links
+from zerofit.recipe.files import atomic_file, open_without_links, parse_object
 
 Parse = Callable[[bytes], dict[str, Any] | None]
 
@@ -110,7 +110,7 @@ class LineReader:
 
 def line_of_update(text: bytes) -> dict[str, Any] | None:
     """The object of a line; None if it is none, or not of an update."""
-    line = object_of(text)
+    line = parse_object(text)
     return line if line is not None and type(line.get("update")) is int else None
 
 

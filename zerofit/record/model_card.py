@@ -4,8 +4,8 @@ import json
 import re
 from typing import Any
 
-from zerofit.recipe.errors import printable
-from zerofit.recipe.files import without_folders
+from zerofit.recipe.errors import escape_controls
+from zerofit.recipe.files import strip_folders
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.recipe.tasks import model_kind
 from zerofit.record.terminal import decimals
@@ -28,10 +28,10 @@ def model_card(
     public = recipe.to_publish()
     began = public["model_name_or_path"]
     library = "peft" if is_adapter else "transformers"
-    base = without_folders(base) if base else began
+    base = strip_folders(base) if base else began
     quoted = _quoted(base)
     front = ["---", f"library_name: {library}", *([f"base_model: {quoted}"] if base else []), "tags: [zerofit]", "---"]
-    corpora = [without_folders(prefix) for _, prefix in getattr(recipe, "blend", [])]
+    corpora = [strip_folders(prefix) for _, prefix in getattr(recipe, "blend", [])]
     data = public["dataset_name"] or ", ".join(public["train_file"] or corpora)
     figures = [f"| {name.removeprefix('eval_')} | {decimals(value)} |" for name, value in held_out.items()]
     measured = ["", "| held out | |", "|---|---|", *figures] if figures else []
@@ -43,7 +43,7 @@ def model_card(
         (head for head in ("MultipleChoice", "TokenClassification") if head in model_class), HEADS[model_kind(task)]
     )
     about = f"Task {task}; {'continued from ' + began if began else 'trained from scratch'} on {data}."
-    in_one_line = printable(" ".join(about.splitlines()))
+    in_one_line = escape_controls(" ".join(about.splitlines()))
     return "\n".join(
         [
             *front,
@@ -66,7 +66,7 @@ def model_card(
 
 def _quoted(text: str | None) -> str:
     """A string of YAML, which is one of Python as well."""
-    return printable(json.dumps(text, ensure_ascii=False))
+    return escape_controls(json.dumps(text, ensure_ascii=False))
 
 
 def _loading(auto_class: str, base: str | None, is_adapter: bool) -> list[str]:

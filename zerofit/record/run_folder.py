@@ -26,11 +26,11 @@ from safetensors import SafetensorError
 from zerofit.recipe.base import Recipe
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import (
-    TEMPORARY,
+    TEMPORARY_NAME,
     atomic_file,
-    is_of_the_disk,
-    object_of,
+    is_disk_error,
     open_without_links,
+    parse_object,
     read_record,
     remove,
     sync,
@@ -128,14 +128,14 @@ class WrittenFiles:
                 path.unlink()
         remove_empty(self.path / MODEL)
         for path in self.path.glob("*.partial"):
-            match = TEMPORARY.fullmatch(path.name)
+            match = TEMPORARY_NAME.fullmatch(path.name)
             if match and match["name"] in {*self.names, RECORD, MODEL}:
                 remove(path)
 
 
 def _plain(name: str) -> tuple[str, bool]:
     """The name that a file or folder of a temporary name is to get, or its own; whether it has a temporary one."""
-    temporary = TEMPORARY.fullmatch(name)
+    temporary = TEMPORARY_NAME.fullmatch(name)
     return (temporary["name"], True) if temporary else (name, False)
 
 
@@ -366,13 +366,13 @@ class RunFolder:
 
     def note_missing(self, name: str, error: Exception) -> None:
         """Take down that a file could not be written, and why."""
-        if not is_of_the_disk(error):
+        if not is_disk_error(error):
             traceback.print_exception(error)
         self.missing[name] = f"{name} ({first_line(error)})"
 
     def predictions(self, suffix: str = "", fields: Sequence[str] = ()) -> list[dict[str, Any]]:
         """Read predictions.jsonl, of this launch or of an earlier one: the lines that have these fields."""
-        rows = JsonlFile(self.path / f"predictions{suffix}.jsonl", object_of).read()
+        rows = JsonlFile(self.path / f"predictions{suffix}.jsonl", parse_object).read()
         return [row for row in rows if row.keys() >= set(fields)]
 
     def claim(self, name: str) -> None:

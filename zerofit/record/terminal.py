@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
-from zerofit.recipe.errors import printable
+from zerofit.recipe.errors import escape_controls
 from zerofit.record.metrics import UpdateMetrics
 
 if TYPE_CHECKING:
@@ -58,12 +58,12 @@ def log_lines(*lines: str, main: bool = True) -> None:
     """Print to stdout at once, on the main process; nothing where there are no lines. At a terminal lines are wrapped
     to its width."""
     if main and lines:
-        print(*(on_screen(printable(line), screen_width()) for line in lines), sep="\n", flush=True)
+        print(*(on_screen(escape_controls(line), screen_width()) for line in lines), sep="\n", flush=True)
 
 
 def log_to_stderr(text: str) -> None:
     """Print to stderr: stdout has what a model writes, and nothing else."""
-    print(on_screen(printable(text), screen_width(sys.stderr)), file=sys.stderr, flush=True)
+    print(on_screen(escape_controls(text), screen_width(sys.stderr)), file=sys.stderr, flush=True)
 
 
 def screen_width(stream: TextIO | None = None) -> int | None:
@@ -130,7 +130,7 @@ def table(rows: list[tuple[str, ...]], width: int | None = None) -> str:
     """Rows as aligned columns: the first to the left, the others to the right. In a table wider than the screen is
     (`width`), the words of the first row stand below each other, and the first column gets narrower, as far as it can
     be read; columns that are still too many follow in further tables."""
-    rows = [tuple(printable(cell.replace("\n", " ")) for cell in row) for row in rows]
+    rows = [tuple(escape_controls(cell.replace("\n", " ")) for cell in row) for row in rows]
     first, *others = _widths(rows)
     if width is not None and 2 + first + sum(others) + 2 * len(others) > width:
         words = [cell.split() or [""] for cell in rows[0]]
@@ -200,7 +200,7 @@ class StatusLine:
         """Print as many of the pieces, by priority, as fit."""
         self.shown = time.perf_counter()
         width = screen_width(sys.stderr)
-        line = printable(fitted(pieces, width and width - 1))
+        line = escape_controls(fitted(pieces, width and width - 1))
         if not self.renewed:
             print(line, file=sys.stderr, flush=True)
             return

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zerofit.recipe.base import broken_rule
+from zerofit.recipe.base import find_broken_rule
 from zerofit.recipe.errors import Problems, did_you_mean
 from zerofit.recipe.options import TrainingRecipe
 from zerofit.strategy.batches import BatchSizes, resolve_batches
@@ -71,7 +71,7 @@ class OptionResolver(Problems):
             return
         field = next(field for field in dataclasses.fields(self.recipe) if field.name == option)
         is_whole = field.metadata["kind"].base is int
-        rule = "it must be an integer" if is_whole and stated % 1 else broken_rule(float(stated), field.metadata)
+        rule = "it must be an integer" if is_whole and stated % 1 else find_broken_rule(float(stated), field.metadata)
         if rule:
             self.found.append(f"{self.source}: {key} = {json.dumps(stated)}: {rule}")
             return

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.recipe.errors import Problems, UserError, did_you_mean
-from zerofit.recipe.files import each_key_once, parse_json, read_text
+from zerofit.recipe.files import parse_json, read_text, reject_duplicates
 from zerofit.strategy.launch import Launch, tell_deepspeed_of_a_cpu
 
 # Top-level keys of DeepSpeed 0.19's configuration (deepspeed.ai/docs/config-json); DeepSpeed ignores any other.
@@ -86,7 +86,7 @@ def read_deepspeed_config(launch: Launch, collected: Problems | None = None) -> 
     if not path.is_file():
         raise UserError(f"{launch.source}: deepspeed_config_file = {launch.json_path!r}: there is no such file")
     try:
-        config = parse_json(read_text(path), object_pairs_hook=each_key_once)
+        config = parse_json(read_text(path), object_pairs_hook=reject_duplicates)
     except ValueError as error:  # the message names the line
         hint = "JSON has no comments, no comma behind the last value and no single quotes"
         raise UserError(f"{path}: not valid JSON: {error}. {hint}") from None

@@ -21,8 +21,8 @@ from typing import Any
 import psutil
 
 from zerofit.recipe.base import Recipe
-from zerofit.recipe.errors import OUR_LAUNCHER, UserError, did_you_mean, nearest
-from zerofit.recipe.files import CONFIGS, configs, counted, read_yaml
+from zerofit.recipe.errors import LAUNCHER_VARIABLE, UserError, did_you_mean, nearest
+from zerofit.recipe.files import CONFIG_DIR, configs, counted, read_yaml
 from zerofit.recipe.parse import flag_value, option_named
 from zerofit.strategy.gpus import use_expandable_segments
 
@@ -382,7 +382,7 @@ class Launch:
     def strategy_name(self) -> str | None:
         """The name of the strategy; None where the YAML is not one of accelerate_configs/, and where there is none."""
         path = Path(self.config_file or "")
-        return path.stem if path.resolve().parent.name == CONFIGS.name else None
+        return path.stem if path.resolve().parent.name == CONFIG_DIR.name else None
 
     @property
     def source(self) -> str:
@@ -483,8 +483,8 @@ class Launcher:
 def find_launcher() -> Launcher | None:
     """Find the launcher of this process. `zerofit launch` names itself in a variable. accelerate hands its settings
     down as variables, without the file that they come from: its command line is read. None: neither of them."""
-    if OUR_LAUNCHER in os.environ:
-        return Launcher(**json.loads(os.environ[OUR_LAUNCHER]))
+    if LAUNCHER_VARIABLE in os.environ:
+        return Launcher(**json.loads(os.environ[LAUNCHER_VARIABLE]))
     if "ACCELERATE_MIXED_PRECISION" not in os.environ:  # accelerate always sets it
         return None
     modules = ("accelerate-launch", "accelerate.commands.launch", "accelerate/commands/launch.py")

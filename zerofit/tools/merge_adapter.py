@@ -17,7 +17,7 @@ from zerofit.model.lora import load_with_adapter
 from zerofit.model.pretrained_io import atomic_folder, read_model
 from zerofit.model.tokenizer import load_named_tokenizer
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.files import without_folders
+from zerofit.recipe.files import strip_folders
 
 # Largest difference of two logits that are the same but for rounding, as a share of the logits' spread: fp32 sums in
 # another order; in bf16 and fp16 the merged weight itself is rounded, which is once more in every layer.
@@ -137,8 +137,8 @@ def _card(model: PreTrainedModel, folder: AdapterFolder, base: str, notes: list[
     of_adapter = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save", "task_type")
     settings = json.dumps({name: folder.settings.get(name) for name in of_adapter}, indent=2)
     dtype = str(model.dtype).removeprefix("torch.")
-    base = without_folders(base)
-    adapter = without_folders(str(folder.path))
+    base = strip_folders(base)
+    adapter = strip_folders(str(folder.path))
     path = folder.path.resolve()
     name = path.parent.name if path.name == "model" else path.name  # of a run's model/ the run's
     return f"""---

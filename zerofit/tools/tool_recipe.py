@@ -11,7 +11,7 @@ import yaml
 from zerofit.recipe.base import Recipe, option
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import read_yaml, recipe_file
-from zerofit.recipe.parse import REMOVED, flag_value, parse_recipe, wants_help
+from zerofit.recipe.parse import REMOVED_OPTIONS, flag_value, parse_recipe, wants_help
 from zerofit.recipe.tasks import TASKS, TaskRecipe, task_of_recipe
 from zerofit.record.terminal import log_to_stderr
 
@@ -122,7 +122,7 @@ def join_with_recipe(tool: type[T], argv: list[str], prog: str) -> tuple[str, ty
             parse_recipe(tool, argv, prog=prog, tool=True)
         gone = [
             f"--{name} is not an option: {hint}"
-            for name, hint in REMOVED.items()
+            for name, hint in REMOVED_OPTIONS.items()
             if f"--{name}" in argv and not hasattr(tool, name)
         ]
         if config and not gone:

@@ -17,7 +17,7 @@ from zerofit.health.watchdog import Watchdog
 from zerofit.launch.exit_code import ExitCode, find_folder
 from zerofit.launch.rendezvous import RankRendezvous
 from zerofit.recipe import parse_recipe
-from zerofit.recipe.errors import EXIT, EXIT_FAILED, OUR_LAUNCHER, exit_within, leave, reports_user_errors
+from zerofit.recipe.errors import EXIT, EXIT_FAILED, LAUNCHER_VARIABLE, exit_within, leave, reports_user_errors
 from zerofit.recipe.parse import wants_help
 from zerofit.recipe.paths import check_paths, output_folder
 from zerofit.recipe.tasks import TaskRecipe
@@ -48,7 +48,7 @@ def begin(task: str, kind: type[TaskRecipe]) -> Start:
         os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", "1"))
         if sys.argv[1:2] == [f"--local_rank={os.environ.get('LOCAL_RANK')}"]:
             del sys.argv[1]  # LOCAL_RANK has it as well
-    if OUR_LAUNCHER in os.environ:
+    if LAUNCHER_VARIABLE in os.environ:
         end_with_parent()
     ranks = RankRendezvous()
     write_exit_code_at_end(task, ranks)

@@ -41,7 +41,7 @@ from zerofit.model.tensor_parallel import check_split
 from zerofit.recipe.errors import Problems, UserError
 from zerofit.recipe.files import counted, read_record
 from zerofit.recipe.paths import answers_folder, output_folder
-from zerofit.recipe.tasks import CAUSAL, TaskRecipe, model_kind
+from zerofit.recipe.tasks import CAUSAL_TASKS, TaskRecipe, model_kind
 from zerofit.record.recorder import wanted_trackers
 from zerofit.record.run_folder import RunFolder, differing_options, identity_options
 from zerofit.strategy.batches import RESUMED
@@ -262,7 +262,7 @@ def check_strategy_for_task(task: str, strategy: Strategy) -> None:
     """Check that a task supports the kinds of parallelism of a strategy. Raises UserError: it does not."""
     degrees = {"sequence": strategy.sequence, "tensor": strategy.tensor, "pipeline": strategy.pipeline}
     kinds = " and ".join(kind for kind, degree in degrees.items() if degree > 1)
-    if task not in CAUSAL and kinds:
+    if task not in CAUSAL_TASKS and kinds:
         raise UserError(
             f"{strategy.source}: train/{task}.py does not support {kinds} parallelism. Use a strategy without it, "
             "such as zero3"

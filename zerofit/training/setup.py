@@ -38,7 +38,7 @@ from zerofit.model.compilation import (
 from zerofit.model.lora import add_adapter, continue_adapter
 from zerofit.model.parameters import flops_per_pair_token, flops_per_token
 from zerofit.model.recomputation import enable_recomputation, offload_inputs
-from zerofit.recipe.files import appears, counted, is_there
+from zerofit.recipe.files import counted, is_there, wait_until
 from zerofit.record.environment import describe_environment
 from zerofit.record.recorder import MemoryMeter, RunRecorder, ThroughputMeter, peak_flops, start_trackers
 from zerofit.record.terminal import Bar
@@ -266,7 +266,7 @@ def _resume(run: "Run") -> None:
     if recipe.save_strategy != "no":  # each rank writes its part of a checkpoint into this folder
         file = run.folder.path / "recipe.yaml"
         text = engine.from_main(file.read_text() if engine.is_main else None)
-        is_seen = appears(lambda: is_there(file) and file.read_text() == text)
+        is_seen = wait_until(lambda: is_there(file) and file.read_text() == text)
         view = f"view of output_dir = {str(run.folder.path)!r}"
         check_same({view: "the run" if is_seen else "no such run"}, f"{SHARED_FOLDER_REMEDY}, or --save_strategy no")
     run.checkpoints.restore_best_checkpoint()

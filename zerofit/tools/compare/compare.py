@@ -28,7 +28,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from zerofit.launch.runs import ending_in_order
-from zerofit.recipe.errors import UserError, printable
+from zerofit.recipe.errors import UserError, escape_controls
 from zerofit.recipe.files import counted, parse_bytes
 from zerofit.recipe.paths import check_paths, name_of_recipe
 from zerofit.record.run_folder import RunFolder, check_folder_of
@@ -253,7 +253,7 @@ class ComparisonReport:
                 figure.savefig(output / f"{name}.svg", metadata={"Date": None})
             pictures[name] = (output / f"{name}.svg").read_bytes()
         parts = self._parts()
-        (output / "report.md").write_text(printable(markdown(parts, [*pictures])), encoding="utf-8")
+        (output / "report.md").write_text(escape_controls(markdown(parts, [*pictures])), encoding="utf-8")
         (output / "report.html").write_text(html_page(parts, pictures), encoding="utf-8")
         lines: list[dict[str, Any]] = []  # empty is what a size that does not fit, or was not timed, does not have
         for row in self.rows:
@@ -411,4 +411,4 @@ def html_page(parts: list[ReportSection], pictures: dict[str, bytes]) -> str:
 
 def _escaped(text: str) -> str:
     """A text in HTML, with its words in backquotes as code."""
-    return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(printable(text)))
+    return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(escape_controls(text)))

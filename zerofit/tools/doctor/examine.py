@@ -23,7 +23,7 @@ from zerofit.model.compilation import check_float8_device, missing_compiler
 from zerofit.model.configuration import known_architectures
 from zerofit.model.tokenizer import check_vocabulary, load_tokenizer
 from zerofit.recipe.errors import NothingToDo, UserError, first_line
-from zerofit.recipe.files import counted, is_shared, read_yaml, script, shown_path
+from zerofit.recipe.files import counted, display_path, is_shared, read_yaml, script
 from zerofit.recipe.options import TrainingRecipe, make_schedule
 from zerofit.recipe.paths import check_paths, is_missing_folder, output_folder
 from zerofit.recipe.tasks import TaskRecipe
@@ -262,7 +262,7 @@ def _launch(report: DoctorReport, options: DoctorOptions, task: str | None, reci
         words = ["torchrun", "--nproc_per_node", processes // machines, *(["--nnodes", machines] if several else [])]
     program = ["train/TASK.py", "--config", "RECIPE"]
     if task:
-        program = [shown_path(script(task)), *recipe.flags_given(without=("strategy",) if file else ())]
+        program = [display_path(script(task)), *recipe.flags_given(without=("strategy",) if file else ())]
     report.command = shlex.join(map(str, [*words, *program]))
     return processes, machines
 

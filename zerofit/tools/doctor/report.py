@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerofit.recipe.base import as_text, option
+from zerofit.recipe.base import option, to_text
 from zerofit.recipe.errors import EXIT_FAILED, EXIT_USER_ERROR, UserError
 from zerofit.recipe.files import counted
 from zerofit.recipe.options import StrategyOptions
@@ -80,7 +80,7 @@ class DoctorReport:
         if self.examined:
             verdict += f": {self.examined} {'would not run' if self.exit_code else 'can run'} here"
         values = [
-            (name, shortened(as_text(value).replace("\n", "\\n"), VALUE), source)
+            (name, shortened(to_text(value).replace("\n", "\\n"), VALUE), source)
             for name, value, source in self.values
         ]
         launch = [f"  {self.command}"] if self.command else []

@@ -28,8 +28,8 @@ from zerofit.model.configuration import has_model, is_adapter, model_folder, rea
 from zerofit.model.lora import load_with_adapter
 from zerofit.model.pretrained_io import read_model, silence_libraries
 from zerofit.model.tokenizer import first_target_tokens, load_named_tokenizer, padding_token
-from zerofit.recipe.errors import UserError, printable
-from zerofit.recipe.files import has_half_pair, parse_json, read_text
+from zerofit.recipe.errors import UserError, escape_controls
+from zerofit.recipe.files import has_lone_surrogate, parse_json, read_text
 from zerofit.record.terminal import log_to_stderr
 from zerofit.strategy.devices import accelerator
 
@@ -108,7 +108,7 @@ class PrintableStreamer(TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Print a part of the text that stays as it is."""
-        super().on_finalized_text(printable(text), stream_end)
+        super().on_finalized_text(escape_controls(text), stream_end)
 
 
 class Writer:
@@ -192,7 +192,7 @@ class Writer:
         text = self.tokenizer.batch_decode([new], skip_special_tokens=True)[0]
         empty = not text.strip() and sys.stdout.isatty()
         if empty or not streams:
-            print(EMPTY if empty else printable(text) if sys.stdout.isatty() else text, flush=True)
+            print(EMPTY if empty else escape_controls(text) if sys.stdout.isatty() else text, flush=True)
         return text
 
 
@@ -283,7 +283,7 @@ def _prompt_of(line: str, where: str) -> Prompt:
         record = parse_json(line)
     except json.JSONDecodeError as error:
         raise UserError(f"{where} is not JSON: {error}") from None
-    if has_half_pair(record):
+    if has_lone_surrogate(record):
         raise UserError(f"{where}: a text has half of a surrogate pair (as \\ud83d alone), which is not a character")
     keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
     name = next((name for name in ("prompt", "messages") if isinstance(record, dict) and record.get(name)), None)

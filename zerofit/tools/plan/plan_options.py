@@ -22,7 +22,7 @@ from zerofit.model.lora import check_expert_targets, check_quantised_sharding, s
 from zerofit.recipe.base import Recipe, option
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import parse_bytes, parse_json, place, read_text, read_yaml
-from zerofit.recipe.tasks import CAUSAL
+from zerofit.recipe.tasks import CAUSAL_TASKS
 from zerofit.strategy.gpu_table import CPU, Gpu, find_gpu
 from zerofit.strategy.launch import find_strategies
 from zerofit.strategy.layout import PIPELINE, SEQUENCE, TENSOR, with_degrees
@@ -174,7 +174,7 @@ class PlanOptions(BatchSizesOptions, SpeedOptions, StrategiesOptions):
             without_use = [name for name in ("batch_sizes", "max_batch_size", "mean_length") if self.source(name)]
             found += [f"{name} has no effect with lengths = {given}. Remove it" for name in without_use]
         packs = getattr(self, "packing", "none") != "none" or getattr(self, "data_path", None)
-        if self.mean_length and self.task in CAUSAL and packs:
+        if self.mean_length and self.task in CAUSAL_TASKS and packs:
             found.append(f"mean_length = {self.mean_length:g} has no effect: packed rows are full. Remove it")
         return found
 

@@ -32,7 +32,7 @@ from zerofit.data.sources import FORMATS, read_source
 from zerofit.data.tables import one_process_at_a_time
 from zerofit.model.tokenizer import END_OF_TEXT
 from zerofit.recipe.errors import UserError, first_line
-from zerofit.recipe.files import DAMAGED, PACKED, ending_of, open_bytes, open_without_links, unpacked
+from zerofit.recipe.files import COMPRESSED, READ_ERRORS, decompress, format_suffix, open_bytes, open_without_links
 from zerofit.recipe.paths import find_files
 from zerofit.record.terminal import log_lines
 from zerofit.tools.prepare.encode import RecordChunk
@@ -213,12 +213,12 @@ def find_input(inputs: list[str]) -> dict[Path, str]:
             is_skipped = is_corpus or path.suffix == PARTIAL or INDEX_FOLDER in path.parts
             if path in files or (is_skipped and not is_named):
                 continue
-            kind = KINDS.get(ending_of(path))
+            kind = KINDS.get(format_suffix(path))
             if kind is None:
                 with open_bytes(path) as file:
                     kind = "json" if file.read(4096).removeprefix(BOM_UTF8).lstrip()[:1] == b"{" else None
-            if kind is None or (kind == "parquet" and path.suffix.lower() in PACKED):
-                known = f"{', '.join(KINDS)}; also {', '.join(PACKED)}"
+            if kind is None or (kind == "parquet" and path.suffix.lower() in COMPRESSED):
+                known = f"{', '.join(KINDS)}; also {', '.join(COMPRESSED)}"
                 raise UserError(f"input = {str(path)!r}: unknown file extension. Known are {known}")
             files[path] = kind
     if not files:
@@ -262,7 +262,7 @@ def parts_of(
                 size = 0
         if held:
             yield RecordChunk(str(file), kind, held)
-    except DAMAGED as error:
+    except READ_ERRORS as error:
         raise UserError(f"{file} cannot be read: {first_line(error)}. Is it cut off?") from None
 
 
@@ -270,7 +270,7 @@ def _blocks(path: Path, encoding: str | None) -> Iterator[bytes]:
     """The bytes of a file, unpacked and as UTF-8, in blocks."""
     encoding = encoding or bom_encoding(path)
     with path.open("rb") as raw:
-        file = unpacked(raw, path)
+        file = decompress(raw, path)
         yield from as_utf8(file, encoding, path) if encoding else iter(lambda: file.read(PART), b"")
 
 

@@ -22,7 +22,7 @@ from unittest.mock import patch
 from tokenizers import Tokenizer
 
 from zerofit.recipe.errors import UserError
-from zerofit.recipe.files import has_half_pair
+from zerofit.recipe.files import has_lone_surrogate
 
 CODES = {"uint16": "H", "int32": "i"}  # of array.array
 TOGETHER = 256  # texts that are tokenised at a time: an Encoding takes many times the memory of its ids
@@ -130,7 +130,7 @@ def _checked(record: Any, keys: tuple[str, ...]) -> list[str]:
         if not isinstance(record[key], str):
             what = "null" if record[key] is None else f"a {type(record[key]).__name__}"
             raise BadLine(f"{key!r} is {what}, not a text")
-        if has_half_pair(record[key]):
+        if has_lone_surrogate(record[key]):
             raise BadLine(f"{key!r} has half of a surrogate pair, which is not a character")
     return [record[key] for key in keys]
 

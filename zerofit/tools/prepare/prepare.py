@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from zerofit.launch.runs import ending_in_order
 from zerofit.recipe.base import Recipe, option
-from zerofit.recipe.data_options import ENCODING
+from zerofit.recipe.data_options import ENCODING_FORM
 from zerofit.recipe.errors import EXIT_USER_ERROR, leave
 from zerofit.recipe.parse import parse_recipe
 from zerofit.record.terminal import log_lines
@@ -60,7 +60,7 @@ class PrepareOptions(Recipe):
         None, "Of plain text: line, paragraph, file or a mark (default: <|endoftext|>, or file)."
     )
     encoding: str | None = option(
-        None, "Encoding of files that are not UTF-8: cp932, euc_jp, gb18030, utf-16, ...", form=ENCODING
+        None, "Encoding of files that are not UTF-8: cp932, euc_jp, gb18030, utf-16, ...", form=ENCODING_FORM
     )
     overwrite: bool = option(False, "Replace corpora of that name.")
     trust_remote_code: bool = option(False, "Allow a hub repository to run its own tokenizer code here.")

@@ -28,9 +28,9 @@ from zerofit.launch.command import read_options as read_launch
 from zerofit.launch.exit_code import FINAL, Restarts
 from zerofit.recipe.base import Recipe, option
 from zerofit.recipe.errors import EXIT_INTERRUPTED, EXIT_TO_BE_RESUMED, EXIT_USER_ERROR, UserError
-from zerofit.recipe.files import counted, read_record, shown_path
+from zerofit.recipe.files import counted, display_path, read_record
 from zerofit.recipe.parse import option_named, parse_recipe, take_words, wants_help
-from zerofit.recipe.paths import PACKAGES, name_of_recipe
+from zerofit.recipe.paths import STORE_PACKAGES, name_of_recipe
 from zerofit.recipe.tasks import TASKS
 from zerofit.strategy.launch import find_strategies
 
@@ -265,7 +265,7 @@ def make_job(options: SubmitOptions, words: list[str]) -> tuple[dict[str, Any], 
 def _fill(kind: str, options: SubmitOptions, words: list[str], **values: Any) -> str:
     """Fill in the scheduler's template. Raises UserError: the site's file cannot be read, or expands a variable of a
     task in the script."""
-    here = shown_path(Path(sys.executable).with_name("zerofit"))  # from the current folder, where a job starts
+    here = display_path(Path(sys.executable).with_name("zerofit"))  # from the current folder, where a job starts
     program = options.program or {"slurm": here, "skypilot": ".venv/bin/zerofit"}.get(kind, "zerofit")
     lines: list[list[str]] = []  # an option and its values on one line
     for word in words:
@@ -291,7 +291,7 @@ def _fill(kind: str, options: SubmitOptions, words: list[str], **values: Any) ->
     before_the_run = "\n".join(line for line in site if not line.startswith(("#SBATCH", "#!")))
     values["site"] = before_the_run.strip("\n").splitlines()  # without empty lines at both ends
     protocols = {word.partition("://")[0].rpartition("=")[2] for word in words if "://" in word}
-    values |= {"packages": sorted({PACKAGES[protocol] for protocol in protocols & PACKAGES.keys()})}
+    values |= {"packages": sorted({STORE_PACKAGES[protocol] for protocol in protocols & STORE_PACKAGES.keys()})}
     places = Environment(loader=FileSystemLoader(Path(__file__).with_name("templates")), undefined=StrictUndefined)
     places.filters["shell"] = shlex.join
     places.filters["text"] = lambda value: json.dumps(value, ensure_ascii=False)  # YAML reads JSON's quotes

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from zerofit.model.configuration import load_configuration
 from zerofit.model.pretrained_io import silence_libraries
-from zerofit.recipe.errors import UserError, printable
+from zerofit.recipe.errors import UserError, escape_controls
 from zerofit.recipe.files import counted
 from zerofit.recipe.parse import parse_recipe
 from zerofit.recipe.tasks import ClmRecipe
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     if call.program in PREPARATION:
         line, flags = convert_preparation(call, options.tokenizer_name)
         _show(call, flags)
-        print(printable(f"\n{line}\n"), flush=True)
+        print(escape_controls(f"\n{line}\n"), flush=True)
     else:
         _convert(call, Path(options.output or "outputs/megatron-converted"), options)
     return 0
@@ -75,7 +75,7 @@ def _show(call: Call, flags: FlagLedger) -> None:
     counts = {kind: sum(row.status == kind for row in rows) for kind in KINDS}
     lines = [f"{call.program}:", ", ".join(f"{number} {kind}" for kind, number in counts.items() if number), ""]
     lines += [f"  {row.flag:<{WIDTH}} {row.status:<15} {row.words}".rstrip() for row in rows]
-    print(printable("\n".join(lines)), flush=True)
+    print(escape_controls("\n".join(lines)), flush=True)
 
 
 def _convert(call: Call, folder: Path, options: MegatronArgsOptions) -> None:
@@ -124,7 +124,7 @@ def _convert(call: Call, folder: Path, options: MegatronArgsOptions) -> None:
     if layout.machines > 1:
         rank = "MACHINE_RANK" if searched else "--machine_rank"
         said.append(f"machines     start the last line on each of the {layout.machines}, with its own {rank}")
-    print(printable("\n".join([*said, f"written      {folder}", "", *lines])), flush=True)
+    print(escape_controls("\n".join([*said, f"written      {folder}", "", *lines])), flush=True)
 
 
 def write(done: ConvertedScript, folder: Path) -> str:
