@@ -13,7 +13,7 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 530,  # 800
     "zerofit": 108,  # cli.py
-    "zerofit/recipe": 3_204,  # 2,700
+    "zerofit/recipe": 3_213,  # 2,700
     "zerofit/model": 5_302,  # 4,700
     "zerofit/compat": 603,  # 600
     "zerofit/data": 6_619,  # 6,000
