@@ -1,15 +1,13 @@
-"""The passes of the full model, from a trace of few layers, and the stages of a pipeline.
+"""Builds the passes of the full model, or of a pipeline's stage, from a trace of few layers.
 
-The stages of a pipeline: which weights each has, and the passes of a micro-batch through it.
+A stage of a pipeline has some of the layers (zerofit/model/stages.py); the first one also has the embedding, the last
+one head and loss. Under 1F1B a stage keeps the activations of several micro-batches at once: `stages - number`, or all
+of an update (deepspeed/runtime/pipe/schedule.py, TrainSchedule).
 
-A stage has some of the layers (zerofit/model/stages.py), the first one the embedding too, the last one head and loss.
-Under 1F1B a stage keeps what its backward passes need of several micro-batches at once: `stages - number`, or all of
-an update's (deepspeed/runtime/pipe/schedule.py, TrainSchedule).
-
-What one process on a CPU does not have, stand-ins are for: other ranks, their experts, a GPU's casts, the host's
-memory. Layers are cut by model/tensor_parallel, rows by strategy/sequence.py, experts by strategy/expert_parallel.py,
-as in a run; only the collectives exchange nothing, and the trace notes what they would have exchanged. How many tokens
-reach a rank's experts depends on the routers; here they are balanced.
+The module also has stand-ins for what a single process on a CPU lacks: other ranks, their experts, a GPU's casts,
+host memory. As in a run, layers are split by model/tensor_parallel, rows by strategy/sequence.py, and experts by
+strategy/expert_parallel.py; only the collectives exchange nothing, and the trace records their sizes. The number of
+tokens for a rank's experts depends on the routers; here they are balanced.
 """
 
 import contextlib
@@ -43,48 +41,50 @@ from zerofit.strategy import expert_parallel
 
 
 class TracedStep(NamedTuple):
-    """A segment in its place in the passes of the full model; sizes in bytes, without gradients that are complete."""
+    """A traced segment in the passes of the full model. Sizes are in bytes, without completed gradients."""
 
     phase: str
     name: str
     place: tuple[str, int] | None  # (stack, number of the layer)
-    start: int
-    rise: int  # of the peak above the start
-    end: int  # alive after it
-    head: int  # of `start`, what head and loss hold
+    start: int  # live bytes at its start
+    rise: int  # bytes of the peak above the start
+    end: int  # live bytes after it
+    head: int  # the part of `start` that head and loss hold
     completed: str = ""  # the parameter of the full model whose gradient is completed at its end
-    gradient: int = 0  # of that gradient
+    gradient: int = 0  # bytes of that gradient
     operations: tuple[Operation, ...] = ()
-    visit: ModuleVisit | None = None  # of a module, that it begins with
-    offloaded: int = 0  # bytes that leave for the host
-    blocks: tuple[int, ...] = ()  # made, and (negative) released, in order
+    visit: ModuleVisit | None = None  # the visit to a module at its start
+    offloaded: int = 0  # bytes that are offloaded to the host
+    blocks: tuple[int, ...] = ()  # allocated, and (negative) freed, in order
 
 
 def repeat_layers(segments: list[TraceSegment], stacks: dict[str, int]) -> list[TracedStep]:
-    """The passes of the full model: the last layer that was traced of each stack is repeated. `stacks`: {name of a
-    stack: its layers in the full model}."""
+    """Return the passes of the full model, where the last traced layer of each stack is repeated. `stacks`: {name of
+    a stack: number of its layers in the full model}."""
     steps = []
     live = 0
     head = 0
     backward = False
     traced: dict[str, int] = {}  # the last layer
-    for _, *where in (segment.name for segment in segments):
-        if len(where) == 2:
-            traced[where[0]] = max(where[1], traced.get(where[0], 0))
+    for _, *layer in (segment.name for segment in segments):
+        if len(layer) == 2:
+            traced[layer[0]] = max(layer[1], traced.get(layer[0], 0))
     trains = any(segment.name[0].startswith("backward") for segment in segments)
     runs = [list(run) for _, run in itertools.groupby(segments, key=lambda segment: segment.name)]
-    for at, run in enumerate(runs):
-        name, *where = run[0].name
+    for index, run in enumerate(runs):
+        name, *layer = run[0].name
         backward = backward or name.startswith("backward")
-        is_last_of_forward = not backward and (at + 1 == len(runs) or runs[at + 1][0].name[0].startswith("backward"))
+        is_last_of_forward = not backward and (
+            index + 1 == len(runs) or runs[index + 1][0].name[0].startswith("backward")
+        )
         phase = "backward" if backward else ("loss" if is_last_of_forward else "forward")
         contents = [(tuple(segment.operations), tuple(segment.blocks)) for segment in run]
-        places = _places(where, traced, stacks, backward)
+        places = _places(layer, traced, stacks, backward)
         for place in places:
             if not backward and place != places[0]:
-                live -= sum(segment.offloaded for segment in run)  # the input of the layer before is not held any more
+                live -= sum(segment.offloaded for segment in run)  # the input of the previous layer has been freed
             before = live
-            in_full = _renaming(where, place)
+            full_name = _renaming(layer, place)
             for segment, (computed, blocks) in zip(run, contents):
                 end = live + segment.delta
                 steps.append(
@@ -96,10 +96,10 @@ def repeat_layers(segments: list[TraceSegment], stacks: dict[str, int]) -> list[
                         segment.rise,
                         end,
                         head,
-                        in_full(segment.completed),
+                        full_name(segment.completed),
                         segment.gradient,
                         computed,
-                        _visit(segment.visit, in_full),
+                        _rename_visit(segment.visit, full_name),
                         segment.offloaded,
                         blocks,
                     )
@@ -107,57 +107,58 @@ def repeat_layers(segments: list[TraceSegment], stacks: dict[str, int]) -> list[
                 if is_last_of_forward or name == "backward of after":
                     head = max(0, head + segment.delta)
                 live = end
-            if not trains and place != places[-1]:  # only a backward pass needs what went into a layer
+            if not trains and place != places[-1]:  # only a backward pass needs the inputs of layers
                 live = before
     return steps
 
 
 def _places(
-    where: list[Any], traced: dict[str, int], stacks: dict[str, int], backward: bool
+    layer: list[Any], traced: dict[str, int], stacks: dict[str, int], backward: bool
 ) -> list[tuple[str, int] | None]:
-    """The layers of the full model that a traced one stands for, in the order of the pass."""
-    if len(where) < 2:
+    """Return the layers of the full model that a traced layer stands for, in the order of the pass."""
+    if len(layer) < 2:
         return [None]
-    stack, index = where
+    stack, index = layer
     if index < traced[stack]:
         return [(stack, index)]
     numbers = range(index, stacks[stack])
     return [(stack, number) for number in (reversed(numbers) if backward else numbers)]
 
 
-def _renaming(where: list[Any], place: tuple[str, int] | None) -> Callable[[str], str]:
-    """Return a function: a name in the traced model -> the one in the full model, of the layer at `place`."""
-    if place is None or place[1] == where[1]:
+def _renaming(layer: list[Any], place: tuple[str, int] | None) -> Callable[[str], str]:
+    """Return a function: name in the traced model -> name in the full model, for the layer at `place`."""
+    if place is None or place[1] == layer[1]:
         return str
-    traced = f"{place[0]}.{where[1]}."
+    traced = f"{place[0]}.{layer[1]}."
     full = f"{place[0]}.{place[1]}."
     return lambda name: full + name[len(traced) :] if name.startswith(traced) else name
 
 
-def _visit(visit: ModuleVisit | None, in_full: Callable[[str], str]) -> ModuleVisit | None:
-    if visit is None or in_full is str:
+def _rename_visit(visit: ModuleVisit | None, full_name: Callable[[str], str]) -> ModuleVisit | None:
+    if visit is None or full_name is str:
         return visit
-    module, enters, forward, *named = visit
-    return ModuleVisit(in_full(f"{module}.")[:-1], enters, forward, *(tuple(map(in_full, names)) for names in named))
+    module, enters, forward, *weights = visit
+    renamed = (tuple(map(full_name, names)) for names in weights)
+    return ModuleVisit(full_name(f"{module}.")[:-1], enters, forward, *renamed)
 
 
 def extrapolate_steps(
-    first: list[TracedStep], at_first: int, second: list[TracedStep], at_second: int, batch_size: int
+    first: list[TracedStep], first_size: int, second: list[TracedStep], second_size: int, batch_size: int
 ) -> list[TracedStep]:
-    """The steps of a larger batch, on the line through those of two smaller ones."""
-    part = (batch_size - at_second) / (at_second - at_first)
+    """Return the steps of a larger batch, extrapolated linearly from those of two smaller batches."""
+    factor = (batch_size - second_size) / (second_size - first_size)
 
-    def further(small: int, large: int) -> int:
-        return round(large + part * (large - small))
+    def extrapolate(small: int, large: int) -> int:
+        return round(large + factor * (large - small))
 
     return [
         b._replace(
-            start=further(a.start, b.start),
-            rise=further(a.rise, b.rise),
-            end=further(a.end, b.end),
-            head=further(a.head, b.head),
-            offloaded=further(a.offloaded, b.offloaded),
-            blocks=tuple(map(further, a.blocks, b.blocks)),
+            start=extrapolate(a.start, b.start),
+            rise=extrapolate(a.rise, b.rise),
+            end=extrapolate(a.end, b.end),
+            head=extrapolate(a.head, b.head),
+            offloaded=extrapolate(a.offloaded, b.offloaded),
+            blocks=tuple(map(extrapolate, a.blocks, b.blocks)),
         )
         for a, b in zip(first, second, strict=True)
     ]
@@ -165,7 +166,7 @@ def extrapolate_steps(
 
 @dataclass(frozen=True)
 class Stage:
-    """One of `stages` stages of a pipeline, which has `layers` layers."""
+    """One of `stages` stages of a pipeline; it has `layers` layers."""
 
     number: int
     stages: int
@@ -180,7 +181,7 @@ class Stage:
         return self.number == self.stages - 1
 
     def in_flight(self, micro_batches: int) -> int:
-        """Micro-batches whose forward pass is done and whose backward pass is not, at most."""
+        """Return the maximum number of micro-batches between their forward and their backward pass."""
         return min(micro_batches, self.stages - self.number)
 
 
@@ -188,8 +189,7 @@ WHOLE_MODEL = Stage(0, 1, 0)  # no pipeline
 
 
 def weights_of_stage(weights: Weights, stage: Stage, plan: StagePlan, body: str) -> Weights:
-    """Return the weights of a stage, whose layers are called as if they were the first ones. `body`: the name of the
-    model's body."""
+    """Return the weights of a stage, with the names of the model's first layers. `body`: name of the model's body."""
     stack = f"{body}.{plan.layers}"
     before = tuple(f"{body}.{name}." for name in plan.before)
     is_tied = not weights.head
@@ -207,22 +207,22 @@ def weights_of_stage(weights: Weights, stage: Stage, plan: StagePlan, body: str)
 def steps_of_stage(
     steps: list[TracedStep], stage: Stage, weights: Weights, hidden: int, width: int, *, embedded: int = 0
 ) -> list[TracedStep]:
-    """The passes of a micro-batch through a stage.
+    """Return the passes of a micro-batch through a stage.
 
-    What a stage receives stands where the embedding's output would; so does what is made of positions and masks.
+    The received hidden states replace the embedding's output, and the tensors computed from positions and masks.
 
     Args:
-        steps: of a model with the stage's layers, embedding, head and loss.
-        weights: of the stage.
+        steps: passes of a model with the stage's layers, embedding, head and loss.
+        weights: weights of the stage.
         hidden: bytes of the hidden states that stages exchange.
         width: bytes of an element of a gradient.
-        embedded: bytes of the embedding's output where layers keep parts of it: the model's code holds it until its
+        embedded: bytes of the embedding's output, if layers keep parts of it: the model's code holds it until its
             forward pass ends.
     """
-    found: list[TracedStep] = []
+    stage_steps: list[TracedStep] = []
     live = 0
-    first_place: tuple[str, int] | tuple[()] | None = None  # (): passed
-    for at, step in enumerate(steps):
+    first_place: tuple[str, int] | tuple[()] | None = None  # (): the pass has left the first layer
+    for index, step in enumerate(steps):
         in_head = step.phase == "loss" or step.name == "backward of after"
         if (in_head and not stage.is_last) or (step.name == "backward of before" and not stage.is_first):
             continue
@@ -237,12 +237,12 @@ def steps_of_stage(
         completed = step.completed
         gradient = step.gradient
         if step.name == "before" and not stage.is_first:
-            operations = tuple(one for one in operations if one.kind not in COLLECTIVES)
+            operations = tuple(operation for operation in operations if operation.kind not in COLLECTIVES)
         delta = step.end - step.start
-        ends_head = step.name == "backward of after" and (at + 1 == len(steps) or steps[at + 1].name != step.name)
-        if stage.is_last and ends_head and not completed:
-            # The weight that head and embedding have in common: nothing else adds to its gradient here.
-            completed_last = (one.completed for one in steps if one.name == "backward of before")
+        is_run_end = index + 1 == len(steps) or steps[index + 1].name != step.name
+        if stage.is_last and step.name == "backward of after" and is_run_end and not completed:
+            # The weight that head and embedding share: nothing else adds to its gradient in this stage.
+            completed_last = (other.completed for other in steps if other.name == "backward of before")
             tied = next((name for name in completed_last if name in weights.sizes), "")
             if tied:
                 completed = tied
@@ -251,7 +251,7 @@ def steps_of_stage(
         if completed and completed not in weights.sizes:
             completed = ""
             gradient = 0
-        found.append(
+        stage_steps.append(
             step._replace(
                 start=live,
                 end=live + delta,
@@ -262,7 +262,7 @@ def steps_of_stage(
             )
         )
         live += delta
-    return found
+    return stage_steps
 
 
 @dataclass(frozen=True)
@@ -274,16 +274,16 @@ class FakeGroup:
 
 
 class FakeCollectives:
-    """Stands for torch.distributed and deepspeed.comm where layers and rows are shared.
+    """Replaces torch.distributed and deepspeed.comm for ranks that share layers or rows.
 
     Args:
-        note: takes each collective, as an operation.
-        size: ranks of the group.
+        note: is called with each collective, as an operation.
+        size: number of ranks in the group.
     """
 
     ReduceOp = distributed.ReduceOp
     ProcessGroup = FakeGroup
-    AsyncCollectiveTensor = type("AsyncCollectiveTensor", (), {})  # whose kind no tensor is here
+    AsyncCollectiveTensor = type("AsyncCollectiveTensor", (), {})  # no tensor here is of this type
 
     def __init__(self, note: Callable[[Operation], None], size: int):
         self.note = note
@@ -292,14 +292,14 @@ class FakeCollectives:
     def all_reduce(self, tensor: torch.Tensor, op: Any = None, group: Any = None) -> None:
         self._noted(ALL_REDUCE, tensor, tensor.nbytes)
 
-    def all_gather(self, parts: list[torch.Tensor], own: torch.Tensor, group: Any = None) -> None:
-        self._noted(ALL_GATHER, own, sum(part.nbytes for part in parts))
+    def all_gather(self, parts: list[torch.Tensor], local: torch.Tensor, group: Any = None) -> None:
+        self._noted(ALL_GATHER, local, sum(part.nbytes for part in parts))
 
-    def all_gather_into_tensor(self, whole: torch.Tensor, own: torch.Tensor, group: Any = None) -> None:
-        self._noted(ALL_GATHER, own, whole.nbytes)
+    def all_gather_into_tensor(self, full: torch.Tensor, local: torch.Tensor, group: Any = None) -> None:
+        self._noted(ALL_GATHER, local, full.nbytes)
 
-    def reduce_scatter_tensor(self, own: torch.Tensor, whole: torch.Tensor, group: Any = None) -> None:
-        self._noted(REDUCE_SCATTER, own, whole.nbytes)
+    def reduce_scatter_tensor(self, local: torch.Tensor, full: torch.Tensor, group: Any = None) -> None:
+        self._noted(REDUCE_SCATTER, local, full.nbytes)
 
     def permute_tensor(self, tensor: torch.Tensor, destinations: list[int], group: Any) -> torch.Tensor:
         self._noted(ALL_TO_ALL, tensor, tensor.nbytes)
@@ -316,7 +316,7 @@ class FakeCollectives:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """The context in which they take the place of the real ones."""
+        """Return a context in which these collectives replace the real ones."""
         from zerofit.model import tensor_parallel
 
         if self.size == 1:
@@ -324,14 +324,14 @@ class FakeCollectives:
             return
         with contextlib.ExitStack() as replacements:
             replacements.enter_context(replaced(tensor_parallel, "distributed", self))
-            for known in (Ring.communicating_with, exchanging_heads_with):
+            for replacement in (Ring.communicating_with, exchanging_heads_with):
                 with contextlib.suppress(ImportError):
-                    replacements.enter_context(known(self))
+                    replacements.enter_context(replacement(self))
             yield
 
 
 def split_layers(model: Any, size: int) -> None:
-    """Keep one rank's share of the layers: that of the last rank, which has most of a vocabulary that is uneven."""
+    """Keep one rank's share of the layers: the last rank's, which has the largest part of an uneven vocabulary."""
     if size > 1:
         from zerofit.model.tensor_parallel import split_model
 
@@ -340,7 +340,7 @@ def split_layers(model: Any, size: int) -> None:
 
 @contextlib.contextmanager
 def rows_split(model: torch.nn.Module, size: int) -> Iterator[None]:
-    """The context in which a model with an installed loss computes one rank's part of its rows."""
+    """Return a context in which a model with an installed loss computes one rank's part of its rows."""
     if size == 1:
         yield
         return
@@ -370,24 +370,24 @@ class FakeMesh:
 
 
 def expert_names(model: torch.nn.Module) -> frozenset[str]:
-    """The names of the parameters that are divided."""
+    """Return the names of the experts' parameters, which ranks divide."""
     divided = {id(parameter) for module in expert_parallel.experts_of(model) for parameter in module.parameters()}
     return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in divided)
 
 
 def divide_experts(model: torch.nn.Module, ranks: int, dtype: torch.dtype) -> None:
-    """Keep one rank's experts, and let tokens travel to them.
+    """Keep one rank's experts, and exchange tokens with the other ranks.
 
     Args:
-        ranks: 0: they are not divided.
-        dtype: that products are computed in. Experts that are trained are stored in fp32, as their optimizer has them.
+        ranks: number of ranks that divide the experts; 0: they are not divided.
+        dtype: dtype of the matrix products. Trained experts are stored in fp32, as the optimizer needs them.
     """
     if not ranks:
         return
     from transformers.distributed import expert_parallel as library
 
     class Balanced(library.AllToAllEP):
-        """The exchange, whose sizes are on the host before there are any: fake tensors have no values."""
+        """The exchange of tokens, with sizes that are known in advance: fake tensors have no values."""
 
         def __init__(self, experts: Any, mesh: FakeMesh, alone: FakeMesh) -> None:  # in no process group
             self.experts_forward = experts.forward
@@ -397,23 +397,23 @@ def divide_experts(model: torch.nn.Module, ranks: int, dtype: torch.dtype) -> No
             self.shares_batch = False
 
         def __call__(self, hidden_states: Any, top_k_index: torch.Tensor, top_k_weights: Any) -> Any:
-            total = top_k_index.numel()  # in parts that differ by one at most
+            total = top_k_index.numel()  # it is divided into parts that differ by at most one
             with KnownItems([len(range(part, total, ranks)) for part in range(ranks)]):
                 return super().__call__(hidden_states, top_k_index, top_k_weights)
 
     half = None if dtype == torch.float32 else dtype
     for module in expert_parallel.experts_of(model):
-        for name, whole in list(module.named_parameters(recurse=False)):
-            stored = torch.float32 if whole.requires_grad else whole.dtype
-            own = torch.empty(len(whole) // ranks, *whole.shape[1:], dtype=stored, device=whole.device)
-            setattr(module, name, torch.nn.Parameter(own, whole.requires_grad))
+        for name, full in list(module.named_parameters(recurse=False)):
+            stored = torch.float32 if full.requires_grad else full.dtype
+            local = torch.empty(len(full) // ranks, *full.shape[1:], dtype=stored, device=full.device)
+            setattr(module, name, torch.nn.Parameter(local, full.requires_grad))
         expert_parallel.dispatch(module, FakeMesh(ranks), FakeMesh(1), half, Balanced)
 
 
 @contextlib.contextmanager
 def tokens_exchanged(ranks: int, note: Callable[[Operation], None]) -> Iterator[None]:
-    """The context in which a model whose experts are divided computes one rank's part. `note`: takes each collective,
-    as an operation."""
+    """Return a context in which a model with divided experts computes one rank's part. `note`: is called with each
+    collective, as an operation."""
     if not ranks:
         yield
         return
@@ -438,14 +438,14 @@ def tokens_exchanged(ranks: int, note: Callable[[Operation], None]) -> Iterator[
     def all_to_all_of_counts(received: torch.Tensor, sent: torch.Tensor, group: Any) -> None:
         exchanged(sent, [len(sent)])
 
-    # As to_local: its backward comes when all of the module's is done, and gradients wait for it.
-    own = replaced(expert_parallel, "own_experts", lambda parameter: parameter.view_as(parameter))
-    with own, exchanging_tokens_with(all_to_all_of_counts, all_to_all):
+    # Like to_local, a view has its backward after that of the whole module, and gradients wait for it.
+    local_experts = replaced(expert_parallel, "own_experts", lambda parameter: parameter.view_as(parameter))
+    with local_experts, exchanging_tokens_with(all_to_all_of_counts, all_to_all):
         yield
 
 
 class KnownItems(torch.overrides.TorchFunctionMode):
-    """Lets the host read these numbers of tensors, in turn: fake tensors have no values."""
+    """Makes Tensor.item return the given numbers in turn, since fake tensors have no values."""
 
     def __init__(self, values: list[int]):
         super().__init__()
@@ -456,7 +456,7 @@ class KnownItems(torch.overrides.TorchFunctionMode):
 
 
 class CudaCasts(torch.overrides.TorchFunctionMode):
-    """Casts to fp32 what autocast casts on a GPU and not on a CPU (torch/amp, "Ops that autocast to float32")."""
+    """Casts to fp32 the inputs that autocast casts only on a GPU (torch/amp, "Ops that autocast to float32")."""
 
     FUNCTIONS = ("layer_norm", "softmax", "log_softmax", "pow", "rms_norm", "group_norm", "cumsum", "sum", "norm")
 
@@ -469,7 +469,7 @@ class CudaCasts(torch.overrides.TorchFunctionMode):
 
 
 class _FusedNorm(torch.autograd.Function):
-    """A GPU's kernel of RMSNorm: what it reads, makes and keeps, by operations that move as many bytes."""
+    """A stand-in for a GPU's RMSNorm kernel: its operations read, write and keep the same number of bytes."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -483,12 +483,12 @@ class _FusedNorm(torch.autograd.Function):
 
 
 def fused_norm(hidden: torch.Tensor, shape: Any, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Stands for torch.nn.functional.rms_norm on a GPU."""
+    """Return a result like that of torch.nn.functional.rms_norm on a GPU, with the same memory."""
     return _FusedNorm.apply(hidden, weight)
 
 
 def loss_of_chunk(logits: torch.Tensor, target: Any, gradient: torch.Tensor, *terms: float) -> torch.Tensor:
-    """Stands for the compiled loss of a chunk (chunked_loss.py): logits are read twice, their gradient is written."""
+    """Replace the compiled loss of a chunk (chunked_loss.py): logits are read twice, their gradient is written."""
     gradient.copy_(logits)
     return logits.amax(-1)
 
@@ -499,7 +499,7 @@ def _widened(value: Any) -> Any:
 
 
 class FakeHostStore:
-    """The host's memory: what is saved there leaves the device at once. `offloaded`: is given the bytes of each
+    """A stand-in for host memory: saved tensors leave the device at once. `offloaded` is called with the bytes of each
     tensor."""
 
     def __init__(self) -> None:
@@ -518,7 +518,7 @@ class FakeHostStore:
 
 
 class LinearOfZero3(torch.overrides.TorchFunctionMode):
-    """Lets linear layers compute as deepspeed.zero.Init lets them (memory_efficient_linear)."""
+    """Makes linear layers compute as under deepspeed.zero.Init (memory_efficient_linear)."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from deepspeed.runtime.zero.linear import zero3_linear_wrap

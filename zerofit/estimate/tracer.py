@@ -1,8 +1,8 @@
-"""The memory of one forward and backward pass, traced on the real module with fake tensors, and scaled by layers.
+"""Traces the memory of one forward and backward pass on the real module with fake tensors, and scales it by layers.
 
-The model that is traced has two layers in each of its stacks; the second one stands for all that follow. The trace is
-cut into segments at the borders of the layers, in the forward and in the backward pass, so the passes of a model of
-any depth are put together from the same segments.
+The traced model has two layers in each of its stacks; the second one stands for all that follow. The trace is cut into
+segments at the borders of the layers, in the forward and in the backward pass, so the passes of a model of any depth
+are composed from the same segments.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from zerofit.model.recomputation import enable_recomputation, offload_inputs
 
 DEPTH_NAMES = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
           "num_decoder_layers")  # fmt: skip
-TRACED_LAYERS = 2  # of each stack
+TRACED_LAYERS = 2  # layers of each stack that are traced
 MAX_TRACED_CHUNKS = 8
 MAX_TRACED_BATCH = 2**20
 TRACED_ATTENTION = "plan_sdpa"  # sdpa whose mask does not depend on values, which fake tensors do not have
@@ -47,26 +47,28 @@ ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout")  # of models whose atte
 
 @dataclass(frozen=True)
 class TraceSettings:
-    """Settings of a trace, beside the model's configuration and the batch size."""
+    """The settings of a trace, except the model's configuration and the batch size."""
 
-    dtype: torch.dtype  # of the weights
-    autocast: torch.dtype | None  # where weights stay in fp32 (DDP, one process); None: computed in `dtype`
-    on_gpu: bool  # blocks of a GPU's allocator, and the casts of its autocast
+    dtype: torch.dtype  # dtype of the weights
+    autocast: torch.dtype | None  # if weights stay in fp32 (DDP, one process); None: computed in `dtype`
+    on_gpu: bool  # True: with the blocks of a GPU's allocator, and the casts of its autocast
     recomputed: bool | str = False  # or "selective" (zerofit/model/recomputation.py)
     loss: str = "chunked"
     evaluated: bool = False
-    cpu_kernels: bool = False  # those of a CPU, although the device is another one: a simulated accelerator
+    cpu_kernels: bool = False  # True: kernels of a CPU on another device, as a simulated accelerator has
     # RMSNorm and the loss of a chunk of logits are one kernel each on a GPU; False: as transformers computes them, for
     # runs of other programs
     own_kernels: bool = True
-    tensor: int = 1  # ranks that share each layer; the traced one has the largest share
+    tensor: int = 1  # ranks that share each layer; the traced rank has the largest share
     sequence: int = 1  # ranks that split each row
-    keeps_inputs: bool = False  # linear layers are ZeRO-3's, which keep their input also where their weight is frozen
-    watched: bool = False  # the visits of modules are noted, for ZeRO-3
-    offloaded: bool = False  # the inputs of layers that are recomputed wait in the host's memory
+    keeps_inputs: bool = (
+        False  # True under ZeRO-3, whose linear layers also keep their input if their weight is frozen
+    )
+    watched: bool = False  # True: visits to modules are recorded, for ZeRO-3
+    offloaded: bool = False  # True: the inputs of recomputed layers are offloaded to host memory
     experts: int = 0  # ranks that divide the experts of a mixture; 0: they are not divided
-    compiled: bool = False  # layers are compiled
-    float8: bool = False  # products of layers are in float8
+    compiled: bool = False  # True: layers are compiled
+    float8: bool = False  # True: products of layers are in float8
 
     @property
     def gpu_kernels(self) -> bool:
@@ -85,13 +87,13 @@ def reduced_configuration(config: Any) -> Any:
 
 
 def outer_lists(model: torch.nn.Module) -> dict[str, int]:
-    """{name: length} of the lists of modules that are in no other list."""
+    """Return {name: length} of the lists of modules that are in no other list."""
     lists = {name: len(module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)}
-    return {name: size for name, size in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
+    return {name: size for name, size in lists.items() if not any(name.startswith(f"{outer}.") for outer in lists)}
 
 
 class Tracer:
-    """Traces passes of one configuration, and keeps what it has traced.
+    """Traces passes of one configuration, and keeps the traces.
 
     Args:
         build: (configuration) -> the model on "meta", with its adapter if it has one, in the dtype of its weights.
@@ -101,7 +103,7 @@ class Tracer:
     def __init__(
         self, config: Any, full: Any, build: Callable[[Any], Any], rows: PlannedRows, settings: TraceSettings
     ) -> None:
-        self.elsewhere: FakeHostStore | None = None
+        self.host_store: FakeHostStore | None = None
         self.config = config
         self.full = full
         self.build = build
@@ -116,7 +118,7 @@ class Tracer:
 
     @functools.cached_property
     def model(self) -> Any:
-        """The model with few layers, of fake tensors. Its sdpa has a name of its own."""
+        """The model with few layers, made of fake tensors. Its attention is registered as TRACED_ATTENTION."""
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -126,7 +128,7 @@ class Tracer:
         for name in ATTENTION_DROPOUTS if self.settings.gpu_kernels else ():
             if getattr(config, name, 0):  # a GPU's fused kernels keep no mask of dropped weights
                 setattr(config, name, 0.0)
-        with torch.device("meta"):  # peft moves what it adds, and fake tensors cannot be moved
+        with torch.device("meta"):  # peft moves the layers that it adds, and fake tensors cannot be moved
             model = self.build(config)
         with self.mode:
             _make_fake(model)
@@ -135,8 +137,8 @@ class Tracer:
             drops = self.settings.gpu_kernels and any(getattr(self.config, name, 0) for name in ATTENTION_DROPOUTS)
             enable_recomputation(model, self.settings.recomputed, keeps_attention=not drops)
             if self.settings.offloaded:
-                self.elsewhere = FakeHostStore()
-                offload_inputs(model, self.elsewhere.saved)
+                self.host_store = FakeHostStore()
+                offload_inputs(model, self.host_store.saved)
         return model
 
     @functools.cached_property
@@ -145,14 +147,14 @@ class Tracer:
 
     @functools.cached_property
     def stacks(self) -> dict[str, int]:
-        """{name of a stack of layers: layers of it in the full model}."""
+        """{name of a stack of layers: number of its layers in the full model}."""
         full = outer_lists(self.full)
-        few = {name: size for name, size in outer_lists(self.model).items() if 0 < size <= TRACED_LAYERS}
-        return {name: full[name] for name, size in few.items() if full.get(name, 0) >= size}
+        traced = {name: size for name, size in outer_lists(self.model).items() if 0 < size <= TRACED_LAYERS}
+        return {name: full[name] for name, size in traced.items() if full.get(name, 0) >= size}
 
     def steps(self, batch_size: int, layers: int | None = None) -> list[TracedStep]:
-        """The passes of the full model on `batch_size` rows, segment by segment; `layers`: of a model with this number
-        of layers in each stack."""
+        """Return the steps of the full model's passes on `batch_size` rows. `layers`: number of layers in each stack;
+        None: those of the full model."""
         key = batch_size, layers
         if key not in self._steps:
             largest = self.largest_traced
@@ -170,7 +172,7 @@ class Tracer:
 
     @property
     def traced_sizes(self) -> list[int]:
-        """The batch sizes of which there is a trace."""
+        """The batch sizes that have been traced."""
         return sorted({size for size, _ in self._steps if size <= self.largest_traced})
 
     @functools.cached_property
@@ -189,104 +191,105 @@ class Tracer:
         return max(4, MAX_TRACED_CHUNKS * rows * self.settings.sequence // predicted)
 
     def trace(self, batch_size: int) -> list[TraceSegment]:
-        """The segments of the model with two layers."""
+        """Return the segments of a pass of the model with two layers."""
         on_gpu = self.settings.on_gpu
-        places = Counter(parameter for _, parameter in self.model.named_parameters(remove_duplicate=False))
-        ledger = AllocationTracker(
+        uses = Counter(parameter for _, parameter in self.model.named_parameters(remove_duplicate=False))
+        tracker = AllocationTracker(
             512 if on_gpu else 1,
             thin_masks=on_gpu,
-            tied=frozenset(parameter.shape for parameter, count in places.items() if count > 1),
+            tied=frozenset(parameter.shape for parameter, count in uses.items() if count > 1),
             is_float8=self.settings.float8,
         )
-        with self._as_it_will_run(ledger), contextlib.ExitStack() as hooks:
+        with self._run_conditions(tracker), contextlib.ExitStack() as hooks:
             inputs = make_inputs(self.model.config, self.rows, batch_size, self.settings.sequence > 1)
-            ledger.exclude([*self.model.parameters(), *self.model.buffers()])
-            ledger.include(tensor for tensor in inputs.values() if isinstance(tensor, torch.Tensor))
+            tracker.exclude([*self.model.parameters(), *self.model.buffers()])
+            tracker.include(tensor for tensor in inputs.values() if isinstance(tensor, torch.Tensor))
             if self.settings.watched:
-                self.visits.begin(ledger.visit)
-            borders = LayerBorders(ledger)
-            fused = FusedLayers(ledger)
+                self.visits.begin(tracker.visit)
+            borders = LayerBorders(tracker)
+            fused = FusedLayers(tracker)
             fuses = self.settings.compiled and not self.settings.recomputed  # which decides by itself what is kept
             for name in self.stacks:
                 for index, layer in enumerate(self.model.get_submodule(name)):
-                    # What a layer gives up at its end belongs to its own segment: that hook comes first.
+                    # Tensors that a layer drops at its end belong to its segment: that hook is registered first.
                     for handle in [*(fused.watch(layer) if fuses else ()), *borders.watch(name, index, layer)]:
                         hooks.callback(handle.remove)
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:
-                    completed = functools.partial(ledger.gradient_completed, name)
+                    completed = functools.partial(tracker.gradient_completed, name)
                     hooks.callback(parameter.register_post_accumulate_grad_hook(completed).remove)
-            if self.elsewhere:
-                self.elsewhere.offloaded = ledger.offloaded
-            with ledger, torch.set_grad_enabled(not self.settings.evaluated):
-                ledger.mark(("before",))
+            if self.host_store:
+                self.host_store.offloaded = tracker.offloaded
+            with tracker, torch.set_grad_enabled(not self.settings.evaluated):
+                tracker.mark(("before",))
                 dtype = self.settings.autocast
                 with torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext():
                     loss = self.rows.loss(self.model, inputs)
                 inputs.clear()
                 if not self.settings.evaluated:
                     borders.backward = True
-                    ledger.mark(("backward of after",))
+                    tracker.mark(("backward of after",))
                     run_backward(loss * 1.0)
                 del loss
-        return ledger.close()
+        return tracker.close()
 
     @contextlib.contextmanager
-    def _as_it_will_run(self, ledger: AllocationTracker) -> Iterator[None]:
-        """Fake tensors, and collectives that exchange nothing; on behalf of a GPU, its kernel of RMSNorm, its way of
-        multiplying in the loss and the casts of its autocast. Experts are multiplied by an operator of transformers
-        that has a shape for fake tensors of every dtype: what each of them gets is no matter, all of them together get
-        every choice."""
+    def _run_conditions(self, tracker: AllocationTracker) -> Iterator[None]:
+        """Return the context of a trace: fake tensors, and collectives that exchange nothing; for a GPU also its
+        RMSNorm kernel, its products in the loss, and the casts of its autocast. Experts are multiplied by an operator
+        of transformers that supports fake tensors of every dtype: only the total number of tokens matters."""
         from zerofit.model import chunked_loss, compilation
 
         settings = self.settings
-        can_add = traces_half_sums()  # asked here: its own operations are not the program's
-        entered: list[AbstractContextManager[Any]] = [
-            replaced(chunked_loss, "chunk_starts", ledger.some_chunks),
+        can_add = traces_half_sums()  # called before the trace, which must not contain its operations
+        contexts: list[AbstractContextManager[Any]] = [
+            replaced(chunked_loss, "chunk_starts", tracker.some_chunks),
             replaced(chunked_loss, "has_half_matmul", lambda device: settings.gpu_kernels),
             replaced(chunked_loss, "adds_half_products", lambda device: can_add),
-            FakeCollectives(ledger.note, settings.tensor * settings.sequence).in_place(),
+            FakeCollectives(tracker.note, settings.tensor * settings.sequence).in_place(),
             rows_split(self.model, settings.sequence),
-            tokens_exchanged(settings.experts, ledger.note),
+            tokens_exchanged(settings.experts, tracker.note),
             multiplying_without_groups(),
         ]
         if settings.keeps_inputs:
-            entered.append(LinearOfZero3())
+            contexts.append(LinearOfZero3())
         if settings.gpu_kernels and settings.own_kernels:
-            entered.append(replaced(chunked_loss, "compiled_chunk", lambda device: loss_of_chunk))
-            entered += [replaced(compilation, "rms_norm", fused_norm), replaced(compilation, "NORM_DEVICES", {"cpu"})]
-        entered.append(self.mode)
+            contexts.append(replaced(chunked_loss, "compiled_chunk", lambda device: loss_of_chunk))
+            contexts += [replaced(compilation, "rms_norm", fused_norm), replaced(compilation, "NORM_DEVICES", {"cpu"})]
+        contexts.append(self.mode)
         if settings.on_gpu and settings.autocast:
-            entered.append(CudaCasts())
+            contexts.append(CudaCasts())
         with contextlib.ExitStack() as stack:
-            for each in entered:
-                stack.enter_context(each)
+            for context in contexts:
+                stack.enter_context(context)
             yield
 
 
 class LayerBorders:
-    """Tells a ledger where a layer begins, in the forward and in the backward pass."""
+    """Marks the borders of layers in a tracker, in the forward and in the backward pass."""
 
-    def __init__(self, ledger: AllocationTracker):
-        self.ledger = ledger
+    def __init__(self, tracker: AllocationTracker):
+        self.tracker = tracker
         self.backward = False
 
     def watch(self, stack: str, index: int, layer: torch.nn.Module) -> list[Any]:
+        """Register the hooks on a layer. Returns their handles, which the caller removes."""
+
         def entered(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            if self.backward:  # it is recomputed
+            if self.backward:  # the layer is recomputed
                 return
             first = _first_tensor((*args, *kwargs.values()))
             if index == 0 and first is not None and first.requires_grad:
-                first.register_hook(lambda gradient: self.ledger.mark(("backward of before", stack)))
-            self.ledger.mark(("layer", stack, index))
+                first.register_hook(lambda gradient: self.tracker.mark(("backward of before", stack)))
+            self.tracker.mark(("layer", stack, index))
 
         def left(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
             if self.backward:
                 return
             first = _first_tensor(output if isinstance(output, tuple) else (output,))
             if first is not None and first.requires_grad:
-                first.register_hook(lambda gradient: self.ledger.mark(("backward of layer", stack, index)))
-            self.ledger.mark(("after", stack))
+                first.register_hook(lambda gradient: self.tracker.mark(("backward of layer", stack, index)))
+            self.tracker.mark(("after", stack))
 
         return [
             layer.register_forward_pre_hook(entered, with_kwargs=True, prepend=True),
@@ -296,7 +299,7 @@ class LayerBorders:
 
 @functools.cache
 def traces_half_sums() -> bool:
-    """Return whether torch traces products in half precision that are added to a matrix in fp32: 2.11 does not."""
+    """Return True if torch can trace half-precision products that are added to an fp32 matrix: 2.11 cannot."""
     with fake_tensors():
         total = torch.ones(8, 8)
         half = torch.ones(8, 8, dtype=torch.bfloat16)
@@ -310,17 +313,17 @@ def traces_half_sums() -> bool:
 def _make_fake(model: torch.nn.Module) -> None:
     """Turn parameters and buffers on "meta" into fake tensors on the CPU; call it inside a fake tensor mode. Tied
     parameters stay tied."""
-    made: dict[int, Any] = {}
+    fakes: dict[int, Any] = {}
     for module in model.modules():
         parameters = module.named_parameters(recurse=False, remove_duplicate=False)
         for name, tensor in [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]:
-            if id(tensor) not in made:
+            if id(tensor) not in fakes:
                 fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                 is_parameter = isinstance(tensor, torch.nn.Parameter)
-                made[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+                fakes[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
                 if hasattr(tensor, "gradient_hook"):
-                    made[id(tensor)].register_hook(tensor.gradient_hook)
-            setattr(module, name, made[id(tensor)])
+                    fakes[id(tensor)].register_hook(tensor.gradient_hook)
+            setattr(module, name, fakes[id(tensor)])
 
 
 def _first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
