@@ -323,12 +323,12 @@ class Predictor:
     def __init__(self, configuration: Configuration):
         from zerofit.estimate.planned_model import read_planned_model
         from zerofit.tools.plan.plan_options import PlanOptions, resolve_layout
-        from zerofit.tools.plan.planner import Budget, Planner
+        from zerofit.tools.plan.planner import MemoryBudget, Planner
 
         flags = ["--strategies", configuration.strategy, "--gpu_memory", "16GiB"]
         options, _ = read_with_recipe(PlanOptions, [*configuration.recipe, *flags], "predict")
         model = replace(read_planned_model(options, configuration.task, True), cpu_kernels=True)
-        budget = Budget(16 * GIB, None, configuration.processes, configuration.processes)
+        budget = MemoryBudget(16 * GIB, None, configuration.processes, configuration.processes)
         self.planner = Planner(options, model, budget)
         self.resolved = resolve_layout(configuration.strategy, options, model, budget.num_gpus, budget.gpus_per_node)
 

@@ -26,7 +26,7 @@ from zerofit.estimate.planned_rows import MEASURED_ROWS_FILE, MeasuredRow, measu
 from zerofit.recipe.errors import UserError
 from zerofit.record.terminal import table
 from zerofit.tools.plan.plan import make_budget, make_timing
-from zerofit.tools.plan.plan_options import Degrees, PlanOptions, read_pair, resolve_with
+from zerofit.tools.plan.plan_options import Degrees, PlanOptions, read_pair, resolve_degrees
 from zerofit.tools.plan.planner import Planner
 from zerofit.tools.tool_recipe import read_with_recipe
 
@@ -76,7 +76,7 @@ def predict(row: MeasuredRow) -> tuple[str, float, dict[str, float]]:
         pair, degrees = read_pair(row.strategy), Degrees(row.tensor, row.pipeline)
         degrees = pair.degrees if degrees == Degrees() else degrees
         recipe = Planner(options, model, budget).recipe_for_layouts()
-        resolved = resolve_with(
+        resolved = resolve_degrees(
             row.strategy, pair, degrees, recipe, model, world_size=row.gpus, gpus_per_node=row.gpus_per_node
         )
         timing, _ = make_timing(options, model, budget, {row.precision != "fp32"})

@@ -10,7 +10,7 @@ import pytest
 from zerofit.cli import main
 from zerofit.recipe.files import parse_bytes
 from zerofit.tools.plan import plan
-from zerofit.tools.plan.joint_search import words_of
+from zerofit.tools.plan.joint_search import option_words
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 LLAMA = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12,
@@ -58,9 +58,9 @@ LONG = pytest.mark.long
 def test_a_remedy_is_what_a_plan_with_it_finds(weights, capsys, flags, strategy, expected):
     flags = [*weights[2 * ("--task" in flags) :], *flags.split(), "--strategies", strategy]
     found = planned(capsys, flags)["remedies"][strategy]
-    assert next((" ".join(words_of(one["options"])) for one in found), None) == expected
+    assert next((" ".join(option_words(one["options"])) for one in found), None) == expected
     for one in found[:1]:
-        again = planned(capsys, [*flags, *words_of(one["options"])])["predictions"]
+        again = planned(capsys, [*flags, *option_words(one["options"])])["predictions"]
         keys = ("length", "per_device_train_batch_size", "needed_bytes", "tokens_per_s", "fits")
         assert {name: one[name] for name in keys} in [{name: each[name] for name in keys} for each in again]
         assert one["fits"]

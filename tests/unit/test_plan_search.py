@@ -40,8 +40,8 @@ def exhaustively(planner: Planner, names: list[str]) -> tuple[float, float]:
     """tokens/s of the fastest of all that fit: of each options and layout the micro-batches up to the first that
     does not fit, and all. (Of a larger one the allocator may hold a few MiB less; the search need not find it.)"""
     below, every = [0.0], [0.0]
-    for one in itertools.chain(*joint_search.combinations(planner, names)):
-        sizes = joint_search.candidates_of(one.planner, one.outcome)
+    for one in itertools.chain(*joint_search.list_combinations(planner, names)):
+        sizes = joint_search.candidate_sizes(one.planner, one.outcome)
         found = [one.planner.predict(one.outcome.resolved, size) for size in sizes]
         every += [prediction.speed.tokens_per_s for prediction in found if prediction.fits]
         below += [each.speed.tokens_per_s for each in itertools.takewhile(lambda each: each.fits, found)]

@@ -387,7 +387,7 @@ def predict_peaks(
     fits."""
     from zerofit.estimate.planned_model import read_planned_model
     from zerofit.tools.plan.plan_options import PlanOptions, resolve_layout
-    from zerofit.tools.plan.planner import Budget, Planner, search
+    from zerofit.tools.plan.planner import MemoryBudget, Planner, search
 
     words = ["--task", options.task, "--config", str(recipe), *candidate.flags]
     words += ["--strategies", str(candidate.config), "--gpu_memory", "1GiB"]
@@ -396,7 +396,7 @@ def predict_peaks(
     processes = options.num_processes
     model = read_planned_model(planned, options.task, on_gpu=True)
     model = replace(model, cpu_kernels=not (on_cuda or machine.simulated))
-    planner = Planner(planned, model, Budget(limit + CUDA_CONTEXT_BYTES, None, processes, processes))
+    planner = Planner(planned, model, MemoryBudget(limit + CUDA_CONTEXT_BYTES, None, processes, processes))
     resolved = resolve_layout(str(candidate.config), planned, model, processes, processes)
 
     def predict(size: int) -> SimpleNamespace:

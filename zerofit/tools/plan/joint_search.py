@@ -1,8 +1,8 @@
-"""`zerofit plan --search`: the fastest of all layouts, micro-batches and options that save memory, together.
+"""`zerofit plan --search`: finds the fastest combination of layout, micro-batch and options that save memory.
 
-Every combination gets a bound first: the speed of its fastest micro-batch, whatever memory that takes. Then memory is
-asked in the order of the bounds, and the search ends when no bound left is above what was found; so the result is that
-of trying everything (tests/unit/test_plan_search.py), as far as memory grows with the micro-batch.
+Every combination first gets an upper bound: the speed of its fastest micro-batch, for any amount of memory. Then
+memory is predicted in the order of the bounds, until no remaining bound is above the best speed. The result is that of
+trying everything (tests/unit/test_plan_search.py) if memory grows with the micro-batch.
 """
 
 import itertools
@@ -17,18 +17,18 @@ from zerofit.recipe.options import OPTIMIZERS
 from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.plan.planner import LayoutOutcome, Planner, Prediction, in_processes, search
 
-EACH = 64
-MAX_REMEDIES = 2
+MAX_CONSECUTIVE_SIZES = 64
+MAX_LAYOUT_REMEDIES = 2
 Options = dict[str, Any]
 
 
 @dataclass
 class Combination:
-    """A layout with options of the recipe.
+    """A layout with changed options of the recipe.
 
     Attributes:
-        options: {name: value} that differ from the recipe.
-        bound: tokens/s of its fastest micro-batch, fitting or not.
+        options: {name: value} of the options that differ from the recipe.
+        bound: tokens/s of its fastest micro-batch, whether it fits or not.
     """
 
     options: Options
@@ -37,69 +37,74 @@ class Combination:
     bound: float = 0.0
 
     def best(self) -> Prediction | None:
-        """The fastest micro-batch that fits; None: not even the smallest does."""
+        """Return the fastest micro-batch that fits; None if not even the smallest fits."""
         planner = self.planner
         outcome = self.outcome
-        sizes = candidates_of(planner, outcome)
-        made = search(sizes, lambda size: planner.predict(outcome.resolved, size), planner.budget.device)
-        largest = max((one.micro_batch for one in made if one.fits), default=0)
+        sizes = candidate_sizes(planner, outcome)
+        predictions = search(sizes, lambda size: planner.predict(outcome.resolved, size), planner.budget.device)
+        largest = max((prediction.micro_batch for prediction in predictions if prediction.fits), default=0)
         speeds = {size: planner.tokens_per_s(outcome.resolved, size) for size in sizes if size <= largest}
         for size in sorted(speeds, key=lambda size: (-speeds[size], -size)):
-            found = planner.predict(outcome.resolved, size)
-            if found.fits:  # accumulation takes gradients that a larger micro-batch may not have
-                return found
+            prediction = planner.predict(outcome.resolved, size)
+            if prediction.fits:  # with accumulation a smaller one may need more, for accumulated gradients
+                return prediction
         return None
 
 
-def variants(recipe: PlanOptions) -> Iterator[Options]:
-    """Yield the options that are tried: recomputation, its inputs on the host, the loss, and the optimizer where none
-    is named."""
-    recomputed = [False, "selective", True]
-    others = [name for name in OPTIMIZERS if name != "muon"]  # which is no matter of memory
-    optimizers = [recipe.optim] if recipe.source("optim") else others
-    for again, loss, optim in itertools.product(recomputed, ("chunked", "full"), optimizers):
-        for offloaded in (False, True) if again is True else (False,):
+def memory_options(recipe: PlanOptions) -> Iterator[Options]:
+    """Yield the options that are tried: recomputation, offload of its inputs, the loss, and the optimizer if none is
+    named."""
+    recomputations = [False, "selective", True]
+    candidates = [name for name in OPTIMIZERS if name != "muon"]  # Muon is not chosen to save memory
+    optimizers = [recipe.optim] if recipe.source("optim") else candidates
+    for recomputation, loss, optim in itertools.product(recomputations, ("chunked", "full"), optimizers):
+        for offloaded in (False, True) if recomputation is True else (False,):
             if recipe.task == "cls" and loss == "full":
                 continue
-            options = {"gradient_checkpointing": again, "activation_offload": offloaded, "optim": optim}
+            options = {"gradient_checkpointing": recomputation, "activation_offload": offloaded, "optim": optim}
             options |= {"loss": loss} if recipe.task != "cls" else {}
             yield {name: value for name, value in options.items() if getattr(recipe, name) != value}
 
 
-def words_of(options: Options) -> list[str]:
-    """Return the options as they are typed."""
+def option_words(options: Options) -> list[str]:
+    """Return the words of the options on a command line."""
     words = []
     for name, value in options.items():
         words += [f"--{name}"] if value is True else [f"--{name}", str(value).lower()]
     return words
 
 
-def candidates_of(planner: Planner, outcome: LayoutOutcome) -> list[int]:
-    """The micro-batches that are tried: all up to EACH, then powers of two."""
-    sizes = [size for size in range(1, planner.recipe.max_batch_size + 1) if size <= EACH or size & (size - 1) == 0]
+def candidate_sizes(planner: Planner, outcome: LayoutOutcome) -> list[int]:
+    """Return the micro-batches that are tried: all up to MAX_CONSECUTIVE_SIZES, then powers of two."""
+    sizes = [
+        size
+        for size in range(1, planner.recipe.max_batch_size + 1)
+        if size <= MAX_CONSECUTIVE_SIZES or size & (size - 1) == 0
+    ]
     return planner.possible(sizes, outcome.resolved.layout.data_size)
 
 
-def combinations(planner: Planner, names: list[str]) -> list[list[Combination]]:
-    """Every combination that is possible, without bounds; those with the same options together. A strategy is resolved
-    once for each optimizer: the other options change the passes alone."""
+def list_combinations(planner: Planner, names: list[str]) -> list[list[Combination]]:
+    """Return all possible combinations, without bounds, grouped by their options. A strategy is resolved once for each
+    optimizer: the other options change only the passes."""
     resolved: dict[str, list[LayoutOutcome]] = {}
-    found = []
-    for options in variants(planner.recipe):
+    groups = []
+    for options in memory_options(planner.recipe):
         changed = _changed(planner, options)
         if changed is None:
             continue
         if changed.recipe.optim not in resolved:
-            several = [outcome for name in names for outcome in changed.layouts(name)]
-            resolved[changed.recipe.optim] = [one for one in several if not one.refused]
+            layouts = [outcome for name in names for outcome in changed.layouts(name)]
+            resolved[changed.recipe.optim] = [outcome for outcome in layouts if not outcome.refused]
         outcomes = [replace(outcome, predictions=[]) for outcome in resolved[changed.recipe.optim]]
-        group = [Combination(options, changed, one) for one in outcomes if candidates_of(changed, one)]
-        found += [group] if group else []
-    return found
+        possible = [outcome for outcome in outcomes if candidate_sizes(changed, outcome)]
+        group = [Combination(options, changed, outcome) for outcome in possible]
+        groups += [group] if group else []
+    return groups
 
 
 def _changed(planner: Planner, options: Options) -> Planner | None:
-    """The planner with these options; None: they do not go together, or the model does not have them."""
+    """Return the planner with these options; None if they exclude each other, or the model does not support them."""
     recipe = planner.recipe.draft()
     model = planner.model
     timing = planner.timing
@@ -120,7 +125,7 @@ def _changed(planner: Planner, options: Options) -> Planner | None:
 
 
 def _saving(recipe: PlanOptions, on_gpu: bool) -> Iterator[Options]:
-    """The options that save memory, those first that change least of what is trained: one, then two together."""
+    """Yield options that save memory: single ones, those first that change training the least, then pairs."""
     options: list[Options] = [{"gradient_checkpointing": True}]
     options += [{"loss": "chunked"}] if recipe.task != "cls" else []
     options += [{"per_device_eval_batch_size": 1}, {"activation_offload": True}]
@@ -129,37 +134,38 @@ def _saving(recipe: PlanOptions, on_gpu: bool) -> Iterator[Options]:
     if on_gpu and recipe.model_name_or_path:
         adapters.append({"lora": True, "load_in_4bit": True})
     options += adapters + [{"optim": name} for name in ("adamw_8bit", "adafactor") if recipe.optim == "adamw"]
-    changed = [{name: value for name, value in one.items() if getattr(recipe, name) != value} for one in options]
-    changed = [one for one in changed if one]
+    changed = [{name: value for name, value in entry.items() if getattr(recipe, name) != value} for entry in options]
+    changed = [entry for entry in changed if entry]
     yield from changed
-    for one, other in itertools.combinations(changed, 2):
-        if not one.keys() & other.keys():
-            yield one | other
+    for first, second in itertools.combinations(changed, 2):
+        if not first.keys() & second.keys():
+            yield first | second
 
 
 def _may_fit(planner: Planner, outcome: LayoutOutcome) -> bool:
-    """Return whether there is room for the model states, which no batch makes smaller: then passes are worth a
-    trace."""
+    """Return True if the model states fit, which do not depend on the batch: only then passes are traced."""
     resolved = outcome.resolved
     device = planner.budget.device
-    several = [resolved.states(planner.model, False, stage) for stage in planner.model.stages(resolved.layout)]
-    return all(each.weights + each.gradients + each.optimizer + each.buffers <= device for each in several)
+    all_states = [resolved.states(planner.model, False, stage) for stage in planner.model.stages(resolved.layout)]
+    return all(
+        states.weights + states.gradients + states.optimizer + states.buffers <= device for states in all_states
+    )
 
 
-class Remedies:
-    """Changes that make a layout fit that does not: options of the recipe, each predicted as a plan of its own."""
+class RemedySearch:
+    """Searches for options of the recipe that make a layout fit. Each is predicted as a separate plan."""
 
     def __init__(self, planner: Planner):
         self.planner = planner
         self._planners: dict[tuple[tuple[str, Any], ...], Planner | None] = {}
 
     def add(self, outcome: LayoutOutcome) -> None:
-        """Add the first remedies of a layout: options that are enough alone, else two together."""
-        alone = False
+        """Add the first remedies of a layout: single options that are enough, otherwise pairs."""
+        has_single = False
         misfit = outcome.smallest_misfit
         for options in _saving(self.planner.recipe, self.planner.model.on_gpu):
             is_single = len(options) == 1 or options.keys() == {"lora", "load_in_4bit"}
-            if len(outcome.remedies) == MAX_REMEDIES or (alone and not is_single):
+            if len(outcome.remedies) == MAX_LAYOUT_REMEDIES or (has_single and not is_single):
                 return
             key = tuple(options.items())
             if key not in self._planners:
@@ -167,34 +173,36 @@ class Remedies:
             changed = self._planners[key]
             if changed is None:
                 continue
-            for again in changed.layouts(outcome.strategy):
-                if again.degrees == outcome.degrees and not again.refused and _may_fit(changed, again):
-                    changed.find(again, [misfit.micro_batch] if misfit and changed.recipe.micro_batches else None)
-                    if again.best is not None:
-                        outcome.remedies.append((options, again.best))
-                        alone = alone or is_single
+            for layout in changed.layouts(outcome.strategy):
+                if layout.degrees == outcome.degrees and not layout.refused and _may_fit(changed, layout):
+                    changed.find(layout, [misfit.micro_batch] if misfit and changed.recipe.micro_batches else None)
+                    if layout.best is not None:
+                        outcome.remedies.append((options, layout.best))
+                        has_single = has_single or is_single
 
 
 def find_best(planner: Planner, names: list[str], top: int = 1) -> list[tuple[Combination, Prediction]]:
-    """The `top` combinations that are the fastest of those that fit, in this order."""
-    groups = combinations(planner, names)
+    """Return the `top` fastest combinations that fit, the fastest first, with their predictions."""
+    groups = list_combinations(planner, names)
     for group, bounds in zip(groups, in_processes(_bounds, groups), strict=True):
-        for one, bound in zip(group, bounds, strict=True):
-            one.bound = bound
+        for combination, bound in zip(group, bounds, strict=True):
+            combination.bound = bound
     found: list[tuple[Combination, Prediction]] = []
-    for one in sorted(itertools.chain(*groups), key=lambda one: -one.bound):
-        if len(found) >= top and one.bound <= found[-1][1].tokens_per_s:
+    for combination in sorted(itertools.chain(*groups), key=lambda combination: -combination.bound):
+        if len(found) >= top and combination.bound <= found[-1][1].tokens_per_s:
             break
-        best = one.best()
-        # The strategy, resolved with all options, has to be what it was without them.
-        again = one.planner.layouts(one.outcome.strategy) if best is not None else []
-        if best is not None and any(each.degrees == one.outcome.degrees and not each.refused for each in again):
-            found = sorted([*found, (one, best)], key=lambda pair: -pair[1].tokens_per_s)[:top]
+        best = combination.best()
+        outcome = combination.outcome
+        # With all options resolved, the strategy must still be possible in this layout.
+        layouts = combination.planner.layouts(outcome.strategy) if best is not None else []
+        if best is not None and any(layout.degrees == outcome.degrees and not layout.refused for layout in layouts):
+            found = sorted([*found, (combination, best)], key=lambda pair: -pair[1].tokens_per_s)[:top]
     return found
 
 
 def _bounds(group: list[Combination]) -> list[float]:
-    return [
-        max(one.planner.tokens_per_s(one.outcome.resolved, size) for size in candidates_of(one.planner, one.outcome))
-        for one in group
-    ]
+    bounds = []
+    for combination in group:
+        sizes = candidate_sizes(combination.planner, combination.outcome)
+        bounds.append(max(combination.planner.tokens_per_s(combination.outcome.resolved, size) for size in sizes))
+    return bounds

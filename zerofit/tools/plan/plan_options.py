@@ -1,9 +1,9 @@
-"""The options of `zerofit plan`, and the layouts that a pair may have: its degrees of tensor, pipeline and sequence
-parallelism, and others instead.
+"""The options of `zerofit plan`, and the layouts of a pair (YAML and JSON): its degrees of tensor, pipeline and
+sequence parallelism, and other degrees that are possible.
 
-The degrees stand in the pair's DeepSpeed JSON. A pair that has some is planned for each number of ranks that divides
-the GPUs of a machine, so that ranks which share layers or rows are on one machine. What a model, its heads above all,
-does not allow is refused as a run would refuse it (zerofit/training/run_configuration.py).
+The degrees are set in the pair's DeepSpeed JSON. A pair with degrees is planned for each number of ranks that divides
+the GPUs of a machine, so that ranks which share layers or rows are on one machine. Degrees that a model does not
+allow, mostly because of its heads, are refused as in a run (zerofit/training/run_configuration.py).
 """
 
 import json
@@ -53,8 +53,11 @@ MACHINES: dict[str, dict[str, Any]] = {
 }
 
 
-SIZE = (parse_bytes, "a size such as 80GiB, 800MiB or 24GB")
-NOT_NEEDED = ("no data:", "no tokenizer:")  # problems of a recipe that is trained, and not of one that is planned
+SIZE_FORM = (parse_bytes, "a size such as 80GiB, 800MiB or 24GB")
+UNNEEDED_PROBLEMS = (
+    "no data:",
+    "no tokenizer:",
+)  # problems of a training recipe that a plan ignores
 MEMORY_VARIABLE = "DEVICE_MEMORY_GB"
 
 
@@ -102,10 +105,10 @@ class PlanOptions(BatchSizesOptions, SpeedOptions, StrategiesOptions):
     machine: str | None = option(None, "A known machine.", choices=tuple(MACHINES), common=True)
     gpu: str | None = option(None, "A known GPU, such as h100-80gb, or cpu.", common=True)
     gpu_memory: str | None = option(
-        None, "Of one GPU: 80GiB; else DEVICE_MEMORY_GB, or --gpu's.", common=True, form=SIZE
+        None, "Of one GPU: 80GiB; else DEVICE_MEMORY_GB, or --gpu's.", common=True, form=SIZE_FORM
     )
     host_memory: str | None = option(
-        None, "Of one machine: 1TiB; without it, it is not checked.", common=True, form=SIZE
+        None, "Of one machine: 1TiB; without it, it is not checked.", common=True, form=SIZE_FORM
     )
     max_batch_size: int = option(4096, "The largest micro-batch to try.", positive=True)
     max_global_batch_size: int | None = option(
@@ -140,77 +143,77 @@ class PlanOptions(BatchSizesOptions, SpeedOptions, StrategiesOptions):
 
     @property
     def known_gpu(self) -> Gpu | None:
-        """The GPU that is named, of the table; None: there is none, or it is the CPU."""
+        """The named GPU's row of the table; None if no GPU is named, or the CPU."""
         return None if self.gpu in (None, CPU) else find_gpu(self.gpu)
 
     @property
     def device_memory(self) -> tuple[str, str] | None:
-        """Return (size of one device, what states it); None: it is that of the named GPU."""
-        told = os.environ.get(MEMORY_VARIABLE)
+        """(memory of one device, its source for messages); None: the memory of the named GPU counts."""
+        variable = os.environ.get(MEMORY_VARIABLE)
         if self.gpu_memory:
             return self.gpu_memory, f"gpu_memory = {self.gpu_memory}"
-        return (f"{told}GB", f"{MEMORY_VARIABLE}={told} of the environment") if told else None
+        return (f"{variable}GB", f"{MEMORY_VARIABLE}={variable} of the environment") if variable else None
 
     def problems(self) -> list[str]:
-        found = [problem for problem in super().problems() if not problem.startswith(NOT_NEEDED)]
-        told = os.environ.get(MEMORY_VARIABLE)
-        if told and not self.gpu_memory and not (re.fullmatch(r"\d+(\.\d+)?", told) and float(told)):
-            found.append(f"{MEMORY_VARIABLE}={told} of the environment: expected GB of a device, such as 80")
+        problems = [problem for problem in super().problems() if not problem.startswith(UNNEEDED_PROBLEMS)]
+        variable = os.environ.get(MEMORY_VARIABLE)
+        if variable and not self.gpu_memory and not (re.fullmatch(r"\d+(\.\d+)?", variable) and float(variable)):
+            problems.append(f"{MEMORY_VARIABLE}={variable} of the environment: expected GB of a device, such as 80")
         if not self.gpu and not self.device_memory:
-            found.append("no device: set --machine dgx-h100, --gpu h100-80gb or --gpu_memory 80GiB, for example")
+            problems.append("no device: set --machine dgx-h100, --gpu h100-80gb or --gpu_memory 80GiB, for example")
         if self.num_gpus > self.gpus_per_node and self.num_gpus % self.gpus_per_node:
-            found.append(f"num_gpus = {self.num_gpus} is not a multiple of gpus_per_node = {self.gpus_per_node}")
+            problems.append(f"num_gpus = {self.num_gpus} is not a multiple of gpus_per_node = {self.gpus_per_node}")
         for name in ("global_batch_size", "gradient_accumulation_steps"):
             if self.max_global_batch_size and (self.source(name) or "").startswith("--"):
-                found.append(f"--{name} and --max_global_batch_size: keep one of the two")
+                problems.append(f"--{name} and --max_global_batch_size: keep one of the two")
         if self.lengths:
             given = " ".join(self.lengths)
             if "auto" in given.split() and given != "auto":
-                found.append(f"lengths = {given}: say auto alone, or lengths")
+                problems.append(f"lengths = {given}: say auto alone, or lengths")
             if not hasattr(self, "block_size"):
-                found.append(f"lengths = {given}: only train/clm.py has rows of any length. Remove it")
+                problems.append(f"lengths = {given}: only train/clm.py has rows of any length. Remove it")
             elif (self.source("block_size") or "").startswith("--"):
-                found.append("--block_size and --lengths: keep one of the two")
+                problems.append("--block_size and --lengths: keep one of the two")
             without_use = [name for name in ("batch_sizes", "max_batch_size", "mean_length") if self.source(name)]
-            found += [f"{name} has no effect with lengths = {given}. Remove it" for name in without_use]
+            problems += [f"{name} has no effect with lengths = {given}. Remove it" for name in without_use]
         packs = getattr(self, "packing", "none") != "none" or getattr(self, "data_path", None)
         if self.mean_length and self.task in CAUSAL_TASKS and packs:
-            found.append(f"mean_length = {self.mean_length:g} has no effect: packed rows are full. Remove it")
-        return found
+            problems.append(f"mean_length = {self.mean_length:g} has no effect: packed rows are full. Remove it")
+        return problems
 
     @property
     def named_lengths(self) -> list[int]:
-        """The lengths that were named, ascending: 8k is 8192."""
+        """The named lengths in tokens, ascending: 8k is 8192."""
         texts = [text.strip().lower() for given in self.lengths or () for text in given.split(",") if text]
         return sorted({int(text.removesuffix("k")) * (1024 if text.endswith("k") else 1) for text in texts})
 
 
-FILE = "deepspeed_config_file"  # of an accelerate YAML
+CONFIG_FILE_KEY = "deepspeed_config_file"  # the key in an accelerate YAML
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many ranks share each layer (tensor), how many stages there are (pipeline), and how many ranks split each
-    row (sequence)."""
+    """The degrees of parallelism: the number of ranks that share each layer (tensor), of stages (pipeline), and of
+    ranks that split each row (sequence)."""
 
     tensor: int = 1
     pipeline: int = 1
     sequence: int = 1
 
 
-def labelled(strategy: str, degrees: Degrees) -> str:
-    """The strategy with those of its degrees that are more than one: tp with 4 ranks a layer is tp x4."""
-    own = "x".join(str(degree) for degree in (degrees.tensor, degrees.pipeline, degrees.sequence) if degree > 1)
-    return f"{strategy} x{own}" if own else strategy
+def label_strategy(strategy: str, degrees: Degrees) -> str:
+    """Return the strategy's name with its degrees above one: tp with 4 ranks per layer is tp x4."""
+    suffix = "x".join(str(degree) for degree in (degrees.tensor, degrees.pipeline, degrees.sequence) if degree > 1)
+    return f"{strategy} x{suffix}" if suffix else strategy
 
 
 @dataclass(frozen=True)
 class StrategyPair:
-    """An accelerate YAML and its DeepSpeed JSON, as they stand in their files.
+    """An accelerate YAML and its DeepSpeed JSON, with the contents of their files.
 
     Attributes:
         source: the YAML's file.
-        config: the JSON; None: the YAML names none.
+        config: the JSON; None if the YAML names none.
     """
 
     source: Path
@@ -230,33 +233,33 @@ class StrategyPair:
         return Degrees(**{kind: degree for kind, degree in found.items() if isinstance(degree, int) and degree > 1})
 
     def with_degrees(self, degrees: Degrees) -> "StrategyPair":
-        """The same with these degrees, in place of those that it has."""
+        """Return the pair with other degrees."""
         if degrees == self.degrees or self.config is None:
             return self
         return replace(self, config=with_degrees(self.config, **vars(degrees)))
 
     def write(self, yaml_file: Path, head: str = "", changes: dict[str, Any] | None = None) -> None:
-        """Write NAME.yaml, with `changes` of its keys, and NAME.json beside it where there is one."""
+        """Write NAME.yaml, with some keys changed, and NAME.json in the same folder if the pair has a JSON."""
         content = {**self.content, **(changes or {})}
         if self.config is not None:
             json_file = yaml_file.with_suffix(".json")
             json_file.write_text(json.dumps(self.config, indent=2) + "\n", encoding="utf-8")
-            content["deepspeed_config"] = {**content["deepspeed_config"], FILE: str(json_file)}
+            content["deepspeed_config"] = {**content["deepspeed_config"], CONFIG_FILE_KEY: str(json_file)}
         yaml_file.write_text(head + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
 
 
 def read_pair(name: str) -> StrategyPair:
-    """A pair by its name in accelerate_configs/, or by its .yaml file. Raises UserError: there is no such file."""
+    """Read a pair, by its name in accelerate_configs/ or by its .yaml file. Raises UserError: the file is missing."""
     source = find_strategies([name])[name]
     content = read_yaml(source) or {}
-    named = (content.get("deepspeed_config") or {}).get(FILE)
+    named = (content.get("deepspeed_config") or {}).get(CONFIG_FILE_KEY)
     if not named:
         return StrategyPair(source, content, None, None)
-    # as a run finds it: from here, or beside the pair's folder
+    # searched as in a run: from the working directory, or from the parent of the pair's folder
     files = (Path(named), source.resolve().parents[1] / named, place(named))
     json_file = next((file for file in files if file.is_file()), None)
     if json_file is None:
-        raise UserError(f"{source}: {FILE} = {named!r}: there is no such file")
+        raise UserError(f"{source}: {CONFIG_FILE_KEY} = {named!r}: there is no such file")
     try:
         config = parse_json(read_text(json_file))
     except ValueError:
@@ -269,35 +272,38 @@ def read_pair(name: str) -> StrategyPair:
 def possible_degrees(
     name: str, pair: StrategyPair, num_ranks: int, local_ranks: int, num_layers: int
 ) -> list[Degrees]:
-    """The degrees to plan a pair with. A .yaml file is planned as it is.
+    """Return the degrees to plan a pair with. A .yaml file is planned with its own degrees only.
 
     Args:
-        num_ranks, local_ranks: processes of all machines, and of one.
-        num_layers: of the model: no pipeline has more stages.
+        num_ranks, local_ranks: number of processes of all machines, and of one machine.
+        num_layers: number of the model's layers: no pipeline has more stages.
     """
-    own = pair.degrees
-    if own == Degrees() or name.endswith((".yaml", ".yml")):
-        return [own]
-    found = [own]
+    configured = pair.degrees
+    if configured == Degrees() or name.endswith((".yaml", ".yml")):
+        return [configured]
+    found = [configured]
     for kind in ("tensor", "sequence"):
-        if getattr(own, kind) > 1:
-            found = [replace(one, **{kind: count}) for one in found for count in _divisors(local_ranks, local_ranks)]
-    if own.pipeline > 1:
+        if getattr(configured, kind) > 1:
+            counts = _divisors(local_ranks, local_ranks)
+            found = [replace(degrees, **{kind: count}) for degrees in found for count in counts]
+    if configured.pipeline > 1:
         found = [
-            replace(one, pipeline=count) for one in found for count in _divisors(num_ranks // one.tensor, num_layers)
+            replace(degrees, pipeline=count)
+            for degrees in found
+            for count in _divisors(num_ranks // degrees.tensor, num_layers)
         ]
-    return found or [own]
+    return found or [configured]
 
 
-def _divisors(number: int, most: int) -> list[int]:
-    return [count for count in range(2, min(number, most) + 1) if number % count == 0]
+def _divisors(number: int, limit: int) -> list[int]:
+    return [count for count in range(2, min(number, limit) + 1) if number % count == 0]
 
 
 def resolve_layout(
     name: str, recipe: PlanOptions, model: PlannedModel, world_size: int, gpus_per_node: int
 ) -> PlannedStrategy:
-    """The strategy as read_strategy has it in a process of such a launch. Raises UserError: as `strategy_of_a_launch`;
-    degrees of parallelism that the model or the task does not have."""
+    """Return the strategy as a process of such a launch reads it. Raises UserError: as `strategy_of_a_launch`; or the
+    model or the task does not support the degrees of parallelism."""
     recipe = recipe.draft()
     recipe.reset_option("gradient_accumulation_steps" if recipe.global_batch_size else "global_batch_size")
     recipe.reset_option("global_batch_warmup")
@@ -313,7 +319,7 @@ def resolve_layout(
     return plan_strategy(name, strategy, model)
 
 
-def resolve_with(
+def resolve_degrees(
     name: str,
     pair: StrategyPair,
     degrees: Degrees,
@@ -323,18 +329,20 @@ def resolve_with(
     world_size: int,
     gpus_per_node: int,
 ) -> PlannedStrategy:
-    """The same for a pair with other degrees than its own: it is written with them, as `--write` does, and read."""
+    """Return the strategy of a pair with these degrees. If they are not the pair's, it is written with them to a
+    temporary folder, as `--write` does, and read from there."""
     if degrees == pair.degrees:
         return resolve_layout(name, recipe, model, world_size, gpus_per_node)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{pair.source.stem}.yaml"
         pair.with_degrees(degrees).write(file)
         try:
-            found = resolve_layout(str(file), recipe, model, world_size, gpus_per_node)
+            planned = resolve_layout(str(file), recipe, model, world_size, gpus_per_node)
         except UserError as error:
-            own = str(pair.source)
+            source = str(pair.source)
             json_file = str(file.with_suffix(".json"))
             raise UserError(
-                problem.replace(str(file), own).replace(json_file, str(pair.json_file)) for problem in error.problems
+                problem.replace(str(file), source).replace(json_file, str(pair.json_file))
+                for problem in error.problems
             ) from None
-    return PlannedStrategy(name, found.layout, found.precision, found.sharding)
+    return PlannedStrategy(name, planned.layout, planned.precision, planned.sharding)

@@ -1,4 +1,4 @@
-"""For each strategy: predictions of micro-batches, the largest that fits, and the fastest."""
+"""Predicts memory and speed of micro-batches under each strategy, and finds the largest that fits and the fastest."""
 
 import multiprocessing
 import sys
@@ -35,12 +35,19 @@ from zerofit.recipe.errors import UserError
 from zerofit.strategy.host_memory import usable_cores
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.tools.compare.search import next_size
-from zerofit.tools.plan.plan_options import Degrees, PlanOptions, labelled, possible_degrees, read_pair, resolve_with
+from zerofit.tools.plan.plan_options import (
+    Degrees,
+    PlanOptions,
+    label_strategy,
+    possible_degrees,
+    read_pair,
+    resolve_degrees,
+)
 
 
 @dataclass(frozen=True)
-class Budget:
-    """The memory of a device and of a machine.
+class MemoryBudget:
+    """The memory that is available on a device and on a machine.
 
     Attributes:
         device: bytes of one device; on a CPU, of one process.
@@ -59,10 +66,10 @@ class Budget:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A micro-batch under a strategy; sizes in bytes, of the process that needs most.
+    """The prediction for a micro-batch under a strategy. Sizes are in bytes, for the process that needs the most.
 
     Attributes:
-        speed: None where no time is predicted.
+        speed: None if no time is predicted.
     """
 
     strategy: str
@@ -71,11 +78,11 @@ class Prediction:
     micro_batch: int
     accumulation: int
     peak: PeakMemory
-    host_bytes: int  # of a machine
-    disk_bytes: int  # of a machine: what is offloaded to it
+    host_bytes: int  # host memory of a machine
+    disk_bytes: int  # bytes that are offloaded to a machine's disk
     fits: bool
-    lacking: int  # bytes, of device or host; 0 where it fits
-    length: int  # tokens of a row; of pairs, of a source
+    lacking: int  # missing bytes on the device or the host; 0 if it fits
+    length: int  # tokens of a row; for pairs, of a source
     speed: UpdateSpeed | None = None
 
     @property
@@ -84,22 +91,22 @@ class Prediction:
 
     @property
     def label(self) -> str:
-        """The strategy, with its degrees where it has some."""
-        return labelled(self.strategy, self.degrees)
+        """The strategy's name, with its degrees of parallelism if it has some."""
+        return label_strategy(self.strategy, self.degrees)
 
     @property
     def device_bytes(self) -> int:
-        """The bytes of a device that training takes at least."""
+        """The minimum number of bytes that training needs on a device."""
         return self.peak.needed
 
     @property
     def timed(self) -> UpdateSpeed | None:
-        """The speed where it is known, and not only ranks layouts."""
+        """The speed if the device's is known; None if it only ranks layouts."""
         return self.speed if self.speed and self.speed.is_known else None
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second, known or only for the rank; 0 where no time is predicted."""
+        """Tokens per second, even if they only rank layouts; 0 if no time is predicted."""
         return self.speed.tokens_per_s if self.speed else 0.0
 
     @property
@@ -108,12 +115,12 @@ class Prediction:
 
     @property
     def size(self) -> tuple[int, int]:
-        """The size that is searched: among predictions of one strategy, lengths or micro-batches differ."""
+        """The size that is searched: predictions of one strategy differ in the length or in the micro-batch."""
         return self.length, self.micro_batch
 
     @property
     def rank(self) -> tuple[float, int]:
-        """The place among others of its strategy: the fastest first, then the largest."""
+        """The sort key among predictions of one strategy: the fastest first, then the largest."""
         return -self.tokens_per_s, -self.micro_batch
 
     def to_dict(self) -> dict[str, Any]:
@@ -151,65 +158,64 @@ class LayoutOutcome:
     """The predictions of one strategy in one layout.
 
     Attributes:
-        found: the strategy in this layout; None: it is refused.
-        largest: the prediction of the largest micro-batch, or of the longest rows, that fit; None: not even the
-            smallest do.
-        best: the fastest that fits.
-        smallest_misfit: the prediction of the smallest that do not fit; None: all that were tried do.
-        refused: why this is not possible at all.
-        remedies: of what does not fit: (options with which it does, the prediction with them).
+        planned: the resolved strategy; None if the layout is refused.
+        largest: the prediction of the largest micro-batch, or of the longest rows, that fit; None if none fits.
+        best: the fastest prediction that fits.
+        smallest_misfit: the smallest prediction that does not fit; None if all that were tried fit.
+        refused: the reason why this layout is not possible; empty: it is possible.
+        remedies: if nothing fits: (options with which it fits, the prediction with them).
     """
 
     strategy: str
     degrees: Degrees = field(default_factory=Degrees)
-    found: PlannedStrategy | None = None
+    planned: PlannedStrategy | None = None
     predictions: list[Prediction] = field(default_factory=list)
     refused: str = ""
     remedies: list[tuple[dict[str, Any], Prediction]] = field(default_factory=list)
 
     @property
     def label(self) -> str:
-        return labelled(self.strategy, self.degrees)
+        return label_strategy(self.strategy, self.degrees)
 
     @property
     def resolved(self) -> PlannedStrategy:
-        """The strategy of a layout that is not refused."""
-        if self.found is None:
+        """The resolved strategy of a layout that is not refused."""
+        if self.planned is None:
             raise ValueError(f"{self.label} is refused: {self.refused}")
-        return self.found
+        return self.planned
 
     @property
     def largest(self) -> Prediction | None:
-        return max(self._fitting, key=lambda one: one.size, default=None)
+        return max(self._fitting, key=lambda prediction: prediction.size, default=None)
 
     @property
     def best(self) -> Prediction | None:
-        return min(self._fitting, key=lambda one: one.rank, default=None)
+        return min(self._fitting, key=lambda prediction: prediction.rank, default=None)
 
     @property
     def smallest_misfit(self) -> Prediction | None:
-        misfits = [one for one in self.predictions if not one.fits]
-        return min(misfits, key=lambda one: one.size, default=None)
+        misfits = [prediction for prediction in self.predictions if not prediction.fits]
+        return min(misfits, key=lambda prediction: prediction.size, default=None)
 
     @property
     def _fitting(self) -> list[Prediction]:
-        return [one for one in self.predictions if one.fits]
+        return [prediction for prediction in self.predictions if prediction.fits]
 
 
 A = TypeVar("A")
 B = TypeVar("B")
 
 
-def find_all(
+def predict_layouts(
     model: PlannedModel,
     outcomes: list[LayoutOutcome],
-    find_one: Callable[[LayoutOutcome], None],
-    say_now: Callable[[str], None],
-    what: str,
+    predict: Callable[[LayoutOutcome], None],
+    show: Callable[[str], None],
+    activity: str,
 ) -> None:
-    """Find what each layout holds, or why it holds nothing. Layouts that share traces stay together in their order:
-    nothing is traced twice, and the predictions are the same on any number of cores. `say_now` is called with how far
-    `what` is."""
+    """Call `predict` for each layout, which adds predictions, or the reason why there are none. Layouts that share
+    traces stay together in their order: nothing is traced twice, and the predictions are the same on any number of
+    cores. `show` is called with the progress of `activity`."""
     shares: dict[Any, list[LayoutOutcome]] = {}
     for outcome in outcomes:
         if not outcome.refused:
@@ -217,28 +223,28 @@ def find_all(
 
     def find(share: list[LayoutOutcome]) -> list[tuple[Any, ...]]:
         for outcome in share:
-            find_one(outcome)
+            predict(outcome)
         return [(outcome.predictions, outcome.refused, outcome.remedies) for outcome in share]
 
-    for done, (share, found) in enumerate(zip(shares.values(), in_processes(find, [*shares.values()])), 1):
-        for outcome, (predictions, refused, remedies) in zip(share, found):
+    for done, (share, results) in enumerate(zip(shares.values(), in_processes(find, [*shares.values()])), 1):
+        for outcome, (predictions, refused, remedies) in zip(share, results):
             outcome.predictions = predictions
             outcome.refused = refused
             outcome.remedies = remedies
-        say_now(f"{what}: {done} of {len(shares)} groups of layouts")
+        show(f"{activity}: {done} of {len(shares)} groups of layouts")
 
 
 def in_processes(function: Callable[[A], B], items: list[A]) -> Iterator[B]:
-    """Yield function(item) of each item, made in copies of this process where one can work, one for each core; an
-    error is raised in this one."""
+    """Yield function(item) of each item. The calls run in copies of this process, one per core, if that is possible.
+    Errors are raised in this process."""
     workers = min(usable_cores(), len(items))
     if workers > 1 and _can_fork():
         _shared["work"] = function, items  # closures cannot be pickled: copies find them here
-        # One thread each, as DataLoader's workers: a copy has none of the OpenMP threads of this process.
+        # One thread each, like DataLoader's workers: a copy has none of the OpenMP threads of this process.
         fork = multiprocessing.get_context("fork")
         with ProcessPoolExecutor(workers, fork, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             if pool.submit(_can_differentiate).result():
-                yield from pool.map(_one, range(len(items)))
+                yield from pool.map(_call_shared, range(len(items)))
                 return
     yield from map(function, items)
 
@@ -246,14 +252,13 @@ def in_processes(function: Callable[[A], B], items: list[A]) -> Iterator[B]:
 _shared: dict[str, Any] = {}
 
 
-def _one(number: int) -> Any:
+def _call_shared(number: int) -> Any:
     function, items = _shared["work"]
     return function(items[number])
 
 
 def _can_differentiate() -> bool:
-    """Return whether autograd works in this copy: some builds of torch refuse it after the first process has used
-    it."""
+    """Return True if autograd works in this copy: some builds of torch refuse it after the parent has used it."""
     try:
         torch.ones((), requires_grad=True).backward()
     except RuntimeError:
@@ -262,31 +267,30 @@ def _can_differentiate() -> bool:
 
 
 def _can_fork() -> bool:
-    """Return whether a copy of this process can go on: not with a lock that another thread holds, nor with a CUDA
-    context."""
+    """Return True if a copy of this process can run: not if another thread may hold a lock, or with a CUDA context."""
     return sys.platform == "linux" and threading.active_count() == 1 and not torch.cuda.is_initialized()
 
 
-FASTEST_TRIED = 3  # of those that ought to be fastest; memory is predicted for them
-STEP = 1024  # tokens between the lengths that are looked at where none is named
-T = TypeVar("T")  # a Prediction, or what else has `fits` and `device_bytes`
+MAX_FASTEST_TRIED = 3  # number of fastest candidates for which memory is predicted
+LENGTH_STEP = 1024  # tokens between the lengths that are tried if none is named
+T = TypeVar("T")  # a Prediction, or another type with `fits` and `device_bytes`
 
 
 class Planner:
-    """Predicts; the same trace serves every strategy that computes alike.
+    """Makes predictions for a model. Strategies whose passes are the same share their traces.
 
     Args:
-        timing: None: memory is predicted, and no time.
+        timing: None: only memory is predicted, without time.
     """
 
-    def __init__(self, recipe: PlanOptions, model: PlannedModel, budget: Budget, timing: Timing | None = None):
+    def __init__(self, recipe: PlanOptions, model: PlannedModel, budget: MemoryBudget, timing: Timing | None = None):
         self.recipe = recipe
         self.model = model
         self.budget = budget
         self.timing = timing
 
     def layouts(self, name: str) -> list[LayoutOutcome]:
-        """Those that a strategy can have, without predictions."""
+        """Return the layouts that a strategy can have, without predictions."""
         pair = read_pair(name)
         recipe = self.recipe_for_layouts()
         budget = self.budget
@@ -297,19 +301,19 @@ class Planner:
             outcome = LayoutOutcome(name, degrees)
             outcomes.append(outcome)
             try:
-                outcome.found = resolve_with(name, pair, degrees, recipe, self.model, **ranks)
+                outcome.planned = resolve_degrees(name, pair, degrees, recipe, self.model, **ranks)
             except UserError as error:
                 outcome.refused = "; ".join(error.problems)
                 continue
-            if outcome.found.precision == "bf16" and gpu is not None and not gpu.has_bf16:
+            if outcome.planned.precision == "bf16" and gpu is not None and not gpu.has_bf16:
                 outcome.refused = f"precision = bf16: not supported by {gpu.name}. Use --precision fp16"
-            if outcome.found.precision == "fp16" and not self.model.on_gpu:
+            if outcome.planned.precision == "fp16" and not self.model.on_gpu:
                 outcome.refused = "precision = fp16 needs a GPU. Use --precision bf16 or fp32"
         return outcomes
 
     def find(self, outcome: LayoutOutcome, sizes: list[int] | None = None) -> None:
-        """Add the predictions of the micro-batches that the options name, or of the largest that fits and the fastest;
-        with --lengths of the longest rows that fit; or why there are none. `sizes` go before those of the options."""
+        """Add predictions to a layout, or the reason why there are none: the micro-batches in the options, or the
+        largest that fits and the fastest; with --lengths the longest rows that fit. `sizes` override the options."""
         lengths = self.lengths
         name = "per_device_train_batch_size"
         sizes = sizes or self.recipe.micro_batches
@@ -336,9 +340,8 @@ class Planner:
 
     @cached_property
     def lengths(self) -> list[int] | None:
-        """The lengths of rows to look at, ascending: those that were named; auto: multiples of 1024 up to the model's
-        positions. None: micro-batches are searched. Raises UserError: the model has fewer positions, or none that
-        limit the length."""
+        """The lengths of rows to try, ascending: those that were named; for auto, multiples of 1024 up to the model's
+        positions. None: micro-batches are searched. Raises UserError: the model has fewer positions, or no limit."""
         if not self.recipe.lengths:
             return None
         positions = usable_positions(self.model.config)
@@ -346,7 +349,7 @@ class Planner:
             if positions is None:
                 kind = self.model.config.model_type
                 raise UserError(f"lengths = auto: a {kind} has no limit. Set --lengths 8k,16k,32k")
-            return sorted({*range(STEP, positions + 1, STEP), positions})
+            return sorted({*range(LENGTH_STEP, positions + 1, LENGTH_STEP), positions})
         named = self.recipe.named_lengths
         if positions and named[-1] > positions:
             given = " ".join(self.recipe.lengths)
@@ -354,20 +357,20 @@ class Planner:
         return named
 
     def predict(self, resolved: PlannedStrategy, micro_batch: int) -> Prediction:
-        """One micro-batch under one strategy."""
+        """Return the prediction for a micro-batch under a strategy."""
         layout = resolved.layout
         accumulation = self.accumulation(micro_batch, layout.data_size)
         peaks = [self._peak(resolved, micro_batch, accumulation, stage) for stage in self.model.stages(layout)]
-        peak = max(peaks, key=lambda one: one.needed)
+        peak = max(peaks, key=lambda peak: peak.needed)
         on_gpu = self.model.on_gpu
         host = peak.host * self.budget.local_ranks
         lacking = max(0, peak.needed - self.budget.device)
         if self.budget.host is not None and on_gpu:
             lacking = max(lacking, host - self.budget.host)
-        about = resolved.name, resolved.precision, layout, micro_batch, accumulation, peak, host
+        fields = resolved.name, resolved.precision, layout, micro_batch, accumulation, peak, host
         disk = peak.disk * self.budget.local_ranks
         speed = self.speed(resolved, micro_batch)
-        return Prediction(*about, disk, lacking == 0, lacking, self.model.rows.length, speed)
+        return Prediction(*fields, disk, lacking == 0, lacking, self.model.rows.length, speed)
 
     def _peak(self, resolved: PlannedStrategy, micro_batch: int, accumulation: int, stage: Stage) -> PeakMemory:
         model = self.model
@@ -401,12 +404,12 @@ class Planner:
             on_host=pinned_bytes([step.offloaded for step in training if step.offloaded]),
         )
         peak = peak_of(moments)
-        if peak.needed > self.budget.device:  # whatever an evaluation takes: it is not traced
+        if peak.needed > self.budget.device:  # it does not fit, so the evaluation is not traced
             return peak
         recipe = self.recipe
         rows = self.recipe.per_device_eval_batch_size
         evaluation = model.steps(resolved, stage, rows, evaluated=True)
-        generated: dict[str, int] = {}  # beside weights, while texts are generated for an evaluation batch
+        generated: dict[str, int] = {}  # {name: bytes}, without weights, while texts are generated in an evaluation
         if getattr(recipe, "predict_with_generate", False):
             beams = getattr(recipe, "num_beams", None) or getattr(model.config, "num_beams", None) or 1
             width = DTYPES[resolved.precision].itemsize
@@ -420,25 +423,25 @@ class Planner:
         return self.timing.predict(resolved, micro_batch, accumulation)
 
     def tokens_per_s(self, resolved: PlannedStrategy, micro_batch: int) -> float:
-        """Tokens per second (where speeds are unknown, only good to order candidates); 0 if no time is predicted."""
+        """Return tokens per second, which only rank candidates if the device's speed is unknown; 0 without timing."""
         speed = self.speed(resolved, micro_batch)
         return speed.tokens_per_s if speed else 0.0
 
     # -------------------------------------------------------------------------------------------------- global batches
 
     def accumulation(self, micro_batch: int, replicas: int) -> int:
-        """Micro-batches of an update: what the recipe says, or what makes the global batch."""
+        """Return the number of micro-batches of an update: the recipe's, or the one that gives the global batch."""
         if self._global_batch is None:
             return self.recipe.gradient_accumulation_steps or 1
         return self._global_batch // (micro_batch * replicas)
 
     @property
     def _global_batch(self) -> int | None:
-        """The global batch, or the limit to it."""
+        """The global batch size, or its limit."""
         return self.recipe.max_global_batch_size or self.recipe.global_batch_size
 
     def recipe_for_layouts(self) -> PlanOptions:
-        """Return the recipe without its own global batch where there is only a limit to it."""
+        """Return the recipe, without its global batch size if there is a limit to search up to."""
         if not self.recipe.max_global_batch_size:
             return self.recipe
         recipe = self.recipe.draft()
@@ -447,15 +450,15 @@ class Planner:
         return recipe
 
     def possible(self, sizes: Iterable[int], replicas: int) -> list[int]:
-        """Those that make the global batch, if there is one, or stay within its limit."""
+        """Return the sizes that divide the global batch, if there is one, or stay within its limit."""
         total = self.recipe.global_batch_size
-        most = self.recipe.max_global_batch_size
-        if most:
-            return [size for size in sizes if size * replicas <= most]
+        limit = self.recipe.max_global_batch_size
+        if limit:
+            return [size for size in sizes if size * replicas <= limit]
         return [size for size in sizes if total is None or total % (size * replicas) == 0]
 
     def no_batch(self, sizes: list[int] | None, layout: ParallelLayout) -> str:
-        """Say why no micro-batch is possible."""
+        """Return the message that says why no micro-batch is possible."""
         minimum = layout.data_size * (sizes[0] if sizes else 1)
         holders = f"{layout.data_size} replicas of {layout.replica_size} GPUs"
         if self.recipe.max_global_batch_size:
@@ -467,27 +470,26 @@ class Planner:
     # ---------------------------------------------------------------------------------------------------------- search
 
     def _add_fastest(self, outcome: LayoutOutcome, candidates: list[int]) -> None:
-        """Add the prediction of the fastest candidate that fits. Speeds are interpolated between traced sizes. If no
-        global batch is set, all sizes accumulate alike, and a traced one is the fastest: nothing is added."""
+        """Add the prediction of the fastest candidate that fits. Speeds are interpolated between traced sizes. Nothing
+        is added if no global batch is set: then all sizes have the same accumulation, and a traced one is fastest."""
         largest = outcome.largest
         best = outcome.best
         if largest is None or best is None or largest.speed is None or self._global_batch is None:
             return
-        made = {one.micro_batch for one in outcome.predictions}
+        predicted = {prediction.micro_batch for prediction in outcome.predictions}
         smaller = [size for size in candidates if size < largest.micro_batch]
         speeds = {size: self.tokens_per_s(outcome.resolved, size) for size in smaller}
-        for size in sorted(speeds, key=lambda size: (-speeds[size], -size))[:FASTEST_TRIED]:
-            if speeds[size] <= best.tokens_per_s or size in made:
+        for size in sorted(speeds, key=lambda size: (-speeds[size], -size))[:MAX_FASTEST_TRIED]:
+            if speeds[size] <= best.tokens_per_s or size in predicted:
                 return
-            found = self.predict(outcome.resolved, size)
-            outcome.predictions = sorted([*outcome.predictions, found], key=lambda one: one.micro_batch)
-            if found.fits:
+            prediction = self.predict(outcome.resolved, size)
+            outcome.predictions = sorted([*outcome.predictions, prediction], key=lambda entry: entry.micro_batch)
+            if prediction.fits:
                 return
 
 
 def _unused(states: ModelStates, training: list[TracedStep], in_flight: int) -> UnusedBytes:
-    """Return the bytes that the allocator holds unused, on the stream that computes and on the one that gathers
-    weights."""
+    """Return the unused bytes of the allocator, on the stream that computes and on the one that gathers weights."""
     forward = [size for step in training if step.phase != "backward" for size in step.blocks]
     blocks: list[int] = []
     gradients: list[int] = []
@@ -505,15 +507,15 @@ def _unused(states: ModelStates, training: list[TracedStep], in_flight: int) -> 
 
 
 def search(candidates: Sequence[int], predict: Callable[[int], T], limit: int) -> list[T]:
-    """The predictions that were needed, by size; with the largest candidate that fits and the next one.
+    """Search for the largest candidate that fits. Returns the predictions that were made, in the order of their sizes.
 
     Args:
         candidates: micro-batches, or lengths of rows; ascending.
         limit: bytes of a device.
     """
-    made: dict[int, Any] = {}
+    predictions: dict[int, Any] = {}
     peaks: dict[int, int | None] = {}
     while (size := next_size(candidates, peaks, limit)) is not None:
-        made[size] = predict(size)
-        peaks[size] = made[size].device_bytes if made[size].fits else None
-    return [made[size] for size in sorted(made)]
+        predictions[size] = predict(size)
+        peaks[size] = predictions[size].device_bytes if predictions[size].fits else None
+    return [predictions[size] for size in sorted(predictions)]
