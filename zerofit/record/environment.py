@@ -1,5 +1,5 @@
-"""Describes what a run runs on (versions, commit, hardware, command, variables) for environment.json, and says which
-packages have a version that was not tried. Imports torch only where a run is described."""
+"""The environment of a run (versions, commit, hardware, command, variables) for environment.json, and the packages
+whose version was not tried. Only `describe_environment` imports torch."""
 
 import contextlib
 import os
@@ -35,7 +35,7 @@ PACKAGES = (
     "sacrebleu",
     "numpy",
 )
-# Environment variables, or beginnings of their names, by which network, memory and threads are set.
+# Names, or prefixes, of the environment variables that configure network, memory and threads.
 SETTINGS = (
     "NCCL_", "RCCL_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_DEBUG", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "UCX_",
     "FI_", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "HIP_VISIBLE_DEVICES",
@@ -45,7 +45,7 @@ SETTINGS = (
 
 
 class Timeline:
-    """Named phases that follow each other; each ends where the next begins."""
+    """The seconds of the phases of a start; each phase ends where the next begins."""
 
     def __init__(self) -> None:
         self.started = psutil.Process().create_time()
@@ -63,7 +63,7 @@ class Timeline:
 
 
 def describe_environment(command: list[str], device: "torch.device") -> dict[str, Any]:
-    """Versions, commit, hardware and command of this run."""
+    """Return the content of environment.json: versions, commit, hardware and command of this run."""
     import torch
 
     from zerofit.strategy.devices import device_name
@@ -80,7 +80,7 @@ def describe_environment(command: list[str], device: "torch.device") -> dict[str
     if device.type != "cpu":
         versions = {"cuda": torch.version.cuda, "rocm": torch.version.hip, "xpu": getattr(torch.version, "xpu", None)}
         all_devices = (torch.device(device.type, index) for index in range(torch.accelerator.device_count()))
-        hardware["gpus"] = [device_name(each) for each in all_devices]
+        hardware["gpus"] = [device_name(gpu) for gpu in all_devices]
         hardware |= {name: version for name, version in versions.items() if version}
     return {
         "command": command or sys.argv,
@@ -96,19 +96,19 @@ def describe_environment(command: list[str], device: "torch.device") -> dict[str
 
 
 def untried_versions() -> list[str]:
-    """One line on the installed packages whose version is outside the bounds of zerofit's own metadata; none where all
-    are within them, or where zerofit runs from a clone that is not installed. Packages of an extra do not count."""
+    """Return one line on the installed packages whose version is outside the bounds of zerofit's metadata; none if all
+    are within them, or if zerofit is not installed. Packages of an extra do not count."""
     outside: list[Requirement] = []
     with contextlib.suppress(PackageNotFoundError):
-        for needed in map(Requirement, requires("zerofit") or ()):
-            if needed.marker is None and needed.specifier:
-                with contextlib.suppress(PackageNotFoundError):  # that is for its import to tell
-                    if not needed.specifier.contains(version(needed.name), prereleases=True):
-                        outside.append(needed)
+        for requirement in map(Requirement, requires("zerofit") or ()):
+            if requirement.marker is None and requirement.specifier:
+                with contextlib.suppress(PackageNotFoundError):  # its import reports that
+                    if not requirement.specifier.contains(version(requirement.name), prereleases=True):
+                        outside.append(requirement)
     if not outside:
         return []
-    installed = ", ".join(f"{each.name} {version(each.name)}" for each in outside)
-    remedy = " ".join(f"'{each}'" for each in outside)
+    installed = ", ".join(f"{package.name} {version(package.name)}" for package in outside)
+    remedy = " ".join(f"'{package}'" for package in outside)
     return [f"zerofit {__version__} was not tried with {installed}: pip install {remedy}"]
 
 

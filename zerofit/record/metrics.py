@@ -1,6 +1,4 @@
-"""metrics.jsonl and other files of JSON lines, written and read; and the picture of a run, loss.png, which a person
-looks at first.
-"""
+"""The files of JSON lines of a run (metrics.jsonl and others), written and read, and its plot, loss.png."""
 
 import contextlib
 import io
@@ -18,10 +16,10 @@ Parse = Callable[[bytes], dict[str, Any] | None]
 
 
 class JsonlFile:
-    """A .jsonl file; each line is of one update, and is handed to the system before the next is written.
+    """A .jsonl file with one line for each update. Each line is written to the system before the next one.
 
-    Lines that the disk has no room for wait in memory, and are written as soon as there is some. `parse`: the bytes of
-    a line -> its object; None: it is damaged, and passed over.
+    Lines wait in memory while the disk is full. `parse`: the bytes of a line -> its object; None: the line is damaged,
+    and ignored.
     """
 
     def __init__(self, path: Path, parse: Parse | None = None):
@@ -31,12 +29,12 @@ class JsonlFile:
         self._waiting = b""
 
     def start(self, updates: int = 0) -> None:
-        """Start the file again, with the lines up to this update."""
-        kept = [line for line in self.read() if line["update"] <= updates] if updates else []
+        """Rewrite the file with the lines up to this update."""
+        lines = [line for line in self.read() if line["update"] <= updates] if updates else []
         self.close()
         self._waiting = b""
         with atomic_file(self.path) as file:
-            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
+            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
     def add(self, line: dict[str, Any]) -> None:
         """Append a line. NaN and infinity are written as such: they are never hidden."""
@@ -50,7 +48,7 @@ class JsonlFile:
         if self._file is None:
             opened = open_without_links(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             self._file = os.fdopen(opened, "ab", buffering=0)
-            self._file.truncate(self.path.read_bytes().rfind(b"\n") + 1)  # a last line that a kill has left half
+            self._file.truncate(self.path.read_bytes().rfind(b"\n") + 1)  # a last line that a kill has cut
         while self._waiting:
             self._waiting = self._waiting[self._file.write(self._waiting) :]
 
@@ -61,12 +59,12 @@ class JsonlFile:
                 os.fsync(self._file.fileno())
 
     def read(self) -> list[dict[str, Any]]:
-        """The lines so far, without any that is not whole: what follows the last line break is left by a kill."""
+        """Return the complete lines so far. A kill may have left a part of a line after the last line break."""
         content = self.path.read_bytes() if self.path.is_file() else b""
         return [line for text in content.split(b"\n")[:-1] if (line := self._parse(text)) is not None]
 
     def close(self) -> None:
-        """No line comes any more. Raises OSError where some could not be written."""
+        """Write the waiting lines, and close the file. Raises OSError: some could not be written."""
         try:
             if self._waiting:
                 self._write()
@@ -83,7 +81,7 @@ def add_line(file: Path, line: dict[str, Any]) -> None:
 
 
 class LineReader:
-    """The whole lines of a file to which others append. Each is returned once."""
+    """A reader of a file to which other processes append lines. It returns each complete line once."""
 
     def __init__(self, file: Path, parse: Parse = json.loads):
         self.file = file
@@ -91,7 +89,7 @@ class LineReader:
         self.position = 0  # bytes that were read
 
     def poll(self) -> list[dict[str, Any]]:
-        """The lines that were added since the last call."""
+        """Return the lines that were added since the last call."""
         try:
             with self.file.open("rb") as lines:
                 lines.seek(self.position)
@@ -102,30 +100,30 @@ class LineReader:
         return [line for text in whole.split(b"\n") if text and (line := self._parse(text)) is not None]
 
     def drop_rest(self) -> None:
-        """Remove what follows the lines that were read: a writer that was killed has left it."""
+        """Cut the file after the lines that were read: a killed writer has left the rest."""
         if self.file.is_file():
             with open(open_without_links(self.file, os.O_RDWR), "r+b") as opened:
                 opened.truncate(self.position)
 
 
 def line_of_update(text: bytes) -> dict[str, Any] | None:
-    """The object of a line; None if it is none, or not of an update."""
+    """Return the object of a line; None if it is not an object with an `update`."""
     line = parse_object(text)
     return line if line is not None and type(line.get("update")) is int else None
 
 
 def described(text: str) -> Any:
-    """A field with its meaning."""
+    """Return an optional field of UpdateMetrics with its meaning, for the documentation."""
     return field(default=None, metadata={"meaning": text})
 
 
 def required(text: str) -> Any:
-    """A field that every line has."""
+    """Return a field of UpdateMetrics that every line has, with its meaning."""
     return field(metadata={"meaning": text})
 
 
 class EvaluationTime(NamedTuple):
-    """The seconds of an evaluation on the slowest rank, and its samples a second on all ranks together."""
+    """The seconds of an evaluation on the slowest rank, and its samples per second over all ranks."""
 
     seconds: float
     samples_per_s: float
@@ -133,8 +131,8 @@ class EvaluationTime(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateMetrics:
-    """One line: an update of the optimizer, over all ranks; update 0 is the evaluation before training. A field that
-    is None is not in the line."""
+    """The line of metrics.jsonl for one update, over all ranks; update 0 is the evaluation before training. A field
+    that is None is not in the line."""
 
     update: int = required("number of the update; 0: held-out figures before training")
     epoch: float = required("passes over the training data so far")
@@ -180,12 +178,12 @@ class UpdateMetrics:
     evaluation_samples_per_s: float | None = described("held-out samples a second, all ranks together")
 
     def __post_init__(self) -> None:
-        if self.own and (taken := sorted({each.name for each in fields(self)} & self.own.keys())):
+        if self.own and (taken := sorted({metric.name for metric in fields(self)} & self.own.keys())):
             raise UserError(f"run.log: each line of metrics.jsonl has {', '.join(taken)}: name your figure otherwise")
 
     @classmethod
     def of_evaluation(cls, figures: Mapping[str, float], time: EvaluationTime) -> "UpdateMetrics":
-        """The line of an evaluation before training, or without any."""
+        """Return the line of an evaluation before training, or of a launch without training."""
         return cls(
             update=0,
             epoch=0.0,
@@ -196,26 +194,26 @@ class UpdateMetrics:
         )
 
     def to_line(self) -> dict[str, Any]:
-        """The JSON object of the line."""
-        line = {each.name: getattr(self, each.name) for each in fields(self)}
+        """Return the JSON object of the line."""
+        line = {metric.name: getattr(self, metric.name) for metric in fields(self)}
         line |= (line.pop("held_out") or {}) | (line.pop("own") or {})
         return {name: value for name, value in line.items() if value is not None}
 
 
-KINDS = {"anomaly": str, "skipped": bool, "rank_seconds": dict}  # of the fields that are not numbers
+METRIC_TYPES = {"anomaly": str, "skipped": bool, "rank_seconds": dict}  # the fields that are not numbers
 
 
 def line_of_metrics(text: bytes) -> dict[str, Any] | None:
-    """A line of metrics.jsonl, without values of another type than their field's; None: it is of no update."""
+    """Return a line of metrics.jsonl without values of a wrong type; None if it has no `update`."""
     line = line_of_update(text)
     return line and {
         name: value
         for name, value in line.items()
-        if (isinstance(value, KINDS[name]) if name in KINDS else type(value) in (int, float))
+        if (isinstance(value, METRIC_TYPES[name]) if name in METRIC_TYPES else type(value) in (int, float))
     }
 
 
-FEW = 12  # updates that are shown as points, and not smoothed
+FEW = 12  # a plot of fewer updates shows points, without smoothing
 
 
 def plot_run(
@@ -226,13 +224,13 @@ def plot_run(
     *,
     resumed: Iterable[int] = (),
 ) -> None:
-    """Training loss (each update, and smoothed), held-out loss, and below them the learning rate and gradient norm.
+    """Plot the training loss (each update, and smoothed), the held-out loss, the learning rate and the gradient norm.
     Updates that were skipped after an anomaly are marked, and those after which a run was resumed; their figures are
     in metrics.jsonl.
 
     Args:
-        unit: what the loss is a mean over: token or example.
-        figure_of_merit: the held-out figure of the best evaluation; it gets a panel of its own if it is not a loss.
+        unit: name of one target (token or example), for the label of the loss axis.
+        figure_of_merit: the held-out figure that decides the best evaluation; it gets a panel if it is not a loss.
         resumed: updates after which a launch resumed the run.
     """
     from matplotlib.figure import Figure
@@ -283,7 +281,7 @@ def _draw(axes: Any, lines: list[dict[str, Any]], name: str, **style: Any) -> No
 
 
 def _smooth(train: list[dict[str, Any]]) -> list[float]:
-    """Mean over a window around each loss, a fortieth of the run wide; at the ends the window is what there is."""
+    """Return the mean over a window around each loss, a fortieth of the run wide; at both ends it is cut."""
     half = max(2, len(train) // 80)
     losses = [line["loss"] for line in train]
     windows = (losses[max(0, place - half) : place + half + 1] for place in range(len(losses)))

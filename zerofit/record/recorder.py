@@ -1,4 +1,4 @@
-"""What is known of each update goes to the record, the terminal and the trackers."""
+"""The recorder of a run: it writes each update to metrics.jsonl, the terminal and the trackers; and its meters."""
 
 import contextlib
 import os
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """The device's peak FLOP/s at this precision, of the table of GPUs; None where it is not known (any CPU, fp32, a
-    device not listed)."""
+    """Return the device's peak FLOP/s at this precision, from the table of GPUs; None if it is unknown (a CPU, fp32, a
+    GPU that is not listed)."""
     name = device_name(device)
     if not name or precision == "fp32":
         return None
@@ -39,7 +39,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def without_mfu(device: torch.device, precision: str) -> str | None:
-    """A sentence on why no MFU is reported of this device; None where it is reported, or would mean nothing."""
+    """Return a note that no MFU is reported for this GPU, with the reason; None if it is, or on a CPU or in fp32."""
     name = device_name(device)
     if not name or precision == "fp32" or peak_flops(device, precision):
         return None
@@ -47,7 +47,7 @@ def without_mfu(device: torch.device, precision: str) -> str | None:
 
 
 class MemoryMeter:
-    """Peak memory of this process since the last reset: the device's allocator, or resident memory on a CPU."""
+    """The peak memory of this process since the last reset: of the device's allocator, or resident memory on a CPU."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -55,7 +55,7 @@ class MemoryMeter:
     def reset(self) -> None:
         if self.device.type == "cpu":
             with contextlib.suppress(OSError):
-                Path("/proc/self/clear_refs").write_text("5")  # Linux: lowers the high-water mark to what is resident
+                Path("/proc/self/clear_refs").write_text("5")  # Linux: sets the high-water mark to the resident memory
         else:
             torch.accelerator.reset_peak_memory_stats()
 
@@ -69,16 +69,16 @@ class MemoryMeter:
 
 @dataclass
 class ThroughputMeter:
-    """Samples/s, tokens/s and FLOP/s over all ranks. Padding is not throughput."""
+    """The samples/s, tokens/s (without padding) and FLOP/s of the updates, over all ranks."""
 
     flops_per_token: float  # of the model at this run's sequence length
-    peak: float | None  # FLOP/s that all devices together could reach, None if not known
+    peak: float | None  # peak FLOP/s of all devices together; None if unknown
     rates: list[float] = field(default_factory=list)
     evaluations: list[EvaluationTime] = field(default_factory=list)
 
     def rates_of(self, tokens: int, samples: int, seconds: float) -> dict[str, float | None]:
-        """The fields of UpdateMetrics on the rates of an update: of these samples and `tokens` non-padding tokens, on
-        all ranks."""
+        """Return the rates of an update as fields of UpdateMetrics. `tokens`: without padding; all counts are over all
+        ranks."""
         rate = tokens / seconds
         self.rates.append(rate)
         flops_per_s = rate * self.flops_per_token
@@ -86,12 +86,12 @@ class ThroughputMeter:
         return {"samples_per_s": samples / seconds, "tokens_per_s": rate, "flops_per_s": flops_per_s, "mfu": mfu}
 
     def typical(self) -> float:
-        """Median tokens/s, without the first updates (caches, compilation) where there are enough others."""
+        """Return the median tokens/s, without the first updates (caches, compilation) if there are enough others."""
         steady = self.rates[3:] if len(self.rates) >= 10 else self.rates
         return statistics.median(steady) if steady else 0.0
 
 
-# {tracker: (what reads the id of its run, the options that continue a run)}
+# {tracker: (function that reads the id of a run, function from an id to the options that continue the run)}
 RESUMED: dict[str, tuple[Callable[[Any], str], Callable[[str], dict[str, Any]]]] = {
     "wandb": (lambda run: run.id, lambda id: {"resume": "allow", "id": id}),
     "swanlab": (lambda run: run.id, lambda id: {"resume": "allow", "id": id}),
@@ -106,10 +106,10 @@ IN_THE_FOLDER = {"wandb": "wandb/", "swanlab": "swanlog/", "aim": ".aim/", "dvcl
 
 
 def wanted_trackers(recipe: TrackingOptions) -> list[str]:
-    """The trackers that the run will use. Raises UserError if a named one is not installed."""
+    """Return the names of the trackers that the run uses. Raises UserError: a named one is not installed."""
     if not recipe.with_tracking or recipe.report_to == "none":
         return []
-    installed = [str(each.value) for each in get_available_trackers()]
+    installed = [str(tracker.value) for tracker in get_available_trackers()]
     if recipe.report_to == "all":
         return installed
     if recipe.report_to not in installed:
@@ -128,12 +128,14 @@ def start_trackers(run: "Run") -> list[str]:
     name = folder.path.name
     notes = []
     if trackers and accelerator.is_main_process:
-        folder.written.add([f"{project}/", *(IN_THE_FOLDER[each] for each in trackers if each in IN_THE_FOLDER)])
+        folder.written.add(
+            [f"{project}/", *(IN_THE_FOLDER[tracker] for tracker in trackers if tracker in IN_THE_FOLDER)]
+        )
     login = os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY") or get_netrc_auth(WANDB)
     if "wandb" in trackers and not login:
         os.environ["WANDB_MODE"] = "offline"
         notes.append(f"wandb: no login found, so the run is kept in {folder.path}/wandb; `wandb sync` sends it later")
-    goes_on = state.updates > 0
+    is_resumed = state.updates > 0
     path = folder.path
     options: dict[str, dict[str, Any]] = {
         "wandb": {"name": name, "dir": str(path)},
@@ -141,9 +143,9 @@ def start_trackers(run: "Run") -> list[str]:
         "clearml": {"task_name": name, "reuse_last_task_id": False},
         "aim": {"experiment": name},
         "mlflow": {"run_name": name},
-        "dvclive": {"dir": str(path / "dvclive"), "resume": goes_on},
-        "trackio": {"name": name, "resume": "allow" if goes_on else "never", "embed": False},
-        "tensorboard": {"purge_step": state.updates + 1} if goes_on else {},
+        "dvclive": {"dir": str(path / "dvclive"), "resume": is_resumed},
+        "trackio": {"name": name, "resume": "allow" if is_resumed else "never", "embed": False},
+        "tensorboard": {"purge_step": state.updates + 1} if is_resumed else {},
     }
     for tracker in RESUMED.keys() & state.tracker_ids:
         options[tracker] = options.get(tracker, {}) | RESUMED[tracker][1](state.tracker_ids[tracker])
@@ -153,9 +155,9 @@ def start_trackers(run: "Run") -> list[str]:
     }
     try:
         accelerator.init_trackers(
-            project, config=config, init_kwargs={each: options.get(each, {}) for each in trackers}
+            project, config=config, init_kwargs={tracker: options.get(tracker, {}) for tracker in trackers}
         )
-    except Exception as error:  # each has its own: no login, no server, another version
+    except Exception as error:  # each tracker raises its own errors: no login, no server, another version
         raise UserError(
             f"report_to = {recipe.report_to!r}: {', '.join(trackers)} did not start: {first_line(error)}. Log in to "
             "it, choose another one, or leave out --with_tracking"
@@ -166,7 +168,7 @@ def start_trackers(run: "Run") -> list[str]:
 
 
 class RunRecorder:
-    """The record of one run. All ranks call its methods together; only the main process writes."""
+    """The recorder of one run. All ranks call its methods together; only the main process writes."""
 
     def __init__(self, run: "Run", bar: Bar) -> None:
         self.folder = run.folder
@@ -178,7 +180,7 @@ class RunRecorder:
         self._is_first = True
 
     def write(self, metrics: UpdateMetrics) -> None:
-        """A line of metrics.jsonl and of the trackers."""
+        """Write a line to metrics.jsonl and the trackers."""
         accelerator = self._engine.accelerator
         line = metrics.to_line()
         if accelerator.trackers:
@@ -190,29 +192,31 @@ class RunRecorder:
             self.folder.metrics.add(line)
 
     def write_samples(self, update: int, samples: list[int]) -> None:
-        """A line of samples.jsonl: the samples of this update. Ranks of one replica have the same ones."""
+        """Write the samples of this update to samples.jsonl. Ranks of one replica have the same samples."""
         ranks = self._engine.gather_objects(samples)
         if ranks is not None:
             replicas = [ranks[rank] for rank in self._engine.layout.loss_ranks]
-            self.folder.samples.add({"update": update, "samples": sorted(index for own in replicas for index in own)})
+            self.folder.samples.add(
+                {"update": update, "samples": sorted(index for indices in replicas for index in indices)}
+            )
 
     def write_anomaly(self, anomaly: "Anomaly", action: str) -> None:
-        """A line of anomalies.jsonl: an update that was refused, what is done about it, and how its samples begin."""
+        """Write a refused update to anomalies.jsonl, with the action taken, and the start of its samples' texts."""
         layout = self._engine.layout
         samples = self._data.train
         tokenizer = self._data.tokenizer
         losses = zip(anomaly.batches, anomaly.losses)
-        own = [{"rank": layout.rank, "loss": loss, "samples": batch.samples} for batch, loss in losses]
-        ranks = self._engine.gather_objects(own)
+        micro_batches = [{"rank": layout.rank, "loss": loss, "samples": batch.samples} for batch, loss in losses]
+        ranks = self._engine.gather_objects(micro_batches)
         if ranks is not None:
-            parts = [part for reporter in layout.loss_ranks for part in ranks[reporter]]
+            parts = [part for rank in layout.loss_ranks for part in ranks[rank]]
             indices = dict.fromkeys(index for part in parts for index in part["samples"])
-            heads = {index: tokenizer.decode(samples[index]["input_ids"])[:SHOWN_CHARACTERS] for index in indices}
+            previews = {index: tokenizer.decode(samples[index]["input_ids"])[:SHOWN_CHARACTERS] for index in indices}
             line = {"update": anomaly.update, "reason": anomaly.reason, "action": action, **anomaly.figures}
-            self.folder.anomalies.add({**line, "micro_batches": parts, "heads": heads})
+            self.folder.anomalies.add({**line, "micro_batches": parts, "heads": previews})
 
     def show(self, metrics: UpdateMetrics) -> None:
-        """One update more at the terminal; after the first one also how long the start took, in environment.json."""
+        """Show an update at the terminal. After the first one, write the time of the start to environment.json."""
         self.bar.update(metrics)
         if self._is_first:
             self._is_first = False

@@ -1,10 +1,8 @@
-"""The folder of a run, and the files that it writes there.
+"""The folder of a run, and the record of the files that runs have written there: only these are ever removed.
 
-Nothing in it is ever removed but the files that runs have written.
-
-files.json has the names of the files ({"written": [...]}; of a name that ends in / the whole folder, which is never
-removed), and the update that the run began after ({"begun_at": 0}). A name is in it before its file is written.
-Checkpoints are not in it: the manifest of each names its files.
+The record, files.json, has the names of the files ({"written": [...]}), and the update after which the run began
+({"begun_at": 0}). A name that ends in / stands for a whole folder, which is never removed. A name is added before its
+file is written. Checkpoints are not in the record: the manifest of each names its files.
 """
 
 import contextlib
@@ -43,11 +41,11 @@ RECORD = "files.json"
 LOCK = ".lock"
 MODEL = "model"
 CHECKPOINTS = "checkpoints"
-# in checkpoints/
+# The next names are those of files and links in checkpoints/.
 MANIFEST = "manifest.json"
 LINKS = ("best", "latest")
 UPDATE = re.compile(r"update_\d{8}")  # the name of a checkpoint
-# What every run may write; names that follow from the data are added when the files are written.
+# The files that every run may write; names that depend on the data are added when the files are written.
 NAMES = {
     "recipe.yaml",
     "strategy.yaml",
@@ -63,28 +61,28 @@ NAMES = {
 
 
 class WrittenFiles:
-    """The record of one folder."""
+    """The record (files.json) of the files that runs have written to a folder."""
 
     def __init__(self, path: Path):
         self.path = path
 
     @property
     def begun_at(self) -> int:
-        """The update after which the run in the folder began: above 0 where it resumed a run of another folder."""
+        """Return the update after which the run in the folder began: above 0 if it resumed a run of another folder."""
         begun_at = read_record(self.path / RECORD).get("begun_at")
         return begun_at if type(begun_at) is int else 0
 
     @property
     def names(self) -> set[str]:
-        """The names in the record. A folder with checkpoints and without a record is a run's that was copied in part:
-        its files are those that every run writes."""
+        """Return the names in the record. If a folder has checkpoints but no record, the run was copied in part: then
+        return the names of the files that every run writes."""
         if record := read_record(self.path / RECORD):
             written = record.get("written")
             return {name for name in written if is_inside(name)} if isinstance(written, list) else set()
         return NAMES if any((self.path / CHECKPOINTS).glob(f"update_????????/{MANIFEST}")) else set()
 
     def add(self, names: Iterable[str], begun_at: int | None = None) -> None:
-        """Write down, and flush to the disk, that files of these names are ours."""
+        """Add names to the record, and flush it to the disk."""
         before = read_record(self.path / RECORD)
         record = {
             "begun_at": self.begun_at if begun_at is None else begun_at,
@@ -95,7 +93,7 @@ class WrittenFiles:
                 file.write(json.dumps(record, indent=1) + "\n")
 
     def foreign(self, in_checkpoints: bool) -> Iterator[str]:
-        """The names of files and links that no run has written; of those in checkpoints/ only where that is said."""
+        """Yield the names of files and links that no run has written; those in checkpoints/ only if asked for."""
         names = self.names
         checkpoints = self.path / CHECKPOINTS
         sealed = {path.parent.name: sealed_files(path.parent) for path in checkpoints.glob(f"*/{MANIFEST}")}
@@ -104,10 +102,10 @@ class WrittenFiles:
             (top, *below) = name.split("/")
             plain, is_temporary = _plain(top)
             if not below:
-                of_runs = {*names, RECORD, LOCK, *(NAMES if is_temporary else ())}
-                # By a launch, before it was a run.
+                names_of_runs = {*names, RECORD, LOCK, *(NAMES if is_temporary else ())}
+                # A launch that failed before it was a run has left its exit code.
                 left_by_a_launch = name == "environment.json" and "exit_code" in read_record(path)
-                is_ours = path.is_file() and not path.is_symlink() and (plain in of_runs or left_by_a_launch)
+                is_ours = path.is_file() and not path.is_symlink() and (plain in names_of_runs or left_by_a_launch)
             elif top != CHECKPOINTS:
                 is_ours = name in names or f"{plain}/" in names or (is_temporary and plain == MODEL)
             elif len(below) == 1:
@@ -115,13 +113,13 @@ class WrittenFiles:
                 is_ours = is_link and bool(UPDATE.fullmatch(os.readlink(path)))
             elif (files := sealed.get(below[0])) is not None:
                 is_ours = "/".join(below[1:]) in files
-            else:  # a run has left it half, or its manifest is damaged
+            else:  # an unfinished checkpoint, or one with a damaged manifest
                 is_ours = bool(names) and bool(UPDATE.fullmatch(_plain(below[0])[0].removesuffix(".partial")))
             if not is_ours and (in_checkpoints or top != CHECKPOINTS or not below):
                 yield name
 
     def remove(self, chosen: Iterable[str]) -> None:
-        """Remove those of these files that are ours, the folders that are empty then, and what a kill has left."""
+        """Remove those of these files that the record names, empty folders, and temporary files that a kill left."""
         for name in self.names.intersection(chosen):
             path = self.path / name
             if path.is_file() and not any(folder.is_symlink() for folder in (path, *path.parents[: name.count("/")])):
@@ -134,19 +132,19 @@ class WrittenFiles:
 
 
 def _plain(name: str) -> tuple[str, bool]:
-    """The name that a file or folder of a temporary name is to get, or its own; whether it has a temporary one."""
+    """Return (the final name of a file or folder, True if its present name is a temporary one)."""
     temporary = TEMPORARY_NAME.fullmatch(name)
     return (temporary["name"], True) if temporary else (name, False)
 
 
 def sealed_files(checkpoint: Path) -> set[str] | None:
-    """The files that a checkpoint's manifest names, and itself; None: it cannot be read."""
+    """Return the files that a checkpoint's manifest names, and the manifest; None if it cannot be read."""
     files = read_record(checkpoint / MANIFEST).get("files")
     return {*files, MANIFEST} if isinstance(files, dict) else None
 
 
 def files_below(folder: Path, root: Path) -> Iterator[str]:
-    """All files and symbolic links in a folder, by their names relative to `root`. No link is followed."""
+    """Yield the names, relative to `root`, of all files and symbolic links in a folder. No link is followed."""
     for below, folders, files in os.walk(folder):
         folders.sort()
         links = [name for name in folders if os.path.islink(os.path.join(below, name))]
@@ -154,34 +152,33 @@ def files_below(folder: Path, root: Path) -> Iterator[str]:
 
 
 def remove_empty(folder: Path) -> None:
-    """Remove a folder and those in it, as far as they hold no file."""
+    """Remove a folder and its subfolders, except those that hold files."""
     for below, _, _ in () if folder.is_symlink() else os.walk(folder, topdown=False):
         if not os.listdir(below):
             os.rmdir(below)
 
 
 def is_inside(name: Any) -> bool:
-    """Return True if a name of a record lies in the record's folder: a stranger may have written the record."""
+    """Return True if a name lies inside the record's folder. A record may come from an untrusted source."""
     path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath("/")
     return not path.is_absolute() and ".." not in path.parts
 
 
-SHOWN = 3  # names in a message
+SHOWN = 3  # in a message
 STARTED_TWICE = (
     "Wait for its end, or end it. If a launcher has started this run several times, start it once on each machine "
     "(srun --ntasks-per-node=1, mpirun --map-by ppr:1:node, a Job with parallelism: 1): `zerofit launch` starts a "
     "process on each accelerator. Or give each run an --output_dir of its own"
 )
-# Of strategy.yaml: data-parallel processes with which the options make the global batch.
+# The field of strategy.yaml with the number of data-parallel processes for which the options give the global batch.
 GIVEN_FOR = "options_given_for"
 
 
 class RunFolder:
-    """outputs/<run>/ with recipe.yaml, strategy.yaml, environment.json, metrics.jsonl, loss.png, checkpoints/ and
-    model/; samples.jsonl where it was asked for, anomalies.jsonl where there was one."""
+    """The folder of one run: recipe.yaml, strategy.yaml, environment.json, metrics.jsonl, loss.png, checkpoints/ and
+    model/; samples.jsonl with --record_samples, anomalies.jsonl after an anomaly. `option`: its name in messages."""
 
     def __init__(self, path: str | Path, option: str = "output_dir"):
-        # what messages call it
         self.path = Path(path)
         self.option = option
         self.model = self.path / MODEL
@@ -189,12 +186,12 @@ class RunFolder:
         self.samples = JsonlFile(self.path / "samples.jsonl")
         self.anomalies = JsonlFile(self.path / "anomalies.jsonl")
         self.written = WrittenFiles(self.path)
-        self.missing: dict[str, str] = {}  # what could not be written -> that, and why
+        self.missing: dict[str, str] = {}  # {key: what could not be written, and why}
         self._lock: io.FileIO | None = None
 
     def recorded(self) -> dict[str, Any] | None:
-        """The options of the run that is in the folder, and of its strategy the numbers of processes; None where it
-        made no update of its own, or recipe.yaml cannot be read."""
+        """Return the options of the run in the folder, and the number of processes that they were given for; None if
+        it made no update of its own, or recipe.yaml cannot be read."""
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"output_dir = {str(self.path)!r} is a file. Choose a folder")
         options = read_record(self.path / "recipe.yaml")
@@ -204,22 +201,22 @@ class RunFolder:
         return {**options, GIVEN_FOR: given_for} if is_count(given_for) else options
 
     def refuse_foreign_files(self, overwrite: bool, in_checkpoints: bool = True) -> None:
-        """Check that nothing in the folder is in the way of a run, and, where no run has been there yet and it is not
-        to `overwrite`, that it is empty. `in_checkpoints`: look into checkpoints/ as well: the run starts over. Raises
+        """Check that no foreign file is in the way of a run, and that the folder is empty if it has no run yet,
+        unless `overwrite` is set. `in_checkpoints`: look into checkpoints/ as well, since the run starts over. Raises
         UserError: it names the first files."""
         foreign = self.written.foreign(in_checkpoints)
         stays = overwrite or bool(self.written.names)
         names = list(islice(filter(_is_in_the_way, foreign) if stays else foreign, SHOWN + 1))
         if names:
             more = " and more" if len(names) > SHOWN else ""
-            beside = "" if any(map(_is_in_the_way, names)) else ", or keep them with --overwrite_output_dir"
+            or_keep = "" if any(map(_is_in_the_way, names)) else ", or keep them with --overwrite_output_dir"
             raise UserError(
                 f"{self.option} = {str(self.path)!r} holds what no run has written: {', '.join(names[:SHOWN])}{more}. "
-                f"Choose another --{self.option}, or move these away{beside}"
+                f"Choose another --{self.option}, or move these away{or_keep}"
             )
 
     def refuse_a_different_run(self, differing: list[str]) -> None:
-        """Raises UserError: the folder holds another run than this one."""
+        """Raise UserError: the folder holds another run than this one."""
         more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
         raise UserError(
             f"output_dir = {str(self.path)!r} holds a different run: {'; '.join(differing[:5])}{more}. "
@@ -228,19 +225,19 @@ class RunFolder:
 
     @property
     def is_finished(self) -> bool:
-        """True if the run in the folder has come to its end."""
+        """Return True if the run in the folder is finished."""
         return self.model.is_dir() and self.environment().get("finished") is True
 
     def environment(self) -> dict[str, Any]:
-        """environment.json, without an exit code that is not a number; empty where there is none."""
-        found = read_record(self.path / "environment.json")
-        if type(found.get("exit_code", 0)) is not int:
-            del found["exit_code"]
-        return found
+        """Return environment.json, without an exit code that is not a number; empty if it is absent."""
+        content = read_record(self.path / "environment.json")
+        if type(content.get("exit_code", 0)) is not int:
+            del content["exit_code"]
+        return content
 
     def lock(self) -> None:
-        """Keep other launches out of the folder, as long as this process lives. Raises UserError: one is at work
-        there, or the folder cannot be written."""
+        """Lock the folder against other launches while this process lives. Raises UserError: another launch has locked
+        it, or the folder cannot be written."""
         if self._lock is not None or not self.path.is_dir():
             return
         try:
@@ -261,7 +258,7 @@ class RunFolder:
         self._lock = file
 
     def has_updates(self) -> bool:
-        """Return True if the run in the folder has made an update, and not only copied those of a run it resumed."""
+        """Return True if the run in the folder has made an update itself, besides those of a run that it resumed."""
         begun_at = self.written.begun_at
         return any(line["update"] > begun_at for line in self.metrics.read())
 
@@ -283,7 +280,10 @@ class RunFolder:
             if updates:
                 earlier = read_record((resumed_from or self.path) / "environment.json").get("resumed_after")
                 marks = earlier if isinstance(earlier, list) else []
-                environment["resumed_after"] = [*(one for one in marks if type(one) is int and one < updates), updates]
+                environment["resumed_after"] = [
+                    *(mark for mark in marks if type(mark) is int and mark < updates),
+                    updates,
+                ]
             self._clear(updates, resumed_from)
             self._describe({**recipe.to_dict(), **identity_options(recipe, global_batch)}, strategy, environment)
             self.metrics.start(updates)
@@ -291,15 +291,15 @@ class RunFolder:
                 self.samples.start(updates)
 
     def start_answers(self, options: dict[str, Any], strategy: dict[str, Any], environment: dict[str, Any]) -> None:
-        """Start the record of a launch that trains nothing; what an earlier one has left is replaced. Raises
-        UserError: the folder cannot be written."""
+        """Start the record of a launch without training; it replaces that of an earlier one. Raises UserError: the
+        folder cannot be written."""
         with self.writing():
             self._clear(0, None)
             self._describe(options, strategy, environment)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Make and lock the folder. Raises UserError where the disk fails while the block writes."""
+        """Make and lock the folder. Raises UserError if writing fails within the block."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock()
@@ -316,7 +316,7 @@ class RunFolder:
         self.write_environment({**environment, **failure})
 
     def _clear(self, updates: int, resumed_from: Path | None) -> None:
-        """Remove what the run that was here has written, but for checkpoints and what this run resumes from."""
+        """Remove the files of the earlier run, except checkpoints and the record that this run continues."""
         written = self.written.names
         for lines in (self.metrics, self.samples, self.anomalies):
             lines.close()
@@ -383,16 +383,16 @@ class RunFolder:
 
     @contextlib.contextmanager
     def new_file(self, name: str, mode: str = "w") -> Iterator[IO[Any]]:
-        """A file of the run, which replaces an earlier one at the end of the block. Raises UserError: there is a file
-        of that name which no run has written."""
+        """Open a file of the run; it replaces an earlier one at the end of the block. Raises UserError: no run has
+        written the file that has this name."""
         self.claim(name)
         with atomic_file(self.path / name, mode) as file:
             yield file
 
     @contextlib.contextmanager
     def new_model(self, below: str = "") -> Iterator[Path]:
-        """The folder to write model/ in, or one below it, which gets its name at the end of the block: its weights are
-        complete, or it is not there."""
+        """Make a temporary folder to write model/ (or a folder below it) in; it gets its name at the end of the block,
+        so that a folder of this name always has complete weights."""
         folder = self.model / below
         partial = temporary_path(self.model)
         try:
@@ -417,7 +417,7 @@ class RunFolder:
 
 
 def _is_in_the_way(name: str) -> bool:
-    """Return True if a run would have to replace this file, or write behind this link."""
+    """Return True if a run would have to replace this file, or write through this link."""
     is_checkpoint = re.match(rf"{CHECKPOINTS}/(update_\d{{8}}|(best|latest)$)", name)
     return name in {*NAMES, LOCK, CHECKPOINTS} or name.partition("/")[0] == MODEL or bool(is_checkpoint)
 
@@ -427,29 +427,31 @@ def is_count(value: Any) -> bool:
     return type(value) is int and value > 0
 
 
-def check_folder_of(output: Path, file: str, what: str) -> None:
-    """Raises UserError if a tool's folder holds anything but an earlier `what`, which is told by its `file`."""
+def check_folder_of(output: Path, file: str, noun: str) -> None:
+    """Check that a tool's folder is empty, or holds an earlier `noun`, identified by its `file`. Raises UserError: it
+    holds something else."""
     if output.exists() and not output.is_dir():
         raise UserError(f"output = {str(output)!r} is a file. Name a folder")
     if output.is_dir() and any(output.iterdir()) and not (output / file).is_file():
-        raise UserError(f"output = {str(output)!r} holds something else than an earlier {what}. Name another folder")
+        raise UserError(f"output = {str(output)!r} holds something else than an earlier {noun}. Name another folder")
 
 
 def evident_differences(recipe: Recipe, recorded: dict[str, Any]) -> list[str]:
-    """The differing options that a recipe states: those that it leaves open are filled in by the strategy later."""
+    """Return the differing options that a recipe sets. Options that it leaves open do not count: the strategy sets
+    them later."""
     left_open = {name for name, value in recipe.to_dict().items() if value is None}
     differing = differing_options(identity_options(recipe, recorded.get("global_batch_size")), recorded)
     return [text for text in differing if text.split()[0] not in left_open]
 
 
 def differing_options(now: dict[str, Any], recorded: dict[str, Any]) -> list[str]:
-    """The options (`identity`) in which a run differs from a recorded one, each with both values."""
+    """Return the identity options in which a run differs from a recorded one, each with both values."""
     names = [name for name in now if name in recorded and recorded[name] != now[name]]
     return [f"{name} was {recorded[name]!r}, now {now[name]!r}" for name in names]
 
 
 def identity_options(recipe: Recipe, global_batch: int | None) -> dict[str, Any]:
-    """The options that make a run the run that it is."""
+    """Return the options that identify a run: if one of them changes, it is a different run."""
     names = recipe.names_with(identity=True)
     options = recipe.to_dict()
     return {**{name: options[name] for name in names}, "global_batch_size": global_batch}

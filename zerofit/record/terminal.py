@@ -1,4 +1,4 @@
-"""The terminal of a run: a status line where there is one, else a line now and then; wrapped lines and tables."""
+"""The output of a run: a status line at a terminal, else a line at intervals; wrapped lines, tables and numbers."""
 
 import contextlib
 import errno
@@ -17,16 +17,15 @@ from zerofit.record.metrics import UpdateMetrics
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # collections.abc has it from Python 3.12 on
 
-# between two status lines
-AT_A_TERMINAL_S = 0.5
-ELSEWHERE_S = 30.0
-READABLE = 28  # characters of a path that tell which one it is
+STATUS_INTERVAL_S = 0.5  # between two status lines at a terminal
+LOG_INTERVAL_S = 30.0  # between two status lines in a log
+MIN_NAME_COLUMNS = 28  # the first column of a table is never narrower
 LABEL = re.compile(r"(?! )(?=.{4,16}\S)[^ ]+(?: [^ ]+)?  +")  # `held out    ` before a text
 
 
 class _Lasting(io.FileIO):
-    """A descriptor to write to, which leads nowhere when nobody reads it any more (`| head`, a closed terminal). What
-    a full disk does not take (`> log`) is lost, and ends no run."""
+    """A raw output stream whose errors do not end the run: it writes to the null device once nobody reads it any more
+    (`| head`, a closed terminal), and it drops what a full disk (`> log`) cannot take."""
 
     def write(self, data: "Buffer", /) -> int:
         try:
@@ -36,18 +35,18 @@ class _Lasting(io.FileIO):
                 return memoryview(data).nbytes
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())
+            os.close(null)
             return memoryview(data).nbytes
 
 
 def outlive_the_terminal() -> None:
-    """Let this process go on when what it prints is no longer read."""
+    """Let this process continue after the reader of its output has gone."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         lasting: _Lasting | io.BufferedWriter = _Lasting(stream.fileno(), "w", closefd=False)
-        if not stream.write_through:  # PYTHONUNBUFFERED: the interpreter leaves out this buffer as well
+        if not stream.write_through:  # with PYTHONUNBUFFERED there is no buffer
             lasting = io.BufferedWriter(lasting)
         wrapper = io.TextIOWrapper(lasting, stream.encoding, stream.errors)
         wrapper.reconfigure(line_buffering=stream.line_buffering, write_through=stream.write_through)
@@ -55,26 +54,27 @@ def outlive_the_terminal() -> None:
 
 
 def log_lines(*lines: str, main: bool = True) -> None:
-    """Print to stdout at once, on the main process; nothing where there are no lines. At a terminal lines are wrapped
-    to its width."""
+    """Print lines to stdout, on the main process, and flush them. At a terminal they are wrapped to its width."""
     if main and lines:
         print(*(on_screen(escape_controls(line), screen_width()) for line in lines), sep="\n", flush=True)
 
 
 def log_to_stderr(text: str) -> None:
-    """Print to stderr: stdout has what a model writes, and nothing else."""
+    """Print to stderr, since stdout holds only the text that a model generates."""
     print(on_screen(escape_controls(text), screen_width(sys.stderr)), file=sys.stderr, flush=True)
 
 
 def screen_width(stream: TextIO | None = None) -> int | None:
-    """The columns of the terminal that a stream (by default stdout) writes to; None: it is not a terminal, and lines
-    may be of any length."""
+    """Return the columns of the terminal that a stream (by default stdout) writes to; None if it is not a terminal:
+    then lines may have any length."""
     stream = stream or sys.stdout
     if not stream.isatty():
         return None
-    told = os.environ.get("COLUMNS", "")
+    columns = os.environ.get("COLUMNS", "")
     try:
-        return int(told) if told.isdigit() and int(told) else os.get_terminal_size(stream.fileno()).columns or 80
+        return (
+            int(columns) if columns.isdigit() and int(columns) else os.get_terminal_size(stream.fileno()).columns or 80
+        )
     except OSError:
         return 80
 
@@ -87,63 +87,65 @@ def fitted(pieces: list[str], width: int | None) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """A text (a path, say) without its middle, where it takes more than `width` columns: most of its end stays."""
-    kept = min(len(text), width)
-    shown = text
-    while columns_of(shown) > width and kept > 3:
-        head = (kept - 3) // 3
-        shown = f"{text[:head]}...{text[len(text) - (kept - 3 - head) :]}"
-        kept -= 1
-    return shown
+    """Return a text (such as a path) with its middle left out if it needs more than `width` columns."""
+    max_characters = min(len(text), width)
+    result = text
+    while columns_of(result) > width and max_characters > 3:
+        head = (max_characters - 3) // 3
+        result = f"{text[:head]}...{text[len(text) - (max_characters - 3 - head) :]}"
+        max_characters -= 1
+    return result
 
 
 def on_screen(text: str, width: int | None) -> str:
-    """A text of one or more lines, each wrapped to this width. A line that continues begins below its text, where it
-    has a name before it (`note      ...`), else four columns further than its first word."""
+    """Wrap each line of a text to this width. A continued line is indented to the text after a label (`note   ...`),
+    or, without a label, by four columns more than the first line."""
     return "\n".join(wrapped(line, width) for line in text.split("\n"))
 
 
 def wrapped(line: str, width: int | None, indent: int | None = None) -> str:
-    """A line, wrapped to this width; those after the first are indented."""
+    """Wrap a line to this width; the lines after the first are indented."""
     if width is None or columns_of(line) <= width:
         return line
     if indent is None:
-        named = LABEL.match(line)
-        indent = len(named[0]) if named else len(line) - len(line.lstrip()) + 4
+        label = LABEL.match(line)
+        indent = len(label[0]) if label else len(line) - len(line.lstrip()) + 4
     words = line.split(" ")
     lines = [""]
     for place, word in enumerate(words):
-        longer = f"{lines[-1]} {word}" if place else word
-        if columns_of(longer) > width and lines[-1].strip():
+        extended = f"{lines[-1]} {word}" if place else word
+        if columns_of(extended) > width and lines[-1].strip():
             lines.append(" " * indent + word)
         else:
-            lines[-1] = longer
-    return "\n".join(each.rstrip() for each in lines)
+            lines[-1] = extended
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def columns_of(text: str) -> int:
-    """The columns that a text takes on a screen: two for each wide character (kanji, kana, ...)."""
+    """Count the columns of a text on a screen: two for each wide character (kanji, kana, ...)."""
     return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
 
 
 def table(rows: list[tuple[str, ...]], width: int | None = None) -> str:
-    """Rows as aligned columns: the first to the left, the others to the right. In a table wider than the screen is
-    (`width`), the words of the first row stand below each other, and the first column gets narrower, as far as it can
-    be read; columns that are still too many follow in further tables."""
+    """Format rows as aligned columns, the first one to the left, the others to the right. If the table is wider than
+    `width`, the heading gets one line for each word, and the first column gets narrower; columns that still do not fit
+    follow in further tables."""
     rows = [tuple(escape_controls(cell.replace("\n", " ")) for cell in row) for row in rows]
     first, *others = _widths(rows)
     if width is not None and 2 + first + sum(others) + 2 * len(others) > width:
         words = [cell.split() or [""] for cell in rows[0]]
         height = max(map(len, words))
-        rows = [*zip(*([""] * (height - len(each)) + each for each in words)), *rows[1:]]
+        rows = [*zip(*([""] * (height - len(cell)) + cell for cell in words)), *rows[1:]]
         first, *others = _widths(rows)
-        first = min(first, max(READABLE, width - 2 - sum(others) - 2 * len(others)))
-        shown = 0
-        while shown < len(others) and 2 + first + sum(others[: shown + 1]) + 2 * (shown + 1) <= width:
-            shown += 1
-        if 0 < shown < len(others):
-            rest = [(row[0], *row[shown + 1 :]) for row in rows]
-            return _aligned([row[: shown + 1] for row in rows], first, others) + "\n\n" + table(rest, width)
+        first = min(first, max(MIN_NAME_COLUMNS, width - 2 - sum(others) - 2 * len(others)))
+        num_fitting = 0
+        while (
+            num_fitting < len(others) and 2 + first + sum(others[: num_fitting + 1]) + 2 * (num_fitting + 1) <= width
+        ):
+            num_fitting += 1
+        if 0 < num_fitting < len(others):
+            remaining = [(row[0], *row[num_fitting + 1 :]) for row in rows]
+            return _aligned([row[: num_fitting + 1] for row in rows], first, others) + "\n\n" + table(remaining, width)
     return _aligned(rows, first, others)
 
 
@@ -161,31 +163,31 @@ def _aligned(rows: list[tuple[str, ...]], first: int, others: list[int]) -> str:
 
 
 def rounded(value: float, digits: int = 3) -> str:
-    """1234.5 -> 1,234 and 0.012345 -> 0.0123: as many digits, and never an exponent for what is large."""
+    """Format a number with this many digits: 1234.5 -> 1,234 and 0.012345 -> 0.0123. Large ones have no exponent."""
     return f"{value:,.0f}" if abs(value) >= 10**digits - 0.5 else f"{value:.{digits}g}"
 
 
 def decimals(value: float) -> str:
-    """A loss or a held-out figure: 2.3456, and of a small one 0.000123 or 1.23e-05, not 0.0001 and 0.0000."""
+    """Format a loss or a held-out figure: 2.3456, or, if it is small, 0.000123 or 1.23e-05."""
     return f"{value:.4f}" if not 0 < abs(value) < 0.01 else f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:
-    """3725.0 -> 1:02:05."""
+    """Format seconds as hours, minutes and seconds: 3725.0 -> 1:02:05."""
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def size(count: float) -> str:
-    """Bytes in GiB, of less than one in MiB, and of less than one of those in KiB."""
+    """Format a number of bytes in GiB, MiB or KiB, the largest unit of which there is at least one."""
     if count >= 2**30:
         return f"{count / 2**30:,.2f} GiB"
     return f"{count / 2**20:,.1f} MiB" if count >= 2**20 or not count else f"{count / 2**10:,.1f} KiB"
 
 
 class StatusLine:
-    """Progress on stderr: one line that is rewritten at a terminal, else a line now and then."""
+    """The progress on stderr: one line that is rewritten at a terminal, else a line at intervals."""
 
     def __init__(self) -> None:
         self.renewed = sys.stderr.isatty()
@@ -194,7 +196,7 @@ class StatusLine:
 
     def is_due(self) -> bool:
         """Return True if the last line is old enough."""
-        return time.perf_counter() - self.shown >= (AT_A_TERMINAL_S if self.renewed else ELSEWHERE_S)
+        return time.perf_counter() - self.shown >= (STATUS_INTERVAL_S if self.renewed else LOG_INTERVAL_S)
 
     def show(self, pieces: list[str]) -> None:
         """Print as many of the pieces, by priority, as fit."""
@@ -208,7 +210,7 @@ class StatusLine:
         self.width = len(line)
 
     def clear(self) -> None:
-        """Take the line away where it can be."""
+        """Remove the line, if it is at a terminal."""
         if self.renewed and self.width:
             print(f"\r{'':<{self.width}}\r", end="", file=sys.stderr, flush=True)
             self.width = 0
@@ -221,7 +223,8 @@ class StatusLine:
 
 @contextlib.contextmanager
 def doing() -> Iterator[Callable[[str], None]]:
-    """A function that says at a terminal what is done now; nothing stays of it, and elsewhere nothing is said."""
+    """Yield a function that shows at a terminal what is done now; the line is removed at the end. Without a terminal
+    it prints nothing."""
     line = StatusLine()
     try:
         yield lambda text: line.show([text]) if line.renewed else None
@@ -230,7 +233,7 @@ def doing() -> Iterator[Callable[[str], None]]:
 
 
 class Bar(StatusLine):
-    """Progress of a run: the status line at a terminal, else a line now and then on stdout. By priority: update,
+    """The progress of a run: the status line at a terminal, else a line at intervals on stdout. By priority: update,
     loss, the script's own figures, time left, tokens/s, learning rate."""
 
     def __init__(self, total: int, every: int, main: bool):
@@ -241,12 +244,12 @@ class Bar(StatusLine):
         self.figures: list[str] = []
 
     def begin(self, done: int) -> None:
-        """Begin at, or go back to, the update after `done`."""
+        """Start at, or go back to, the update after `done`."""
         self.done = done
         self.started = time.perf_counter()
 
     def update(self, metrics: UpdateMetrics) -> None:
-        """One update more; its figures are shown, unless it was not applied."""
+        """Show an update, with its figures unless it was not applied."""
         if not self.main:
             return
         number = metrics.update
@@ -267,7 +270,7 @@ class Bar(StatusLine):
             log_lines(fitted(pieces, screen_width()))
 
     def log_lines(self, *texts: str) -> None:
-        """Lines of their own, in the place of the status line if there is one, which comes again."""
+        """Print lines in place of the status line, which the next update shows again."""
         if texts:
             self.clear()
             log_lines(*texts, main=self.main)
