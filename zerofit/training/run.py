@@ -49,7 +49,7 @@ from zerofit.strategy.prepare_engine import prepare_engine
 from zerofit.strategy.strategy import Strategy
 from zerofit.training.export import answer_held_out, describe_run, export_run, finish_run
 from zerofit.training.measurement import MEASURE_VARIABLE, Measurement
-from zerofit.training.run_configuration import RunConfiguration, check_model, resolve
+from zerofit.training.run_configuration import RunConfiguration, StoredModel, check_model, resolve
 from zerofit.training.setup import LONG_PATIENCE, open_process_group, open_record, prepare_activations
 from zerofit.training.stream import (
     Progress,
@@ -58,6 +58,7 @@ from zerofit.training.stream import (
     Update,
     counts_of,
     dropout_seed,
+    number_of,
     run_length,
     update_batches,
 )
@@ -71,14 +72,6 @@ if TYPE_CHECKING:
     from zerofit.training.measurement import Profiler
 
 SAVING_PATIENCE = 4.0  # times watchdog_minutes, while a checkpoint is started
-
-
-def number_of(name: str, figure: Any) -> float:
-    """Return a figure of the script as a float. Raises UserError: it is not a number or a tensor with one element."""
-    try:
-        return float(figure)
-    except (TypeError, ValueError):
-        raise UserError(f"run.log: the figure {name!r} is {figure!r}, which is no number") from None
 
 
 class Run:
@@ -148,8 +141,6 @@ class Run:
         task = start.task
         start.timeline.mark("imports")
         if not start.recipe.trains:
-            from zerofit.training.run_configuration import StoredModel
-
             stored = StoredModel.open(task, start.recipe)
         elif start.recipe.mirror and not os.environ.get(MEASURE_VARIABLE):
             start.watchdog.phase("mirror", patience=math.inf)

@@ -145,6 +145,14 @@ class Progress:
     checkpoint_failed: bool = False
 
 
+def number_of(name: str, figure: Any) -> float:
+    """Return a figure of the script as a float. Raises UserError: it is not a number or a tensor with one element."""
+    try:
+        return float(figure)
+    except (TypeError, ValueError):
+        raise UserError(f"run.log: the figure {name!r} is {figure!r}, which is no number") from None
+
+
 def dropout_seed(seed: int, update: int, key: tuple[int, ...]) -> int:
     """Return the seed of an update's dropout: equal in every run and after every resume, different for every key."""
     return int(np.random.SeedSequence([seed, update, *key]).generate_state(1)[0])
