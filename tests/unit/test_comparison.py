@@ -21,7 +21,7 @@ from zerofit.tools.compare.search import bounds, next_size
 from zerofit.tools.compare.trial import Journal, TrialMachine, choose_limit, outcome_of
 from zerofit.tools.machine import Device
 from zerofit.tools.tool_recipe import read_with_recipe
-from zerofit.training.measurement import longest_rows
+from zerofit.training.measurement import longest_batch
 
 SMALL = ROOT / "recipes" / "clm" / "compare-small.yaml"
 CLS = ROOT / "recipes" / "cls" / "stdlib-packages.yaml"
@@ -99,7 +99,7 @@ def test_a_launch_that_ended_without_answers_is_explained(text, code, how, where
 
 def worst(longest, collate, size, start, *samples):
     data = SimpleNamespace(train=Samples(samples), longest=longest)
-    return longest_rows(SimpleNamespace(data=data, collate=collate), size, start)
+    return longest_batch(SimpleNamespace(data=data, collate=collate), size, start)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from zerofit.checkpoint.mirror import reason
 from zerofit.model.configuration import TRAINED_WITH, work_offline_without_network
-from zerofit.model.export import Weights, export_model, review_export, write_model_card, write_other_files
+from zerofit.model.export import NamedWeights, export_model, review_export, write_model_card, write_other_files
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.record.model_card import model_card
 from zerofit.strategy.strategy import without_sharding
@@ -40,11 +40,11 @@ class ModelExporter:
         """A copy: checkpoints are written in a thread, and training must not use the same tokenizer meanwhile."""
         return copy.deepcopy(self._tokenizer_of_run)
 
-    def weights(self) -> Weights:
+    def weights(self) -> NamedWeights:
         """The full tensors that are written, on the main process; nothing elsewhere. All ranks read it to its end."""
         return self._engine.weights() if self.writes_all else self._engine.trained_weights()
 
-    def write(self, weights: Weights, held_out: dict[str, float], folder: Path) -> list[str]:
+    def write(self, weights: NamedWeights, held_out: dict[str, float], folder: Path) -> list[str]:
         """Write the folder, on the main process: the weights first, since no other file may cost them. Returns what
         could not be written beside them, each with the reason. Raises Exception: the weights could not be written."""
         module = self._engine.whole

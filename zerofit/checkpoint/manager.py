@@ -16,7 +16,7 @@ from zerofit.checkpoint.directory import BEST, LEAVING, PROGRESS, START, STATE, 
 from zerofit.checkpoint.writer import AsyncCheckpointWriter, BestEvaluation, named_checkpoint_problem
 from zerofit.data.pack import SampleSet
 from zerofit.health.anomaly import Anomaly
-from zerofit.model.export import Weights
+from zerofit.model.export import NamedWeights
 from zerofit.recipe.errors import NothingToDo, UserError, first_line
 from zerofit.recipe.files import counted, is_disk_error, read_record, remove
 from zerofit.recipe.options import TrainingRecipe
@@ -397,7 +397,7 @@ class CheckpointManager:
         files = self.folder.path.glob("predictions*.jsonl") if held_out and self._engine.is_main else ()
         predictions = [path.open("rb") for path in files]
 
-        def fill(folder: Path, weights: Weights) -> None:
+        def fill(folder: Path, weights: NamedWeights) -> None:
             try:
                 missing = self._exporter.write(weights, held_out, folder / "model")
             except Exception as error:

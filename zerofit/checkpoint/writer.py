@@ -37,7 +37,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from zerofit.checkpoint.directory import MANIFEST, PROGRESS, STATE, CheckpointDirectory, find_damage, manifest_entry
-from zerofit.model.export import Weights
+from zerofit.model.export import NamedWeights
 from zerofit.model.parameters import true_numel, true_shape
 from zerofit.model.tensor_parallel import Cut
 from zerofit.recipe.errors import UserError, first_line
@@ -225,7 +225,7 @@ def _file(folder: Path, rank: int) -> Path:
 
 TOLERANCE = 2**-7  # relative: bf16 rounds by 2**-8 at most
 SMALLEST = 2**-24  # of fp16
-Fill = Callable[[Path, Weights], None]
+Fill = Callable[[Path, NamedWeights], None]
 
 
 class AsyncCheckpointWriter:
@@ -261,7 +261,7 @@ class AsyncCheckpointWriter:
         update: int,
         why: str,
         fill: Fill,
-        weights: Callable[[], Weights],
+        weights: Callable[[], NamedWeights],
         progress: dict[str, Any] | None,
         *,
         is_best: bool,

@@ -73,11 +73,11 @@ def read_weight_headers(folder: Path, name: str = "model") -> dict[str, tuple[li
 
 MAX_FILE_BYTES = 5 * 10**9  # about: of a model that is written in several files, this is in memory at once
 
-Weights = Iterable[tuple[str, torch.Tensor]]  # (name, full weight on the CPU)
+NamedWeights = Iterable[tuple[str, torch.Tensor]]  # (name, full weight on the CPU)
 
 
 def export_model(
-    model: Any, weights: Weights, tokenizer: PreTrainedTokenizerBase, folder: Path
+    model: Any, weights: NamedWeights, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> dict[str, Exception]:
     """Write weights (safetensors) and, once they are on the disk, configuration, code and tokenizer. Returns what of
     these could not be written: {file: why}. None of them costs the weights. `model`: the unwrapped transformers model;
@@ -115,7 +115,7 @@ def write_other_files(files: dict[str, Callable[[], object]]) -> dict[str, Excep
     return failed
 
 
-def _write_weights(model: Any, weights: Weights, folder: Path) -> None:
+def _write_weights(model: Any, weights: NamedWeights, folder: Path) -> None:
     """Write the weights in one file, or in several if the family's weights have the same names on the disk as in
     memory, except for renaming. `written.config` gets what transformers adds to it as it saves a model."""
     expected = {name for name, _ in model.named_parameters()}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from zerofit.checkpoint.directory import LEAVING
 from zerofit.compat.torch import compiled_graphs
 from zerofit.health.shutdown import SIGNALS
-from zerofit.model.export import Weights
+from zerofit.model.export import NamedWeights
 from zerofit.recipe.errors import EXIT, EXIT_NEEDS_A_PERSON, UserError, first_line, print_last
 from zerofit.recipe.files import counted
 from zerofit.recipe.options import Schedule
@@ -214,7 +214,7 @@ def _export_weights(run: "Run", held_out: dict[str, float], below: str = "") -> 
     errors: list[Exception] = []
     name = "/".join(filter(None, [MODEL, below]))
 
-    def gathered() -> Weights:
+    def gathered() -> NamedWeights:
         try:
             yield from run.exporter.weights()
         except Exception as error:

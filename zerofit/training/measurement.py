@@ -150,7 +150,7 @@ class Measurement:
             simulated(reset=True)
         while len(self.seconds) < self.steps:
             start = rows * sizes.accumulation * (self.done * layout.data_size + layout.data_rank)
-            batches = [longest_rows(run, rows, start + rows * place) for place in range(sizes.accumulation)]
+            batches = [longest_batch(run, rows, start + rows * place) for place in range(sizes.accumulation)]
             began = time.perf_counter()
             totals = Totals(*engine.sum_over_replicas(counts_of(batches)))
             for counter in run.counters:
@@ -234,7 +234,7 @@ def measured_peaks(device: torch.device) -> dict[str, int]:
     }
 
 
-def longest_rows(run: "Run", size: int, start: int) -> Batch:
+def longest_batch(run: "Run", size: int, start: int) -> Batch:
     """Return a batch of the samples `start`, `start` + 1 and so on (cyclic), each stretched to the longest row."""
     samples = run.data.train
     longest = run.data.longest
