@@ -16,7 +16,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/recipe": 3_213,  # 2,700
     "zerofit/model": 5_302,  # 4,700
     "zerofit/compat": 603,  # 600
-    "zerofit/data": 6_619,  # 6,000
+    "zerofit/data": 6_629,  # 6,000
     "zerofit/strategy": 4_978,  # 4,800
     "zerofit/estimate": 4_488,  # 4,700
     "zerofit/record": 1_468,  # 4,300 with health and checkpoint
@@ -24,7 +24,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/checkpoint": 1_639,
     "zerofit/training": 3_209,  # 2,000
     "zerofit/launch": 1_479,  # 1,300
-    "zerofit/tools": 10_080,  # 10,600
+    "zerofit/tools": 10_082,  # 10,600
     "benchmarks": 1_852,  # 1,800
     "tests": 25_259,  # 21,500
 }

@@ -1,5 +1,5 @@
-"""The checkpoints of a run: when one is written, what is in it, how the run resumes from it; which earlier
-run it is that resumes, and whether its position in the data is one in this data.
+"""The checkpoints of a run: when one is written, what is in it, and how the run resumes from it: which earlier
+run that is, and whether its position in the data is one in this data.
 """
 
 import shutil

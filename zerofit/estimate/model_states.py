@@ -562,8 +562,13 @@ def offload_target(offload: Any) -> str:
     return str(getattr(device, "value", device))
 
 
+def pinned_bytes(sizes: list[int]) -> int:
+    """Return the bytes of page-locked memory: torch rounds each block up to a power of two (CachingHostAllocator)."""
+    return sum(1 << (size - 1).bit_length() for size in sizes)
+
+
 def _pinned(size: int, offload: Any, on_gpu: bool, parts: int = 1) -> int:
-    """Return the bytes of page-locked host memory: CachingHostAllocator rounds each block up to a power of two."""
+    """Return the bytes of host memory that a size takes in blocks, page-locked where DeepSpeed is told so."""
     if not (on_gpu and getattr(offload, "pin_memory", False)) or size < parts:
         return size
-    return parts * 2 ** math.ceil(math.log2(size / parts))
+    return pinned_bytes(parts * [math.ceil(size / parts)])

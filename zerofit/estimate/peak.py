@@ -189,11 +189,6 @@ def evaluation_moments(
         )
 
 
-def pinned_bytes(sizes: list[int]) -> int:
-    """Return the bytes of page-locked memory: torch rounds each block up to a power of two (CachingHostAllocator)."""
-    return sum(1 << (size - 1).bit_length() for size in sizes)
-
-
 def _resident(states: ModelStates) -> dict[str, int]:
     """Return {kind: bytes} of the states that stay on the device during the whole update."""
     return {

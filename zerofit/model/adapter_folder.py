@@ -82,10 +82,6 @@ class AdapterFolder:
 def open_adapter(name: str, option: str = "adapter", task: str | None = None) -> AdapterFolder:
     """Read an adapter's settings and weights. `task`: the name of a script of train/ that it is for; None: any. Raises
     UserError where the folder holds no whole LoRA adapter, or one for another script."""
-    import torch
-    from peft import load_peft_weights
-    from safetensors import SafetensorError
-
     path = Path(model_folder(name))
     where = f"{option} = {name!r}"
     if not is_adapter(str(path)):
@@ -102,6 +98,10 @@ def open_adapter(name: str, option: str = "adapter", task: str | None = None) ->
     file = next((name for name in (ADAPTER_FILE, PICKLED_ADAPTER_FILE) if (path / name).is_file()), None)
     if file is None:
         raise UserError(f"{where} has no {ADAPTER_FILE}: the adapter's weights are missing. Copy them into the folder")
+    import torch
+    from peft import load_peft_weights
+    from safetensors import SafetensorError
+
     try:
         tensors = load_peft_weights(str(path), device="cpu")  # no code in a pickle is run
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:

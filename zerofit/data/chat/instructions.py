@@ -42,8 +42,17 @@ PREFERENCE_COLUMNS = (
 )
 VERDICT_COLUMNS = ("label", "kto_tag")  # columns that say whether an answer is good or bad
 TEXT_PART_TYPES = (None, "text", "input_text", "output_text")  # types of parts whose text is read
-TRAIN_KEYS = ("weight", "train", "training", "trainable", "trained",
-              "loss", "loss_mask", "loss_weight", "calculate_loss")  # fmt: skip
+TRAIN_KEYS = (
+    "weight",
+    "train",
+    "training",
+    "trainable",
+    "trained",
+    "loss",
+    "loss_mask",
+    "loss_weight",
+    "calculate_loss",
+)
 MASKED_KEYS = ("mask", "masked", "is_masked")
 MASK_KEYS = (*TRAIN_KEYS, *MASKED_KEYS)  # keys of a turn that say whether it is trained on
 YES_OR_NO = {"true": True, "1": True, "1.0": True, "yes": True, "false": False, "0": False, "0.0": False, "no": False}

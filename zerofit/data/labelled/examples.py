@@ -335,10 +335,10 @@ def _find_reader(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None)
             source.parts = {name: tables.with_class_names(table, named) for name, table in source.parts.items()}
             choices = find_choices(recipe, source.first) or choices
         return LabelledSource(options, source, choices)
-    words = find_words(recipe.text_columns, source.first)
+    words = find_words(recipe.text_columns, source.first) if task is None else None
     known = (recipe.label_column,) if recipe.label_column else TAG_COLUMNS
     tags = next((name for name in known if name != words and _item_dtype(source.first, name)), None)
-    if task is None and words and tags:
+    if words and tags:
         names = tables.class_names(source.first.features[tags])
         return LabelledSource(options, source, TaggedWords((words,), tags, Labels(None, of_words=True), names))
     texts, label = _columns(recipe, source.first, task)

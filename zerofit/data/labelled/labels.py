@@ -341,7 +341,8 @@ def label_report(labels: Labels, trained: list[np.ndarray], held_out: list[np.nd
     if names is None or labels.choices or not (trained or held_out):
         return []
     noun = "words" if labels.of_words else "records"
-    counts, held_counts = np.zeros((2, len(names)), dtype=np.int64)
+    counts = np.zeros(len(names), dtype=np.int64)
+    held_counts = np.zeros_like(counts)
     for count, parts in ((counts, trained), (held_counts, held_out)):
         for part in parts:
             count += part.sum(axis=0).astype(np.int64) if labels.of_sets else np.bincount(part, minlength=len(names))

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
@@ -42,7 +43,9 @@ def evaluate(options: Any, folder: Path) -> int:
     missing = [name for name in asked if not known.match_tasks([name])]
     if missing:
         raise UserError(f"tasks = {' '.join(missing)}: no such task is known. `lm-eval ls tasks` lists them")
-    accelerator = Accelerator()  # from now on this rank's device is the current one
+    accelerator = Accelerator()
+    if accelerator.device.index is not None:
+        torch.accelerator.set_device_index(accelerator.device.index)
     kind = HFLM if accelerator.num_processes == 1 else SharedModel
     model = kind(load(base, adapter, options).eval(), tokenizer=tokenizer, batch_size=options.batch_size)
     model.accelerator = accelerator

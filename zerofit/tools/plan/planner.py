@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from zerofit.estimate.allocations import UnusedBytes, unused_bytes
-from zerofit.estimate.model_states import ModelStates
+from zerofit.estimate.model_states import ModelStates, pinned_bytes
 from zerofit.estimate.peak import (
     CPU_DEEPSPEED_BYTES,
     CPU_GROUP_BYTES,
@@ -22,7 +22,6 @@ from zerofit.estimate.peak import (
     PipelineMemory,
     evaluation_moments,
     find_peak,
-    pinned_bytes,
     trace_cache,
     training_moments,
 )
