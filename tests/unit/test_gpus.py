@@ -91,13 +91,13 @@ def test_segments_expand_where_the_driver_can_and_nobody_says_otherwise(
     machine, monkeypatch, has, maps, set_by_user, found
 ):
     monkeypatch.setattr(gpus, "_maps_memory", lambda: maps)
-    kept = {name: value for name, value in gpus.os.environ.items() if name not in gpus.ALLOCATOR}
+    kept = {name: value for name, value in gpus.os.environ.items() if name not in gpus.ALLOCATOR_CONF}
     monkeypatch.setattr(gpus.os, "environ", {**kept, **set_by_user})
     for name in has:
         put(machine / name)
     gpus.use_expandable_segments()
     assert gpus.has_expandable_segments() is found
-    changed = {name: gpus.os.environ[name] for name in gpus.ALLOCATOR if name in gpus.os.environ}
+    changed = {name: gpus.os.environ[name] for name in gpus.ALLOCATOR_CONF if name in gpus.os.environ}
     assert changed == ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if found else set_by_user)
 
 

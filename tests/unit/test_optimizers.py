@@ -19,7 +19,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import OPTIMIZERS, make_schedule
 from zerofit.record.run_folder import identity_options
 from zerofit.strategy.optimizers import (
-    KEPT,
+    STATE_TENSORS,
     ReplicatedOptimizerState,
     check_kept,
     keep_group_rates,
@@ -46,7 +46,7 @@ def test_the_state_is_as_large_as_predicted(optim):
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     for parameter in module:
-        own = sum(each.nbytes for name, each in optimizer.state[parameter].items() if name in KEPT[optim])
+        own = sum(each.nbytes for name, each in optimizer.state[parameter].items() if name in STATE_TENSORS[optim])
         assert own == state_bytes(optim, parameter.shape), parameter.shape
 
 

@@ -11,7 +11,7 @@ from zerofit.strategy import launch as launch_module
 from zerofit.strategy.batches import resolve_batches
 from zerofit.strategy.deepspeed_config import resolve_config
 from zerofit.strategy.deepspeed_json import read_deepspeed_config
-from zerofit.strategy.launch import HONOURED, Launch, check_launch, find_launch, problems_of_yaml
+from zerofit.strategy.launch import FSDP_VALUES, Launch, check_launch, find_launch, problems_of_yaml
 from zerofit.strategy.layout import ParallelLayout, take_degrees
 from zerofit.strategy.read import read_strategy
 
@@ -46,7 +46,7 @@ def test_yaml_through_accelerate(path):
         assert (ROOT / section["deepspeed_config_file"]).is_file()
     settings = content.get("fsdp_config") or {}
     assert bool(settings) == (path.stem in ("fsdp2", "hsdp", "ep"))
-    assert all(str(value).lower() in HONOURED[key] for key, value in settings.items())
+    assert all(str(value).lower() in FSDP_VALUES[key] for key, value in settings.items())
     for owned in ("mixed_precision", "gradient_accumulation_steps", "gradient_clipping"):
         assert owned not in content
         assert owned not in section, f"{owned} belongs to the recipe"

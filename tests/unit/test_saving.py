@@ -16,7 +16,7 @@ from zerofit.checkpoint.directory import ASKED, BEST, CLOCK, LEAVING, STATE, Che
 from zerofit.checkpoint.writer import AsyncCheckpointWriter, BestEvaluation, RunState
 from zerofit.strategy.engine import Engine as SharedEngine
 from zerofit.strategy.layout import ParallelLayout
-from zerofit.strategy.state import KINDS, ReplicatedState
+from zerofit.strategy.state import STATE_KINDS, ReplicatedState
 
 
 class Alone:
@@ -105,7 +105,7 @@ def test_what_was_saved_is_what_there_was_when_the_save_began(tmp_path, asynchro
     engine = Alone()
     engine.train(range(3))
     before = {name: tensor.clone() for name, tensor in engine.weights().items()}
-    moments = {kind: [engine.state.get(kind, shard).clone() for shard in engine.state.held()] for kind in KINDS}
+    moments = {kind: [engine.state.get(kind, shard).clone() for shard in engine.state.held()] for kind in STATE_KINDS}
     saver = saver_of(engine, tmp_path, asynchronous=asynchronous)
     slow = []
 
@@ -128,7 +128,7 @@ def test_what_was_saved_is_what_there_was_when_the_save_began(tmp_path, asynchro
     assert all(torch.equal(saved[name], before[name]) for name in before)
     other = Alone(seed=5)
     assert saver_of(other, tmp_path).load(folder)["updates"] == 3
-    for kind in KINDS:
+    for kind in STATE_KINDS:
         for shard, values in zip(other.state.held(), moments[kind]):
             assert torch.equal(other.state.get(kind, shard), values), (kind, shard.name)
     assert other.train(range(3, 6)) == after

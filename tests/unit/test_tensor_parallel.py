@@ -16,7 +16,7 @@ from zerofit.model.parameters import count_parameters
 from zerofit.model.tensor_parallel import check_split, cut_for, draw_share, join_shares, split_model
 from zerofit.recipe import ClmRecipe
 from zerofit.strategy.sequence import check_sequence_parallel
-from zerofit.strategy.state import KINDS, Shard
+from zerofit.strategy.state import STATE_KINDS, Shard
 
 RANKS = 2
 LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -157,7 +157,7 @@ def shards_of(tensor: int, data: int, tensor_rank: int, data_rank: int, owned: b
 
 
 def values_of(kind: str, shard: Shard) -> torch.Tensor:
-    whole = torch.arange(float(torch.Size(shard.shape).numel())).view(shard.shape) + 1000 * KINDS.index(kind)
+    whole = torch.arange(float(torch.Size(shard.shape).numel())).view(shard.shape) + 1000 * STATE_KINDS.index(kind)
     return (whole if shard.cut is None else shard.cut.of(whole)).flatten()[shard.start : shard.stop]
 
 
@@ -169,7 +169,7 @@ def test_what_one_layout_writes_any_other_reads(tmp_path, written, read):
     tensor, data = written
     for rank in range(tensor * data):
         shards = shards_of(tensor, data, rank % tensor, rank // tensor, owned=True)
-        tensors = {f"{kind}/{shard.name}": values_of(kind, shard) for shard in shards for kind in KINDS}
+        tensors = {f"{kind}/{shard.name}": values_of(kind, shard) for shard in shards for kind in STATE_KINDS}
         write_shard(tmp_path, rank, shards, {name: tensor.contiguous() for name, tensor in tensors.items()})
     reader = ShardReader(tmp_path)
     assert reader.shapes == SHAPES
@@ -179,14 +179,14 @@ def test_what_one_layout_writes_any_other_reads(tmp_path, written, read):
     tensor, data = read
     for rank in range(tensor * data):
         for shard in shards_of(tensor, data, rank % tensor, rank // tensor, owned=False):
-            for kind in KINDS:
+            for kind in STATE_KINDS:
                 assert torch.equal(reader.read(kind, shard), values_of(kind, shard)), (rank, shard)
 
 
 def test_a_share_that_is_missing_is_noticed(tmp_path):
     shards = shards_of(2, 1, 0, 0, owned=True)
     write_shard(
-        tmp_path, 0, shards, {f"{kind}/{each.name}": values_of(kind, each) for each in shards for kind in KINDS}
+        tmp_path, 0, shards, {f"{kind}/{each.name}": values_of(kind, each) for each in shards for kind in STATE_KINDS}
     )
     assert torch.equal(ShardReader(tmp_path).weight("norm"), torch.arange(7.0))
     with pytest.raises(RuntimeError, match="of weight of rows, 24 elements are missing"):

@@ -30,7 +30,7 @@ from zerofit.record.run_folder import (
     is_count,
 )
 from zerofit.record.terminal import log_lines
-from zerofit.strategy.batches import RESUMED
+from zerofit.strategy.batches import RESUMED_RUN
 
 if TYPE_CHECKING:
     from zerofit.training.run import Run
@@ -99,7 +99,7 @@ class EarlierRuns:
             return replicas, False, None
         if before == replicas:
             return replicas, given is not None, None
-        recipe.adopt("global_batch_size", size, f"{RESUMED}, of {counted(before, 'process')}")
+        recipe.adopt("global_batch_size", size, f"{RESUMED_RUN}, of {counted(before, 'process')}")
         recipe.adopt("gradient_accumulation_steps", None, "")
         note = f"{replicas} data-parallel processes, and the options are those of {before}: the global batch stays "
         return before, True, f"{note}{size}, and the accumulation follows"

@@ -13,7 +13,7 @@ from zerofit.estimate.allocations import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, MAT
 from zerofit.estimate.fully_sharded import Fsdp2Settings
 from zerofit.estimate.model_states import offload_target
 from zerofit.estimate.weights import NORM_BYTES, Weights
-from zerofit.strategy.muon import ITERATIONS
+from zerofit.strategy.muon import NEWTON_SCHULZ_STEPS
 
 # The share of a link's bandwidth that collectives reach. Source: NCCL's limit on an A100, 235 of 300 GB/s
 # (src/graph/tuning.cc), and S. Bekman's "about 80 %"; between machines Calculon's 0.9.
@@ -246,5 +246,5 @@ def with_muon(exchanges: Exchanges, weights: Weights, half: bool, ranks: int, is
         step=[*exchanges.step, *([sent] if is_split else [])],
         step_moved=exchanges.step_moved + MUON_MOVED_BYTES * size / ranks,
         products=products,
-        product_rounds=ITERATIONS / ranks,
+        product_rounds=NEWTON_SCHULZ_STEPS / ranks,
     )

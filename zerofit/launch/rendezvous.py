@@ -33,7 +33,7 @@ from zerofit.recipe.errors import (
     record_code,
 )
 from zerofit.recipe.files import digest_of_code
-from zerofit.strategy.launch import RENDEZVOUS
+from zerofit.strategy.launch import SINGLE_ENV
 
 BEAT_S = 1.0
 LIMIT_S = 600.0  # without a sign of life; `zerofit launch --rendezvous_minutes` sets another
@@ -250,7 +250,7 @@ def store_of_one_process() -> Any:
     store, or it is another's."""
     environment = os.environ
     alone = environment.get("WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in environment
-    if not alone or environment.get("MASTER_ADDR") != RENDEZVOUS["MASTER_ADDR"]:
+    if not alone or environment.get("MASTER_ADDR") != SINGLE_ENV["MASTER_ADDR"]:
         return None
     return serve_store(int(environment["MASTER_PORT"]), everywhere=False)
 

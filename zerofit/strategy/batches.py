@@ -9,8 +9,8 @@ import numpy as np
 from zerofit.recipe.data_options import BatchOptions, Warmup, read_warmup
 from zerofit.recipe.errors import UserError
 
-RESUMED = "the run that resumes"  # the source of a size that follows from its global batch
-NUMBERS_SHOWN = 12  # in a message
+RESUMED_RUN = "the run that resumes"  # the source of a size that follows from its global batch
+MAX_SHOWN_NUMBERS = 12  # in a message
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _fit_micro_batch(recipe: BatchOptions, replicas: int, replica_size: int) -> 
     smallest = math.gcd(total, warmup[0]) if warmup else total
     if smallest % replicas:
         possible = [number for number in range(1, smallest + 1) if smallest % number == 0]
-        nearest = sorted(sorted(possible, key=lambda number: abs(number - replicas))[:NUMBERS_SHOWN])
+        nearest = sorted(sorted(possible, key=lambda number: abs(number - replicas))[:MAX_SHOWN_NUMBERS])
         numbers = ", ".join(str(number * replica_size) for number in nearest)
         begins = f", and begins with {warmup[0]}" if warmup else ""
         of = f" ({replicas} replicas of {replica_size})" if replica_size > 1 else ""
@@ -132,4 +132,4 @@ def _fit_micro_batch(recipe: BatchOptions, replicas: int, replica_size: int) -> 
         )
     fitting = [size for size in range(1, recipe.per_device_train_batch_size + 1) if smallest // replicas % size == 0]
     if fitting[-1] != recipe.per_device_train_batch_size:
-        recipe.adopt("per_device_train_batch_size", fitting[-1], RESUMED)
+        recipe.adopt("per_device_train_batch_size", fitting[-1], RESUMED_RUN)

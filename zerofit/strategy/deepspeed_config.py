@@ -15,24 +15,24 @@ from zerofit.recipe.options import TrainingRecipe
 from zerofit.strategy.batches import BatchSizes, resolve_batches
 from zerofit.strategy.layout import ParallelLayout
 
-BATCHES = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "tokens_per_batch")
+BATCH_KEYS = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "tokens_per_batch")
 ADAM_NAMES = ("adam", "adamw")
-OF_ADAM = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "adam_epsilon"}
+ADAM_OPTIONS = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "adam_epsilon"}
 # Parameters of an Adam that are not values of its update; and those that are, with AdamW's value.
-HOW_IT_COMPUTES = ("torch_adam", "fp32_optimizer_states", "fused", "foreach", "capturable")
+ADAM_KERNEL_KEYS = ("torch_adam", "fp32_optimizer_states", "fused", "foreach", "capturable")
 AS_ADAMW = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False, "set_grad_none": True, "maximize": False}
-HIERARCHY = "zero_hpz_partition_size"
-SHARE_OF_MODEL = 16
-MOST = 200_000_000  # elements; beyond this a bucket only takes memory
-SCHEDULERS = {  # DeepSpeed's names: the recipe's shapes
+HPZ_KEY = "zero_hpz_partition_size"
+BUCKETS_OF_MODEL = 16
+MAX_BUCKET_ELEMENTS = 200_000_000  # beyond this a bucket only takes memory
+SCHEDULER_SHAPES = {  # DeepSpeed's names: the recipe's shapes
     "WarmupDecayLR": ("linear",),
     "WarmupLR": ("constant", "constant_with_warmup"),
     "WarmupCosineLR": ("cosine",),
 }
-WARMUP = {"warmup_num_steps": "num_warmup_steps", "warmup_max_lr": "learning_rate"}
-OF_SCHEDULER = {  # the options of the recipe that their parameters are
-    "WarmupDecayLR": {**WARMUP, "total_num_steps": "lr_decay_steps"},
-    "WarmupLR": WARMUP,
+WARMUP_OPTIONS = {"warmup_num_steps": "num_warmup_steps", "warmup_max_lr": "learning_rate"}
+SCHEDULER_OPTIONS = {  # the options of the recipe that their parameters are
+    "WarmupDecayLR": {**WARMUP_OPTIONS, "total_num_steps": "lr_decay_steps"},
+    "WarmupLR": WARMUP_OPTIONS,
     "WarmupCosineLR": {
         "warmup_num_steps": "num_warmup_steps",
         "cos_min_ratio": "min_lr_ratio",
@@ -40,7 +40,7 @@ OF_SCHEDULER = {  # the options of the recipe that their parameters are
     },
 }
 # Parameters of schedulers that are no options, with the recipe's values.
-AS_IN_THE_RECIPE = {"warmup_type": "linear", "warmup_min_lr": 0, "warmup_min_ratio": 0, "last_batch_iteration": -1}
+FIXED_SCHEDULE = {"warmup_type": "linear", "warmup_min_lr": 0, "warmup_min_ratio": 0, "last_batch_iteration": -1}
 
 
 class OptionResolver(Problems):
@@ -152,15 +152,15 @@ def resolve_config(
 
     batches = resolve_batches(recipe, layout.data_size, layout.replica_size, total_stays)
     resolver.fill("train_micro_batch_size_per_gpu", batches.micro_batch, "per_device_train_batch_size")
-    resolver.fill("gradient_accumulation_steps", batches.accumulation, "gradient_accumulation_steps", BATCHES)
-    resolver.fill("train_batch_size", batches.global_batch, "micro-batch * accumulation * processes", BATCHES)
+    resolver.fill("gradient_accumulation_steps", batches.accumulation, "gradient_accumulation_steps", BATCH_KEYS)
+    resolver.fill("train_batch_size", batches.global_batch, "micro-batch * accumulation * processes", BATCH_KEYS)
     zero = config["zero_optimization"]
-    if zero.get(HIERARCHY) == "auto":  # ZeRO++'s partitions within a machine
-        zero[HIERARCHY] = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world_size))
-    size = zero.get(HIERARCHY) or 1
+    if zero.get(HPZ_KEY) == "auto":  # ZeRO++'s partitions within a machine
+        zero[HPZ_KEY] = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world_size))
+    size = zero.get(HPZ_KEY) or 1
     if isinstance(size, int) and layout.world_size % size:
         resolver.found.append(
-            f"{source}: zero_optimization.{HIERARCHY} = {size} does not divide {layout.world_size} processes. "
+            f"{source}: zero_optimization.{HPZ_KEY} = {size} does not divide {layout.world_size} processes. "
             'Write "auto", which is the processes of a machine'
         )
     resolver.raise_found()
@@ -184,7 +184,7 @@ def _resolve_optimizer(resolver: OptionResolver) -> None:
         known = "remove the block: then the recipe's own is used (--optim), or name AdamW, if that is it"
         resolver.found.append(f"{resolver.source}: optimizer.type = {optimizer.get('type')!r}: {known}")
         return
-    params = _params_of(resolver, "optimizer", ("betas", *OF_ADAM, *HOW_IT_COMPUTES, *AS_ADAMW, "max_grad_norm"))
+    params = _params_of(resolver, "optimizer", ("betas", *ADAM_OPTIONS, *ADAM_KERNEL_KEYS, *AS_ADAMW, "max_grad_norm"))
     for key, value in list(params.items()):
         stated = f"{resolver.source}: optimizer.params.{key} = {json.dumps(value)}"
         if key == "max_grad_norm":
@@ -199,7 +199,7 @@ def _resolve_optimizer(resolver: OptionResolver) -> None:
             resolver.resolve_value("adam_beta1", "optimizer.params.betas[0]", value[0])
             resolver.resolve_value("adam_beta2", "optimizer.params.betas[1]", value[1])
     params["betas"] = [resolver.recipe.adam_beta1, resolver.recipe.adam_beta2]
-    for key, option in OF_ADAM.items():
+    for key, option in ADAM_OPTIONS.items():
         resolver.resolve(option, f"optimizer.params.{key}")
     if resolver.recipe.optim == "muon":  # AdamW's part is within it
         del resolver.config["optimizer"]
@@ -229,24 +229,24 @@ def _take_scheduler(resolver: OptionResolver) -> None:
         return
     kind = scheduler.get("type")
     shape = recipe.lr_scheduler_type
-    if recipe.is_flag("lr_scheduler_type") and shape not in SCHEDULERS.get(kind, (shape,)):
+    if recipe.is_flag("lr_scheduler_type") and shape not in SCHEDULER_SHAPES.get(kind, (shape,)):
         resolver.leave_out("scheduler.type", kind, "lr_scheduler_type")
         del config["scheduler"]
         return
-    if kind not in SCHEDULERS or (shape not in SCHEDULERS[kind] and recipe.source("lr_scheduler_type")):
+    if kind not in SCHEDULER_SHAPES or (shape not in SCHEDULER_SHAPES[kind] and recipe.source("lr_scheduler_type")):
         resolver.found.append(
             f"{source} says scheduler.type = {kind!r}, and lr_scheduler_type = {shape!r} "
             f"({recipe.source('lr_scheduler_type') or 'default'}). Make them agree (DeepSpeed's are "
-            f"{', '.join(SCHEDULERS)}), or remove the block: then the recipe's schedule is used"
+            f"{', '.join(SCHEDULER_SHAPES)}), or remove the block: then the recipe's schedule is used"
         )
         return
-    if shape not in SCHEDULERS[kind]:
-        recipe.adopt("lr_scheduler_type", SCHEDULERS[kind][-1], source)
-    options = OF_SCHEDULER[kind]
-    for key in _params_of(resolver, "scheduler", (*options, *AS_IN_THE_RECIPE)):
+    if shape not in SCHEDULER_SHAPES[kind]:
+        recipe.adopt("lr_scheduler_type", SCHEDULER_SHAPES[kind][-1], source)
+    options = SCHEDULER_OPTIONS[kind]
+    for key in _params_of(resolver, "scheduler", (*options, *FIXED_SCHEDULE)):
         place = f"scheduler.params.{key}"
-        if key in AS_IN_THE_RECIPE:
-            resolver.fill(place, AS_IN_THE_RECIPE[key], "the recipe's warm-up")
+        if key in FIXED_SCHEDULE:
+            resolver.fill(place, FIXED_SCHEDULE[key], "the recipe's warm-up")
         elif key == "warmup_num_steps" and recipe.source("warmup_ratio"):
             resolver.fill(place, "auto", "warmup_ratio", ("warmup_ratio",))
         elif key in options:
@@ -267,4 +267,4 @@ def fill_bucket_size(zero: dict[str, Any], model: torch.nn.Module) -> None:
 def fill_by_sizes(zero: dict[str, Any], trained: int, total: int) -> None:
     """Set `reduce_bucket_size` from a rank's elements: of what is trained, and of all."""
     if zero.get("stage") in (1, 2) and zero.get("reduce_bucket_size", "auto") == "auto":
-        zero["reduce_bucket_size"] = max(1, min(trained, total // SHARE_OF_MODEL, MOST))
+        zero["reduce_bucket_size"] = max(1, min(trained, total // BUCKETS_OF_MODEL, MAX_BUCKET_ELEMENTS))

@@ -35,7 +35,7 @@ _SCALES = "DeepSpeed's ZeRO scales gradients as they are reduced"
 _SECOND = "it would open a second run, without the figures of metrics.jsonl"
 _LATER = "it updates most weights later, so that a run would not agree with one process"
 _UNTRIED = "checkpoints have not been tried with it"
-ONLY = {  # keys: (the only value that can be used, what would go wrong)
+REQUIRED_VALUES = {  # keys: (the only value that can be used, what would go wrong)
     "bf16.bf16_master_weights_and_grads": (False, _NOT_FP32),
     "bf16.bf16_optimizer_states": (False, _NOT_FP32),
     "comet.enabled": (False, f"{_SECOND}: say --with_tracking --report_to comet_ml"),
@@ -66,7 +66,7 @@ ONLY = {  # keys: (the only value that can be used, what would go wrong)
     "zero_optimization.zero_quantized_weights": (False, _ROUNDS),
 }
 ROUND_ROBIN = "round_robin_gradients"
-VALUE = re.compile(r"true|false|[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
+QUOTED_VALUE = re.compile(r"true|false|[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 OBJECTS = ("data_types", "bf16", "fp16", "zero_optimization", "optimizer", "tensor_parallel", "pipeline", "scheduler")
 
 
@@ -130,7 +130,7 @@ def _read_whole(config: dict[str, Any]) -> tuple[list[str], list[str]]:
             problems = problems + found
             if name == "zero_optimization" and not found:
                 problems += _disk_problems(section)
-    for key, (usable, why) in ONLY.items():
+    for key, (usable, why) in REQUIRED_VALUES.items():
         stated: Any = config
         for name in key.split("."):
             stated = stated.get(name, usable) if isinstance(stated, dict) else usable
@@ -154,7 +154,7 @@ def read_quoted(config: dict[str, Any], prefix: str = "") -> list[str]:
     for key, value in config.items():
         if isinstance(value, dict):
             notes += read_quoted(value, f"{prefix}{key}.")
-        elif isinstance(value, str) and VALUE.fullmatch(value.strip()):
+        elif isinstance(value, str) and QUOTED_VALUE.fullmatch(value.strip()):
             is_number = value.strip().lower() not in ("true", "false")
             config[key] = float(value) if is_number else value.strip().lower() == "true"
             if is_number and config[key].is_integer():

@@ -8,7 +8,7 @@ import torch
 
 from zerofit.strategy.host_memory import usable_cores
 
-SLOW_BF16 = 2.0  # times fp32
+MIN_BF16_SLOWDOWN = 2.0  # times fp32
 
 
 @functools.cache
@@ -93,7 +93,7 @@ def bf16_slowdown() -> float | None:
     fp32 = seconds(torch.float32)
     bf16 = seconds(torch.bfloat16)
     torch.set_num_threads(threads)
-    return bf16 / fp32 if bf16 > SLOW_BF16 * fp32 else None
+    return bf16 / fp32 if bf16 > MIN_BF16_SLOWDOWN * fp32 else None
 
 
 def use_threads_of_share() -> None:

@@ -32,7 +32,7 @@ from zerofit.strategy.deepspeed_config import fill_bucket_size
 from zerofit.strategy.engine import Bounds, Engine, Outcome
 from zerofit.strategy.expert_parallel import dispatch, experts_of
 from zerofit.strategy.layout import initializing_deepspeed
-from zerofit.strategy.optimizers import SHARDED, ReplicatedOptimizerState
+from zerofit.strategy.optimizers import SHARDABLE, ReplicatedOptimizerState
 from zerofit.strategy.state import (
     DiskState,
     FlatState,
@@ -151,7 +151,7 @@ class TorchEngine(Engine):
         self.optimizer.zero_grad(set_to_none=self.layout.world_size == 1)
 
     def _state(self) -> OptimizerState:
-        if self.optim in SHARDED:
+        if self.optim in SHARDABLE:
             return ReplicatedState(self)
         return ReplicatedOptimizerState(self, self.optim)
 

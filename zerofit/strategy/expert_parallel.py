@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from zerofit.recipe.errors import UserError
 
-DISPATCHED = "ep_dispatch_experts"  # the plan's word for modules whose tokens come from other ranks
+DISPATCH_EXPERTS = "ep_dispatch_experts"  # the plan's word for modules whose tokens come from other ranks
 
 
 def check_experts(config: Any, ranks: int, source: str) -> None:
@@ -31,7 +31,7 @@ def check_experts(config: Any, ranks: int, source: str) -> None:
 
 def _patterns(config: Any) -> list[str]:
     plan = getattr(config, "base_model_ep_plan", None) or {}
-    return [name for name, style in plan.items() if style == DISPATCHED]
+    return [name for name, style in plan.items() if style == DISPATCH_EXPERTS]
 
 
 def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -10,13 +10,13 @@ TERA = 1e12
 GIGA = 1e9
 PCIE = {3: 16 * GIGA, 4: 31 * GIGA, 5: 63 * GIGA}  # 16 lanes, one direction
 # A laptop's or export card, a slower or faster one with the same number, a vGPU (A40-12Q), a name that two GPUs have.
-OTHERS = re.compile(r"\b(Laptop|Max-Q|D|Ti|SUPER|HBM2e)\b|-\d+[ABCQ]\b|MI250X/|H800 PCIe")
-SLICE = " MIG "
+UNLISTED_VARIANT = re.compile(r"\b(Laptop|Max-Q|D|Ti|SUPER|HBM2e)\b|-\d+[ABCQ]\b|MI250X/|H800 PCIe")
+MIG_MARK = " MIG "
 # What torch's matrix products and attention reach of the peak in training. Fitted on published runs of V100, A100,
 # H100, H200 and B200 (zerofit/estimate/timing.py). Of others an assumption: what S. Bekman, "Maximum
 # Achievable Matmul FLOPS" (stas00/ml-engineering 744d01e, compute/accelerator), measured of one product, times 0.8,
 # which is about what is left of his figures of A100 and H100 in training.
-OF_PEAK = 0.65
+MATMUL_OF_PEAK = 0.65
 ATTENTION_OF_PEAK = 0.36
 NEWER: dict[str, Any] = {"attention_of_peak": 0.3, "is_newer": True}
 # `alone_of_peak` is what he measured of one product of an A100 SXM and an H100 SXM (267.9 and 792.1 TFLOP/s; other
@@ -45,7 +45,7 @@ class Gpu:
     network_bandwidth: float | None = None  # to other machines, of one GPU, in the machine that its maker builds
     sms: int | None = None  # its streaming multiprocessors: a MIG slice of it has some of them
     has_bf16: bool = True
-    of_peak: float = OF_PEAK  # what large matrix products reach of `half_flops_per_s` in training
+    of_peak: float = MATMUL_OF_PEAK  # what large matrix products reach of `half_flops_per_s` in training
     # the same of flash attention, without the half that a causal mask takes off
     attention_of_peak: float = ATTENTION_OF_PEAK
     # what products reach where one card trains; None: not measured, `of_peak` is taken
@@ -53,7 +53,7 @@ class Gpu:
     is_newer: bool = False  # Hopper or Blackwell: it has attention kernels of its own, and stands in a newer host
 
 
-UNITS = {
+FIELD_UNITS = {
     "usable_bytes": 2**30,
     "half_flops_per_s": TERA,
     "fp32_flops_per_s": TERA,
@@ -65,7 +65,7 @@ UNITS = {
 
 def _in_si(gpu: Gpu) -> Gpu:
     """Return the same GPU in bytes and seconds; in the table `host_bandwidth` is a generation of PCIe."""
-    figures = {name: value * unit for name, unit in UNITS.items() if (value := getattr(gpu, name)) is not None}
+    figures = {name: value * unit for name, unit in FIELD_UNITS.items() if (value := getattr(gpu, name)) is not None}
     to_host = PCIE.get(int(gpu.host_bandwidth or 0))
     figures = {"link_bandwidth": to_host, **figures, "usable_bytes": int(figures["usable_bytes"])}
     return replace(gpu, host_bandwidth=to_host, **figures)
@@ -134,8 +134,8 @@ CPU = "cpu"
 
 def gpu_of(device_name: str) -> Gpu | None:
     """The GPU of a device that calls itself so, or of which it is a MIG slice; None if it is not in the table."""
-    whole = device_name.partition(SLICE)[0]
-    if OTHERS.search(whole):
+    whole = device_name.partition(MIG_MARK)[0]
+    if UNLISTED_VARIANT.search(whole):
         return None
     named = (
         gpu for gpu in GPUS.values() if gpu.model and re.search(rf"(?<![A-Za-z0-9]){gpu.model}(?![A-Za-z0-9])", whole)
@@ -147,7 +147,7 @@ def peak_flops_of(device_name: str, num_sms: int | None = None) -> float | None:
     """FLOP/s in half precision of a device that calls itself so; None where that is not known. `num_sms`: of the
     device; a MIG slice reaches as much of the whole as it has of its multiprocessors."""
     gpu = gpu_of(device_name)
-    if gpu is None or SLICE not in device_name:
+    if gpu is None or MIG_MARK not in device_name:
         return gpu.half_flops_per_s if gpu else None
     return gpu.half_flops_per_s * num_sms / gpu.sms if gpu.half_flops_per_s and num_sms and gpu.sms else None
 

@@ -15,11 +15,11 @@ from typing import Any
 ROOT = Path("/")  # tests have their own
 VISIBLE = {"NVIDIA": "CUDA_VISIBLE_DEVICES", "AMD": "HIP_VISIBLE_DEVICES"}
 ALSO_VISIBLE = {"NVIDIA": ("NVIDIA_VISIBLE_DEVICES",), "AMD": ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")}
-OTHER_BUILD = "TORCH='torch --index-url URL' make setup, with the URL from pytorch.org/get-started"
+TORCH_BUILD_HINT = "TORCH='torch --index-url URL' make setup, with the URL from pytorch.org/get-started"
 NO_DEVICE = ("", "-1", "none", "void", "NoDevFiles")  # what users, containers and SLURM write where none may be seen
 # The variables of torch's allocator, the one for all devices first.
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-EXPANDABLE = "expandable_segments:True"
+ALLOCATOR_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+EXPANDABLE_SEGMENTS = "expandable_segments:True"
 VIRTUAL_MEMORY_MANAGEMENT = 102  # cuda.h: CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 SMALLEST_AMD_BYTES = 6 * 2**30  # less has a processor's own graphics, which ROCm does not serve
 
@@ -54,11 +54,11 @@ def check_devices() -> None:
         toolkit, version = ("CUDA", torch.version.cuda) if maker == "NVIDIA" else ("ROCm", torch.version.hip)
         why = (
             f"torch {torch.__version__} is built for {toolkit} {version}. Either the driver is too old for that "
-            f"(update it, or install a build for the {toolkit} that it serves: {OTHER_BUILD}), or this user or "
+            f"(update it, or install a build for the {toolkit} that it serves: {TORCH_BUILD_HINT}), or this user or "
             "container may not use the GPU"
         )
         if version is None:
-            remedy = "TORCH=cuda make setup" if maker == "NVIDIA" else OTHER_BUILD
+            remedy = "TORCH=cuda make setup" if maker == "NVIDIA" else TORCH_BUILD_HINT
             why = f"torch {torch.__version__} is built without {toolkit}. Install a build with it: {remedy}"
         raise UserError(
             f"this machine has {count} {maker} GPU{'s' if count > 1 else ''}, and torch sees none: {why}. To train on "
@@ -71,15 +71,15 @@ def use_expandable_segments() -> None:
     pieces too small to use. Only with NVIDIA's driver on Linux, where it maps memory so (some virtual GPUs and WSL do
     not), and where the user has set nothing of the allocator. Tensors that processes share through CUDA need the right
     to trace each other then (pytorch/pytorch#165685); here no process shares any."""
-    if any(name in os.environ for name in ALLOCATOR) or sys.platform != "linux" or (ROOT / "dev/dxg").exists():
+    if any(name in os.environ for name in ALLOCATOR_CONF) or sys.platform != "linux" or (ROOT / "dev/dxg").exists():
         return
     if "NVIDIA" in gpus_of_the_machine() and _maps_memory():
-        os.environ[ALLOCATOR[0]] = EXPANDABLE
+        os.environ[ALLOCATOR_CONF[0]] = EXPANDABLE_SEGMENTS
 
 
 def has_expandable_segments() -> bool:
     """Return whether the allocator of CUDA's memory grows its segments."""
-    return any(EXPANDABLE in os.environ.get(name, "") for name in ALLOCATOR)
+    return any(EXPANDABLE_SEGMENTS in os.environ.get(name, "") for name in ALLOCATOR_CONF)
 
 
 def _maps_memory() -> bool:

@@ -6,7 +6,7 @@ torchrun reads no YAML. `accelerate launch` makes environment variables of one, 
 torchrun they are made here (accelerate/utils/launch.py, 1.15).
 
 FSDP2's settings are read from the YAML, or the flags of its launcher: accelerate would pass most of them on, but not
-SYNCS and REDUCE, which it does not know.
+SYNC_KEY and REDUCE_DTYPE, which it does not know.
 """
 
 import contextlib
@@ -26,33 +26,33 @@ from zerofit.recipe.files import CONFIG_DIR, configs, counted, read_yaml
 from zerofit.recipe.parse import flag_value, option_named
 from zerofit.strategy.gpus import use_expandable_segments
 
-RESHARDS = "fsdp_reshard_after_forward"
-IGNORED = "fsdp_ignored_modules"
+RESHARD_KEY = "fsdp_reshard_after_forward"
+IGNORED_MODULES = "fsdp_ignored_modules"
 EXPERTS = "experts"
-VERSION = "fsdp_version"
-SYNCS = "fsdp_sync_each_batch"  # accelerate's name for it in GradientAccumulationPlugin
-REDUCE = "fsdp_reduce_dtype"  # torch's name for it in MixedPrecisionPolicy
-REPLICAS = "parallelism_config_dp_replicate_size"
-SHARDS = "parallelism_config_dp_shard_size"
-EITHER = ("true", "false")
-SIZES = [str(size) for size in range(1, 1025)]
-UNITS = "fsdp_transformer_layer_cls_to_wrap"
-SIZED_1 = ("parallelism_config_cp_", "parallelism_config_sp_")  # settings of what has no other size than 1 here
-ONE_PROCESS = "fsdp2 with one process: there is nobody to share with, so nothing is sharded"
-HONOURED: dict[str, Sequence[str]] = {  # the values of each key that a run honours, the usual one first
-    VERSION: ("2",),
-    RESHARDS: (*EITHER, *SIZES[1:]),  # true; false: weights stay until the backward pass; or sharers
-    REDUCE: ("fp32", "bf16"),
-    SYNCS: EITHER,  # false reduces gradients once an update, from full gradients
-    IGNORED: (EXPERTS,),  # which are divided among the ranks then
+FSDP_VERSION = "fsdp_version"
+SYNC_KEY = "fsdp_sync_each_batch"  # accelerate's name for it in GradientAccumulationPlugin
+REDUCE_DTYPE = "fsdp_reduce_dtype"  # torch's name for it in MixedPrecisionPolicy
+REPLICAS_KEY = "parallelism_config_dp_replicate_size"
+SHARDS_KEY = "parallelism_config_dp_shard_size"
+BOOLEANS = ("true", "false")
+GROUP_SIZES = [str(size) for size in range(1, 1025)]
+WRAP_KEY = "fsdp_transformer_layer_cls_to_wrap"
+ONLY_SIZE_1 = ("parallelism_config_cp_", "parallelism_config_sp_")  # here their size is always 1
+FSDP_ALONE = "fsdp2 with one process: there is nobody to share with, so nothing is sharded"
+FSDP_VALUES: dict[str, Sequence[str]] = {  # the values of each key that a run honours, the usual one first
+    FSDP_VERSION: ("2",),
+    RESHARD_KEY: (*BOOLEANS, *GROUP_SIZES[1:]),  # true; false: weights stay until the backward pass; or sharers
+    REDUCE_DTYPE: ("fp32", "bf16"),
+    SYNC_KEY: BOOLEANS,  # false reduces gradients once an update, from full gradients
+    IGNORED_MODULES: (EXPERTS,),  # which are divided among the ranks then
     "fsdp_auto_wrap_policy": ("transformer_based_wrap",),
     "fsdp_state_dict_type": ("sharded_state_dict", "full_state_dict"),  # of accelerate's own checkpoints
-    "fsdp_cpu_ram_efficient_loading": EITHER,
+    "fsdp_cpu_ram_efficient_loading": BOOLEANS,
     "fsdp_offload_params": ("false",),
     "fsdp_activation_checkpointing": ("false",),
     "fsdp_activation_checkpointing_offload": ("false",),
-    REPLICAS: SIZES,
-    SHARDS: SIZES,
+    REPLICAS_KEY: GROUP_SIZES,
+    SHARDS_KEY: GROUP_SIZES,
     "parallelism_config_tp_size": ("1",),
     "parallelism_config_cp_size": ("1",),
     "parallelism_config_sp_size": ("1",),
@@ -63,10 +63,10 @@ def read_fsdp(environment: Mapping[str, str], content: Mapping[str, Any]) -> dic
     """The settings, in lower case, of an accelerate YAML and of its launcher's flags; None: FSDP is not used."""
     if environment.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return None
-    settings = {VERSION: "1"}  # accelerate's default
+    settings = {FSDP_VERSION: "1"}  # accelerate's default
     for section in (content.get("fsdp_config"), content.get("parallelism_config")):
         for key, value in section.items() if isinstance(section, dict) else ():
-            if key in HONOURED and value is not None:
+            if key in FSDP_VALUES and value is not None:
                 settings[key] = str(value).lower()
     return settings
 
@@ -76,19 +76,19 @@ def check_replicas(settings: Mapping[str, str], world_size: int, source: str) ->
     between the passes, or where replicas and divided experts are asked for."""
     if world_size == 1:
         return
-    replicas = int(settings.get(REPLICAS, "1"))
-    shards = int(settings.get(SHARDS, "1"))
-    among = settings.get(RESHARDS, "true")
+    replicas = int(settings.get(REPLICAS_KEY, "1"))
+    shards = int(settings.get(SHARDS_KEY, "1"))
+    among = settings.get(RESHARD_KEY, "true")
     sharers = world_size // replicas
     if among.isdigit() and (sharers % int(among) or int(among) >= sharers):
         possible = [str(size) for size in range(2, sharers) if sharers % size == 0]
         raise UserError(
-            f"{source}: {RESHARDS} = {among} is not a part of the {sharers} processes that share weights. "
-            f"Write {', '.join((*possible, *EITHER))}"
+            f"{source}: {RESHARD_KEY} = {among} is not a part of the {sharers} processes that share weights. "
+            f"Write {', '.join((*possible, *BOOLEANS))}"
         )
-    stated = f"{source}: {REPLICAS} = {replicas}"
-    if replicas > 1 and settings.get(IGNORED) == EXPERTS:
-        raise UserError(f"{stated} does not go together with {IGNORED}: {EXPERTS}. Remove one of them")
+    stated = f"{source}: {REPLICAS_KEY} = {replicas}"
+    if replicas > 1 and settings.get(IGNORED_MODULES) == EXPERTS:
+        raise UserError(f"{stated} does not go together with {IGNORED_MODULES}: {EXPERTS}. Remove one of them")
     if replicas > 1 and (world_size % replicas or world_size == replicas):
         raise UserError(
             f"{stated} needs a multiple of it as num_processes, {2 * replicas} or more, and there are {world_size}. "
@@ -96,39 +96,40 @@ def check_replicas(settings: Mapping[str, str], world_size: int, source: str) ->
         )
     if shards not in (1, sharers):
         raise UserError(
-            f"{source}: {SHARDS} = {shards}, and {world_size} processes in {counted(replicas, 'replica')} are "
+            f"{source}: {SHARDS_KEY} = {shards}, and {world_size} processes in {counted(replicas, 'replica')} are "
             f"{sharers} each. Remove it"
         )
 
 
 def fsdp_problems(settings: dict[str, str], content: Mapping[str, Any], source: str) -> list[str]:
     """Return a problem for each setting that a run would not honour."""
-    if settings[VERSION] == "1":
+    if settings[FSDP_VERSION] == "1":
         translate = "accelerate to-fsdp2 --config_file FILE --output_file NEW_FILE"
         return [
-            f"{source}: {VERSION} = 1 is not supported. Write 2; of FSDP1's keys this makes those of 2: {translate}"
+            f"{source}: {FSDP_VERSION} = 1 is not supported. Write 2; of FSDP1's keys this makes those of 2: "
+            f"{translate}"
         ]
     problems = []
     for key, value in settings.items():
-        if value not in (honoured := HONOURED[key]):
-            number = (*filter(EITHER.__contains__, honoured), "a number of processes")
+        if value not in (honoured := FSDP_VALUES[key]):
+            number = (*filter(BOOLEANS.__contains__, honoured), "a number of processes")
             words = honoured if len(honoured) < 4 else number
             remedy = f"Write {' or '.join(words)}, or use another strategy, such as zero3_offload, tp or sp"
             if key.startswith("fsdp_activation_checkpointing"):
                 remedy = "Write false, and say --gradient_checkpointing"
             problems.append(f"{key} = {value} is not supported. {remedy}")
     for key, value in (content.get("fsdp_config") or {}).items():
-        if key not in (*HONOURED, UNITS):
+        if key not in (*FSDP_VALUES, WRAP_KEY):
             problems.append(f"{key} = {value!r} is of FSDP1, or not supported. Remove it")
     for key in content.get("parallelism_config") or {}:
-        if key not in HONOURED and not key.startswith(SIZED_1):
-            remedy = did_you_mean(key, (REPLICAS, SHARDS))
+        if key not in FSDP_VALUES and not key.startswith(ONLY_SIZE_1):
+            remedy = did_you_mean(key, (REPLICAS_KEY, SHARDS_KEY))
             problems.append(f"accelerate has no setting {key} in parallelism_config. {remedy}")
     return [f"{source}: {problem}" for problem in problems]
 
 
 # {key of deepspeed_config: what accelerate launch calls it in the environment}
-VARIABLES = {
+DEEPSPEED_ENV = {
     "zero_stage": "DEEPSPEED_ZERO_STAGE",
     "gradient_accumulation_steps": "GRADIENT_ACCUMULATION_STEPS",
     "gradient_clipping": "GRADIENT_CLIPPING",
@@ -140,7 +141,7 @@ VARIABLES = {
     "deepspeed_moe_layer_cls_names": "DEEPSPEED_MOE_LAYER_CLS_NAMES",
 }
 # Other keys of deepspeed_config that accelerate 1.15 reads; it ignores any other without a word.
-READ_TOO = (
+UNMAPPED_KEYS = (
     "deepspeed_hostfile",
     "deepspeed_exclusion_filter",
     "deepspeed_inclusion_filter",
@@ -148,20 +149,20 @@ READ_TOO = (
     "offload_optimizer_nvme_path",
     "offload_param_nvme_path",
 )
-BESIDE_A_JSON = ("deepspeed_config_file", "zero3_init_flag", "deepspeed_moe_layer_cls_names")  # others are in it
-SECTIONS = {  # and the distributed_type that each is for
+JSON_EXTRAS = ("deepspeed_config_file", "zero3_init_flag", "deepspeed_moe_layer_cls_names")  # others are in it
+SECTION_TYPES = {  # and the distributed_type that each is for
     "deepspeed_config": "DEEPSPEED",
     "fsdp_config": "FSDP",
     "parallelism_config": "FSDP",
     "megatron_lm_config": "MEGATRON_LM",
 }
 PREFIXES = {"fsdp_": "fsdp_config", "parallelism_config_": "parallelism_config", "megatron_lm_": "megatron_lm_config"}
-KINDS = {"use_deepspeed": "DEEPSPEED", "use_fsdp": "FSDP", "use_megatron_lm": "MEGATRON_LM"}
-SUPPORTED = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
+USE_FLAGS = {"use_deepspeed": "DEEPSPEED", "use_fsdp": "FSDP", "use_megatron_lm": "MEGATRON_LM"}
+LAUNCH_TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
 PRECISION_NAMES = ("no", "fp16", "bf16", "fp8")
 FP8_BACKEND = "AO"
 FP8_KEYS = {"backend", "pad_inner_dim", "enable_fsdp_float8_all_gather"}  # of torchao, in accelerate 1.15
-RENDEZVOUS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+SINGLE_ENV = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
 def take_named(recipe: Recipe) -> str | None:
@@ -207,8 +208,8 @@ def export_environment(named: str, config_file: str | None) -> None:
     environment.update(made)
     if "ACCELERATE_USE_DEEPSPEED" in made and "RANK" not in environment:  # a single process, without any launcher
         with socket.socket() as free:
-            free.bind((RENDEZVOUS["MASTER_ADDR"], 0))
-            environment.update(RENDEZVOUS, MASTER_PORT=str(free.getsockname()[1]))
+            free.bind((SINGLE_ENV["MASTER_ADDR"], 0))
+            environment.update(SINGLE_ENV, MASTER_PORT=str(free.getsockname()[1]))
 
 
 def environment_of(content: Mapping[str, Any], source: str) -> dict[str, str]:
@@ -228,9 +229,9 @@ def environment_of(content: Mapping[str, Any], source: str) -> dict[str, str]:
     if kind == "DEEPSPEED":
         made["ACCELERATE_USE_DEEPSPEED"] = "true"
         for key, value in (content.get("deepspeed_config") or {}).items():
-            if key in VARIABLES and value is not None:
+            if key in DEEPSPEED_ENV and value is not None:
                 is_name = key in ("deepspeed_config_file", "deepspeed_moe_layer_cls_names")
-                made[f"ACCELERATE_{VARIABLES[key]}"] = str(value) if is_name else str(value).lower()
+                made[f"ACCELERATE_{DEEPSPEED_ENV[key]}"] = str(value) if is_name else str(value).lower()
     if kind == "FSDP":
         made["ACCELERATE_USE_FSDP"] = "true"
     return made
@@ -246,7 +247,7 @@ def problems_of_yaml(content: Any, source: str) -> list[str]:
     problems = []
     if not isinstance(content, dict):
         return [f"{source}: expected `key: value` lines, as in accelerate_configs/ddp.yaml"]
-    choices = {"distributed_type": SUPPORTED, "mixed_precision": PRECISION_NAMES, "downcast_bf16": ("no", "yes")}
+    choices = {"distributed_type": LAUNCH_TYPES, "mixed_precision": PRECISION_NAMES, "downcast_bf16": ("no", "yes")}
     for key, words in choices.items():
         if isinstance(content.get(key), bool):  # YAML 1.1's no, off, yes and on
             meant = f'"{words[0]}" in quotes' if content[key] is False else f"one of {', '.join(words)}"
@@ -256,10 +257,10 @@ def problems_of_yaml(content: Any, source: str) -> list[str]:
     known = (*ClusterConfig.__dataclass_fields__, "fp16", "dynamo_backend")  # the last two in its older files
     problems += [f"accelerate has no setting {key}. {did_you_mean(str(key), known)}" for key in content.keys() - known]
     device = torch.accelerator.current_accelerator()
-    if not isinstance(kind, bool) and kind not in (*SUPPORTED, f"MULTI_{device.type.upper()}" if device else "NO"):
+    if not isinstance(kind, bool) and kind not in (*LAUNCH_TYPES, f"MULTI_{device.type.upper()}" if device else "NO"):
         problems.append(
             f"distributed_type = {kind} is not supported here. Use --strategy ddp, zero1, zero2, zero3, fsdp2, tp, pp "
-            f"or 3d, or write {nearest(str(kind).upper(), SUPPORTED) or 'MULTI_GPU'}"
+            f"or 3d, or write {nearest(str(kind).upper(), LAUNCH_TYPES) or 'MULTI_GPU'}"
         )
     if not isinstance(precision, bool) and str(precision or "no").lower() not in PRECISION_NAMES:
         remedy = did_you_mean(str(precision), PRECISION_NAMES, f"Use {', '.join(PRECISION_NAMES[:3])}")
@@ -277,19 +278,19 @@ def problems_of_yaml(content: Any, source: str) -> list[str]:
 
 def _problems_of_sections(content: dict[str, Any], kind: str) -> Iterator[str]:
     """Yield the problems of what is nested in a YAML."""
-    sections = {name: content.get(name) or {} for name in (*SECTIONS, "fp8_config")}
+    sections = {name: content.get(name) or {} for name in (*SECTION_TYPES, "fp8_config")}
     for name, section in sections.items():
         if not isinstance(section, dict):
             yield f"{name} = {section!r}: expected indented `key: value` lines"
             sections[name] = {}
-        elif section and kind in SUPPORTED and kind != SECTIONS.get(name, kind):
+        elif section and kind in LAUNCH_TYPES and kind != SECTION_TYPES.get(name, kind):
             other = ". Or use --strategy tp, sp or hsdp" if name == "parallelism_config" else ""
             stated = f"{name} ({', '.join(map(str, section))}) has no effect with distributed_type = {kind}"
-            yield f"{stated}. Write {SECTIONS[name]}, or remove it{other}"
+            yield f"{stated}. Write {SECTION_TYPES[name]}, or remove it{other}"
     for key, value in sections["deepspeed_config"].items():
-        if key not in (*VARIABLES, *READ_TOO):
-            yield f"deepspeed_config has the unknown key {key}. {did_you_mean(key, (*VARIABLES, *READ_TOO))}"
-        elif "deepspeed_config_file" in sections["deepspeed_config"] and key not in (*BESIDE_A_JSON, *READ_TOO):
+        if key not in (*DEEPSPEED_ENV, *UNMAPPED_KEYS):
+            yield f"deepspeed_config has the unknown key {key}. {did_you_mean(key, (*DEEPSPEED_ENV, *UNMAPPED_KEYS))}"
+        elif "deepspeed_config_file" in sections["deepspeed_config"] and key not in (*JSON_EXTRAS, *UNMAPPED_KEYS):
             yield f"{key} = {value!r} stands beside deepspeed_config_file. Keep it in the JSON only"
     fp8 = sections["fp8_config"]
     if str(fp8.get("backend", FP8_BACKEND)).upper() != FP8_BACKEND:
@@ -312,11 +313,11 @@ def with_flags(content: dict[str, Any], words: Sequence[str]) -> tuple[dict[str,
     flags = []
     for name in filter(None, map(option_named, words[:script])):
         prefix = next(filter(name.startswith, PREFIXES), "")
-        section = "deepspeed_config" if name in (*VARIABLES, *READ_TOO) else PREFIXES.get(prefix, "")
+        section = "deepspeed_config" if name in (*DEEPSPEED_ENV, *UNMAPPED_KEYS) else PREFIXES.get(prefix, "")
         value = flag_value(list(words[:script]), name)
         beside = content.get(section) or {}
-        if name in KINDS:
-            content["distributed_type"] = KINDS[name]
+        if name in USE_FLAGS:
+            content["distributed_type"] = USE_FLAGS[name]
         elif name == "dynamo_backend":
             content[name] = value
         elif section and isinstance(beside, dict):
@@ -351,10 +352,10 @@ def find_strategies(names: list[str]) -> dict[str, Path]:
 
 
 SHARES_DEVICES = "ZEROFIT_SHARES_DEVICES"  # set by `zerofit compare`: processes may share a device
-PRECISIONS = {"no": None, "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
+ACCELERATE_PRECISIONS = {"no": None, "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
 
-SAID_OTHERWISE = (  # variables of accelerate, the values that change nothing here, and the option to use
-    ("ACCELERATE_MIXED_PRECISION", PRECISIONS, "precision"),
+UNSUPPORTED_VARIABLES = (  # variables of accelerate, the values that change nothing here, and the option to use
+    ("ACCELERATE_MIXED_PRECISION", ACCELERATE_PRECISIONS, "precision"),
     ("ACCELERATE_DYNAMO_BACKEND", ("no",), "torch_compile"),
     ("ACCELERATE_FP8_BACKEND", ("no", "ao"), "float8"),
     ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", ("no", "1"), "gradient_accumulation_steps"),
@@ -421,7 +422,7 @@ def find_launch(named: str | None = None) -> Launch:
         world_size=int(environment.get("WORLD_SIZE", "1")),
         rank=int(environment.get("RANK", "0")),
         deepspeed=environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true",
-        precision=PRECISIONS.get(environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()),
+        precision=ACCELERATE_PRECISIONS.get(environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()),
         json_path=environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"),
         config_file=config_file,
         yaml=content,
@@ -441,7 +442,7 @@ def check_launch(launch: Launch) -> None:
         problems += fsdp_problems(launch.fsdp, launch.yaml, source)
         if launch.deepspeed:
             problems.append(f"{launch.source}: FSDP and DeepSpeed are both asked for. unset ACCELERATE_USE_FSDP")
-    for name, usable, option in SAID_OTHERWISE:
+    for name, usable, option in UNSUPPORTED_VARIABLES:
         value = os.environ.get(name, "no")
         if value.lower() not in usable and not (launch.deepspeed and "_GRADIENT_" in name) and not problems:
             problems.append(f"{name} = {value} is set in this shell. unset {name}, and say --{option}")

@@ -13,11 +13,11 @@ from typing import Any
 from zerofit.compat.deepspeed import initializing_with
 from zerofit.recipe.errors import UserError
 
-OFFLOADED = ("offload_optimizer", "offload_param")
-SEQUENCE = "sequence_parallel_size"
-TENSOR = "tensor_parallel"
-PIPELINE = "pipeline"
-PIPELINE_KEYS = {  # and the only value that the engine has a use for
+OFFLOAD_KEYS = ("offload_optimizer", "offload_param")
+SEQUENCE_KEY = "sequence_parallel_size"
+TENSOR_KEY = "tensor_parallel"
+PIPELINE_KEY = "pipeline"
+PIPELINE_VALUES = {  # and the only value that the engine has a use for
     "use_reentrant": False,  # transformers recomputes activations, as option gradient_checkpointing says
     "pipe_partitioned": False,  # DeepSpeed remembers the shape of the first micro-batch, and rows differ in length
     "grad_partitioned": False,
@@ -122,7 +122,7 @@ class ParallelLayout:
 
 
 def offload_device(zero: dict[str, Any], part: str) -> str:
-    """Return where a zero_optimization section puts one of OFFLOADED: cpu, nvme or none."""
+    """Return where a zero_optimization section puts one of OFFLOAD_KEYS: cpu, nvme or none."""
     return (zero.get(part) or {}).get("device", "none")
 
 
@@ -160,13 +160,13 @@ def take_degrees(config: dict[str, Any], source: str) -> tuple[int, int, int]:
     there are settings beside it that have no effect or do harm."""
     problems = []
     degrees = {}
-    for name, key, others in ((TENSOR, "autotp_size", {}), (PIPELINE, "stages", PIPELINE_KEYS)):
+    for name, key, others in ((TENSOR_KEY, "autotp_size", {}), (PIPELINE_KEY, "stages", PIPELINE_VALUES)):
         section = config.get(name, {key: 1})
         for other in sorted(section.keys() - {key}):
             if section[other] is not others.get(other):
                 problems.append(f"{source}: {name}.{other} = {json.dumps(section[other])} is not supported. Remove it")
         degrees[f"{name}.{key}"] = section.get(key)
-    degrees[SEQUENCE] = config.get(SEQUENCE, 1)
+    degrees[SEQUENCE_KEY] = config.get(SEQUENCE_KEY, 1)
     problems += [
         f"{source}: {key} = {degree!r}: expected a number of processes, e.g. 2"
         for key, degree in degrees.items()
@@ -175,17 +175,17 @@ def take_degrees(config: dict[str, Any], source: str) -> tuple[int, int, int]:
     if problems:
         raise UserError(problems)
     tensor, pipeline, sequence = degrees.values()
-    config.pop(TENSOR, None)
-    if PIPELINE in config:
-        config[PIPELINE] = {"stages": pipeline, **PIPELINE_KEYS}
+    config.pop(TENSOR_KEY, None)
+    if PIPELINE_KEY in config:
+        config[PIPELINE_KEY] = {"stages": pipeline, **PIPELINE_VALUES}
     return tensor, pipeline, sequence
 
 
 def with_degrees(config: dict[str, Any], tensor: int, pipeline: int, sequence: int) -> dict[str, Any]:
     """A copy of a configuration, with these degrees in place of those that it has. It gets no other kind of them."""
     degrees = {
-        TENSOR: {"autotp_size": tensor},
-        SEQUENCE: sequence,
-        PIPELINE: {**config.get(PIPELINE, {}), "stages": pipeline},
+        TENSOR_KEY: {"autotp_size": tensor},
+        SEQUENCE_KEY: sequence,
+        PIPELINE_KEY: {**config.get(PIPELINE_KEY, {}), "stages": pipeline},
     }
     return {key: degrees.get(key, value) for key, value in config.items()}

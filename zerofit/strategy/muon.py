@@ -21,10 +21,10 @@ from zerofit.recipe.options import OptimizerOptions
 
 MOMENTUM = 0.95  # as everywhere
 # of Newton-Schulz; Jordan's
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-ITERATIONS = 5
+NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NEWTON_SCHULZ_STEPS = 5
 EPSILON = 1e-7
-RMS = 0.2  # of an update's elements: about that of AdamW's
+UPDATE_RMS = 0.2  # of an update's elements: about that of AdamW's
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Matrix:
     @property
     def scale(self) -> float:
         """Factor by which the orthogonalized update is multiplied."""
-        return RMS * math.sqrt(max(self.shape[-2:]))
+        return UPDATE_RMS * math.sqrt(max(self.shape[-2:]))
 
 
 class Muon(torch.optim.AdamW):
@@ -164,11 +164,11 @@ def flat(tensor: Any) -> torch.Tensor:
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     """The nearest matrix with orthogonal rows or columns, about: Newton-Schulz iterations, in the matrix's dtype.
     `matrix`: (rows, columns), or (experts, rows, columns). It may be overwritten."""
-    a, b, c = COEFFICIENTS
+    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     is_tall = matrix.size(-2) > matrix.size(-1)
     x = matrix.mT if is_tall else matrix
     x = (x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPSILON)).view(-1, *x.shape[-2:])
-    for _ in range(ITERATIONS):
+    for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if is_tall else x).reshape(matrix.shape).contiguous()

@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from zerofit.strategy.strategy import Strategy
 
 # {optim: what it keeps of a parameter, beside the count of its steps}. AdamW's moments have the parameter's own shape.
-KEPT = {
+STATE_TENSORS = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "adamw_8bit": ("state1", "state2", "absmax1", "absmax2"),
     "muon": ("exp_avg",),  # of a matrix; of the rest what AdamW keeps
     "adafactor": ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"),
 }
 # Optimizers of torch and others, by name, that compute with whole matrices or with all weights at once.
-WHOLE = ("Adafactor", "LAMB", "Lamb", "LARS", "LBFGS", "Muon", "Shampoo", "SOAP")
-SHARDED = ("adamw", "muon")  # what they keep has the parameter's shape, so that ranks may keep parts of it
+UNSHARDABLE = ("Adafactor", "LAMB", "Lamb", "LARS", "LBFGS", "Muon", "Shampoo", "SOAP")
+SHARDABLE = ("adamw", "muon")  # what they keep has the parameter's shape, so that ranks may keep parts of it
 # elements (bitsandbytes/optim/optimizer.py: init_state, min_8bit_size)
-BLOCK = 256
-SMALLEST_IN_8_BITS = 4096
+BLOCK_ELEMENTS = 256
+MIN_8_BIT_ELEMENTS = 4096
 
 
 def make_optimizer(
@@ -80,7 +80,7 @@ def check_own(optimizer: Any, strategy: "Strategy") -> None:
     if isinstance(optimizer, (list, tuple)):
         raise UserError("the optimizer is several: give one over all weights, whose groups differ by their lr")
     shards = strategy.deepspeed is not None or strategy.fully_shards
-    if shards and type(optimizer).__name__ in WHOLE and not isinstance(optimizer, Muon):
+    if shards and type(optimizer).__name__ in UNSHARDABLE and not isinstance(optimizer, Muon):
         raise UserError(
             f"{type(optimizer).__name__} needs each matrix in full, and {strategy.source} shards them. Use --strategy "
             "ddp, or one process; or an optimizer that works element by element, such as AdamW"
@@ -117,7 +117,7 @@ def check_kept(optimizer: torch.optim.Optimizer | None) -> None:
     if optimizer is None:
         return
     kept = {name for state in optimizer.state.values() for name in state} - {"step", "ema"}  # ema: of state.py
-    moments = set(KEPT["adamw"])
+    moments = set(STATE_TENSORS["adamw"])
     name = type(optimizer).__name__
     if kept - moments or (kept != moments and "Adam" not in name):  # what a rank has of an Adam may be nothing
         raise UserError(
@@ -134,15 +134,15 @@ def state_bytes(optim: str, shape: Sequence[int]) -> int:
         return 4 * size
     if optim == "adafactor":
         return 4 * (size // shape[-1] + size // shape[-2] if len(shape) > 1 else size)
-    if optim == "adamw_8bit" and size >= SMALLEST_IN_8_BITS:
-        return 2 * (size + 4 * math.ceil(size / BLOCK))
+    if optim == "adamw_8bit" and size >= MIN_8_BIT_ELEMENTS:
+        return 2 * (size + 4 * math.ceil(size / BLOCK_ELEMENTS))
     if optim in ("adamw", "adamw_8bit"):
         return 8 * size
     raise NotImplementedError(optim)
 
 
 class ReplicatedOptimizerState(ReplicatedState):
-    """The state of an optimizer that is not SHARDED: the same on all ranks, and the first one writes it."""
+    """The state of an optimizer that is not SHARDABLE: the same on all ranks, and the first one writes it."""
 
     kinds = ("weight",)
 
@@ -170,7 +170,7 @@ class ReplicatedOptimizerState(ReplicatedState):
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.parameters.items():
             for kind, tensor in self.optimizer.state[parameter].items():
-                if kind in KEPT[self.optim]:
+                if kind in STATE_TENSORS[self.optim]:
                     yield f"{kind}/{name}", tensor
 
 

@@ -21,7 +21,7 @@ from zerofit.strategy.engine import LossSum
 from zerofit.strategy.engines import DeepSpeedEngine
 from zerofit.strategy.layout import ParallelLayout, model_groups
 
-EVALUATED_TOGETHER = 8  # micro-batches a stage: of these it waits for p - 1 in (8 p + p - 1), about a ninth
+EVALUATED_PER_STAGE = 8  # micro-batches a stage: of these it waits for p - 1 in (8 p + p - 1), about a ninth
 LastStage = Callable[[torch.nn.Module, Batch], torch.Tensor]
 
 
@@ -114,7 +114,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def losses(self, batches: Iterable[Batch], loss_sum: LossSum) -> Iterator[tuple[Batch, torch.Tensor]]:
         remaining = iter(batches)
-        most = EVALUATED_TOGETHER * self.layout.pipeline
+        most = EVALUATED_PER_STAGE * self.layout.pipeline
         while chunk := list(islice(remaining, most)):
             found = self.evaluate(chunk, lambda model, batch: loss_sum(model, batch).float())
             yield from zip(chunk, found or [torch.zeros((), device=self.device) for _ in chunk])

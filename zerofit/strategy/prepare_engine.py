@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # Freeing a DDP model frees its process group, and torch's destructor of a gloo group waits, with the interpreter's
 # lock held, for a thread that may be waiting for that lock: a run that had finished hung for good once in some
 # hundreds of launches. So neither is ever freed nor the group destroyed; zerofit.recipe.errors.leave ends the process.
-NEVER_FREED: list[Engine] = []
+KEPT_ENGINES: list[Engine] = []
 
 
 class InferenceEngine(Engine):
@@ -50,5 +50,5 @@ def prepare_engine(
         kind = PipelineEngine if recipe.trains else PipelineInference
     engine = kind(strategy, accelerator, model, recipe, optimizer)
     if torch.distributed.is_initialized():
-        NEVER_FREED.append(engine)
+        KEPT_ENGINES.append(engine)
     return engine

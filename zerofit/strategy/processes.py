@@ -21,7 +21,7 @@ from zerofit.strategy.strategy import Strategy
 # that is read or written, an export. A rank that hangs is found by its watchdog.
 COLLECTIVE_TIMEOUT = timedelta(hours=24)
 # What launchers set in a rank's environment, with the value of a process that is alone.
-RANK_VARIABLES = {
+RANK_DEFAULTS = {
     "WORLD_SIZE": "1",
     "OMPI_COMM_WORLD_SIZE": "1",
     "PMI_SIZE": "1",
@@ -99,7 +99,7 @@ def make_accelerator(
 
 def _check_started() -> None:
     """Raises UserError where variables name other processes, and no launcher has said where they meet."""
-    several = [(name, os.environ[name]) for name, one in RANK_VARIABLES.items() if os.environ.get(name, one) != one]
+    several = [(name, os.environ[name]) for name, lone in RANK_DEFAULTS.items() if os.environ.get(name, lone) != lone]
     if several and "MASTER_ADDR" not in os.environ:
         name, value = several[0]
         raise UserError(

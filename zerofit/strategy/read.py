@@ -14,17 +14,25 @@ from zerofit.strategy.batches import resolve_batches
 from zerofit.strategy.deepspeed_config import resolve_config
 from zerofit.strategy.deepspeed_json import read_deepspeed_config, stated_precision
 from zerofit.strategy.gpus import check_devices
-from zerofit.strategy.launch import ONE_PROCESS, UNITS, Launch, check_launch, check_replicas, find_launch, take_named
-from zerofit.strategy.layout import OFFLOADED, PIPELINE, SEQUENCE, TENSOR, ParallelLayout, offload_device, take_degrees
-from zerofit.strategy.optimizers import SHARDED
+from zerofit.strategy.launch import FSDP_ALONE, WRAP_KEY, Launch, check_launch, check_replicas, find_launch, take_named
+from zerofit.strategy.layout import (
+    OFFLOAD_KEYS,
+    PIPELINE_KEY,
+    SEQUENCE_KEY,
+    TENSOR_KEY,
+    ParallelLayout,
+    offload_device,
+    take_degrees,
+)
+from zerofit.strategy.optimizers import SHARDABLE
 from zerofit.strategy.strategy import PrecisionSetting, Strategy
 
 Conflict = tuple[str, str, str]  # a setting with its source, what does not go together with it, the remedy
 
-PARTITIONS = {"zero_hpz_partition_size": 1, "mics_shard_size": -1}  # and the value that means: not used
-MASKS_ONLY = ("eager", "flex_attention")  # attention that cannot do without a mask made by the model
-REMOVE = "Remove one of them"
-WHOLE_MATRICES = "Use --strategy zero1, zero2, zero3 or fsdp2, or --optim adamw"
+UNUSED_PARTITIONS = {"zero_hpz_partition_size": 1, "mics_shard_size": -1}  # and the value that means: not used
+MASKED_ATTENTION = ("eager", "flex_attention")  # attention that cannot do without a mask made by the model
+REMOVE_ONE = "Remove one of them"
+MUON_REMEDY = "Use --strategy zero1, zero2, zero3 or fsdp2, or --optim adamw"
 
 
 def check_combinations(strategy: Strategy, recipe: TrainingRecipe) -> None:
@@ -40,8 +48,8 @@ def _of_parallelism(strategy: Strategy, recipe: TrainingRecipe) -> Iterator[Conf
     """Yield the conflicts of tensor, pipeline and sequence parallelism; one that all have is the first one's."""
     zero = strategy.zero
     precision = strategy.precision
-    degrees = {SEQUENCE: strategy.sequence, f"{TENSOR}.autotp_size": strategy.tensor}
-    degrees[f"{PIPELINE}.stages"] = strategy.pipeline
+    degrees = {SEQUENCE_KEY: strategy.sequence, f"{TENSOR_KEY}.autotp_size": strategy.tensor}
+    degrees[f"{PIPELINE_KEY}.stages"] = strategy.pipeline
     stated = {key: f"{strategy.source}: {key} = {degree}" for key, degree in degrees.items() if degree > 1}
     if not stated:
         return
@@ -52,24 +60,24 @@ def _of_parallelism(strategy: Strategy, recipe: TrainingRecipe) -> Iterator[Conf
         yield first, f"lora ({recipe.source('lora')})", "Remove it, or use another strategy, such as zero3"
     if recipe.compiles == "model" and strategy.sequence == 1:
         yield first, f"torch_compile = model ({recipe.source('torch_compile')})", "Use --torch_compile blocks"
-    settings = [part for part in OFFLOADED if offload_device(zero, part) != "none"]
-    settings += [name for name, unused in PARTITIONS.items() if zero.get(name, unused) != unused]
-    yield from ((first, f"zero_optimization.{setting}", REMOVE) for setting in settings)
+    settings = [part for part in OFFLOAD_KEYS if offload_device(zero, part) != "none"]
+    settings += [name for name, unused in UNUSED_PARTITIONS.items() if zero.get(name, unused) != unused]
+    yield from ((first, f"zero_optimization.{setting}", REMOVE_ONE) for setting in settings)
     if strategy.sequence > 1:
         if recipe.compiles:  # DeepSpeed's exchange of heads looks a group up that a graph has not
-            yield first, compiled, REMOVE
-        if recipe.attn_implementation in MASKS_ONLY:
+            yield first, compiled, REMOVE_ONE
+        if recipe.attn_implementation in MASKED_ATTENTION:
             yield first, f"attn_implementation = {recipe.attn_implementation}", "Use --attn_implementation sdpa"
         # Without it ZeRO-3 divides the gradients of large and small parameters by different numbers (zero/stage3.py).
         if zero.get("reduce_scatter") is False:
-            yield first, "zero_optimization.reduce_scatter = false", REMOVE
+            yield first, "zero_optimization.reduce_scatter = false", REMOVE_ONE
         # BF16_Optimizer asks for groups that are not there.
         if sums and zero.get("stage") == 1 and precision == "bf16":
             yield first, sums, "Remove it"
         if len(stated) > 1:
-            yield first, " and ".join(key for key in stated if key != SEQUENCE), REMOVE
+            yield first, " and ".join(key for key in stated if key != SEQUENCE_KEY), REMOVE_ONE
     if strategy.pipeline > 1:
-        stages = stated[f"{PIPELINE}.stages"]
+        stages = stated[f"{PIPELINE_KEY}.stages"]
         stage = zero.get("stage")
         if stage in (2, 3):
             added = "gradients of many micro-batches are added up in full"
@@ -123,7 +131,7 @@ def _of_optimizer(strategy: Strategy, recipe: TrainingRecipe) -> Iterator[Confli
     """Yield the conflicts where an optimizer would have other matrices, or blocks of them, than in one process."""
     stated = f"optim = {recipe.optim} ({recipe.source('optim')})"
     source = strategy.source
-    if recipe.optim not in SHARDED and (strategy.deepspeed is not None or strategy.fully_shards):
+    if recipe.optim not in SHARDABLE and (strategy.deepspeed is not None or strategy.fully_shards):
         why = {
             "adafactor": "It keeps means over the rows and columns of each matrix, which no process has in full",
             "adamw_8bit": "It rounds blocks of 256 elements, which would be other ones",
@@ -134,13 +142,13 @@ def _of_optimizer(strategy: Strategy, recipe: TrainingRecipe) -> Iterator[Confli
     obstacles = {
         "lora, whose two factors it would make orthogonal, and not their product": recipe.lora,
         f"offload ({source}), which makes its matrix products on the CPU": any(
-            offload_device(strategy.zero, part) != "none" for part in OFFLOADED
+            offload_device(strategy.zero, part) != "none" for part in OFFLOAD_KEYS
         ),
         f"tensor parallelism ({source}), which cuts its matrices": strategy.tensor > 1,
         f"a pipeline ({source}), whose stages have different matrices": strategy.pipeline > 1,
         f"experts that are divided among the ranks ({source})": strategy.divides_experts,
     }
-    yield from ((stated, obstacle, WHOLE_MATRICES) for obstacle, is_there in obstacles.items() if is_there)
+    yield from ((stated, obstacle, MUON_REMEDY) for obstacle, is_there in obstacles.items() if is_there)
 
 
 def _of_float8(strategy: Strategy, recipe: TrainingRecipe) -> Iterator[Conflict]:
@@ -153,7 +161,7 @@ def _of_float8(strategy: Strategy, recipe: TrainingRecipe) -> Iterator[Conflict]
         f"pipeline parallelism ({source})": strategy.pipeline > 1,
         f"{source}, which divides experts among the ranks": strategy.divides_experts,
     }
-    yield from ((stated, obstacle, REMOVE) for obstacle, is_there in obstacles.items() if is_there)
+    yield from ((stated, obstacle, REMOVE_ONE) for obstacle, is_there in obstacles.items() if is_there)
     if strategy.precision != "bf16":
         yield stated, f"precision = {strategy.precision}", "Use --precision bf16"
 
@@ -207,9 +215,9 @@ def _read_torch(launch: Launch, recipe: TrainingRecipe, problems: Problems, on_l
     total_stays = on_layout(ParallelLayout(launch.world_size, launch.rank))
     batches = resolve_batches(recipe, launch.world_size, total_stays=total_stays)
     fsdp = launch.fsdp if launch.world_size > 1 else None
-    notes = [ONE_PROCESS] if launch.fsdp is not None and fsdp is None else []
-    if UNITS in (launch.yaml.get("fsdp_config") or {}):
-        notes.append(f"{launch.source}: {UNITS} has no effect: the blocks of the model are wrapped")
+    notes = [FSDP_ALONE] if launch.fsdp is not None and fsdp is None else []
+    if WRAP_KEY in (launch.yaml.get("fsdp_config") or {}):
+        notes.append(f"{launch.source}: {WRAP_KEY} has no effect: the blocks of the model are wrapped")
     return Strategy(launch, batches, precision, None, launch.source, tuple(notes), tuple(stated), fsdp=fsdp)
 
 

@@ -28,10 +28,10 @@ from zerofit.model.tensor_parallel import reduce_from_tensor_parallel
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.layout import ParallelLayout, sequence_groups
 
-OF_GPU = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")  # what it hands to its backward
-SPLIT = "zerofit_split"  # what the names begin with under which split rows attend
-FILLERS = {"input_ids": 0, "next_tokens": IGNORE, "position_ids": 0}
-BY_LENGTH = ("dynamic", "longrope")  # scalings of rotary positions; a part of a row has another length
+GPU_OUTPUTS = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")  # passed to its backward
+SPLIT_PREFIX = "zerofit_split"  # what the names begin with under which split rows attend
+PAD_VALUES = {"input_ids": 0, "next_tokens": IGNORE, "position_ids": 0}
+ROPE_BY_LENGTH = ("dynamic", "longrope")  # scalings of rotary positions; a part of a row has another length
 
 
 def shares_heads(config: Any, degree: int) -> bool:
@@ -53,7 +53,7 @@ def check_sequence_parallel(config: Any, degree: int, source: str, recipe: Any, 
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"} or getattr(config, "sliding_window", None):
         problems.append(f"{stated}: layers of this {config.model_type} do not attend to the row in full. {without}")
-    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") in BY_LENGTH:
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") in ROPE_BY_LENGTH:
         problems.append(f"{stated}: this {config.model_type} scales positions by the length of a row. {without}")
     if not problems and not shares_heads(config, degree):
         possible = [n for n in range(2, config.num_attention_heads + 1) if shares_heads(config, n)]
@@ -106,7 +106,7 @@ class SplitRows:
         self.kernel = kernel
         self._attention = AttentionInterface()[kernel]
         # transformers would load a flash kernel, or one of the hub, by the name that it reads.
-        name = f"{SPLIT}_{kernel.replace('flash', 'f').replace('/', '_')}"
+        name = f"{SPLIT_PREFIX}_{kernel.replace('flash', 'f').replace('/', '_')}"
         AttentionInterface.register(name, _attend_split)
         if kernel in AttentionMaskInterface():
             AttentionMaskInterface.register(name, AttentionMaskInterface()[kernel])
@@ -150,8 +150,8 @@ class SplitRows:
         if "position_ids" not in inputs:
             inputs["position_ids"] = torch.arange(width, device=inputs["input_ids"].device).expand(rows, -1)
         positions = F.pad(inputs["position_ids"], (0, fill))  # each filler is a document of its own
-        for name in FILLERS.keys() & inputs.keys():
-            row = F.pad(inputs[name], (0, fill), value=FILLERS[name])
+        for name in PAD_VALUES.keys() & inputs.keys():
+            row = F.pad(inputs[name], (0, fill), value=PAD_VALUES[name])
             pieces = row.chunk(2 * self.size if self.in_a_ring else self.size, dim=1)
             own = [pieces[self.rank], pieces[-1 - self.rank]] if self.in_a_ring else [pieces[self.rank]]
             inputs[name] = torch.cat(own, dim=1)
@@ -265,7 +265,7 @@ class RingAttention(torch.autograd.Function):
         ctx.groups = groups
         ctx.group = group
         ctx.scale = scale
-        ctx.rest = dict(zip(OF_GPU, rest, strict=False))
+        ctx.rest = dict(zip(GPU_OUTPUTS, rest, strict=False))
         return output
 
     @staticmethod

@@ -31,9 +31,9 @@ from zerofit.strategy.muon import Muon, flat
 
 # What AdamW keeps has the shape of the parameter, and so has Muon's mean; what other optimizers keep
 # (optimizers.py) has not, and is not cut.
-KINDS = ("weight", "exp_avg", "exp_avg_sq")
+STATE_KINDS = ("weight", "exp_avg", "exp_avg_sq")
 EMA = "ema"
-SAMPLES = 16  # of a parameter
+MAX_SAMPLED = 16  # of a parameter
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Shard:
 
 def sampled_elements(num_elements: int) -> np.ndarray:
     """Elements of a flattened parameter, the first and the last included, by whose values a checkpoint is checked."""
-    return np.linspace(0, num_elements - 1, min(num_elements, SAMPLES)).astype(np.int64)
+    return np.linspace(0, num_elements - 1, min(num_elements, MAX_SAMPLED)).astype(np.int64)
 
 
 def overlaps(one: Shard, other: Shard) -> Iterator[tuple[int, int, int]]:
@@ -98,7 +98,7 @@ class OptimizerState:
     """The state of an engine's optimizer. All ranks call its methods together. `engine`: the engine; `module` has the
     trained parameters, `torch_optimizer` is the innermost optimizer."""
 
-    kinds: tuple[str, ...] = KINDS
+    kinds: tuple[str, ...] = STATE_KINDS
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -372,8 +372,8 @@ class ShardedState(OptimizerState):
             persistent[0].all_gather(persistent)
 
 
-PREFIX = "zerofit-"
-SAVED = "saved.bin"
+FOLDER_PREFIX = "zerofit-"
+SAVED_FILE = "saved.bin"
 _LOCKS: list[int] = []  # file descriptors, open as long as this process lives
 
 
@@ -395,12 +395,12 @@ def own_folder(below: str) -> Path:
     folder, which the system drops when it ends, however it ends. On a file system without locks nothing is removed."""
     base = Path(below).expanduser().resolve()
     base.mkdir(parents=True, exist_ok=True)
-    for lock in base.glob(f"{PREFIX}*.lock"):
+    for lock in base.glob(f"{FOLDER_PREFIX}*.lock"):
         with suppress(OSError), open(lock, "a", opener=open_without_links) as file:  # it is held, or not ours
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
             lock.unlink(missing_ok=True)
-    handle, name = tempfile.mkstemp(dir=base, prefix=PREFIX, suffix=".partial")
+    handle, name = tempfile.mkstemp(dir=base, prefix=FOLDER_PREFIX, suffix=".partial")
     with suppress(OSError):  # some network file systems have none
         fcntl.flock(handle, fcntl.LOCK_EX)  # before others see it as a lock
     _LOCKS.append(handle)
@@ -426,7 +426,7 @@ class DiskState(ShardedState):
     def tensors(self) -> dict[str, torch.Tensor]:
         shards = self.own()
         size = len(self.kinds) * sum(shard.stop - shard.start for shard in shards)
-        file = self.folder / SAVED
+        file = self.folder / SAVED_FILE
         file.unlink(missing_ok=True)  # a save under way keeps what it has
         room = torch.from_file(str(file), shared=True, size=size) if size else torch.empty(0)
         saved = {}

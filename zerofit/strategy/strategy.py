@@ -16,7 +16,16 @@ from zerofit.recipe.errors import UserError
 from zerofit.strategy.batches import BatchSizes
 from zerofit.strategy.devices import accelerator, has_bf16
 from zerofit.strategy.host_memory import host_memory
-from zerofit.strategy.launch import EITHER, EXPERTS, IGNORED, REDUCE, REPLICAS, RESHARDS, SYNCS, Launch
+from zerofit.strategy.launch import (
+    BOOLEANS,
+    EXPERTS,
+    IGNORED_MODULES,
+    REDUCE_DTYPE,
+    REPLICAS_KEY,
+    RESHARD_KEY,
+    SYNC_KEY,
+    Launch,
+)
 from zerofit.strategy.layout import ParallelLayout, model_groups, offload_device
 
 SHARED_FOLDER_REMEDY = "output_dir must be on a file system that all machines share"
@@ -80,7 +89,7 @@ class Strategy:
     @property
     def layout(self) -> ParallelLayout:
         """The part of the model, and the samples, that this process works on."""
-        degrees = self.tensor, self.pipeline, self.sequence, int((self.fsdp or {}).get(REPLICAS, "1"))
+        degrees = self.tensor, self.pipeline, self.sequence, int((self.fsdp or {}).get(REPLICAS_KEY, "1"))
         return ParallelLayout(self.launch.world_size, self.launch.rank, *degrees)
 
     @property
@@ -107,23 +116,23 @@ class Strategy:
     def reshards(self) -> bool | int:
         """Under FSDP2: whether the forward pass forgets the weights that it has gathered; or how many ranks share them
         between a block's two passes."""
-        value = (self.fsdp or {}).get(RESHARDS, "true")
-        return value == "true" if value in EITHER or self.launch.world_size == 1 else int(value)
+        value = (self.fsdp or {}).get(RESHARD_KEY, "true")
+        return value == "true" if value in BOOLEANS or self.launch.world_size == 1 else int(value)
 
     @property
     def reduces_in_half(self) -> bool:
         """Under FSDP2: whether gradients travel, and are summed up, in bf16."""
-        return (self.fsdp or {}).get(REDUCE) == "bf16"
+        return (self.fsdp or {}).get(REDUCE_DTYPE) == "bf16"
 
     @property
     def syncs_each_batch(self) -> bool:
         """Under FSDP2: whether gradients are reduced in each micro-batch, so that no rank keeps full ones."""
-        return (self.fsdp or {}).get(SYNCS, "true") == "true"
+        return (self.fsdp or {}).get(SYNC_KEY, "true") == "true"
 
     @property
     def divides_experts(self) -> bool:
         """Under FSDP2: whether each rank has some of the experts in full (expert parallelism)."""
-        return (self.fsdp or {}).get(IGNORED) == EXPERTS
+        return (self.fsdp or {}).get(IGNORED_MODULES) == EXPERTS
 
     @property
     def optimizer_device(self) -> str:

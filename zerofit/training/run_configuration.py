@@ -44,7 +44,7 @@ from zerofit.recipe.paths import answers_folder, output_folder
 from zerofit.recipe.tasks import CAUSAL_TASKS, TaskRecipe, model_kind
 from zerofit.record.recorder import wanted_trackers
 from zerofit.record.run_folder import RunFolder, differing_options, identity_options
-from zerofit.strategy.batches import RESUMED
+from zerofit.strategy.batches import RESUMED_RUN
 from zerofit.strategy.expert_parallel import check_experts
 from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.optimizers import check_optimizer_installed
@@ -203,7 +203,7 @@ def resolve(task: str, recipe: TaskRecipe) -> RunConfiguration:
     with problems.collected():
         strategy = read_strategy(recipe, keep_global_batch)
     problems.raise_found()
-    if recipe.source("per_device_train_batch_size") == RESUMED:
+    if recipe.source("per_device_train_batch_size") == RESUMED_RUN:
         notes.append(
             f"per_device_train_batch_size = {recipe.per_device_train_batch_size}: the largest with which "
             f"{counted(strategy.layout.data_size, 'replica')} make the global batch of {strategy.batches.global_batch}"

@@ -25,7 +25,7 @@ from zerofit.recipe.files import parse_bytes, parse_json, place, read_text, read
 from zerofit.recipe.tasks import CAUSAL_TASKS
 from zerofit.strategy.gpu_table import CPU, Gpu, find_gpu
 from zerofit.strategy.launch import find_strategies
-from zerofit.strategy.layout import PIPELINE, SEQUENCE, TENSOR, with_degrees
+from zerofit.strategy.layout import PIPELINE_KEY, SEQUENCE_KEY, TENSOR_KEY, with_degrees
 from zerofit.tools.machine import strategy_of_a_launch
 from zerofit.tools.tool_recipe import NAMES, BatchSizesOptions, StrategiesOptions
 from zerofit.training.run_configuration import check_layout, check_strategy_for_task, check_teacher
@@ -224,11 +224,13 @@ class StrategyPair:
     @property
     def degrees(self) -> Degrees:
         config = self.config or {}
-        sections = {name: config[name] if isinstance(config.get(name), dict) else {} for name in (TENSOR, PIPELINE)}
+        sections = {
+            name: config[name] if isinstance(config.get(name), dict) else {} for name in (TENSOR_KEY, PIPELINE_KEY)
+        }
         found = {
-            "tensor": sections[TENSOR].get("autotp_size"),
-            "sequence": config.get(SEQUENCE),
-            "pipeline": sections[PIPELINE].get("stages"),
+            "tensor": sections[TENSOR_KEY].get("autotp_size"),
+            "sequence": config.get(SEQUENCE_KEY),
+            "pipeline": sections[PIPELINE_KEY].get("stages"),
         }
         return Degrees(**{kind: degree for kind, degree in found.items() if isinstance(degree, int) and degree > 1})
 

@@ -16,7 +16,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import TaskRecipe
 from zerofit.record.terminal import rounded, size, table, wrapped
 from zerofit.strategy.gpu_table import CPU
-from zerofit.strategy.launch import RESHARDS
+from zerofit.strategy.launch import RESHARD_KEY
 from zerofit.tools.plan.joint_search import option_words
 from zerofit.tools.plan.plan_options import PlanOptions, label_strategy, read_pair
 from zerofit.tools.plan.planner import LayoutOutcome, Planner, Prediction
@@ -76,7 +76,7 @@ def write_pairs(
         changes: dict[str, Any] = {"num_machines": machines, "num_processes": world_size, "machine_rank": 0}
         kept = (keeping or {}).get(prediction.label)
         if kept is not None:
-            changes["fsdp_config"] = {**pair.content["fsdp_config"], RESHARDS: False}
+            changes["fsdp_config"] = {**pair.content["fsdp_config"], RESHARD_KEY: False}
         shown = kept or prediction
         speed = f", {rounded(shown.tokens_per_s)} tokens/s" if shown.timed else ""
         head = (
@@ -272,8 +272,8 @@ class PlanReport:
         kept = self.keeping.get("fsdp2")
         if kept and kept.speed:
             lines.append(
-                f"  {RESHARDS}: false in the YAML of fsdp2 fits, too: {rounded(kept.speed.time.seconds)} s/update in "
-                f"{size(kept.peak.needed)}. --write sets it"
+                f"  {RESHARD_KEY}: false in the YAML of fsdp2 fits, too: {rounded(kept.speed.time.seconds)} s/update "
+                f"in {size(kept.peak.needed)}. --write sets it"
             )
         return [*lines, ""]
 

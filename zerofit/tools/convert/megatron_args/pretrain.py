@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from zerofit.recipe.files import parse_json, place, read_text, read_yaml
-from zerofit.strategy.layout import PIPELINE, SEQUENCE, TENSOR, with_degrees
+from zerofit.strategy.layout import PIPELINE_KEY, SEQUENCE_KEY, TENSOR_KEY, with_degrees
 from zerofit.tools.convert.megatron_args.flags import DATA_PARALLEL, DEGREE, SHAPING, flag_status
 from zerofit.tools.convert.megatron_args.shape import (
     MACHINES,
@@ -33,10 +33,10 @@ from zerofit.tools.convert.megatron_args.shape import (
 )
 
 SPLITTING = {  # {flag: (the degree of the layout, its key in the pair's JSON)}
-    "tensor_model_parallel_size": ("tensor", f"{TENSOR}.autotp_size"),
-    "pipeline_model_parallel_size": ("pipeline", f"{PIPELINE}.stages"),
-    "context_parallel_size": ("sequence", SEQUENCE),
-    "ds_sequence_parallel_size": ("sequence", SEQUENCE),
+    "tensor_model_parallel_size": ("tensor", f"{TENSOR_KEY}.autotp_size"),
+    "pipeline_model_parallel_size": ("pipeline", f"{PIPELINE_KEY}.stages"),
+    "context_parallel_size": ("sequence", SEQUENCE_KEY),
+    "ds_sequence_parallel_size": ("sequence", SEQUENCE_KEY),
 }
 DEGREES = (*SPLITTING, "expert_model_parallel_size", "moe_expert_parallel_size")
 FALLBACK = 8  # processes, where the script does not say
