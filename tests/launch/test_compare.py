@@ -15,7 +15,7 @@ from folders import tools_in_this_process
 from helpers import ROOT, environment
 
 from zerofit.cli import main as zerofit
-from zerofit.launch.runs import MARK
+from zerofit.launch.runs import LAUNCH_VARIABLE
 from zerofit.tools.compare.finish import Finished
 from zerofit.tools.simulate.build import missing
 
@@ -74,7 +74,7 @@ def marked(marks: set[str]) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(MARK) in marks and process.status() != psutil.STATUS_ZOMBIE:
+            if process.environ().get(LAUNCH_VARIABLE) in marks and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.Error:
             continue

@@ -17,7 +17,7 @@ from torch.distributed import HashStore, PrefixStore
 from zerofit.launch import agent, rendezvous
 from zerofit.launch.agent import MachineGroup
 from zerofit.launch.exit_code import code_of_run
-from zerofit.launch.rendezvous import LIMIT_VARIABLE, RankRendezvous, Rendezvous, open_store, serve_store
+from zerofit.launch.rendezvous import RENDEZVOUS_LIMIT_VARIABLE, RankRendezvous, Rendezvous, open_store, serve_store
 from zerofit.recipe.files import is_shared
 from zerofit.strategy import strategy
 from zerofit.strategy.strategy import check_same
@@ -145,7 +145,7 @@ def test_a_rank_that_fails_before_the_process_group_ends_the_other_machine():
     port, processes = free_port(), []
     for rank, act in enumerate(("early", "meets")):
         variables = {**TORCHRUN, "RANK": str(rank), "MASTER_PORT": port, "PYTHONPATH": str(ROOT),
-                     LIMIT_VARIABLE: "30"}  # fmt: skip
+                     RENDEZVOUS_LIMIT_VARIABLE: "30"}  # fmt: skip
         processes.append(subprocess.Popen(
             [sys.executable, "-c", RANK, act], env=environment(**variables), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,

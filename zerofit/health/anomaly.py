@@ -3,7 +3,7 @@
 An anomaly is a loss or a gradient norm that is not a finite number, or a spike: a value far above those of the updates
 before it. Spikes are measured on a logarithmic scale, since both figures are positive and their noise is relative to
 their size: with x the logarithm, m the median of the last WINDOW accepted updates and s their scaled median absolute
-deviation (1.4826 MAD, the standard deviation if the noise were normal; never below FLOOR), it is a spike where
+deviation (1.4826 MAD, the standard deviation if the noise were normal; never below MIN_DEVIATION), it is a spike where
 (x - m) / s exceeds the threshold *and* the value is more than twice the largest of the window. The second condition
 leaves alone what is rare and yet ordinary: the one hard example of a run that has learned the others by heart.
 
@@ -21,11 +21,11 @@ from zerofit.data.collate import Batch
 from zerofit.strategy.engine import Bounds
 
 WINDOW = 256
-ENOUGH = 64  # accepted updates before anything can be called a spike
-FLOOR = {"loss": 0.05, "grad_norm": 0.25}  # of s, in nats: noise of 5 % and 25 % is nothing
+MIN_HISTORY = 64  # accepted updates before anything can be called a spike
+MIN_DEVIATION = {"loss": 0.05, "grad_norm": 0.25}  # of s, in nats: noise of 5 % and 25 % is nothing
 MAX_IN_A_ROW = 10  # anomalies one after another, after which skipping them is not a remedy
 MAX_OVERFLOWS = 50
-ACTIONS = {  # what on_anomaly does, as the log has it
+ANOMALY_ACTIONS = {  # what on_anomaly does, as the log has it
     "stop": "The weights are as they were before it",
     "skip": "It is skipped",
     "rewind": "Back to the last checkpoint; this update is skipped",
@@ -86,7 +86,7 @@ class AnomalyDetector:
     def _bound(self, name: str) -> float:
         """Return the largest value that is not a spike."""
         past = self.history.get(name, ())
-        if len(past) < ENOUGH or not self.threshold:
+        if len(past) < MIN_HISTORY or not self.threshold:
             return math.inf
         middle, scale = self._noise(name)
         return math.exp(min(max(middle + self.threshold * scale, max(past) + math.log(2)), 700.0))  # a finite number
@@ -95,7 +95,7 @@ class AnomalyDetector:
         """Return (the median of the logarithms, their scaled median absolute deviation)."""
         past = self.history[name]
         middle = statistics.median(past)
-        return middle, max(1.4826 * statistics.median(abs(each - middle) for each in past), FLOOR[name])
+        return middle, max(1.4826 * statistics.median(abs(each - middle) for each in past), MIN_DEVIATION[name])
 
 
 @dataclass(frozen=True)

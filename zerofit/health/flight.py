@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-FOLDER = "flight"
-PREFIX = "rank_"
-LARGEST = 2**28  # bytes of a record that is read
-SHOWN = 3  # groups in a summary
+FLIGHT_FOLDER = "flight"
+RECORD_PREFIX = "rank_"
+MAX_RECORD_BYTES = 2**28  # bytes of a record that is read
+MAX_SHOWN_GROUPS = 3  # groups in a summary
 
 
 def write_record(folder: str, rank: int) -> None:
@@ -33,7 +33,7 @@ def write_record(folder: str, rank: int) -> None:
 
         record = flight_record()
         os.makedirs(folder, exist_ok=True)
-        target = os.path.join(folder, f"{PREFIX}{rank}")
+        target = os.path.join(folder, f"{RECORD_PREFIX}{rank}")
         with open(f"{target}.partial", "wb") as file:
             pickle.dump(record, file)
         os.replace(f"{target}.partial", target)
@@ -44,8 +44,8 @@ def recorded(folder: str, since: float) -> dict[int, str]:
     found = {}
     with contextlib.suppress(OSError):
         for entry in os.scandir(folder):
-            rank = entry.name.removeprefix(PREFIX)
-            if rank.isdigit() and since <= entry.stat().st_mtime and entry.stat().st_size < LARGEST:
+            rank = entry.name.removeprefix(RECORD_PREFIX)
+            if rank.isdigit() and since <= entry.stat().st_mtime and entry.stat().st_size < MAX_RECORD_BYTES:
                 found[int(rank)] = entry.path
     return found
 
@@ -100,7 +100,7 @@ def describe(records: dict[int, dict[str, Any]], world_size: int = 1, machines: 
             + (f", rank {placed(late)} has not come to it" if late else "")
             + (f", rank {placed(unknown)} has left no record" if unknown else "")
         )
-    return lines[:SHOWN]
+    return lines[:MAX_SHOWN_GROUPS]
 
 
 def last(record: dict[str, Any]) -> list[str]:

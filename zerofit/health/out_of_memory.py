@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zerofit.estimate.remedies import ACTIVATION_PHASES, Shortage, StateBytes, find_remedies, state_setup
-from zerofit.health.watchdog_process import ADVICE, RESUME
+from zerofit.health.watchdog_process import MEMORY_ADVICE, RESUME
 from zerofit.recipe.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, escape_controls, first_line, print_last
 from zerofit.record.recorder import MemoryMeter
 from zerofit.record.terminal import size, table
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 # What says that memory ran out. A pinned block that is refused is host memory, in the words of a device's. NCCL's
 # words are those of its checks.h and alloc.h.
-PINNED = r"pin[_ ]memory.{0,400}?(?:CUDA|HIP) error: out of memory"
-OF_HOST = re.compile("|".join((
-    PINNED, "Failed to CUDA host alloc", "DefaultCPUAllocator: can't allocate memory", "Cannot allocate memory",
+PINNED_ERROR = r"pin[_ ]memory.{0,400}?(?:CUDA|HIP) error: out of memory"
+HOST_PATTERN = re.compile("|".join((
+    PINNED_ERROR, "Failed to CUDA host alloc", "DefaultCPUAllocator: can't allocate memory", "Cannot allocate memory",
     "not enough memory: you tried to allocate", r"std::bad_alloc", "bad allocation", "unable to mmap",
     "unable to allocate shared memory")), re.DOTALL)  # fmt: skip
-NO_HANDLE = "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate"
-OF_DEVICE = re.compile("|".join((
+CUBLAS_ERROR = "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate"
+DEVICE_PATTERN = re.compile("|".join((
     "(?:CUDA|HIP|XPU) out of memory", "(?:CUDA|HIP) error: out of memory", "MPS backend out of memory",
-    "(?:CUBLAS|CUDNN|HIPBLAS)_STATUS_ALLOC_FAILED", NO_HANDLE, r"Cuda failure (?:\d+ )?'out of memory'",
+    "(?:CUBLAS|CUDNN|HIPBLAS)_STATUS_ALLOC_FAILED", CUBLAS_ERROR, r"Cuda failure (?:\d+ )?'out of memory'",
     r"Failed to CUDA [cm]alloc")))  # fmt: skip
-SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
-UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
-ASKED = re.compile(rf"(?:[Tt]ried|Unable) to allocate {SIZE}")  # torch's allocators; numpy
+SIZE_PATTERN = r"([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
+UNIT_BYTES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
+REQUEST_PATTERN = re.compile(rf"(?:[Tt]ried|Unable) to allocate {SIZE_PATTERN}")  # torch's allocators; numpy
 
 
 def is_out_of_memory(error: BaseException) -> str | None:
@@ -57,9 +57,9 @@ def is_out_of_memory(error: BaseException) -> str | None:
 
 def memory_in(text: str) -> str | None:
     """`device` or `host`, if a text says that memory ran out there; else None."""
-    if OF_HOST.search(text):
+    if HOST_PATTERN.search(text):
         return "host"
-    return "device" if OF_DEVICE.search(text) else None
+    return "device" if DEVICE_PATTERN.search(text) else None
 
 
 def causes_of(error: BaseException | None) -> list[BaseException]:
@@ -73,11 +73,11 @@ def causes_of(error: BaseException | None) -> list[BaseException]:
 
 def asked_for(error: BaseException) -> int:
     """The bytes that could not be had, by the error's message; 0 where it does not say."""
-    match = ASKED.search("\n".join(str(one) for one in causes_of(error)))
-    return round(float(match[1]) * UNITS[match[2]]) if match else 0
+    match = REQUEST_PATTERN.search("\n".join(str(one) for one in causes_of(error)))
+    return round(float(match[1]) * UNIT_BYTES[match[2]]) if match else 0
 
 
-LENGTHS = ("block_size", "max_length", "max_source_length", "max_target_length")
+LENGTH_FLAGS = ("block_size", "max_length", "max_source_length", "max_target_length")
 
 
 def explain(error: BaseException, phase: str, update: int | None, run: "Run") -> str:
@@ -94,7 +94,7 @@ def explain(error: BaseException, phase: str, update: int | None, run: "Run") ->
             rows = [f"  {f'about {size(each.saves)}':>12}  {each.option}  ({each.effect})" for each in helpful]
             lines += ["what would help, by what it saves:", *rows, f"with a remedy added, {RESUME}"]
         elif found.on_host:
-            lines += [f"what would help: {ADVICE}", f"then {RESUME}"]
+            lines += [f"what would help: {MEMORY_ADVICE}", f"then {RESUME}"]
         world_size = launch.world_size
         total = found.total
         words = ["zerofit", "plan", "--task", run.task, *run.recipe.flags_given(), "--num_gpus", str(world_size)]
@@ -121,7 +121,7 @@ def measure(error: BaseException, phase: str, run: "Run") -> Shortage:
     on_host = None if on_cpu else is_out_of_memory(error) != "device"
     setup = state_setup(strategy, recipe, run.parameters, engine)
     layers = logits = 0
-    tokens = run.row_tokens or sum(getattr(recipe, name, None) or 0 for name in LENGTHS)
+    tokens = run.row_tokens or sum(getattr(recipe, name, None) or 0 for name in LENGTH_FLAGS)
     if engine is None:  # resident memory before the model was loaded is not an activation
         taken = torch.accelerator.memory_allocated() if on_host is False else resident_bytes() - run.program_bytes
         held = StateBytes(max(0, min(taken, setup.held(on_host).weights)))
@@ -186,7 +186,7 @@ def _amounts(error: BaseException, found: Shortage, run: "Run") -> list[str]:
 # What torch.distributed says where another process is gone: gloo (torch 2.13, each seen by killing one of two
 # processes in all_reduce, all_gather, reduce_scatter, barrier, gather_object and broadcast_object_list), the store
 # through which processes find each other, and NCCL.
-OF_GLOO = (
+GLOO_ERRORS = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
@@ -194,7 +194,7 @@ OF_GLOO = (
     "Timed out waiting",
     "Application timeout caused pair closure",
 )
-OF_TORCH = (
+DISTRIBUTED_ERRORS = (
     "Connection was likely closed",
     "failed to recv",
     "sendBytes failed",
@@ -231,4 +231,8 @@ def explain_failure(error: Exception, run: "Run") -> int | None:
 def died_elsewhere(error: BaseException) -> bool:
     """Return True if an error, or what it came from, only tells that another process is gone, which has the cause."""
     texts = [str(each) for each in causes_of(error) if isinstance(each, RuntimeError)]
-    return any(words in text for text in texts for words in (*OF_TORCH, *(OF_GLOO if "gloo" in text.lower() else ())))
+    return any(
+        words in text
+        for text in texts
+        for words in (*DISTRIBUTED_ERRORS, *(GLOO_ERRORS if "gloo" in text.lower() else ()))
+    )

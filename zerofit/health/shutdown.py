@@ -30,8 +30,8 @@ from zerofit.recipe.errors import (
 )
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
-LOOK_AROUND_S = 2.0
-ONE_SIGNAL_S = 1.0  # within which a signal may come twice: a scheduler sends it, and the launcher passes it on
+PEER_CHECK_S = 2.0
+REPEATED_SIGNAL_S = 1.0  # within which a signal may come twice: a scheduler sends it, and the launcher passes it on
 
 
 class StopReason(enum.IntEnum):
@@ -48,7 +48,7 @@ class StopReason(enum.IntEnum):
     @property
     def text(self) -> str:
         """The reason in a message: `stopped by TEXT`."""
-        return REASONS.get(self, self.name)
+        return STOP_REASON_TEXTS.get(self, self.name)
 
     def exit_code(self, saved: bool) -> int:
         """The exit code of a run that stopped for this reason; 0: it came to its end."""
@@ -58,7 +58,7 @@ class StopReason(enum.IntEnum):
         return EXIT_NEEDS_A_PERSON if needs_a_person else EXIT_TO_BE_RESUMED
 
 
-REASONS = {
+STOP_REASON_TEXTS = {
     StopReason.SIGHUP: "SIGHUP (the terminal was closed)",
     StopReason.CTRL_C: "Ctrl-C",
     StopReason.OUT_OF_TIME: "max_hours",
@@ -150,7 +150,7 @@ def leave_at_start(number: int) -> None:
     others with this signal, and the cause is elsewhere. A process that is ending keeps its exit code, and has a moment
     to say why."""
     if (decided := EXIT.code) is not None:
-        time.sleep(ONE_SIGNAL_S)
+        time.sleep(REPEATED_SIGNAL_S)
         leave(decided)
     rank = int(os.environ.get("RANK", "0"))
     if number == signal.SIGINT:
@@ -158,7 +158,7 @@ def leave_at_start(number: int) -> None:
         message = "interrupted while the run was starting: its folder is unchanged"
     else:
         name = SIGNALS[signal.Signals(number)].text
-        until = time.monotonic() + (LOOK_AROUND_S if rank else 0.0)
+        until = time.monotonic() + (PEER_CHECK_S if rank else 0.0)
         message = f"stopped by {name} while the run was starting: the same command starts it again"
         while (all_live := ranks_are_alive()) and time.monotonic() < until:  # for the launcher to look around
             time.sleep(0.05)
@@ -198,7 +198,7 @@ class ShutdownHandler:
         """
         is_first_rank = int(os.environ.get("RANK", "0")) == 0
         if self._received_at:
-            if number == signal.SIGHUP or time.time() <= self._received_at + ONE_SIGNAL_S:
+            if number == signal.SIGHUP or time.time() <= self._received_at + REPEATED_SIGNAL_S:
                 return
             code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED
             if EXIT.code is None and is_first_rank:

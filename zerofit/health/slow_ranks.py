@@ -15,9 +15,9 @@ import torch
 from zerofit.strategy.engine import Engine
 from zerofit.strategy.layout import ParallelLayout
 
-SLOWER = 1.2  # times the others
+MIN_SLOWDOWN = 1.2  # times the others
 MIN_INTERVAL = 10  # updates that are compared together: fewer are noise
-IN_A_ROW = 3  # intervals, until something is said
+MIN_SLOW_INTERVALS = 3  # intervals, until something is said
 
 
 class RankSeconds(NamedTuple):
@@ -143,13 +143,13 @@ class SlowRanks:
         self, rank: int, part: str, factor: float, began: int, own: RankSeconds, *, others: RankSeconds
     ) -> None:
         key = (rank, part)
-        is_slow = factor > SLOWER
+        is_slow = factor > MIN_SLOWDOWN
         if is_slow == (key in self._slow):
             self._changed.pop(key, None)
             return
         since = self._changed.setdefault(key, [])
         since.append(began)
-        if len(since) < IN_A_ROW:
+        if len(since) < MIN_SLOW_INTERVALS:
             return
         del self._changed[key]
         self._slow ^= {key}

@@ -103,7 +103,7 @@ class Watchdog:
             return
         self.machines = machines
         self.world_size = world_size
-        self._flight = records = str(folder.absolute() / flight.FOLDER)
+        self._flight = records = str(folder.absolute() / flight.FLIGHT_FOLDER)
         asked = self._child.stdout.fileno()
 
         def write_records() -> None:

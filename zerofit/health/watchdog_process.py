@@ -25,15 +25,15 @@ from zerofit.health import flight
 from zerofit.strategy.host_memory import GIB, cgroups, headroom, proc_field, read_or_empty
 
 TICK_S = 0.5
-SLEPT_S = 1.5  # more than this between two looks: this process was stopped too, which is no silence of the rank
-HISTORY = 60  # samples: a large process needs seconds to die, and what was scarce is free again when it has
-SCARCE = 0.05  # of the memory left: what the kernel's killer and others act upon
+MAX_TICK_GAP_S = 1.5  # more than this between two looks: this process was stopped too, which is no silence of the rank
+MAX_SAMPLES = 60  # a large process needs seconds to die, and what was scarce is free again when it has
+MIN_MEMORY_LEFT = 0.05  # share of the limit: where less is left, the kernel's killer and others act
 STACKS_S = 2.0  # that a silent rank has to write its stacks and its record, before it is killed
 RECORDS_S = 10.0  # the same, while other ranks' records are missing: they hang too, and write theirs soon
-ORDERLY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # whoever sends these knows why
-CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
+STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # whoever sends these knows why
+CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 RESUME = "the same command resumes from the newest checkpoint (without one it starts over)"
-ADVICE = (
+MEMORY_ADVICE = (
     "use less host memory: a strategy without offload (zero3, not zero3_offload: offload moves the optimizer's state "
     "to the host), --dataloader_num_workers 0, --save_async false, fewer processes on this host (--num_processes)"
 )
@@ -127,11 +127,11 @@ def cause(
                 f"{name}: so torch ends a rank whose NCCL collective has failed or does not end. Most likely another "
                 f"rank is gone or waits elsewhere: read the last words of the other ranks {where} first"
             ), False
-        return f"{name}, a crash in native code" if ended_by in CRASHES else name, False
+        return f"{name}, a crash in native code" if ended_by in CRASH_SIGNALS else name, False
     counts = [sample.oom_kills for sample in samples if sample.oom_kills is not None]
     if counts and now.oom_kills is not None and now.oom_kills > counts[0]:
         return "the kernel's out-of-memory killer ended it", True
-    if any(each.left is not None and each.limit and each.left < SCARCE * each.limit for each in samples[-3:]):
+    if any(each.left is not None and each.limit and each.left < MIN_MEMORY_LEFT * each.limit for each in samples[-3:]):
         return "killed, very likely for want of memory", True
     return ("somebody killed it (SIGKILL)" if ended_by else "SIGKILL, or a crash in native code"), False
 
@@ -139,7 +139,7 @@ def cause(
 def crash_report(messages: RankStatus, status: int | None, samples: list[MemoryReading], now: MemoryReading) -> str:
     """The report on a rank that died; empty where somebody knows already: it left by itself, or was asked to."""
     ended_by = status & 127 if status is not None else None
-    if ended_by == 0 or ended_by in ORDERLY or messages.was_terminated:
+    if ended_by == 0 or ended_by in STOPPING_SIGNALS or messages.was_terminated:
         return ""
     why, for_memory = cause(status, samples, now, messages)
     if messages.stop_requested and not for_memory:
@@ -155,7 +155,7 @@ def crash_report(messages: RankStatus, status: int | None, samples: list[MemoryR
         f"{messages.named} ended without a message in {messages.where}",
         f"cause    {why}",
         f"memory   {'; '.join(memory) or 'unknown on this system'}",
-        *([f"remedy   {ADVICE}"] if for_memory else []),
+        *([f"remedy   {MEMORY_ADVICE}"] if for_memory else []),
         f"resume   {RESUME}",
     ]
     return "\n  ".join(lines)
@@ -208,11 +208,11 @@ class Watch:
                 return write_log("\n  waiting  ".join([report, *self.waiting()]) if report else "")
             if closed:
                 return None  # it lives and has closed the pipe: nothing can be known of it any more
-            self.samples = [*self.samples[1 - HISTORY :], read_memory(self.pid, self.groups)]
+            self.samples = [*self.samples[1 - MAX_SAMPLES :], read_memory(self.pid, self.groups)]
             self.look_for_stop(state is not None and state[0] in "Tt")
             slept_s = time.monotonic() - self.looked_at
             self.looked_at = time.monotonic()
-            self.messages_at += slept_s if slept_s > SLEPT_S else 0
+            self.messages_at += slept_s if slept_s > MAX_TICK_GAP_S else 0
             silent_s = self.looked_at - self.messages_at
             if silent_s > self.limit_s * self.messages.patience and self.give_up(silent_s):
                 return None
@@ -285,7 +285,7 @@ class Watch:
 
 
 def main() -> None:
-    for ignored in (*ORDERLY, signal.SIGUSR1, signal.SIGUSR2):
+    for ignored in (*STOPPING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)
     pid, rank, limit_s, machine = sys.argv[1:]
     Watch(int(pid), int(rank), float(limit_s), machine).run()

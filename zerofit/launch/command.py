@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerofit.launch.exit_code import ExitCode, find_folder
-from zerofit.launch.rendezvous import LIMIT_S, LIMIT_VARIABLE
+from zerofit.launch.rendezvous import RENDEZVOUS_LIMIT_S, RENDEZVOUS_LIMIT_VARIABLE
 from zerofit.launch.runs import (
     GENERIC,
-    RANK_VARIABLES,
+    NODE_RANK_VARIABLES,
     SCHEDULERS,
     Machines,
     given_machines,
@@ -34,7 +34,7 @@ from zerofit.recipe.tasks import TASKS, task_of_recipe
 from zerofit.strategy.gpus import check_devices, num_devices
 from zerofit.strategy.launch import find_strategies
 
-WHAT = "Name a recipe, e.g. recipes/clm/NAME.yaml, or a program, e.g. train/clm.py --config FILE"
+PROGRAM_HINT = "Name a recipe, e.g. recipes/clm/NAME.yaml, or a program, e.g. train/clm.py --config FILE"
 
 
 @dataclass
@@ -59,7 +59,7 @@ class LaunchOptions(Recipe):
         minimum=0,
     )
     rendezvous_minutes: float = option(
-        LIMIT_S / 60,
+        RENDEZVOUS_LIMIT_S / 60,
         "Machines, and then their ranks, wait this long for one that gives no sign of life.",
         positive=True,
     )
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         path = environment.get("PATH", os.defpath)
         if programs not in path.split(os.pathsep):  # those of this Python: DeepSpeed builds with ninja
             environment["PATH"] = os.pathsep.join((programs, path))
-        return supervisor.run(words, environment | {LIMIT_VARIABLE: f"{60 * options.rendezvous_minutes:g}"})
+        return supervisor.run(words, environment | {RENDEZVOUS_LIMIT_VARIABLE: f"{60 * options.rendezvous_minutes:g}"})
 
 
 def exit_code_of(argv: list[str]) -> ExitCode:
@@ -103,7 +103,7 @@ def exit_code_of(argv: list[str]) -> ExitCode:
         file = "clm.py"
         options = words
     number = flag_value(argv, "machine_rank")
-    number = number or next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
+    number = number or next((os.environ[name] for name in NODE_RANK_VARIABLES if name in os.environ), "0")
     task = Path(file).stem
     return ExitCode(find_folder(task if task in TASKS else "clm", options), {"RANK": number})
 
@@ -154,13 +154,13 @@ def program_of(words: list[str], task: str | None = None) -> list[str]:
     """[train/TASK.py, its options ...] for a recipe or a program with options, or for `--config RECIPE`. Raises
     UserError: there is no such file, or the task is unknown. `task`: by default the name of the recipe's folder."""
     if not words:
-        raise UserError(f"nothing to train. {WHAT}")
+        raise UserError(f"nothing to train. {PROGRAM_HINT}")
     first, *options = words
     if task is not None and (first.endswith(".py") or first in TASKS):
         raise UserError(f"--task {task} and {first}: name one of them")
     if first.endswith(".py"):
         if not Path(first).is_file():
-            raise UserError(f"{first!r}: there is no such file. {WHAT}")
+            raise UserError(f"{first!r}: there is no such file. {PROGRAM_HINT}")
         return words
     if first in TASKS:
         return [display_path(script(first)), *options]
@@ -169,7 +169,7 @@ def program_of(words: list[str], task: str | None = None) -> list[str]:
     if first.startswith("--"):
         if "--config" not in words[:-1]:
             options_of_launch = [f"--{field.name}" for field in dataclasses.fields(LaunchOptions)]
-            remedy = did_you_mean(f"--{option_named(first)}", options_of_launch, WHAT)
+            remedy = did_you_mean(f"--{option_named(first)}", options_of_launch, PROGRAM_HINT)
             raise UserError(f"{first} is where a recipe or a program was expected. {remedy}")
         recipe = words[words.index("--config") + 1]
         options = words
@@ -180,7 +180,7 @@ def program_of(words: list[str], task: str | None = None) -> list[str]:
     recipe = recipe_file(recipe)
     if not Path(recipe).is_file():
         close = nearest_recipe(recipe)
-        raise UserError(f"{recipe!r}: there is no such recipe. {f'Did you mean {close}?' if close else WHAT}")
+        raise UserError(f"{recipe!r}: there is no such recipe. {f'Did you mean {close}?' if close else PROGRAM_HINT}")
     task = task or task_of_recipe(recipe)
     if task is None:
         raise UserError(f"{recipe!r} does not say the task: its folder is not one of {', '.join(TASKS)}. Use --task")

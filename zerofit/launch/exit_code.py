@@ -87,7 +87,7 @@ class ExitCode:
         return False
 
 
-FINAL = {
+FINAL_CODES = {
     EXIT_USER_ERROR: "a mistake",
     EXIT_NEEDS_A_PERSON: "an anomaly, or a full disk",
     EXIT_OUT_OF_MEMORY: "out of memory",
@@ -108,8 +108,8 @@ class Restarts:
         have EXIT_TERMINATED."""
         if self.is_stopped:
             return "it was asked to end"
-        if final := codes & FINAL.keys():
-            return f"the same command would end in the same way: {FINAL[min(final)]}"
+        if final := codes & FINAL_CODES.keys():
+            return f"the same command would end in the same way: {FINAL_CODES[min(final)]}"
         if not have_saved(codes):
             before = self.failed_after
             self.failed_after = self.updates()
@@ -133,7 +133,7 @@ def code_of_run(codes: list[int]) -> int:
     ended because of another goes last."""
     if not any(codes):
         return 0
-    if final := [code for code in codes if code in FINAL]:
+    if final := [code for code in codes if code in FINAL_CODES]:
         return min(final)
     if have_saved({*codes} - {0}):
         return EXIT_TO_BE_RESUMED

@@ -36,10 +36,10 @@ from zerofit.recipe.files import digest_of_code
 from zerofit.strategy.launch import SINGLE_ENV
 
 BEAT_S = 1.0
-LIMIT_S = 600.0  # without a sign of life; `zerofit launch --rendezvous_minutes` sets another
-LIMIT_VARIABLE = "ZEROFIT_RENDEZVOUS_S"  # what it tells its ranks
+RENDEZVOUS_LIMIT_S = 600.0  # without a sign of life; `zerofit launch --rendezvous_minutes` sets another
+RENDEZVOUS_LIMIT_VARIABLE = "ZEROFIT_RENDEZVOUS_S"  # what it tells its ranks
 KNOWN_S = 30.0  # the machine with the store waits so long until others know why it ends: they may still be importing
-STORE_S = 60.0  # for an answer of the store
+STORE_TIMEOUT_S = 60.0  # for an answer of the store
 
 
 class Ended(UserError):
@@ -211,7 +211,7 @@ def open_store(address: str, port: int, limit_s: float) -> Any:
                 ) from error
             time.sleep(min(1.0, limit_s / 10))
     try:
-        return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=STORE_S))
+        return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=STORE_TIMEOUT_S))
     except RuntimeError as error:
         raise UserError(
             f"what listens at {address}:{port} is not the store of machine 0 ({first_line(error)}). Check "
@@ -241,7 +241,7 @@ def serve_store(port: int, everywhere: bool) -> Any:
         wait_for_workers=False,
         multi_tenant=True,
         master_listen_fd=server.detach(),
-        timeout=timedelta(seconds=STORE_S),
+        timeout=timedelta(seconds=STORE_TIMEOUT_S),
     )
 
 
@@ -256,8 +256,8 @@ def store_of_one_process() -> Any:
 
 
 T = TypeVar("T")
-CONNECT_S = 20.0  # to say why this rank ends before it has come
-LAUNCHER_S = 40.0  # within which a launcher ends the ranks of its machine
+CONNECT_TIMEOUT_S = 20.0  # to say why this rank ends before it has come
+LAUNCHER_STOP_S = 40.0  # within which a launcher ends the ranks of its machine
 
 
 class RankRendezvous:
@@ -272,7 +272,7 @@ class RankRendezvous:
         self.address = environment.get("MASTER_ADDR", "")
         self.port = int(environment.get("MASTER_PORT", 0))
         self.serves = self.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        self.limit_s = float(environment.get(LIMIT_VARIABLE, LIMIT_S))
+        self.limit_s = float(environment.get(RENDEZVOUS_LIMIT_VARIABLE, RENDEZVOUS_LIMIT_S))
         self.attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.is_open = self.count > self.here and bool(self.address)  # nobody has ended, and not all have met
         self.rendezvous: Rendezvous | None = None
@@ -306,14 +306,14 @@ class RankRendezvous:
         if self.is_open:
             self.is_open = False
             with contextlib.suppress(Exception):
-                (self.rendezvous or self._come(CONNECT_S)).stop(message, code)
+                (self.rendezvous or self._come(CONNECT_TIMEOUT_S)).stop(message, code)
 
     def first_on_rank_0(self, name: str, action: Callable[[], T]) -> T | None:
         """Let rank 0 do something before all others go on. Returns its result there, None on other ranks. Raises
         UserError: of rank 0, on all ranks."""
         if self.count == 1:
             return action()
-        store = self.store or self._connect(CONNECT_S)
+        store = self.store or self._connect(CONNECT_TIMEOUT_S)
         key = f"zerofit/first{self.attempt}/{name}"
         if self.rank:
             while not store.check([key]):  # not `wait`, which would keep the signs of life from the store
@@ -365,7 +365,7 @@ class RankRendezvous:
                 return
             self.is_open = False
             if self.local_rank or end.machine == self.machine:
-                time.sleep(LAUNCHER_S)  # it ends this rank when the one that speaks has ended
+                time.sleep(LAUNCHER_STOP_S)  # it ends this rank when the one that speaks has ended
             else:
                 record_code(end.code, end.report())
                 print_last(escape_controls(end.report()))

@@ -26,10 +26,10 @@ import psutil
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import PACKAGE_FOLDER, script
 
-PORT = "29500"  # torchrun's default
+DEFAULT_PORT = "29500"  # torchrun's default
 # derived ones: below those that Linux gives to connections
-FIRST_PORT = 20_000
-PORTS = 12_000
+FIRST_DERIVED_PORT = 20_000
+NUM_DERIVED_PORTS = 12_000
 THIS_MACHINE = "or use this machine alone: --num_machines 1"
 GENERIC = "environment; WORLD_SIZE is read as the number of machines"
 # {scheduler: variables of the number of machines, of this one's number, of the first one's address (it may begin a
@@ -47,10 +47,10 @@ SCHEDULERS = {
     "OpenMPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "MASTER_ADDR", "MASTER_PORT", "PMIX_NAMESPACE"),
     GENERIC: ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", ""),
 }
-NAMED = [name for name in SCHEDULERS if name != GENERIC]
+SCHEDULER_NAMES = [name for name in SCHEDULERS if name != GENERIC]
 # kubernetes.io/docs/tasks/job: this machine's number; how many there are no variable says.
 INDEX = "JOB_COMPLETION_INDEX"
-RANK_VARIABLES = (*(SCHEDULERS[name][1] for name in NAMED), INDEX, SCHEDULERS[GENERIC][1])
+NODE_RANK_VARIABLES = (*(SCHEDULERS[name][1] for name in SCHEDULER_NAMES), INDEX, SCHEDULERS[GENERIC][1])
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def read_machines(environment: Mapping[str, str]) -> Machines:
         raise UserError(
             f"OMPI_COMM_WORLD_LOCAL_SIZE = {local}: each machine needs one launcher. Start one on each, {THIS_MACHINE}"
         )
-    named = [machines for name in NAMED if (machines := _read(name, environment)) is not None]
+    named = [machines for name in SCHEDULER_NAMES if (machines := _read(name, environment)) is not None]
     generic = _read(GENERIC, environment)
     machines = named[0] if named else generic
     contradicting = [other for other in named if (other.rank, other.count) != (named[0].rank, named[0].count)]
@@ -122,7 +122,7 @@ def _read(name: str, environment: Mapping[str, str]) -> Machines | None:
     number = number_in(environment, rank) if rank in environment else None
     own_port = environment.get(port)
     if not own_port and environment.get(job):  # one that two jobs on the same machines do not share
-        own_port = str(FIRST_PORT + zlib.crc32(environment[job].encode()) % PORTS)
+        own_port = str(FIRST_DERIVED_PORT + zlib.crc32(environment[job].encode()) % NUM_DERIVED_PORTS)
     # A list of lines, or as Slurm writes it: the first of `gpu[01-04,07],other` is `gpu01`.
     first = next(iter(environment.get(address, "").split()), None)
     if match := re.match(r"([^,\[\]]+)(?:\[([^,\-\]]+)[^\]]*\]([^,\[\]]*))?", first or ""):
@@ -134,7 +134,7 @@ def _read(name: str, environment: Mapping[str, str]) -> Machines | None:
 
 def given_machines(count: int, environment: Mapping[str, str]) -> Machines:
     """Return `count` machines, of which this one has the number that a scheduler's variable gives."""
-    name = next((name for name in RANK_VARIABLES if name in environment), None)
+    name = next((name for name in NODE_RANK_VARIABLES if name in environment), None)
     if count == 1 or name is None:
         return Machines(count, 0 if count == 1 else None, source="--num_machines")
     rank = number_in(environment, name)
@@ -150,11 +150,11 @@ def number_in(environment: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-LAUNCHER = (sys.executable, "-P", str(PACKAGE_FOLDER / "launch" / "supervisor.py"))  # `accelerate launch`
-MARK = "ZEROFIT_LAUNCH"  # a variable of every process of a launch; ranks have process groups of their own
-TRACEBACK = "Traceback (most recent call last)"
-UPDATE = re.compile(r"^update +(\d+)/", re.MULTILINE)
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LAUNCH_COMMAND = (sys.executable, "-P", str(PACKAGE_FOLDER / "launch" / "supervisor.py"))  # `accelerate launch`
+LAUNCH_VARIABLE = "ZEROFIT_LAUNCH"  # a variable of every process of a launch; ranks have process groups of their own
+TRACEBACK_HEADER = "Traceback (most recent call last)"
+UPDATE_LINE = re.compile(r"^update +(\d+)/", re.MULTILINE)
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def launcher_options(
@@ -166,7 +166,7 @@ def launcher_options(
     words += ["--num_machines", str(machines.count), "--machine_rank", str(machines.rank)]  # also if the YAML has some
     if machines.count > 1:
         words += ["--main_process_ip", machines.address or ""]
-    default = machines.port or PORT if machines.count > 1 else "0"
+    default = machines.port or DEFAULT_PORT if machines.count > 1 else "0"
     return [*words, "--main_process_port", default if port is None else str(port)]
 
 
@@ -183,7 +183,7 @@ class LaunchedRun:
     def command(self, num_processes: int) -> list[str]:
         """The command line of a launch."""
         options = ["--config", str(self.recipe), "--output_dir", str(self.output), *self.flags]
-        return [*LAUNCHER, *launcher_options(self.config_file, num_processes), str(script(self.task)), *options]
+        return [*LAUNCH_COMMAND, *launcher_options(self.config_file, num_processes), str(script(self.task)), *options]
 
 
 class RunningLaunch:
@@ -216,7 +216,7 @@ class RunningLaunch:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # away from this terminal's Ctrl-C
-                    env={**os.environ, **self.environment, MARK: self.mark},
+                    env={**os.environ, **self.environment, LAUNCH_VARIABLE: self.mark},
                 )
         except BaseException:
             self.kill()
@@ -251,7 +251,7 @@ class RunningLaunch:
     @property
     def newest_update(self) -> int:
         """The last update that this launch has printed; 0: none."""
-        found = UPDATE.findall(self.text)
+        found = UPDATE_LINE.findall(self.text)
         return int(found[-1]) if found else 0
 
     @property
@@ -266,7 +266,7 @@ class RunningLaunch:
     def kill(self) -> None:
         """Kill every process of the launch. Returns when all are gone; signals that would end this process wait until
         then."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
         try:
             quiet = 0
             dying: set[psutil.Process] = set()
@@ -291,7 +291,7 @@ class RunningLaunch:
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if process.environ().get(MARK) == self.mark and _is_alive(process):
+                if process.environ().get(LAUNCH_VARIABLE) == self.mark and _is_alive(process):
                     found.append(process)
         return found
 
@@ -333,7 +333,7 @@ def failure(launch: RunningLaunch, how: str) -> str | None:
         problem = f"has not ended in {launch.seconds / 60:.1f} minutes"
     elif code:
         problem = f"ended with exit code {code}"
-    elif TRACEBACK in text:
+    elif TRACEBACK_HEADER in text:
         problem = "ended well, but printed a traceback"
     else:
         return None

@@ -22,7 +22,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from zerofit.launch.runs import TRACEBACK, LaunchedRun, RunningLaunch, ending_in_order, failure, mistake
+from zerofit.launch.runs import TRACEBACK_HEADER, LaunchedRun, RunningLaunch, ending_in_order, failure, mistake
 from zerofit.model.adapter_folder import with_base_configuration
 from zerofit.recipe import UserError
 from zerofit.recipe.base import option
@@ -355,7 +355,7 @@ class Proof:
             where = f"after update {launch.newest_update}" if launch.newest_update else "before its first update"
             saving = ", while saving" if launch.is_saving else ""
             log_lines(f"{about}: killed {where}{saving}, {launch.seconds:.1f} s")
-            if TRACEBACK.encode() in log.read_bytes()[:size]:
+            if TRACEBACK_HEADER.encode() in log.read_bytes()[:size]:
                 outcome.failure = f"printed a traceback before it was killed. Its output is {log}"
                 break
         return outcome if outcome.failure else self._compared(outcome, trial.output, undisturbed)

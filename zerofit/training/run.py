@@ -26,7 +26,7 @@ from zerofit.checkpoint.writer import RunState
 from zerofit.data.collate import Batch, updates_by_tokens
 from zerofit.data.lengths import length_warmup
 from zerofit.data.pack import TaskData, TextData
-from zerofit.health.anomaly import ACTIONS, MAX_IN_A_ROW, Anomaly, AnomalyDetector
+from zerofit.health.anomaly import ANOMALY_ACTIONS, MAX_IN_A_ROW, Anomaly, AnomalyDetector
 from zerofit.health.out_of_memory import explain_failure
 from zerofit.health.shutdown import ShutdownHandler, StopReason
 from zerofit.health.slow_ranks import RankClock, SlowRanks
@@ -432,7 +432,7 @@ class Run:
         if anomaly is not None:
             action = self.recipe.on_anomaly
             self.recorder.write_anomaly(anomaly, action)
-            self.recorder.bar.log_lines(f"anomaly   update {number}: {anomaly.reason}. {ACTIONS[action]}")
+            self.recorder.bar.log_lines(f"anomaly   update {number}: {anomaly.reason}. {ANOMALY_ACTIONS[action]}")
             now.is_abandoned = self.checkpoints.rewind(anomaly)
             if not now.is_abandoned and (action != "skip" or state.anomalies_in_a_row >= MAX_IN_A_ROW):
                 self.stop_reason = StopReason.ANOMALY

@@ -21,7 +21,7 @@ from zerofit.checkpoint.manager import CheckpointManager, data_fingerprint
 from zerofit.compat.torch import group_timeout
 from zerofit.data.sources import files_and_sizes
 from zerofit.health.anomaly import AnomalyDetector
-from zerofit.health.flight import FOLDER, PREFIX
+from zerofit.health.flight import FLIGHT_FOLDER, RECORD_PREFIX
 from zerofit.health.shutdown import listen
 from zerofit.health.slow_ranks import RankClock, SlowRanks
 from zerofit.launch.rendezvous import store_of_one_process
@@ -134,7 +134,9 @@ def open_process_group(run: "Run") -> tuple[Accelerator, list[str]]:
     cores = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(32, max(1, cores))))
     watchdog.phase("process group", patience=2.0)
-    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str((run.folder.path / FOLDER / PREFIX).absolute()))  # NCCL
+    os.environ.setdefault(
+        "TORCH_FR_DUMP_TEMP_FILE", str((run.folder.path / FLIGHT_FOLDER / RECORD_PREFIX).absolute())
+    )  # NCCL
     silence = timedelta(minutes=run.recipe.watchdog_minutes)
     timeout = max(processes.COLLECTIVE_TIMEOUT, 2 * LONG_PATIENCE * silence)  # the watchdog must report first
     run.starting.enter_context(group_timeout(timeout))
@@ -262,7 +264,7 @@ def _resume(run: "Run") -> None:
             resumed_from=run.checkpoints.resumed_from,
         )
         if distributed.is_initialized() and distributed.get_backend() == "nccl":
-            (run.folder.path / FOLDER).mkdir(exist_ok=True)  # NCCL's watchdog writes there, and makes no folder
+            (run.folder.path / FLIGHT_FOLDER).mkdir(exist_ok=True)  # NCCL's watchdog writes there, and makes no folder
     if recipe.save_strategy != "no":  # each rank writes its part of a checkpoint into this folder
         file = run.folder.path / "recipe.yaml"
         text = engine.from_main(file.read_text() if engine.is_main else None)

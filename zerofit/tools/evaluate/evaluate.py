@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from zerofit.launch.runs import LAUNCHER, launcher_options
+from zerofit.launch.runs import LAUNCH_COMMAND, launcher_options
 from zerofit.model.configuration import model_folder
 from zerofit.recipe.base import option
 from zerofit.recipe.errors import UserError
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"lm-evaluation-harness is not installed: pip install lm-eval=={VERSION}, or '.[tasks]'")
     if options.num_processes and "WORLD_SIZE" not in os.environ:
         layout = launcher_options(configs() / "ddp.yaml", options.num_processes)
-        os.execv(sys.executable, [*LAUNCHER, *layout, "-m", "zerofit.cli", "evaluate", *(argv or [])])
+        os.execv(sys.executable, [*LAUNCH_COMMAND, *layout, "-m", "zerofit.cli", "evaluate", *(argv or [])])
     from zerofit.tools.evaluate.harness import evaluate
 
     return evaluate(options, Path(model_folder(options.model)))

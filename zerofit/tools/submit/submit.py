@@ -25,7 +25,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from zerofit.launch.command import exit_code_of
 from zerofit.launch.command import read_options as read_launch
-from zerofit.launch.exit_code import FINAL, Restarts
+from zerofit.launch.exit_code import FINAL_CODES, Restarts
 from zerofit.recipe.base import Recipe, option
 from zerofit.recipe.errors import EXIT_INTERRUPTED, EXIT_TO_BE_RESUMED, EXIT_USER_ERROR, UserError
 from zerofit.recipe.files import counted, display_path, read_record
@@ -296,6 +296,6 @@ def _fill(kind: str, options: SubmitOptions, words: list[str], **values: Any) ->
     places.filters["shell"] = shlex.join
     places.filters["text"] = lambda value: json.dumps(value, ensure_ascii=False)  # YAML reads JSON's quotes
     values |= {"kind": kind, "options": options, "program": shlex.split(program), "words": [*words, *machines]}
-    values |= {"lines": [shlex.join(line) for line in lines], "final": FINAL, "resumed": EXIT_TO_BE_RESUMED}
+    values |= {"lines": [shlex.join(line) for line in lines], "final": FINAL_CODES, "resumed": EXIT_TO_BE_RESUMED}
     template = places.get_template(f"{SCHEDULERS[kind][1]}.jinja")
     return template.render(**values, grace_s=GRACE_S, variables=VARIABLES).strip() + "\n"
