@@ -29,11 +29,11 @@ COMMANDS = {  # {name: (its line in the help, the module of its `main`)}
     "evaluate": ("Tasks of lm-evaluation-harness on a model.", "zerofit.tools.evaluate.evaluate"),
     "generate": ("Let a model continue a text, or talk with it.", "zerofit.tools.generate.generate"),
 }
-TRAINING = ("train", "run", "finetune", "fine-tune", "pretrain", "start")  # what others call it
-LINES = "\n".join(f"  {name:<8}  {line}" for name, (line, _) in COMMANDS.items())
+WORDS_FOR_TRAINING = ("train", "run", "finetune", "fine-tune", "pretrain", "start")  # what others call it
+COMMAND_LINES = "\n".join(f"  {name:<8}  {line}" for name, (line, _) in COMMANDS.items())
 HELP = f"""usage: zerofit COMMAND [--option value]
 
-{LINES}
+{COMMAND_LINES}
 
 `zerofit COMMAND --help` shows the options of a command.
 Training is started by accelerate launch, torchrun or zerofit launch:
@@ -69,7 +69,7 @@ def _run(argv: list[str]) -> int:
         print(f"zerofit {__version__}")
         return 0
     name, *words = argv
-    if name not in COMMANDS and nearest(name, [*COMMANDS, *TRAINING]) in TRAINING:
+    if name not in COMMANDS and nearest(name, [*COMMANDS, *WORDS_FOR_TRAINING]) in WORDS_FOR_TRAINING:
         raise UserError(
             f"{name!r} is not a command of zerofit. Training is started by `zerofit launch RECIPE`, or `accelerate "
             "launch train/TASK.py --config RECIPE` (TASK is clm, dpo, distill, cls or seq2seq)"

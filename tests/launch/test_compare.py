@@ -16,7 +16,7 @@ from helpers import ROOT, environment
 
 from zerofit.cli import main as zerofit
 from zerofit.launch.runs import LAUNCH_VARIABLE
-from zerofit.tools.compare.finish import Finished
+from zerofit.tools.compare.finish import FinishedRun
 from zerofit.tools.simulate.build import missing
 
 TINY = {
@@ -146,7 +146,7 @@ def test_strategies_are_trained_to_the_end_and_not_again(recipe, tmp_path):
              "n_layer=2,n_head=2,n_embd=32,n_positions=64,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0")  # fmt: skip
     code, said = run(recipe, output, *flags)
     assert code == 0, said
-    ddp, zero2 = (Finished.read("", 2, file.with_suffix("")) for file in sorted((output / "runs").glob("*.log")))
+    ddp, zero2 = (FinishedRun.read("", 2, file.with_suffix("")) for file in sorted((output / "runs").glob("*.log")))
     assert (ddp.global_batch, ddp.lines[-1]["update"]) == (64, 3)
     assert [run.recipe["per_device_eval_batch_size"] for run in (ddp, zero2)] == [2, 4]
     assert ddp.figures["eval_loss"] == pytest.approx(zero2.figures["eval_loss"], rel=1e-5)

@@ -16,13 +16,13 @@ from zerofit.recipe.tasks import TASKS
 from zerofit.strategy.launch import find_strategies
 from zerofit.tools.compare.compare import CompareOptions
 from zerofit.tools.convert.convert import FromMetaOptions
-from zerofit.tools.doctor.doctor import read_options as read_doctor
+from zerofit.tools.doctor.doctor import read_doctor_options as read_doctor
 from zerofit.tools.evaluate.evaluate import EvaluateOptions
 from zerofit.tools.generate.generate import GenerateOptions
 from zerofit.tools.merge import MergeOptions
 from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.prepare.prepare import JoinOptions, PrepareOptions
-from zerofit.tools.show import read_options as read_show
+from zerofit.tools.show import read_show_options as read_show
 from zerofit.tools.submit import submit
 from zerofit.tools.tool_recipe import read_with_recipe
 from zerofit.tools.verify import VerifyOptions
@@ -106,7 +106,7 @@ def check_tool(words: list[str]) -> None:
     if words[0] == "submit":
         if words[2:]:  # else it is only named
             given = ["recipes/clm/llama2-7b-continual.yaml" if word == "RECIPE" else word for word in words[2:]]
-            options, others = submit.read_options(words[1], given)
+            options, others = submit.read_submit_options(words[1], given)
             _, notes = submit.make_job(options, others)
             assert not notes
         return

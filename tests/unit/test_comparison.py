@@ -15,10 +15,10 @@ from zerofit.data.collate import CausalCollator, ExampleCollator
 from zerofit.recipe.parse import parse_recipe
 from zerofit.tools.compare.candidates import check_overrides, make_recipe, read_candidates
 from zerofit.tools.compare.compare import CompareOptions, ComparisonReport
-from zerofit.tools.compare.comparison import StrategyRow, conclusion, spread
-from zerofit.tools.compare.finish import batch_to_train, values_to_finish
-from zerofit.tools.compare.search import bounds, next_size
-from zerofit.tools.compare.trial import Journal, TrialMachine, choose_limit, outcome_of
+from zerofit.tools.compare.comparison import StrategyRow, format_spread, summarize_results
+from zerofit.tools.compare.finish import choose_micro_batch, make_finish_recipe
+from zerofit.tools.compare.search import choose_next_size, find_bounds
+from zerofit.tools.compare.trial import Journal, TrialMachine, choose_limit, find_outcome
 from zerofit.tools.machine import Device
 from zerofit.tools.tool_recipe import read_with_recipe
 from zerofit.training.measurement import longest_batch
@@ -38,7 +38,7 @@ def options(*flags, config=SMALL):
 def searched(limit, base, each, sizes=range(1, 4097), guess=0, per_sample=None):
     """{size: peak} of all that are tried where a process takes base + each * size."""
     peaks = {}
-    while (size := next_size(sizes, peaks, limit, guess, per_sample=per_sample)) is not None:
+    while (size := choose_next_size(sizes, peaks, limit, guess, per_sample=per_sample)) is not None:
         peak = base + each * size
         peaks[size] = int(peak) if peak <= limit else None
         assert len(peaks) < 60
@@ -52,7 +52,7 @@ def test_a_prediction_saves_launches_and_a_wrong_one_does_no_harm(limit, error):
     if error is not None:
         known = {"guess": min(4096, max(1, round(true * (1 + error)))), "per_sample": 8.3 * (1 + error)}
     peaks = searched(limit, 1000, 8.3, **known)
-    assert bounds(peaks) == (true, true + 1)
+    assert find_bounds(peaks) == (true, true + 1)
     assert next(iter(peaks)) == known.get("guess", 1)
     assert len(peaks) == 2 if known.get("guess") == true else len(peaks) <= 12
 
@@ -90,7 +90,7 @@ def test_a_journal_goes_on_after_a_torn_line(tmp_path):
 ])  # fmt: skip
 def test_a_launch_that_ended_without_answers_is_explained(text, code, how, where, tmp_path):
     ended = SimpleNamespace(text=text, exit_code=code, log=tmp_path / "log", seconds=1.0)
-    result = outcome_of(ended)
+    result = find_outcome(ended)
     assert (result["outcome"], result.get("where")) == (how, where)
 
 
@@ -242,10 +242,10 @@ def test_a_headline_has_the_spread_and_the_load(seconds, load, words, without):
         StrategyRow(name, [tried(8, 500, 16 / sorted(each)[len(each) // 2]) | measured | {"seconds": each}])
         for name, each in zip("ab", seconds)
     ]
-    said = conclusion(rows)
+    said = summarize_results(rows)
     assert words in said
     assert without not in said
-    assert spread(rows[0].best | {"seconds": [0.8, 1.0, 1.25]}) == "45%"  # 1.25 to 0.8 of the median's rate
+    assert format_spread(rows[0].best | {"seconds": [0.8, 1.0, 1.25]}) == "45%"  # 1.25 to 0.8 of the median's rate
 
 
 # ------------------------------------------------------------------------------------------------------ runs to finish
@@ -255,13 +255,13 @@ def test_a_headline_has_the_spread_and_the_load(seconds, load, words, without):
     (44, None, 44), (44, 64, 32), (44, 88, 44), (44, 90, 15), (8, 1024, 8), (200, 64, 32), (44, 2, 1),
 ])  # fmt: skip
 def test_the_batch_divides_the_global_batch(best, global_batch, size):
-    assert batch_to_train(best, global_batch, 2) == size
+    assert choose_micro_batch(best, global_batch, 2) == size
 
 
 def test_runs_have_the_recipe_as_it_is(tmp_path):
     given, cls = options("--finish", "--save_steps", "50", "--eval_steps", "9", "--gradient_accumulation_steps", "4",
                          "--global_batch_size", "32", config=CLS)  # fmt: skip
-    values = values_to_finish(given, cls)
+    values = make_finish_recipe(given, cls)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(values))
     run = parse_recipe(cls, ["--config", str(recipe), "--per_device_train_batch_size", "8", "--output_dir", "x"])
@@ -270,6 +270,6 @@ def test_runs_have_the_recipe_as_it_is(tmp_path):
     assert "output_dir" not in values
     trials = make_recipe(given, cls)[0]
     assert not {"save_steps", "eval_steps", "global_batch_size"} & trials.keys(), "trials have no use for them"
-    said = refusal(values_to_finish, *options("--finish", "--num_processes", "3", config=CLS))
+    said = refusal(make_finish_recipe, *options("--finish", "--num_processes", "3", config=CLS))
     assert "global_batch_size = 32" in said
     assert "no multiple of 3" in said

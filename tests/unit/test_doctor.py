@@ -13,7 +13,7 @@ from helpers import ROOT, environment, main_of, tiny_model
 from zerofit import __version__
 from zerofit.cli import main
 from zerofit.record import environment as described
-from zerofit.tools.doctor.doctor import make_report, read_options
+from zerofit.tools.doctor.doctor import make_report, read_doctor_options
 from zerofit.tools.doctor.examine import Installation, check_machine
 from zerofit.tools.doctor.report import DoctorReport
 from zerofit.tools.machine import Device
@@ -79,7 +79,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def examined(*words: str) -> DoctorReport:
-    return make_report(*read_options(list(words)), dict(os.environ))
+    return make_report(*read_doctor_options(list(words)), dict(os.environ))
 
 
 def values(report: DoctorReport) -> dict[str, tuple]:
@@ -224,7 +224,7 @@ def test_a_version_outside_the_bounds_is_said_in_one_line(monkeypatch, capsys, t
     (line,) = described.untried_versions()
     installed = f"torch {version('torch')}, tqdm {version('tqdm')}"
     assert line == f"zerofit {__version__} was not tried with {installed}: pip install 'torch<2.3,>=2.2' 'tqdm>=99'"
-    assert ("warning", line) in make_report(*read_options([]), {}).findings
+    assert ("warning", line) in make_report(*read_doctor_options([]), {}).findings
     words = f"--config_name gpt2 --tokenizer_name x --train_file {ROOT}/README.md --strategy x --output_dir {tmp_path}"
     assert main_of("clm")(words.split()) == 2
     assert f"warning   {line}" in capsys.readouterr().out

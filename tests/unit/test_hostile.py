@@ -32,8 +32,8 @@ from zerofit.record.model_card import model_card
 from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import Bar, log_lines, table
 from zerofit.strategy.builds import check_compiled_code
-from zerofit.tools.compare.compare import html_page
-from zerofit.tools.doctor.doctor import read_options
+from zerofit.tools.compare.compare import render_html
+from zerofit.tools.doctor.doctor import read_doctor_options
 from zerofit.tools.generate.respond import read_prompts
 from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.tool_recipe import read_with_recipe
@@ -111,8 +111,8 @@ def test_what_only_predicts_asks_on_the_command_line_before_it_runs_code_of_othe
     plan = ["--config", str(recipe), "--gpu", "h100-80gb"]
     assert "--trust_remote_code" in refusal(read_with_recipe, PlanOptions, plan, "zerofit plan")
     assert read_with_recipe(PlanOptions, [*plan, "--trust_remote_code"], "zerofit plan")[0].trust_remote_code
-    assert "--trust_remote_code" in " ".join(read_options(plan[:2])[-1])
-    assert not read_options([*plan[:2], "--trust_remote_code"])[-1]
+    assert "--trust_remote_code" in " ".join(read_doctor_options(plan[:2])[-1])
+    assert not read_doctor_options([*plan[:2], "--trust_remote_code"])[-1]
     assert parse_recipe(ClmRecipe, plan[:2]).trust_remote_code  # a run asks for what its recipe says
 
 
@@ -235,6 +235,6 @@ def test_a_name_stays_a_name_in_a_model_card(name):
 
 
 def test_a_report_in_html():
-    page = html_page([f"# {HOSTILE}", "<script>", [("strategy", "a"), (HOSTILE, "<b>")], [HOSTILE]], {})
+    page = render_html([f"# {HOSTILE}", "<script>", [("strategy", "a"), (HOSTILE, "<b>")], [HOSTILE]], {})
     assert not RAW & set(page)
     assert "<script>" not in page

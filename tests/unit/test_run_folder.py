@@ -22,8 +22,8 @@ from zerofit.recipe.paths import name_of_recipe, output_folder, why_no_model
 from zerofit.recipe.tasks import TASKS, task_of_recipe
 from zerofit.record.metrics import UpdateMetrics, plot_run
 from zerofit.record.run_folder import RunFolder, identity_options
-from zerofit.tools.doctor.doctor import DoctorOptions, read_options
-from zerofit.tools.show import runs_in, table_of_runs
+from zerofit.tools.doctor.doctor import DoctorOptions, read_doctor_options
+from zerofit.tools.show import find_runs, make_runs_table
 from zerofit.tools.submit.submit import reason_not_requeued
 from zerofit.tools.tool_recipe import join_with_recipe
 
@@ -180,8 +180,8 @@ def test_a_damaged_record_is_passed_over_or_refused_in_a_sentence(tmp_path, name
         assert sources == ("auto",), "its checkpoint says which run it is"
     with contextlib.suppress(UserError):
         plan(tmp_path, "--learning_rate", "1e-3")
-    shown = runs_in([str(tmp_path)])
-    table_of_runs(shown, 80, 0.0)
+    shown = find_runs([str(tmp_path)])
+    make_runs_table(shown, 80, 0.0)
     if name == "metrics.jsonl":
         plot_run(RunFolder(tmp_path).metrics.read(), io.BytesIO(), "token", "accuracy")
     assert all(row["label"] == "a" for row in RunFolder(tmp_path).predictions("", ("label", "prediction")))
@@ -221,7 +221,7 @@ def test_a_runs_own_recipe_is_one_for_every_tool(tmp_path, task, monkeypatch):
     own = "outputs/mine/recipe.yaml"
     assert task_of_recipe(own) == task
     found, _ = join_with_recipe(DoctorOptions, ["--config", own], "zerofit doctor")  # plan, compare, verify
-    assert (found, read_options(["--config", own])[-1]) == (task, [])  # no line of it is a problem
+    assert (found, read_doctor_options(["--config", own])[-1]) == (task, [])  # no line of it is a problem
     again = parse_recipe(TASKS[task], ["--config", own])
     assert program_of([own]) == [str(ROOT / f"train/{task}.py"), "--config", own]
     assert exit_code_of([own]).folder.path == Path(written.output_dir)

@@ -14,7 +14,7 @@ from zerofit.launch.exit_code import ExitCode
 from zerofit.recipe import UserError
 from zerofit.recipe.paths import check_paths
 from zerofit.record.run_folder import RunFolder
-from zerofit.tools.show import WatchedRun, runs_in, table_of_runs
+from zerofit.tools.show import WatchedRun, find_runs, make_runs_table
 
 
 def line(update: int, **changes) -> dict:
@@ -50,7 +50,7 @@ def gone() -> int:
 
 
 def watched(folder: RunFolder) -> WatchedRun:
-    (run,) = runs_in([str(folder.path)]).values()
+    (run,) = find_runs([str(folder.path)]).values()
     return run
 
 
@@ -74,10 +74,10 @@ def test_the_state_of_a_run(tmp_path, options, later_s, state):
 
 def test_every_update_is_there_once_with_its_value_after_a_rewind(tmp_path):
     folder = make_run(tmp_path / "run", 6)
-    assert list(runs_in([str(tmp_path)])["run"].lines) == [1, 2, 3, 4, 5, 6]
+    assert list(find_runs([str(tmp_path)])["run"].lines) == [1, 2, 3, 4, 5, 6]
     folder.metrics.start(4)  # as a rewind or a resume does
     folder.metrics.add(line(5, loss=9.5))
-    run = runs_in([str(tmp_path)])["run"]
+    run = find_runs([str(tmp_path)])["run"]
     assert list(run.lines) == [1, 2, 3, 4, 5]
     assert run.lines[5]["loss"] == 9.5
 
@@ -106,7 +106,7 @@ def test_the_column_names_the_figure(tmp_path):
         ("c", "eval_bleu", ["31.5000"]),
     ):
         runs = {name: watched(RunFolder(tmp_path / name)) for name in names}
-        first, *rows = table_of_runs(runs, None, 0.0).splitlines()
+        first, *rows = make_runs_table(runs, None, 0.0).splitlines()
         assert head in first.split(), first
         assert all(cell in row for cell, row in zip(cells, rows, strict=True)), rows
 

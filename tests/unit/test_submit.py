@@ -17,7 +17,7 @@ from zerofit.tools.submit import submit
 RECIPES = sorted((ROOT / "recipes").glob("*/*.yaml"))
 FAST = (("zero2", 1), ("fsdp2", 16))
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "zero3_offload")
-KINDS = tuple(submit.SCHEDULERS)
+KINDS = tuple(submit.JOB_FORMATS)
 RECIPE = "recipes/clm/stdlib-gpt2.yaml"
 ADDRESSES = [f"10.0.0.{number + 4}" for number in range(16)]
 

@@ -46,7 +46,7 @@ class Machine:
 
 
 def inspect_machine() -> Machine:
-    """This machine. A process that asks takes half a GiB of a GPU until it ends."""
+    """Return this machine. A process that calls this takes half a GiB of a GPU until it ends."""
     free, total = host_memory()
     count = num_devices()
     if not count:
@@ -60,15 +60,16 @@ def inspect_machine() -> Machine:
     return Machine(kind, tuple(devices), usable_cores(), total, free)
 
 
-LAUNCHER = ("ACCELERATE_", "DEEPSPEED_", "TORCHELASTIC_")  # variables that a launcher above this process has set
-RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+# prefixes of the variables that a launcher above this process has set
+LAUNCHER_PREFIXES = ("ACCELERATE_", "DEEPSPEED_", "TORCHELASTIC_")
+VARIABLES_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def environment_of_a_rank(
     world_size: int, local_world_size: int, base: Mapping[str, str]
 ) -> AbstractContextManager[None]:
     """The process' environment is `base`, and what torchrun adds for rank 0, until the context ends."""
-    ranks = dict(zip(RANKS, ("0", "0", str(world_size), str(local_world_size))))
+    ranks = dict(zip(VARIABLES_OF_A_RANK, ("0", "0", str(world_size), str(local_world_size))))
     return patch.dict(os.environ, {**base, **ranks}, clear=True)
 
 
@@ -78,7 +79,7 @@ def strategy_of_a_launch(
     """The strategy (a name in accelerate_configs/, or a .yaml file; `source`: the flag that names it) as a run of
     `world_size` processes has it. The recipe adopts what it leaves open and the pair states. Raises UserError: no such
     strategy, a contradiction between recipe, YAML and JSON, no such batch."""
-    base = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
+    base = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
     base["ACCELERATE_USE_CPU"] = "true"  # a GPU that is here and that torch does not see is no matter
     with environment_of_a_rank(world_size, local_world_size, base):
         recipe.adopt("strategy", name, source)

@@ -17,7 +17,7 @@ from zerofit.recipe.parse import parse_recipe
 from zerofit.record.terminal import log_lines
 from zerofit.tools.tool_recipe import PRECISIONS
 
-HINTS = {
+MERGE_HINTS = {
     **dict.fromkeys(
         "model model_name_or_path model_path adapter_name_or_path lora peft_model checkpoint".split(),
         "say --adapter FOLDER, such as outputs/RUN/model",
@@ -49,7 +49,7 @@ class MergeOptions(Recipe):
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parse_recipe(MergeOptions, argv, prog="zerofit merge", tool=True, hints=HINTS)
+    options = parse_recipe(MergeOptions, argv, prog="zerofit merge", tool=True, hints=MERGE_HINTS)
     from zerofit.tools.merge_adapter import merge
 
     folder = open_adapter(options.adapter)

@@ -21,9 +21,9 @@ from zerofit.recipe.files import strip_folders
 
 # Largest difference of two logits that are the same but for rounding, as a share of the logits' spread: fp32 sums in
 # another order; in bf16 and fp16 the merged weight itself is rounded, which is once more in every layer.
-TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
-ROWS = 3
-LENGTH = 16
+LOGIT_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
+NUM_PROBE_ROWS = 3
+PROBE_LENGTH = 16
 
 
 def merge(folder: AdapterFolder, output: Path, options: Any) -> list[str]:
@@ -60,15 +60,15 @@ def merge(folder: AdapterFolder, output: Path, options: Any) -> list[str]:
         del model, adapted  # there are never two models in memory
         config = read_config("output", str(partial), trust)
         reading = {"precision": None, "trust_remote_code": trust}
-        again, missing = read_model(auto_class, "output", str(partial), config, **reading)
+        reloaded, missing = read_model(auto_class, "output", str(partial), config, **reading)
         if missing:
             raise RuntimeError(f"the written folder lacks {missing[:3]}. Nothing is written")
-        notes.append(probe.compare(before, again, "read back"))
+        notes.append(probe.compare(before, reloaded, "read back"))
     return notes
 
 
 def fold(model: Any) -> PreTrainedModel:
-    """The plain transformers model with the adapter in its weights. `model`: a PeftModel, which is used up.
+    """Return the plain transformers model with the adapter in its weights. `model`: a PeftModel, which is used up.
 
     A matrix that the base uses twice (its embeddings, as the head) becomes two where the adapter tells them apart, and
     stays one where it does not.
@@ -99,11 +99,11 @@ class Probe:
 
     def __init__(self, model: PreTrainedModel):
         config = model.config
-        length = min(LENGTH, usable_positions(config) or LENGTH)
+        length = min(PROBE_LENGTH, usable_positions(config) or PROBE_LENGTH)
         generator = torch.Generator().manual_seed(0)
         embeddings: Any = model.get_input_embeddings()
         vocabulary = embeddings.weight.shape[0]
-        rows = torch.randint(0, vocabulary, (ROWS, 1, length), generator=generator)
+        rows = torch.randint(0, vocabulary, (NUM_PROBE_ROWS, 1, length), generator=generator)
         end = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
         if end is not None and end < vocabulary:
             rows[rows == end] = (end + 1) % vocabulary
@@ -116,24 +116,24 @@ class Probe:
         with torch.no_grad():
             logits = []
             for row in self.rows:
-                more = {"decoder_input_ids": row.flip(1)} if self.has_decoder else {}
-                logits.append(model(input_ids=row, **more).logits.float().flatten())
+                decoder_inputs = {"decoder_input_ids": row.flip(1)} if self.has_decoder else {}
+                logits.append(model(input_ids=row, **decoder_inputs).logits.float().flatten())
         return torch.cat(logits)
 
-    def compare(self, before: Tensor, model: PreTrainedModel, what: str) -> str:
+    def compare(self, before: Tensor, model: PreTrainedModel, stage: str) -> str:
         """A line on how the model's logits differ from those before. Raises RuntimeError: by more than rounding."""
         dtype = str(model.dtype).removeprefix("torch.")
         after = self.logits(model)
         difference = (after - before).abs().max().item() if after.shape == before.shape else float("nan")
         spread = (before.max() - before.min()).item()
-        allowed = TOLERANCE[dtype] * spread
+        allowed = LOGIT_TOLERANCE[dtype] * spread
         if not difference <= allowed:
-            raise RuntimeError(f"{what}: logits differ by {difference:.1e}, rounding explains {allowed:.1e}")
-        return f"{what:<12}  logits differ by {difference:.1e} of a spread of {spread:.1e}, in {dtype}"
+            raise RuntimeError(f"{stage}: logits differ by {difference:.1e}, rounding explains {allowed:.1e}")
+        return f"{stage:<12}  logits differ by {difference:.1e} of a spread of {spread:.1e}, in {dtype}"
 
 
 def _card(model: PreTrainedModel, folder: AdapterFolder, base: str, notes: list[str]) -> str:
-    """README.md of the merged model."""
+    """Return the text of the merged model's README.md."""
     of_adapter = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save", "task_type")
     settings = json.dumps({name: folder.settings.get(name) for name in of_adapter}, indent=2)
     dtype = str(model.dtype).removeprefix("torch.")

@@ -20,12 +20,13 @@ from zerofit.recipe.files import read_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LLAMA_3 = ("begin_of_text end_of_text - - - - start_header_id end_header_id - eot_id").split()  # -: a numbered one
-LLAMA_3_1 = (
+# -: a numbered token
+LLAMA_3_TOKENS = ("begin_of_text end_of_text - - - - start_header_id end_header_id - eot_id").split()
+LLAMA_3_1_TOKENS = (
     "begin_of_text end_of_text - - finetune_right_pad_id - start_header_id end_header_id eom_id eot_id python_tag"
 ).split()
-LLAMA_3_SPECIAL = 256  # special tokens that all of Llama 3's models have
-ENDS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
+NUM_LLAMA_3_SPECIAL = 256  # special tokens that all of Llama 3's models have
+END_TOKENS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
 
 
 @dataclass
@@ -43,18 +44,18 @@ class ConvertedTokenizer:
             return
         self.tokenizer.model_max_length = positions
         self.tokenizer.save_pretrained(folder)
-        kept = folder / "original" if isinstance(self.ends[1], list) else folder
-        kept.mkdir(exist_ok=True)
-        shutil.copyfile(self.source, kept / "tokenizer.model")
+        original = folder / "original" if isinstance(self.ends[1], list) else folder
+        original.mkdir(exist_ok=True)
+        shutil.copyfile(self.source, original / "tokenizer.model")
 
 
 def find_tokenizer(folder: Path, chosen: str | None) -> Path | None:
     """tokenizer.model of a checkpoint, or of the folder above it, for several checkpoints. None: --tokenizer none."""
     if chosen == "none":
         return None
-    places = [Path(chosen).expanduser()] if chosen else [folder, folder.resolve().parent]
-    for place in places:
-        file = place / "tokenizer.model" if place.is_dir() else place
+    candidates = [Path(chosen).expanduser()] if chosen else [folder, folder.resolve().parent]
+    for path in candidates:
+        file = path / "tokenizer.model" if path.is_dir() else path
         if file.is_file():
             return file
     where = f"tokenizer = {chosen!r}: there is" if chosen else f"input = {str(folder)!r} and the folder above it have"
@@ -67,26 +68,28 @@ def convert_tokenizer(file: Path | None, vocab: int, version: str) -> ConvertedT
     if file is None:
         ends = (vocab - 256, vocab - 255) if version.startswith("3") else (1, 2)
         return ConvertedTokenizer(None, ends, ["warning: the folder has no tokenizer (--tokenizer none)"])
-    ranks = tiktoken_ranks(file)
-    made = _of_tiktoken(file, ranks, vocab, version) if ranks else _of_sentencepiece(file)
-    size = max(made.tokenizer.get_vocab().values()) + 1
+    ranks = read_tiktoken_ranks(file)
+    converted = _convert_tiktoken(file, ranks, vocab, version) if ranks else _convert_sentencepiece(file)
+    size = max(converted.tokenizer.get_vocab().values()) + 1
     if size > vocab:
         raise UserError(f"{file} has {size} tokens, and the model {vocab}: name this model's tokenizer")
-    return made
+    return converted
 
 
-def tokenizer_of_file(file: Path) -> "PreTrainedTokenizerBase":
+def load_meta_tokenizer(file: Path) -> "PreTrainedTokenizerBase":
     """The tokenizer in a tokenizer.model without a model. The params.json beside one of Llama 3 says which special
     tokens it has; without one they are those of 3.1."""
     params = file.with_name("params.json")
-    ranks = len(tiktoken_ranks(file) or ())
+    ranks = len(read_tiktoken_ranks(file) or ())
     values = json.loads(read_text(params)) if params.is_file() else {"use_scaled_rope": True}
-    special = max(LLAMA_3_SPECIAL, (values.get("vocab_size") or 0) - ranks) if ranks > 1000 else len(LLAMA_3)
+    special = (
+        max(NUM_LLAMA_3_SPECIAL, (values.get("vocab_size") or 0) - ranks) if ranks > 1000 else len(LLAMA_3_TOKENS)
+    )
     vocab = ranks + special if ranks else sys.maxsize
     return convert_tokenizer(file, vocab, "3.1" if values.get("use_scaled_rope") else "3").tokenizer
 
 
-def tiktoken_ranks(file: Path) -> dict[bytes, int] | None:
+def read_tiktoken_ranks(file: Path) -> dict[bytes, int] | None:
     """{token: rank} of lines `base64 rank`; None: the file has another format."""
     try:
         lines = [line.split() for line in file.read_bytes().splitlines() if line]
@@ -95,7 +98,7 @@ def tiktoken_ranks(file: Path) -> dict[bytes, int] | None:
         return None
 
 
-def _of_sentencepiece(file: Path) -> ConvertedTokenizer:
+def _convert_sentencepiece(file: Path) -> ConvertedTokenizer:
     from sentencepiece import SentencePieceProcessor
     from transformers import LlamaTokenizer
 
@@ -109,15 +112,15 @@ def _of_sentencepiece(file: Path) -> ConvertedTokenizer:
     return ConvertedTokenizer(tokenizer, (pieces.bos_id(), pieces.eos_id()), [], file)
 
 
-def special_tokens(version: str, number: int) -> list[str]:
+def make_special_tokens(version: str, number: int) -> list[str]:
     """Llama 3's special tokens: the named ones, and numbered ones in between and after them."""
-    names = LLAMA_3_1 if version == "3.1" else LLAMA_3
+    names = LLAMA_3_1_TOKENS if version == "3.1" else LLAMA_3_TOKENS
     numbered = itertools.count()
     tokens = [f"reserved_special_token_{next(numbered)}" if name == "-" else name for name in [*names, *"-" * number]]
     return [f"<|{name}|>" for name in tokens[:number]]
 
 
-def _of_tiktoken(file: Path, ranks: dict[bytes, int], vocab: int, version: str) -> ConvertedTokenizer:
+def _convert_tiktoken(file: Path, ranks: dict[bytes, int], vocab: int, version: str) -> ConvertedTokenizer:
     from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import TikTokenConverter
@@ -127,8 +130,8 @@ def _of_tiktoken(file: Path, ranks: dict[bytes, int], vocab: int, version: str) 
         def load_tiktoken_bpe(_: str) -> dict[bytes, int]:
             return ranks  # transformers' own needs the package tiktoken to read the same lines
 
-    names = special_tokens(version, vocab - len(ranks))
-    if len(names) < len(LLAMA_3):
+    names = make_special_tokens(version, vocab - len(ranks))
+    if len(names) < len(LLAMA_3_TOKENS):
         raise UserError(f"{file} has {len(ranks)} tokens, and the model {vocab} with special ones: name its own")
     bpe = Converter(vocab_file=str(file), extra_special_tokens=names).converted()
     start = len(ranks)
@@ -138,6 +141,6 @@ def _of_tiktoken(file: Path, ranks: dict[bytes, int], vocab: int, version: str) 
     bpe.post_processor = Sequence([ByteLevel(trim_offsets=False), begin])
     names_of = {"bos_token": names[0], "eos_token": names[1], "model_input_names": ["input_ids", "attention_mask"]}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, clean_up_tokenization_spaces=False, **names_of)
-    found = [name for name in ENDS if name in names]
-    note = f"note: no chat template; generation ends at any of {', '.join(found)}"
-    return ConvertedTokenizer(tokenizer, (start, [start + names.index(name) for name in found]), [note], file)
+    end_tokens = [name for name in END_TOKENS if name in names]
+    note = f"note: no chat template; generation ends at any of {', '.join(end_tokens)}"
+    return ConvertedTokenizer(tokenizer, (start, [start + names.index(name) for name in end_tokens]), [note], file)

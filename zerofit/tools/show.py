@@ -28,16 +28,16 @@ from zerofit.recipe.paths import why_no_model
 from zerofit.record.run_folder import RunFolder, is_count
 from zerofit.record.terminal import decimals, duration, log_lines, rounded, screen_width, shortened, size, table
 
-RECENT = 20  # updates whose median is the speed
+NUM_RECENT_UPDATES = 20  # updates whose median is the speed
 # a run without a new line for longer than both is silent
-SILENT_S = 60
-SILENT_UPDATES = 10
-GONE_S = 10  # the same of one whose process is not there; it may be there, and not be seen from this container
-RUNNING = "running"
-SILENT = "silent"
-KILLED = "killed"
-FINISHED = "finished"
-EXIT = "exit"
+SILENT_AFTER_S = 60
+SILENT_AFTER_UPDATES = 10
+GONE_AFTER_S = 10  # the same for a run whose process does not exist, or is in another container
+STATE_RUNNING = "running"
+STATE_SILENT = "silent"
+STATE_KILLED = "killed"
+STATE_FINISHED = "finished"
+STATE_EXIT = "exit"
 
 
 class WatchedRun:
@@ -63,7 +63,7 @@ class WatchedRun:
 
     def median(self, name: str) -> float | None:
         """The median of a figure over the latest updates; None: there is none."""
-        values = [line[name] for line in list(self.lines.values())[-RECENT:] if name in line]
+        values = [line[name] for line in list(self.lines.values())[-NUM_RECENT_UPDATES:] if name in line]
         return statistics.median(values) if values else None
 
     @property
@@ -86,7 +86,7 @@ class WatchedRun:
 
     @property
     def held_out(self) -> float | None:
-        """The latest of it."""
+        """The latest held-out figure by which the run is judged; None: there is none."""
         return self.last(f"eval_{self.metric}")
 
     def state(self, now: float) -> str:
@@ -94,12 +94,12 @@ class WatchedRun:
         1970."""
         code = self.environment.get("exit_code")
         silent_s = now - self.written_at
-        patience_s = SILENT_UPDATES * (self.median("seconds") or 0)
+        patience_s = SILENT_AFTER_UPDATES * (self.median("seconds") or 0)
         if code is not None:
-            return f"{EXIT} {code}" if code else FINISHED
-        if silent_s > max(GONE_S, patience_s) and self._process_is_gone():
-            return KILLED
-        return f"{SILENT} {duration(silent_s)}" if silent_s > max(SILENT_S, patience_s) else RUNNING
+            return f"{STATE_EXIT} {code}" if code else STATE_FINISHED
+        if silent_s > max(GONE_AFTER_S, patience_s) and self._process_is_gone():
+            return STATE_KILLED
+        return f"{STATE_SILENT} {duration(silent_s)}" if silent_s > max(SILENT_AFTER_S, patience_s) else STATE_RUNNING
 
     def seconds_left(self) -> float | None:
         """Seconds to the end at the speed of the latest updates, without evaluations and checkpoints."""
@@ -116,21 +116,21 @@ class WatchedRun:
         return False
 
 
-def runs_in(places: Iterable[str]) -> dict[str, WatchedRun]:
-    """{name: run} of folders of runs, or folders of such folders, in their order. Raises UserError: there is no such
-    folder, or no run in any."""
-    folders = [Path(place).expanduser() for place in places]
-    if missing := [str(place) for place in folders if not place.is_dir()]:
+def find_runs(paths: Iterable[str]) -> dict[str, WatchedRun]:
+    """Return {name: run} of folders of runs, or folders of such folders, in their order. Raises UserError: there is no
+    such folder, or no run in any."""
+    folders = [Path(path).expanduser() for path in paths]
+    if missing := [str(folder) for folder in folders if not folder.is_dir()]:
         raise UserError(f"{missing[0]!r} is not a folder. Name the folder of a run, or one with runs in it")
-    below = [[place] if _is_run(place) else filter(_is_run, sorted(place.iterdir())) for place in folders]
-    paths = list(dict.fromkeys(path.resolve() for found in below for path in found))
-    if not paths:
+    below = [[folder] if _is_run(folder) else filter(_is_run, sorted(folder.iterdir())) for folder in folders]
+    run_paths = list(dict.fromkeys(path.resolve() for runs in below for path in runs))
+    if not run_paths:
         why = why_no_model(str(folders[0])) or "there is no run. Name the folder of a run, or its parent"
         raise UserError(f"{folders[0]}: {why}")
-    names = [path.name for path in paths]
+    names = [path.name for path in run_paths]
     return {
         path.name if names.count(path.name) == 1 else f"{path.parent.name}/{path.name}": WatchedRun(path)
-        for path in paths
+        for path in run_paths
     }
 
 
@@ -141,7 +141,7 @@ def _is_run(path: Path) -> bool:
 
 
 POLL_S = 2.0
-STRATEGY = 12  # columns of a strategy's name
+MAX_STRATEGY_WIDTH = 12  # columns of a strategy's name
 
 
 @dataclass
@@ -151,38 +151,40 @@ class ShowOptions(Recipe):
     watch: bool = option(False, "Show the table again every 2 s, until every run has ended.")
 
 
-def read_options(argv: list[str]) -> tuple[ShowOptions, list[str]]:
+def read_show_options(argv: list[str]) -> tuple[ShowOptions, list[str]]:
     """Return (options, folders)."""
-    words, rest = take_words(ShowOptions, argv)
-    words += [word for word in rest if word.startswith("-")]  # which are reported
+    words, other_words = take_words(ShowOptions, argv)
+    words += [word for word in other_words if word.startswith("-")]  # which are reported
     options = parse_recipe(ShowOptions, words, prog="zerofit show [FOLDER ...]", tool=True)
-    return options, [word for word in rest if not word.startswith("-")] or ["outputs"]
+    return options, [word for word in other_words if not word.startswith("-")] or ["outputs"]
 
 
 def main(argv: list[str]) -> int:
     """Print the table; with --watch at a terminal again and again, until every run has ended."""
-    options, places = read_options(argv)
+    options, folders = read_show_options(argv)
     while True:
-        found = runs_in(places)
+        runs = find_runs(folders)
         width = screen_width()
         now = time.time()
         is_watched = options.watch and width is not None
         sys.stdout.write("\x1b[H\x1b[J" if is_watched else "")  # from the top of an empty screen
-        log_lines(table_of_runs(found, width, now))
-        if not is_watched or not any(run.state(now).startswith((RUNNING, SILENT)) for run in found.values()):
+        log_lines(make_runs_table(runs, width, now))
+        if not is_watched or not any(
+            run.state(now).startswith((STATE_RUNNING, STATE_SILENT)) for run in runs.values()
+        ):
             return 0
         time.sleep(POLL_S)
 
 
-def table_of_runs(runs: dict[str, WatchedRun], width: int | None, now: float) -> str:
-    """A line for each run, below the names of the columns; `width` in columns, `now` in seconds since 1970."""
+def make_runs_table(runs: dict[str, WatchedRun], width: int | None, now: float) -> str:
+    """Return a line for each run, below the names of the columns; `width` in columns, `now` in seconds since 1970."""
     metrics = {run.metric for run in runs.values()}  # that they are judged by
     column = f"eval_{min(metrics)}" if len(metrics) == 1 else "held-out"
     head = ("run", "state", "update", "loss", column, "tokens/s", "memory", "left", "strategy")
     rows: list[tuple[str, ...]] = [head]
     for name, run in runs.items():
         state = run.state(now)
-        left = run.seconds_left() if state == RUNNING else None
+        left = run.seconds_left() if state == STATE_RUNNING else None
         loss = run.last("loss")
         speed = run.median("tokens_per_s")
         memory = run.last("peak_memory_bytes")
@@ -196,7 +198,7 @@ def table_of_runs(runs: dict[str, WatchedRun], width: int | None, now: float) ->
             "-" if speed is None else rounded(speed),
             "-" if memory is None else size(memory),
             "-" if left is None else duration(left),
-            shortened(str(run.strategy.get("name", "-")), STRATEGY),
+            shortened(str(run.strategy.get("name", "-")), MAX_STRATEGY_WIDTH),
         ]
         rows.append(tuple(cells))
     return table(rows, width)

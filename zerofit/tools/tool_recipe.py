@@ -1,4 +1,4 @@
-"""Options of a tool that works on a training recipe: one command line sets both."""
+"""The options of tools that work on a training recipe: one command line sets those of the tool and of the recipe."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -21,18 +21,18 @@ else:
     Joined = Recipe
 T = TypeVar("T", bound="TaskOption")
 # A launch whose run is not kept saves, tracks and shows nothing, and does not end early.
-NOT_KEPT = set(
+KEPT_RUN_OPTIONS = set(
     "output_dir overwrite_output_dir resume max_hours save_strategy save_steps save_total_limit mirror".split()
     + "metric_for_best_model early_stopping_patience load_best_model_at_end".split()
     + "push_to_hub report_to report_name sample_prompt".split()
 )
-QUIET = {
+QUIET_RUN_VALUES = {
     "eval_on_start": False,
     "with_tracking": False,
     "sample_tokens": 0,
     "n_val_batch_generations": 0,
 }
-NAMES = (".*[^, ].*", "names, e.g. --strategies ddp,zero2")
+NAMES_FORM = (".*[^, ].*", "names, e.g. --strategies ddp,zero2")
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
@@ -58,12 +58,12 @@ class StrategiesOptions(TaskOption):
         ["ddp", "zero2", "zero3"],
         "Names in accelerate_configs/, or .yaml files: zero2,zero3.",
         common=True,
-        form=NAMES,
+        form=NAMES_FORM,
     )
 
     @property
     def names(self) -> list[str]:
-        """The strategies, each once."""
+        """The names of the strategies, without duplicates."""
         return list(dict.fromkeys(name for text in self.strategies for name in text.split(",") if name))
 
 
@@ -95,7 +95,7 @@ class BatchSizesOptions(Recipe):
         """The micro-batches that were named, in order; None: auto."""
         if self.batch_sizes == ["auto"]:
             return None
-        return sorted({int(text) for given in self.batch_sizes for text in given.split(",") if text})
+        return sorted({int(text) for sizes in self.batch_sizes for text in sizes.split(",") if text})
 
 
 def read_with_recipe(tool: type[T], argv: list[str], prog: str) -> tuple[T, type[TaskRecipe]]:

@@ -36,21 +36,21 @@ from zerofit.record.terminal import duration, log_lines, screen_width, table
 from zerofit.strategy.batches import resolve_batches
 from zerofit.strategy.launch import find_strategies
 from zerofit.tools.tool_recipe import (
-    NOT_KEPT,
-    QUIET,
+    KEPT_RUN_OPTIONS,
+    QUIET_RUN_VALUES,
     LaunchedStrategiesOptions,
     read_with_recipe,
     recipe_text,
     recipe_values,
 )
 
-FIGURES = {"loss": "loss", "grad_norm": "gradient norm", "learning_rate": "learning rate"}
+COMPARED_FIGURES = {"loss": "loss", "grad_norm": "gradient norm", "learning_rate": "learning rate"}
 Lines = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Between the records of two runs.
+    """The differences between the records of two runs.
 
     Args:
         largest: the largest relative difference of each figure in any update; NaN where a figure is not a number.
@@ -72,19 +72,21 @@ def compare_records(
     ValueError: that has no samples, so that everything would agree."""
     problems: list[str] = []
     expected = range(1, num_updates + 1)
-    for lines, whose in ((metrics, ""), (metrics_of_reference, " of the reference")):
+    for lines, owner in ((metrics, ""), (metrics_of_reference, " of the reference")):
         counts = Counter(line["update"] for line in lines)
-        wrong = {
+        wrong_updates = {
             "missing": [update for update in expected if update not in counts],
             f"beyond {num_updates}": [update for update in counts if update not in expected],
             "more than once": [update for update, number in counts.items() if number > 1],
         }
         problems += [
-            f"updates {what}{whose}: {', '.join(map(str, several[:5]))}" for what, several in wrong.items() if several
+            f"updates {fault}{owner}: {', '.join(map(str, updates[:5]))}"
+            for fault, updates in wrong_updates.items()
+            if updates
         ]
     ours, theirs = ({line["update"]: line for line in lines} for lines in (metrics, metrics_of_reference))
     largest = {}
-    for figure in FIGURES:
+    for figure in COMPARED_FIGURES:
         differences = [
             relative_difference(ours[update].get(figure), theirs[update].get(figure))
             for update in ours.keys() & theirs.keys()
@@ -114,10 +116,11 @@ def relative_difference(value: float | None, expected: float | None) -> float:
     return abs(value - expected) / max(abs(expected), 1e-12)
 
 
-NOISE = re.compile(r"(dropout|pdrop|dropout_prob|dropout_rate|layerdrop|drop_rate|drop_path|jitter_noise)$")
-OMITTED = NOT_KEPT | {"num_train_epochs", "gradient_accumulation_steps"}  # max_train_steps, global_batch_size
-REPLACED = QUIET | {"logging_steps": 1, "predict_with_generate": False, "record_samples": True}
-EVALUATED = 16  # held-out records in the one evaluation at the end, which cannot be turned off
+DROPOUT_OPTION = re.compile(r"(dropout|pdrop|dropout_prob|dropout_rate|layerdrop|drop_rate|drop_path|jitter_noise)$")
+# The proof sets max_train_steps and global_batch_size instead of the last two.
+OPTIONS_NOT_VERIFIED = KEPT_RUN_OPTIONS | {"num_train_epochs", "gradient_accumulation_steps"}
+VERIFIED_RUN_VALUES = QUIET_RUN_VALUES | {"logging_steps": 1, "predict_with_generate": False, "record_samples": True}
+MAX_EVAL_RECORDS = 16  # held-out records in the one evaluation at the end, which cannot be turned off
 TOLERANCES = {"fp32": 1e-5, "bf16": 5e-2, "fp16": 5e-2}
 
 
@@ -160,14 +163,14 @@ class VerifyOptions(LaunchedStrategiesOptions):
 def shorten(recipe: VerifyOptions, cls: type[TaskRecipe]) -> tuple[dict[str, Any], list[str]]:
     """Return (a shortened recipe, notes on what changes the numbers) of one that is both `cls` and VerifyOptions.
     Raises UserError: the global batch does not divide by the processes; the model's configuration cannot be loaded."""
-    values = recipe_values(recipe, cls, OMITTED, REPLACED)
+    values = recipe_values(recipe, cls, OPTIONS_NOT_VERIFIED, VERIFIED_RUN_VALUES)
     batches = resolve_batches(recipe, recipe.num_processes)
     values["global_batch_size"] = batches.global_batch
     if recipe.kills:
-        other = BatchOptions(batches.micro_batch, global_batch_size=batches.global_batch)
-        resolve_batches(other, recipe.resumed_processes, total_stays=True)
+        resumed_batch = BatchOptions(batches.micro_batch, global_batch_size=batches.global_batch)
+        resolve_batches(resumed_batch, recipe.resumed_processes, total_stays=True)
     values |= {"max_train_steps": recipe.updates, "eval_steps": recipe.updates}
-    values["max_eval_samples"] = min(recipe.max_eval_samples or EVALUATED, EVALUATED)
+    values["max_eval_samples"] = min(recipe.max_eval_samples or MAX_EVAL_RECORDS, MAX_EVAL_RECORDS)
     changes = [f"{recipe.updates} updates of {batches.global_batch} samples"]
     values["precision"] = precision_of(recipe)
     if recipe.precision not in (None, values["precision"]):
@@ -180,7 +183,7 @@ def shorten(recipe: VerifyOptions, cls: type[TaskRecipe]) -> tuple[dict[str, Any
     noisy = sorted(  # dropout: its noise depends on the number of processes
         name
         for name, value in config.to_dict().items()
-        if NOISE.search(name) and type(value) in (int, float) and value > 0
+        if DROPOUT_OPTION.search(name) and type(value) in (int, float) and value > 0
     )
     if noisy:
         overrides = [recipe.config_overrides, *(f"{name}=0" for name in noisy)]
@@ -196,9 +199,9 @@ def precision_of(recipe: VerifyOptions) -> str:
     return recipe.precision if recipe.source("precision") == "--precision" and recipe.precision else "fp32"
 
 
-# the folder, the strategy
-REFERENCE = "reference"
-ONE_PROCESS = "single"
+# of the run with one process: its folder, its strategy
+REFERENCE_FOLDER = "reference"
+REFERENCE_STRATEGY = "single"
 
 
 @dataclass
@@ -206,7 +209,7 @@ class ComparedRun:
     """The result of a run, compared with the run that it must equal.
 
     Args:
-        num_processes: of each of its launches.
+        num_processes: the number of processes of each launch.
         failure: why it cannot be compared; None: it can.
         kills: how often it was killed; None: it was to run undisturbed.
         kills_resumed: kills after which a launch resumed from a checkpoint.
@@ -229,8 +232,10 @@ class ComparedRun:
         largest = self.difference.largest
         for name, value in largest.items():
             if not value <= tolerance:
-                what = "is not a number in some update" if math.isnan(value) else f"differs by more than {tolerance:g}"
-                problems.append(f"its {FIGURES[name]} {what}")
+                fault = (
+                    "is not a number in some update" if math.isnan(value) else f"differs by more than {tolerance:g}"
+                )
+                problems.append(f"its {COMPARED_FIGURES[name]} {fault}")
         if self.kills is not None and not self.kills_resumed:
             problems.append("no kill was followed by a resume: set more --updates, or smaller --save_steps")
         return problems
@@ -273,7 +278,7 @@ class Proof:
         self.recipe = recipe
         self.logs = output / "logs"
         self.save_flags = ("--save_steps", str(options.saved_every), "--save_total_limit", "2")
-        self.reference = ComparedRun(ONE_PROCESS, [1], "it was not launched")
+        self.reference = ComparedRun(REFERENCE_STRATEGY, [1], "it was not launched")
         self.agreement: list[ComparedRun] = []
         self.resumed: list[ComparedRun] = []
         self.began = time.monotonic()
@@ -281,7 +286,7 @@ class Proof:
     def run(self) -> None:
         """Launch all runs; if the reference fails, no other. Raises UserError: the reference refuses the recipe."""
         shutil.rmtree(self.logs, ignore_errors=True)
-        self.reference = self._run_to_end(REFERENCE, ONE_PROCESS, 1)
+        self.reference = self._run_to_end(REFERENCE_FOLDER, REFERENCE_STRATEGY, 1)
         if self.reference.failure:
             return
         for name in self.options.names:
@@ -307,11 +312,11 @@ class Proof:
         if failed:
             failed = f"{failed}\n  to run it alone: {shlex.join(command)}"
             log_lines(f"{about}: failed")
-            if folder == REFERENCE and refused:
+            if folder == REFERENCE_FOLDER and refused:
                 raise UserError(f"{about}: {refused}")
             return ComparedRun(strategy, [num_processes], failed)
         log_lines(f"{about}: {counted(self.options.updates, 'update')}, {seconds:.0f} s")
-        return self._compared(ComparedRun(strategy, [num_processes]), trial.output, self.output / REFERENCE)
+        return self._compared(ComparedRun(strategy, [num_processes]), trial.output, self.output / REFERENCE_FOLDER)
 
     def _run_and_kill(self, strategy: str) -> ComparedRun:
         """Launch a run, kill it once in each of `kills` equal parts, then let it run to its end. A launch that ends
@@ -321,14 +326,14 @@ class Proof:
         trial = self._trial(f"{folder}-killed", strategy, self.save_flags)
         undisturbed = self.output / folder
         random = Random(folder)
-        update_s = median(line["seconds"] for line in _metrics(undisturbed))
+        update_s = median(line["seconds"] for line in _read_metrics(undisturbed))
         start_s = sum(RunFolder(undisturbed).environment()["seconds_to_first_update"].values())
         outcome = ComparedRun(strategy, [], kills=0)
         not_resumed = 0
-        each = (options.updates - 1) / options.kills
+        updates_per_kill = (options.updates - 1) / options.kills
         moments: list[Callable[[RunningLaunch], bool] | None] = []
         for index in range(options.kills):
-            place = random.uniform(1 + each * index, 1 + each * (index + 1))
+            place = random.uniform(1 + updates_per_kill * index, 1 + updates_per_kill * (index + 1))
             update = min(int(place), options.updates - 1)
             delay_s = (place % 1) * update_s
             moments.append(moment_to_kill(index, update, delay_s, random.uniform(0, start_s)))
@@ -360,9 +365,12 @@ class Proof:
                 break
         return outcome if outcome.failure else self._compared(outcome, trial.output, undisturbed)
 
-    def _compared(self, outcome: ComparedRun, ours: Path, other: Path) -> ComparedRun:
-        samples, reference = (JsonlFile(folder / "samples.jsonl").read() for folder in (ours, other))
-        outcome.difference = compare_records(_metrics(ours), samples, _metrics(other), reference, self.options.updates)
+    def _compared(self, outcome: ComparedRun, folder: Path, reference: Path) -> ComparedRun:
+        samples = JsonlFile(folder / "samples.jsonl").read()
+        expected = JsonlFile(reference / "samples.jsonl").read()
+        outcome.difference = compare_records(
+            _read_metrics(folder), samples, _read_metrics(reference), expected, self.options.updates
+        )
         return outcome
 
     @property
@@ -379,11 +387,11 @@ class Proof:
         tolerance = self.options.largest_difference
         blocks: list[str] = []
         for about, outcomes in (
-            (f"each against one process ({ONE_PROCESS}): the largest relative differences", self.agreement),
+            (f"each against one process ({REFERENCE_STRATEGY}): the largest relative differences", self.agreement),
             ("killed and resumed, each against its undisturbed run", self.resumed),
         ):
             if outcomes:
-                blocks.append(f"{about}\n{table(_rows(outcomes, tolerance), width)}")
+                blocks.append(f"{about}\n{table(_make_rows(outcomes, tolerance), width)}")
         for outcome in (self.reference, *self.agreement, *self.resumed):
             disturbed = "" if outcome.kills is None else ", killed and resumed"
             problems = [f"{outcome.strategy}{disturbed}: {problem}" for problem in outcome.problems(tolerance)]
@@ -391,22 +399,22 @@ class Proof:
         after = f"{counted(self.options.updates, 'update')}, {duration(time.monotonic() - self.began)}"
         verdict = f"NOT verified ({after}). The runs and their logs are in {self.output}"
         if self.passed:
-            kills = sum(each.kills_resumed for each in self.resumed)
+            kills = sum(run.kills_resumed for run in self.resumed)
             also = f"{counted(kills, 'kill')} left no trace" if kills else "no run was killed"
             verdict = f"verified against one process: {', '.join(self.options.names)}; {also} ({after})"
         return "\n\n".join([*blocks, verdict])
 
 
-def _rows(outcomes: list[ComparedRun], tolerance: float) -> list[tuple[str, ...]]:
-    """The head and a row for each outcome; all of them were killed, or none."""
+def _make_rows(outcomes: list[ComparedRun], tolerance: float) -> list[tuple[str, ...]]:
+    """Return a head and a row for each outcome; either all of the runs were killed, or none."""
     kills = () if outcomes[0].kills is None else ("kills", "resumes")
     ledger = ("repeated", "skipped")  # samples
-    rows = [("strategy", "processes", *kills, *FIGURES.values(), *ledger, "verdict")]
+    rows = [("strategy", "processes", *kills, *COMPARED_FIGURES.values(), *ledger, "verdict")]
     for outcome in outcomes:
         about = [outcome.strategy, ",".join(map(str, outcome.num_processes))]
         about += [str(getattr(outcome, name)) for name in kills]
         if outcome.failure or outcome.difference is None:
-            rows.append((*about, *["-"] * len((*FIGURES, *ledger)), "FAILED"))
+            rows.append((*about, *["-"] * len((*COMPARED_FIGURES, *ledger)), "FAILED"))
             continue
         figures = [f"{value:.1e}" if value else "0" for value in outcome.difference.largest.values()]
         samples = [str(getattr(outcome.difference, name)) for name in ledger]
@@ -414,19 +422,19 @@ def _rows(outcomes: list[ComparedRun], tolerance: float) -> list[tuple[str, ...]
     return rows
 
 
-def _metrics(folder: Path) -> list[dict[str, Any]]:
+def _read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [line for line in JsonlFile(folder / "metrics.jsonl").read() if line["update"] > 0]
 
 
-RECIPE = "recipe.yaml"
+SHORTENED_RECIPE_FILE = "recipe.yaml"
 
 
 def main(argv: list[str]) -> int:
     options, cls = read_with_recipe(VerifyOptions, argv, prog="zerofit verify")
-    configs = find_strategies([ONE_PROCESS, *options.names])
+    configs = find_strategies([REFERENCE_STRATEGY, *options.names])
     name = name_of_recipe(options.source("config"), options.task)
     output = Path(options.output or Path("outputs") / f"verify-{name}")
-    check_folder_of(output, RECIPE, "proof")
+    check_folder_of(output, SHORTENED_RECIPE_FILE, "proof")
     check_paths(options, output, "output")
     values, changes = shorten(options, cls)
     log_lines(
@@ -436,14 +444,14 @@ def main(argv: list[str]) -> int:
         f"folder    {output}",
     )
     output.mkdir(parents=True, exist_ok=True)
-    (output / RECIPE).write_text(recipe_text(values), encoding="utf-8")
-    proof = Proof(options, configs, output, output / RECIPE)
+    (output / SHORTENED_RECIPE_FILE).write_text(recipe_text(values), encoding="utf-8")
+    proof = Proof(options, configs, output, output / SHORTENED_RECIPE_FILE)
     with ending_in_order():
         proof.run()
     (output / "report.txt").write_text(proof.report() + "\n", encoding="utf-8")
     log_lines("", proof.report(screen_width()))
     if proof.passed and not options.keep:  # the recipe, the report and the logs stay
-        for folder in (REFERENCE, *(Path(name).stem for name in options.names)):
+        for folder in (REFERENCE_FOLDER, *(Path(name).stem for name in options.names)):
             for path in (output / folder, output / f"{folder}-killed"):
                 shutil.rmtree(path, ignore_errors=True)
     return 0 if proof.passed else 1

@@ -14,27 +14,27 @@ from zerofit.recipe.tasks import TaskRecipe
 from zerofit.strategy.launch import find_strategies
 from zerofit.tools.plan.plan_options import read_pair
 from zerofit.tools.tool_recipe import (
-    NOT_KEPT,
-    QUIET,
+    KEPT_RUN_OPTIONS,
+    QUIET_RUN_VALUES,
     BatchSizesOptions,
     LaunchedStrategiesOptions,
     recipe_text,
     recipe_values,
 )
 
-OMITTED = NOT_KEPT | set(
+OPTIONS_NOT_COMPARED = KEPT_RUN_OPTIONS | set(
     (
         "on_anomaly eval_steps per_device_train_batch_size global_batch_size global_batch_warmup "
         "block_size_warmup tokens_per_batch"
     ).split()
 )
-SET_BY_EACH_RUN = {  # {option of a run: what a comparison has in its place}
+SET_BY_EACH_RUN = {  # {option of a run: what to do instead}
     "output_dir": "Name its folder with --output",
     "overwrite_output_dir": "Name another folder with --output",
     "resume": "Remove it: the same command resumes",
     "per_device_train_batch_size": "Name the sizes with --batch_sizes, e.g. --batch_sizes 8,16",
 }
-REPLACED = QUIET | {
+VALUES_OF_TRIALS = QUIET_RUN_VALUES | {
     "save_strategy": "no",
     "save_minutes": 0.0,
     "pad_to_max_length": True,
@@ -70,7 +70,7 @@ class CompareOptions(BatchSizesOptions, LaunchedStrategiesOptions):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One line of the comparison.
+    """One candidate of the comparison: a strategy, with options that it changes in the recipe.
 
     Args:
         name: as the user wrote it, e.g. zero2 or zero2:lora=true.
@@ -101,9 +101,13 @@ def read_candidates(names: list[str]) -> list[Candidate]:
     """Parse `STRATEGY` or `STRATEGY:option=value:option=value`. Raises UserError: an unknown strategy, or an override
     that sets nothing."""
     parts = {name: re.split(r":(?=[^:=]+(?:=|$|:))", name) for name in names}
-    wrong = [(name, text) for name, (_, *pairs) in parts.items() for text in pairs if not re.match(r"[\w-]+=.", text)]
-    if wrong:
-        raise UserError([f"strategy {name!r}: {text!r} sets nothing, as zero2:lora=true does" for name, text in wrong])
+    invalid = [
+        (name, text) for name, (_, *pairs) in parts.items() for text in pairs if not re.match(r"[\w-]+=.", text)
+    ]
+    if invalid:
+        raise UserError(
+            [f"strategy {name!r}: {text!r} sets nothing, as zero2:lora=true does" for name, text in invalid]
+        )
     configs = find_strategies([strategy for strategy, *_ in parts.values()])
     candidates = []
     for name, (strategy, *pairs) in parts.items():
@@ -116,23 +120,23 @@ def read_candidates(names: list[str]) -> list[Candidate]:
 def make_recipe(options: CompareOptions, cls: type[TaskRecipe]) -> tuple[dict[str, Any], list[str]]:
     """Return (the user's recipe without the options that a trial does not use, notes on what differs). Raises
     UserError: a flag sets one of those."""
-    without_use = SET_BY_EACH_RUN if options.finish else OMITTED - {"global_batch_size"}
+    without_use = SET_BY_EACH_RUN if options.finish else OPTIONS_NOT_COMPARED - {"global_batch_size"}
     useless = [name for name in sorted(without_use) if options.source(name) == f"--{name}"]
     if useless:
         raise UserError(
             [f"--{name} has no effect in a comparison. {SET_BY_EACH_RUN.get(name, 'Remove it')}" for name in useless]
         )
-    values = recipe_values(options, cls, OMITTED, REPLACED)
+    values = recipe_values(options, cls, OPTIONS_NOT_COMPARED, VALUES_OF_TRIALS)
     notes = []
-    values["max_eval_samples"] = one_batch(options, options.per_device_eval_batch_size)
+    values["max_eval_samples"] = limit_eval_samples(options, options.per_device_eval_batch_size)
     if options.global_batch_size and not options.gradient_accumulation_steps:
         values["gradient_accumulation_steps"] = 2
         notes.append(f"global_batch_size = {options.global_batch_size} is ignored: batch sizes are compared")
     return values, notes
 
 
-def one_batch(options: CompareOptions, batch_size: int) -> int:
-    """Held-out samples of one batch on each process."""
+def limit_eval_samples(options: CompareOptions, batch_size: int) -> int:
+    """Return the number of held-out samples that give each process one batch."""
     samples = batch_size * options.num_processes
     return min(options.max_eval_samples or samples, samples)
 
@@ -150,7 +154,7 @@ def check_overrides(candidates: list[Candidate], values: dict[str, Any], cls: ty
             problems += [
                 f"{candidate.name}: {problem}" if candidate.overrides else problem for problem in error.problems
             ]
-        fixed = sorted(candidate.overrides.keys() & (OMITTED | REPLACED.keys()))
+        fixed = sorted(candidate.overrides.keys() & (OPTIONS_NOT_COMPARED | VALUES_OF_TRIALS.keys()))
         problems += [f"{candidate.name}: {name} is set by the comparison itself" for name in fixed]
     if problems:
         raise UserError(list(dict.fromkeys(problems)))

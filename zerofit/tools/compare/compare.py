@@ -35,16 +35,22 @@ from zerofit.record.run_folder import RunFolder, check_folder_of
 from zerofit.record.terminal import duration, log_lines, rounded, screen_width, shortened, size, table
 from zerofit.tools.compare.candidates import CompareOptions, check_overrides, make_recipe, read_candidates
 from zerofit.tools.compare.comparison import (
-    RATES,
+    TIMING_FIELDS,
     Comparison,
     StrategyRow,
-    common_size,
-    conclusion,
-    load_text,
-    speed_up,
-    spread,
+    compute_speed_up,
+    find_common_size,
+    format_load,
+    format_spread,
+    summarize_results,
 )
-from zerofit.tools.compare.finish import Finished, agreement, finish, finished_table, values_to_finish
+from zerofit.tools.compare.finish import (
+    FinishedRun,
+    describe_agreement,
+    finished_table,
+    make_finish_recipe,
+    train_to_the_end,
+)
 from zerofit.tools.compare.trial import (
     NOT_COUNTED,
     choose_limit,
@@ -56,7 +62,7 @@ from zerofit.tools.compare.trial import (
 )
 from zerofit.tools.tool_recipe import read_with_recipe, recipe_text
 
-RECIPE = "recipe.yaml"
+TRIAL_RECIPE = "recipe.yaml"
 JOURNAL = "journal.jsonl"
 
 
@@ -69,7 +75,7 @@ def main(argv: list[str]) -> int:
     check_paths(options, output, "output")
     values, notes = make_recipe(options, cls)
     check_overrides(candidates, values, cls)
-    to_finish = values_to_finish(options, cls) if options.finish else None
+    to_finish = make_finish_recipe(options, cls) if options.finish else None
     if to_finish:
         check_overrides(candidates, to_finish, cls)
     real = None
@@ -86,13 +92,13 @@ def main(argv: list[str]) -> int:
         notes = [*notes, NOT_COUNTED]
     else:
         raise UserError("there is no GPU here: set --memory_limit, e.g. 1GiB, for simulated devices of this size")
-    stated = parse_bytes(options.memory_limit) if options.memory_limit else None
-    limit, about_limit = choose_limit(machine, options.num_processes, stated)
-    notes += about_limit
+    limit_given = parse_bytes(options.memory_limit) if options.memory_limit else None
+    limit, limit_notes = choose_limit(machine, options.num_processes, limit_given)
+    notes += limit_notes
     output.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(output, "output")
     folder.lock()
-    (output / RECIPE).write_text(recipe_text(values), encoding="utf-8")
+    (output / TRIAL_RECIPE).write_text(recipe_text(values), encoding="utf-8")
     (output / JOURNAL).touch()
     log_lines(
         f"recipe    {options.source('config') or 'from flags'}",
@@ -102,7 +108,7 @@ def main(argv: list[str]) -> int:
         *(f"note      {note}" for note in notes),
     )
     comparison = Comparison(
-        options, candidates, machine=machine, limit=limit, recipe=output / RECIPE, output=output, timer=timer
+        options, candidates, machine=machine, limit=limit, recipe=output / TRIAL_RECIPE, output=output, timer=timer
     )
     with ending_in_order():
         try:
@@ -115,7 +121,7 @@ def main(argv: list[str]) -> int:
                 recipe.write_text(recipe_text(to_finish), encoding="utf-8")
                 rows = zip(candidates, comparison.rows())
                 best = [(candidate, row.best["size"]) for candidate, row in rows if row.best]
-                report.finished = [finish(comparison, recipe, *each) for each in best]
+                report.finished = [train_to_the_end(comparison, recipe, candidate, size) for candidate, size in best]
                 report.write(output)
                 log_lines("", report.for_terminal())
         except KeyboardInterrupt:
@@ -132,9 +138,9 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = "os^Dv<>ph"
 
 
-def memory_plot(rows: list[StrategyRow], limit: int | None) -> Figure:
-    """Peak memory of the rank that needs most against the size: a line as predicted, points as measured, and a cross
-    where memory ran out."""
+def plot_memory(rows: list[StrategyRow], limit: int | None) -> Figure:
+    """Plot the peak memory of the rank that needs most against the batch size: a line for predictions, points for
+    measurements, and a cross where memory ran out."""
     shown = [peak_bytes(line) for row in rows for line in row.fitting] + ([limit] if limit else [])
     top = max(shown, default=2**20)
     unit, name = (2**30, "GiB") if top >= 2 * 2**30 else (2**20, "MiB")
@@ -165,8 +171,8 @@ def memory_plot(rows: list[StrategyRow], limit: int | None) -> Figure:
     return _with_legend(figure, axes)
 
 
-def throughput_plot(rows: list[StrategyRow]) -> Figure:
-    """Samples a second, over all processes, against the batch size of one."""
+def plot_throughput(rows: list[StrategyRow]) -> Figure:
+    """Plot samples per second of all processes together against the batch size per process."""
     figure, axes = _figure("batch size", "samples/s")
     for index, row in enumerate(rows):
         lines = row.timed
@@ -198,7 +204,7 @@ def _figure(x: str, y: str) -> tuple[Figure, Axes]:
 
 
 def _with_legend(figure: Figure, axes: Axes) -> Figure:
-    """The legend is below the axes: on them it would lie on points."""
+    """Add a legend below the axes, where it covers no points."""
     if labels := axes.get_legend_handles_labels()[1]:
         columns = 2 if max(map(len, labels)) > 20 else 3
         figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
@@ -206,8 +212,8 @@ def _with_legend(figure: Figure, axes: Axes) -> Figure:
     return figure
 
 
-PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft")
-STYLE = """
+REPORTED_PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft")
+PAGE_STYLE = """
 body { font: 15px/1.5 sans-serif; max-width: 1180px; margin: auto; padding: 1rem; overflow-wrap: anywhere }
 table { border-collapse: collapse }
 th, td { padding: .3rem .5rem; text-align: right; border-bottom: 1px solid #ddd; overflow-wrap: normal }
@@ -226,7 +232,7 @@ ReportSection = str | list[tuple[str, ...]] | list[str]  # a heading (# and ##) 
 
 
 class ComparisonReport:
-    """All that is said of a comparison.
+    """The report of a comparison: its text, table and plots.
 
     Args:
         command: the command that made it.
@@ -239,45 +245,45 @@ class ComparisonReport:
         self.command = command
         self.notes = notes
         self.rows = comparison.rows()
-        self.common = common_size(self.rows)
-        self.finished: list[Finished] = []  # the runs of --finish
+        self.common = find_common_size(self.rows)
+        self.finished: list[FinishedRun] = []  # the runs of --finish
 
     def write(self, output: Path) -> None:
         """Write all files into the folder."""
-        figures = {"memory": memory_plot(self.rows, self.comparison.limit)}
+        figures = {"memory": plot_memory(self.rows, self.comparison.limit)}
         if any(row.timed for row in self.rows):
-            figures["throughput"] = throughput_plot(self.rows)
+            figures["throughput"] = plot_throughput(self.rows)
         pictures = {}
         for name, figure in figures.items():
             with rc_context({"svg.hashsalt": "zerofit"}):  # the same each time
                 figure.savefig(output / f"{name}.svg", metadata={"Date": None})
             pictures[name] = (output / f"{name}.svg").read_bytes()
         parts = self._parts()
-        (output / "report.md").write_text(escape_controls(markdown(parts, [*pictures])), encoding="utf-8")
-        (output / "report.html").write_text(html_page(parts, pictures), encoding="utf-8")
+        (output / "report.md").write_text(escape_controls(render_markdown(parts, [*pictures])), encoding="utf-8")
+        (output / "report.html").write_text(render_html(parts, pictures), encoding="utf-8")
         lines: list[dict[str, Any]] = []  # empty is what a size that does not fit, or was not timed, does not have
         for row in self.rows:
             for trial in row.trials:
-                about = {"strategy": row.name, "batch_size": trial["size"], "outcome": trial["outcome"]}
-                about |= {name: trial.get(name, "") for name in ("where", "phase")}
+                cells = {"strategy": row.name, "batch_size": trial["size"], "outcome": trial["outcome"]}
+                cells |= {name: trial.get(name, "") for name in ("where", "phase")}
                 for name in ("allocated", "reserved", "host"):
-                    about[f"{name}_bytes"] = peak_bytes(trial, name) if trial["outcome"] == "fits" else ""
-                lines.append(about | {name: trial.get(name, "") for name in RATES})
+                    cells[f"{name}_bytes"] = peak_bytes(trial, name) if trial["outcome"] == "fits" else ""
+                lines.append(cells | {name: trial.get(name, "") for name in TIMING_FIELDS})
         with (output / "results.csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, lines[0] if lines else ())
             writer.writeheader()
             writer.writerows(lines)
 
     def for_terminal(self) -> str:
-        """The table and the conclusion; of finished runs theirs."""
+        """Return the table and the conclusion; with --finish those of the finished runs."""
         if self.finished:
             text = "\n".join(self._about_finished())
             return "\n\n".join(["trained to the end:", table(finished_table(self.finished), screen_width()), text])
         problems = [f"{row.name}: {row.problem}" for row in self.rows if row.problem]
-        return "\n".join([table(self.results_table(), screen_width()), "", *problems, conclusion(self.rows)])
+        return "\n".join([table(self.results_table(), screen_width()), "", *problems, summarize_results(self.rows)])
 
     def results_table(self) -> list[tuple[str, ...]]:
-        """A row for each candidate; the others are compared with the first."""
+        """Return a head and a row for each candidate; each is compared with the first."""
         columns = [self._cells(row) for row in self.rows]
         names = [name for name in columns[0] if any(cells[name] != "-" for cells in columns)]
         return [tuple(names), *(tuple(cells[name] for name in names) for cells in columns)]
@@ -287,7 +293,7 @@ class ComparisonReport:
         largest = row.at(row.largest)
         common = row.at(self.common)
         best = row.best
-        faster = speed_up(row, first)
+        faster = compute_speed_up(row, first)
         return {
             "strategy": row.name,
             "largest batch": row.limit_text,
@@ -298,8 +304,8 @@ class ComparisonReport:
             f"samples/s at {self.common}": rounded(common["samples_per_s"]) if common in row.timed else "-",
             "best batch": str(best["size"]) if best else "-",
             "samples/s there": rounded(best["samples_per_s"]) if best else "-",
-            "spread": spread(best) if best else "-",
-            "load": load_text(best) if best else "-",
+            "spread": format_spread(best) if best else "-",
+            "load": format_load(best) if best else "-",
             "tokens/s there": rounded(best["tokens_per_s"]) if best else "-",
             "speed-up": f"{faster:.2f}" if faster else "-",
             "an epoch": duration(row.about["num_samples"] / best["samples_per_s"]) if best and row.about else "-",
@@ -309,11 +315,11 @@ class ComparisonReport:
         """Return the parts of report.md and report.html, in order."""
         simulated = ", simulated" if self.comparison.machine.simulated else ""
         name = name_of_recipe(self.options.source("config"), self.options.task)
-        parts: list[ReportSection] = [f"# Batch sizes{simulated}: {name}", conclusion(self.rows)]
-        said = [f"{row.name}: {row.problem}." for row in self.rows if row.problem]
+        parts: list[ReportSection] = [f"# Batch sizes{simulated}: {name}", summarize_results(self.rows)]
+        sentences = [f"{row.name}: {row.problem}." for row in self.rows if row.problem]
         if about := next((row.about for row in self.rows if row.about), None):
             lengths = " and ".join(f"{length:,}" for length in about["longest"].values())
-            said.append(
+            sentences.append(
                 f"{counted(self.options.num_processes, 'process')}; {about['parameters']:,} parameters, "
                 f"{about['precision']}; all rows have the greatest length of {lengths} tokens (the data: "
                 f"{about['mean_sample']:,} on average); accumulation {about['accumulation']}. Sizes are those of one "
@@ -325,8 +331,8 @@ class ComparisonReport:
             if timer := self.comparison.timer:
                 precision, why = timed_precision(timer, about["precision"])
                 because = f", for {why}" if why else ""
-                said.append(f"Timed on {timer.describe()} without a memory limit, in {precision}{because}.")
-        parts += [self.results_table(), " ".join(said)]
+                sentences.append(f"Timed on {timer.describe()} without a memory limit, in {precision}{because}.")
+        parts += [self.results_table(), " ".join(sentences)]
         if self.finished:
             of_runs = (
                 "A run of the task for each strategy, as the recipe says, at its best batch and without the limit of "
@@ -341,7 +347,7 @@ class ComparisonReport:
         limit = self.comparison.limit
         environment = machine.environment
         packages = machine.environment["packages"]
-        versions = ", ".join(f"{name} {packages[name]}" for name in PACKAGES if name in packages)
+        versions = ", ".join(f"{name} {packages[name]}" for name in REPORTED_PACKAGES if name in packages)
         changed = ", with changes that are not committed" if environment["zerofit_changed"] else ""
         launches = sum(row.launches for row in self.rows)
         seconds = sum(row.seconds for row in self.rows)
@@ -358,21 +364,21 @@ class ComparisonReport:
         return [*parts, provenance]
 
     def _about_finished(self) -> list[str]:
-        agree = agreement(self.finished)
+        agree = describe_agreement(self.finished)
         problems = [f"{run.name}: {run.problem}" for run in self.finished if run.problem]
         return [f"{agree}.", *problems] if agree else problems
 
 
-def markdown(parts: list[ReportSection], pictures: list[str]) -> str:
-    """The parts as Markdown; the pictures follow the first table."""
+def render_markdown(parts: list[ReportSection], pictures: list[str]) -> str:
+    """Return the parts as Markdown; the pictures follow the first table."""
     texts = []
     for part in parts:
         if isinstance(part, str):
             texts.append(part)
         elif isinstance(part[0], tuple):
-            head, *rest = [[cell.replace("|", "\\|") for cell in row] for row in part]
+            head, *body = [[cell.replace("|", "\\|") for cell in row] for row in part]
             marks = [":--", *["--:"] * (len(head) - 1)]
-            texts.append("\n".join("| " + " | ".join(row) + " |" for row in (head, marks, *rest)))
+            texts.append("\n".join("| " + " | ".join(row) + " |" for row in (head, marks, *body)))
             texts += [f"![{name} against batch size]({name}.svg)" for name in pictures]
             pictures = []
         else:
@@ -380,24 +386,24 @@ def markdown(parts: list[ReportSection], pictures: list[str]) -> str:
     return "\n\n".join(texts) + "\n"
 
 
-def html_page(parts: list[ReportSection], pictures: dict[str, bytes]) -> str:
+def render_html(parts: list[ReportSection], pictures: dict[str, bytes]) -> str:
     """Return the parts as one page, with each picture, by its name, as SVG."""
     title = next(part for part in parts if isinstance(part, str)).lstrip("# ")
     lines = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width">',
-        f"<title>{_escaped(title)}</title><style>{STYLE}</style></head><body>",
+        f"<title>{_escape_html(title)}</title><style>{PAGE_STYLE}</style></head><body>",
     ]
     for part in parts:
         if isinstance(part, str):
             level = len(part) - len(part.lstrip("#"))
             tag = f"h{level}" if level else "p"
-            lines.append(f"<{tag}>{_escaped(part.lstrip('# '))}</{tag}>")
+            lines.append(f"<{tag}>{_escape_html(part.lstrip('# '))}</{tag}>")
         elif isinstance(part[0], tuple):
             unbroken = [[re.sub(r"(?<=\d) (?=\S+$)", "\N{NO-BREAK SPACE}", cell) for cell in row] for row in part]
-            names, *rest = [[_escaped(cell) for cell in row] for row in unbroken]  # 1.2 MiB stays on one line
+            names, *body = [[_escape_html(cell) for cell in row] for row in unbroken]  # 1.2 MiB stays on one line
             rows = ["".join(f"<th>{name}</th>" for name in names)]
-            for row in rest:  # each cell has the name of its column, which is shown on a narrow screen
+            for row in body:  # each cell has the name of its column, which is shown on a narrow screen
                 rows.append("".join(f'<td data-label="{name}">{cell}</td>' for name, cell in zip(names, row)))
             lines.append(f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>")
             for name, content in pictures.items():
@@ -405,10 +411,10 @@ def html_page(parts: list[ReportSection], pictures: dict[str, bytes]) -> str:
                 lines.append(f'<img alt="{name}" src="data:image/svg+xml;base64,{image}">')
             pictures = {}
         else:
-            lines += ["<ul>", *(f"<li>{_escaped(line)}</li>" for line in part), "</ul>"]
+            lines += ["<ul>", *(f"<li>{_escape_html(line)}</li>" for line in part), "</ul>"]
     return "\n".join([*lines, "</body></html>"]) + "\n"
 
 
-def _escaped(text: str) -> str:
-    """A text in HTML, with its words in backquotes as code."""
+def _escape_html(text: str) -> str:
+    """Escape a text for HTML; words in backquotes become code."""
     return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(escape_controls(text)))

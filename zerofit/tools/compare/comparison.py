@@ -11,25 +11,25 @@ from zerofit.launch.runs import LaunchedRun
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import digest_of_code
 from zerofit.record.terminal import duration, log_lines, rounded
-from zerofit.tools.compare.candidates import Candidate, CompareOptions, one_batch
-from zerofit.tools.compare.search import bounds, next_size
+from zerofit.tools.compare.candidates import Candidate, CompareOptions, limit_eval_samples
+from zerofit.tools.compare.search import choose_next_size, find_bounds
 from zerofit.tools.compare.trial import (
     Journal,
     TrialMachine,
-    key_of,
+    hash_values,
     peak_bytes,
     run_trial,
     timed_precision,
 )
 from zerofit.tools.tool_recipe import read_with_recipe
 
-BUSY = 2  # a load average above this many times the cores, or the ranks, is that of other programs too
-RATES = ("samples_per_s", "tokens_per_s", "seconds", "load", "cores")
+BUSY_LOAD_FACTOR = 2  # a load average above this many times the cores, or the ranks, is that of other programs too
+TIMING_FIELDS = ("samples_per_s", "tokens_per_s", "seconds", "load", "cores")
 
 
 @dataclass
 class StrategyRow:
-    """One candidate. Memory is in bytes; batch sizes are those of one process.
+    """The results of one candidate. Memory is in bytes; batch sizes are those of one process.
 
     Args:
         trials: the results of the journal, one for each size that was tried, ascending.
@@ -52,12 +52,12 @@ class StrategyRow:
     @property
     def largest(self) -> int:
         """The largest batch that fits; 0: none does, or it is not known."""
-        return 0 if self.problem else bounds(self.peaks)[0]
+        return 0 if self.problem else find_bounds(self.peaks)[0]
 
     @property
     def smallest_misfit(self) -> dict[str, Any] | None:
         """The trial of the smallest batch that does not fit; None: there is none."""
-        return next((line for line in self.trials if line["size"] == bounds(self.peaks)[1]), None)
+        return next((line for line in self.trials if line["size"] == find_bounds(self.peaks)[1]), None)
 
     @property
     def fitting(self) -> list[dict[str, Any]]:
@@ -89,18 +89,18 @@ class StrategyRow:
         if self.problem:
             return "failed"
         if not self.largest:
-            return f"none ({outcome_text(self.smallest_misfit)})" if self.smallest_misfit else "not known"
+            return f"none ({describe_outcome(self.smallest_misfit)})" if self.smallest_misfit else "not known"
         return f"{self.largest}" if self.smallest_misfit else f"{self.largest} or more"
 
     def predicted_peak(self, size: int) -> float:
         """The peak of a size, on the line through the two predicted sizes that are nearest to it."""
-        near = sorted(sorted(self.predicted, key=lambda each: abs(each - size))[:2])
+        near = sorted(sorted(self.predicted, key=lambda predicted: abs(predicted - size))[:2])
         low = self.predicted[near[0]]
         high = self.predicted[near[-1]]
         return low + (size - near[0]) * (high - low) / max(1, near[-1] - near[0])
 
 
-def outcome_text(line: dict[str, Any]) -> str:
+def describe_outcome(line: dict[str, Any]) -> str:
     """Say why a size does not fit, in words."""
     if line["outcome"] == "timed_out":
         return "timed out"
@@ -108,38 +108,38 @@ def outcome_text(line: dict[str, Any]) -> str:
     return ("out of host memory" if line.get("where") == "host" else "out of memory") + phase
 
 
-def common_size(rows: list[StrategyRow]) -> int | None:
+def find_common_size(rows: list[StrategyRow]) -> int | None:
     """The largest batch that fits under every candidate; those that hold no batch at all are not counted."""
     return min((row.largest for row in rows if row.largest), default=None)
 
 
-def speed_up(row: StrategyRow, first: StrategyRow) -> float | None:
-    """Samples a second as a multiple of the first row's, each at its best batch."""
+def compute_speed_up(row: StrategyRow, first: StrategyRow) -> float | None:
+    """Return samples per second as a multiple of the first row's, each at its best batch."""
     return row.best["samples_per_s"] / first.best["samples_per_s"] if row.best and first.best else None
 
 
-def rates(line: dict[str, Any]) -> tuple[float, float]:
+def find_rate_range(line: dict[str, Any]) -> tuple[float, float]:
     """Return (samples a second of the slowest timed update, of the fastest)."""
     samples = line["samples_per_s"] * statistics.median(line["seconds"])
     return samples / max(line["seconds"]), samples / min(line["seconds"])
 
 
-def spread(line: dict[str, Any]) -> str:
-    """The range of the timed updates' seconds, as a fraction of their median."""
-    low, high = rates(line)
+def format_spread(line: dict[str, Any]) -> str:
+    """Return the range of the timed updates' rates, as a percentage of the median rate."""
+    low, high = find_rate_range(line)
     return f"{(high - low) / line['samples_per_s']:.0%}"
 
 
-def load_text(line: dict[str, Any]) -> str:
-    """The machine's load average before the updates and after them."""
+def format_load(line: dict[str, Any]) -> str:
+    """Return the machine's load average before and after the timed updates, as text."""
     return " to ".join(f"{load:.1f}" for load in line["load"])
 
 
-def conclusion(rows: list[StrategyRow]) -> str:
-    """The results in one to three sentences."""
+def summarize_results(rows: list[StrategyRow]) -> str:
+    """Return the results in one to three sentences."""
     failed = [row.name for row in rows if row.problem]
     rows = [row for row in rows if not row.problem]
-    said: list[str] = []
+    sentences: list[str] = []
     largest = max((row.largest for row in rows), default=0)
     if largest:
         first = rows[0]
@@ -148,36 +148,40 @@ def conclusion(rows: list[StrategyRow]) -> str:
         if first.largest not in (0, largest):
             against = f", {rounded(largest / first.largest)} times the {first.largest:,} of {first.name}"
         holds = f"{' and '.join(row.name for row in holders)} {'holds' if len(holders) == 1 else 'hold'}"
-        said.append(f"{holds} the largest batch, {largest:,} per process{against}.")
+        sentences.append(f"{holds} the largest batch, {largest:,} per process{against}.")
     elif rows:
-        said.append(f"No batch fits within this limit under {', '.join(row.name for row in rows)}.")
+        sentences.append(f"No batch fits within this limit under {', '.join(row.name for row in rows)}.")
     timed = [(row, row.best) for row in rows if row.best]
     disturbed = [
-        (row, line) for row, line in timed if max(line["load"]) > BUSY * max(line["cores"], len(line["ranks"]))
+        (row, line)
+        for row, line in timed
+        if max(line["load"]) > BUSY_LOAD_FACTOR * max(line["cores"], len(line["ranks"]))
     ]
     if disturbed:
-        loads = ", ".join(f"{row.name} {load_text(line)}" for row, line in disturbed)
-        said.append(
+        loads = ", ".join(f"{row.name} {format_load(line)}" for row, line in disturbed)
+        sentences.append(
             f"No strategy is called the fastest: other programs were at work on the {disturbed[0][1]['cores']} "
             f"cores (load average: {loads}). Measure again on a quiet machine."
         )
     elif timed:
         fastest, best = max(timed, key=lambda pair: pair[1]["samples_per_s"])
-        faster = speed_up(fastest, rows[0])
+        faster = compute_speed_up(fastest, rows[0])
         against = f", {rounded(faster)} times {rows[0].name} at its best" if faster and fastest is not rows[0] else ""
         rate = f"{rounded(best['samples_per_s'])} samples/s{against}"
-        said.append(f"The fastest is {fastest.name} at {best['size']} per process: {rate}.")
-        low = rates(best)[0]
-        near = [row.name for row, line in timed if row is not fastest and rates(line)[1] >= low]
+        sentences.append(f"The fastest is {fastest.name} at {best['size']} per process: {rate}.")
+        low = find_rate_range(best)[0]
+        near = [row.name for row, line in timed if row is not fastest and find_rate_range(line)[1] >= low]
         if near:
-            said.append(f"From {' and '.join(near)} it differs by no more than the timed updates do among themselves.")
+            sentences.append(
+                f"From {' and '.join(near)} it differs by no more than the timed updates do among themselves."
+            )
     if failed:
-        said.append(f"{', '.join(failed)}: failed, without a result.")
-    return " ".join(said)
+        sentences.append(f"{', '.join(failed)}: failed, without a result.")
+    return " ".join(sentences)
 
 
-LARGEST = 4096  # no larger batch is tried, unless it is named
-NOT_MEASURED_WITH = (
+MAX_BATCH_SIZE = 4096  # no larger batch is tried, unless it is named
+CODE_OUTSIDE_TRIALS = (
     "tools/compare/",
     "tools/plan/",
     "tools/verify.py",
@@ -208,13 +212,13 @@ class Comparison:
     def __post_init__(self) -> None:
         options = self.options
         machine = self.machine
-        self.room = self.limit or min(device.total for device in machine.devices)  # what a peak may have
+        self.room = self.limit or min(device.total for device in machine.devices)  # largest peak that fits, in bytes
         self.journal = Journal(self.output / "journal.jsonl")
-        self.sizes = options.micro_batches or [*range(options.granularity, LARGEST + 1, options.granularity)]
+        self.sizes = options.micro_batches or [*range(options.granularity, MAX_BATCH_SIZE + 1, options.granularity)]
         self.problems: dict[str, str] = {}
-        code = digest_of_code(without=NOT_MEASURED_WITH)
+        code = digest_of_code(without=CODE_OUTSIDE_TRIALS)
         self.keys = {
-            candidate.name: key_of(
+            candidate.name: hash_values(
                 code=code,
                 recipe=self.recipe.read_text(encoding="utf-8"),
                 task=options.task,
@@ -239,7 +243,7 @@ class Comparison:
             raise UserError(list(dict.fromkeys(self.problems.values())))
         while True:  # until no limit changes: the sizes of --batch_sizes without a result, and the largest of all
             rows = self.rows()
-            common = common_size(rows)
+            common = find_common_size(rows)
             for candidate, row in zip(self.candidates, rows):
                 wanted = {*(self.options.micro_batches or ()), *filter(None, [common])}
                 for size in sorted(size for size in wanted if size < row.largest and not row.at(size)):
@@ -262,9 +266,12 @@ class Comparison:
         trials = [line for size, line in results.items() if size in self.sizes]
         if self.machine.simulated:  # rates are those of the trials that were timed at these sizes
             timed = self.journal.results(self._timed_key(candidate, self.timer), 0.0) if self.timer else {}
-            trials = [{name: value for name, value in line.items() if name not in (*RATES, "loss")} for line in trials]
+            trials = [
+                {name: value for name, value in line.items() if name not in (*TIMING_FIELDS, "loss")}
+                for line in trials
+            ]
             for line in trials:
-                line |= {name: value for name, value in timed.get(line["size"], {}).items() if name in RATES}
+                line |= {name: value for name, value in timed.get(line["size"], {}).items() if name in TIMING_FIELDS}
         return StrategyRow(
             candidate.name,
             trials,
@@ -291,7 +298,7 @@ class Comparison:
         guess = max((size for size, peak in row.predicted.items() if peak <= self.room), default=0)
         per_sample = row.predicted_peak(guess + 1) - row.predicted_peak(guess) if len(row.predicted) > 1 else None
         while candidate.name not in self.problems:
-            size = next_size(self.sizes, self._row(candidate).peaks, self.room, guess, per_sample=per_sample)
+            size = choose_next_size(self.sizes, self._row(candidate).peaks, self.room, guess, per_sample=per_sample)
             if size is None:
                 break
             self._try(candidate, size)
@@ -309,7 +316,7 @@ class Comparison:
 
     def _try(self, candidate: Candidate, size: int) -> None:
         """Measure a size; the result, or why the candidate has none, is known afterwards."""
-        steps = 1 if self.machine.simulated else self.options.steps  # whose peak counts, and not its time
+        steps = 1 if self.machine.simulated else self.options.steps  # only the peak counts there, not the time
         result = self._launch(candidate, size, self.keys[candidate.name], self.machine, steps)
         if result["outcome"] == "killed":
             result = self._launch(candidate, size, self.keys[candidate.name], self.machine, steps)
@@ -321,27 +328,27 @@ class Comparison:
             log_lines(f"{candidate.name}: {self.problems[candidate.name]}")
             return
         self.journal.add("size", key=self.keys[candidate.name], size=size, **result)
-        said = outcome_text(result)
+        message = describe_outcome(result)
         if result["outcome"] == "fits":
             limit = f" of {self.limit / 2**20:,.0f}" if self.limit else ""
             rate = "" if self.machine.simulated else f", {rounded(result['samples_per_s'])} samples/s"
-            said = f"fits: {peak_bytes(result) / 2**20:,.0f}{limit} MiB{rate}"
-        log_lines(f"  {candidate.name}  {size:>5}  {said}")
+            message = f"fits: {peak_bytes(result) / 2**20:,.0f}{limit} MiB{rate}"
+        log_lines(f"  {candidate.name}  {size:>5}  {message}")
 
     def _time_updates(self, timer: TrialMachine) -> None:
         """Time updates on the real machine, at the largest batch that all hold and at each candidate's own."""
         for candidate, row in zip(self.candidates, self.rows()):
             if not row.largest:
                 continue
-            sizes = filter(None, (row.largest, common_size(self.rows())))
+            sizes = filter(None, (row.largest, find_common_size(self.rows())))
             for size in sorted({*sizes} - {line["size"] for line in row.timed}):
                 precision, _ = timed_precision(timer, row.about["precision"])
                 key = self._timed_key(candidate, timer)
                 flags = ("--precision", precision)
                 result = self._launch(candidate, size, key, timer, self.options.steps, flags=flags)
                 if result["outcome"] != "fits":
-                    said = result.get("text") or outcome_text(result)
-                    log_lines(f"{candidate.name}: not timed at {size}. {said}")
+                    message = result.get("text") or describe_outcome(result)
+                    log_lines(f"{candidate.name}: not timed at {size}. {message}")
                     continue
                 self.journal.add("size", key=key, size=size, **result)
                 log_lines(
@@ -349,7 +356,7 @@ class Comparison:
                 )
 
     def _timed_key(self, candidate: Candidate, timer: TrialMachine) -> str:
-        return key_of(of=self.keys[candidate.name], steps=self.options.steps, machine=timer.identity)
+        return hash_values(of=self.keys[candidate.name], steps=self.options.steps, machine=timer.identity)
 
     def _launch(
         self,
@@ -361,13 +368,13 @@ class Comparison:
         *,
         flags: tuple[str, ...] = (),
     ) -> dict[str, Any]:
-        """One trial, as run_trial returns it. Its launch is in the journal."""
+        """Launch one trial and write it into the journal. Returns what run_trial returns."""
         options = self.options
         launch = self.journal.begin(key=key, candidate=candidate.name, size=size)
         folder = self.output / "trials" / f"{launch['launch']:03}-{candidate.folder_name}-{size}"
         evaluated = candidate.overrides.get("per_device_eval_batch_size")  # its own: trials evaluate one batch of it
         flags = (*candidate.flags, *flags, "--per_device_train_batch_size", str(size))
-        flags += ("--max_eval_samples", str(one_batch(options, int(evaluated)))) if evaluated else ()
+        flags += ("--max_eval_samples", str(limit_eval_samples(options, int(evaluated)))) if evaluated else ()
         result = run_trial(
             LaunchedRun(options.task, candidate.config, self.recipe, folder / "run", flags),
             options.num_processes,
@@ -405,4 +412,4 @@ def predict_peaks(
         counted = peak.needed - (peak.device - peak.reserved) if on_cuda else peak.allocated - CUBLAS_WORKSPACE_BYTES
         return SimpleNamespace(size=size, device_bytes=counted, fits=counted <= limit)
 
-    return [(each.size, each.device_bytes) for each in search(sizes, predict, limit)]
+    return [(prediction.size, prediction.device_bytes) for prediction in search(sizes, predict, limit)]

@@ -17,11 +17,11 @@ from zerofit.record.run_folder import RunFolder
 from zerofit.record.terminal import decimals, duration, log_lines, rounded, size
 from zerofit.tools.compare.candidates import SET_BY_EACH_RUN, Candidate, CompareOptions
 from zerofit.tools.compare.comparison import Comparison
-from zerofit.tools.compare.trial import key_of
+from zerofit.tools.compare.trial import hash_values
 from zerofit.tools.tool_recipe import recipe_values
 
 
-def values_to_finish(options: CompareOptions, cls: type[TaskRecipe]) -> dict[str, Any]:
+def make_finish_recipe(options: CompareOptions, cls: type[TaskRecipe]) -> dict[str, Any]:
     """The user's recipe without the options that each run sets for itself. A global batch sets the accumulation.
     Raises UserError: it does not divide by the processes."""
     size = options.global_batch_size
@@ -34,7 +34,7 @@ def values_to_finish(options: CompareOptions, cls: type[TaskRecipe]) -> dict[str
     return recipe_values(options, cls, without, {})
 
 
-def batch_to_train(best: int, global_batch: int | None, num_processes: int) -> int:
+def choose_micro_batch(best: int, global_batch: int | None, num_processes: int) -> int:
     """The micro-batch of the run: the best one. With a global batch, the largest one up to it that divides its part of
     a process."""
     if not global_batch:
@@ -43,21 +43,21 @@ def batch_to_train(best: int, global_batch: int | None, num_processes: int) -> i
     return next(size for size in range(min(best, of_process), 0, -1) if of_process % size == 0)
 
 
-HEAD = (
+FINISHED_COLUMNS = (
     "strategy|batch|global batch|updates|training|an epoch|training samples/s|eval batch|an evaluation|"
     "evaluation samples/s|peak|training loss"
 ).split("|")
 
 
 @dataclass
-class Finished:
-    """A run, read from its folder.
+class FinishedRun:
+    """A run that was trained to its end, read from its folder.
 
     Args:
         micro_batch: samples of one process.
-        lines: its metrics.jsonl.
+        lines: the lines of metrics.jsonl.
         figures: held-out figures of the weights in model/.
-        recipe: its options.
+        recipe: the options of the run.
         problem: why it failed; empty: it did not.
     """
 
@@ -69,11 +69,11 @@ class Finished:
     problem: str = ""
 
     @classmethod
-    def read(cls, name: str, micro_batch: int, folder: Path, problem: str = "") -> "Finished":
+    def read(cls, name: str, micro_batch: int, folder: Path, problem: str = "") -> "FinishedRun":
         """Read a run from its folder."""
-        held = RunFolder(folder).environment().get("held_out")
-        held = held if isinstance(held, dict) else {}
-        figures = {figure: value for figure, value in held.items() if figure.startswith(("eval_", "test_"))}
+        held_out = RunFolder(folder).environment().get("held_out")
+        held_out = held_out if isinstance(held_out, dict) else {}
+        figures = {figure: value for figure, value in held_out.items() if figure.startswith(("eval_", "test_"))}
         recipe = read_yaml(folder / "recipe.yaml")
         return cls(name, micro_batch, RunFolder(folder).metrics.read(), figures, recipe, problem)
 
@@ -94,13 +94,13 @@ class Finished:
         return lines[(len(lines) - 1) // 2] if lines else None
 
 
-def finished_table(runs: list[Finished]) -> list[tuple[str, ...]]:
-    """A row for each strategy."""
+def finished_table(runs: list[FinishedRun]) -> list[tuple[str, ...]]:
+    """Return a head and a row for each strategy."""
     names = list(dict.fromkeys(name for run in runs for name in run.figures))
-    rows: list[tuple[str, ...]] = [(*HEAD, *(name.removeprefix("eval_") for name in names))]
+    rows: list[tuple[str, ...]] = [(*FINISHED_COLUMNS, *(name.removeprefix("eval_") for name in names))]
     for run in runs:
         if run.problem or not run.lines:
-            rows.append((run.name, str(run.micro_batch), "failed", *["-"] * (len(HEAD) - 3 + len(names))))
+            rows.append((run.name, str(run.micro_batch), "failed", *["-"] * (len(FINISHED_COLUMNS) - 3 + len(names))))
             continue
         last = run.lines[-1]
         evaluation = run.evaluation
@@ -128,7 +128,7 @@ def _time(seconds: float) -> str:
     return duration(seconds) if seconds >= 60 else f"{rounded(seconds)} s"
 
 
-def agreement(runs: list[Finished]) -> str:
+def describe_agreement(runs: list[FinishedRun]) -> str:
     """Return whether the figures of the runs are comparable, and by how much they differ."""
     runs = [run for run in runs if not run.problem]
     if len(runs) < 2:
@@ -151,13 +151,13 @@ def agreement(runs: list[Finished]) -> str:
     )
 
 
-def finish(comparison: Comparison, recipe: Path, candidate: Candidate, best: int) -> Finished:
+def train_to_the_end(comparison: Comparison, recipe: Path, candidate: Candidate, best: int) -> FinishedRun:
     """Train under a strategy that holds a batch of `best` samples on each process. `recipe`: the file of the runs'
     recipe."""
     options = comparison.options
     machine = comparison.timer or comparison.machine
-    size = batch_to_train(best, options.global_batch_size, options.num_processes)
-    key = key_of(
+    size = choose_micro_batch(best, options.global_batch_size, options.num_processes)
+    key = hash_values(
         recipe=recipe.read_text(encoding="utf-8"),
         task=options.task,
         size=size,
@@ -169,17 +169,17 @@ def finish(comparison: Comparison, recipe: Path, candidate: Candidate, best: int
     folder = comparison.output / "runs" / f"{candidate.folder_name}-{size}-{key[:8]}"
     if RunFolder(folder).is_finished:
         log_lines(f"{candidate.name}: trained at {size} per process before ({folder})")
-        return Finished.read(candidate.name, size, folder)
+        return FinishedRun.read(candidate.name, size, folder)
     flags = (*candidate.flags, "--per_device_train_batch_size", str(size))
     command = LaunchedRun(options.task, candidate.config, recipe, folder, flags).command(options.num_processes)
     log = folder.with_name(f"{folder.name}.log")
     log_lines(f"{candidate.name}: trains at {size} per process; its output is {log}")
-    about = comparison.journal.begin(key=key, candidate=candidate.name, size=size)
+    journal_line = comparison.journal.begin(key=key, candidate=candidate.name, size=size)
     variables = machine.variables(options.num_processes)
-    with RunningLaunch(command, folder, log, mark=about["mark"], environment=variables) as launch:
+    with RunningLaunch(command, folder, log, mark=journal_line["mark"], environment=variables) as launch:
         launch.wait(math.inf)
         problem = mistake(launch) or failure(launch, "ended") or "" if launch.exit_code else ""
-        comparison.journal.end(about, "failed" if problem else "done", launch.seconds)
-    finished = Finished.read(candidate.name, size, folder, problem)
+        comparison.journal.end(journal_line, "failed" if problem else "done", launch.seconds)
+    finished = FinishedRun.read(candidate.name, size, folder, problem)
     log_lines(f"{candidate.name}: {problem or f'trained in {duration(finished.training_s)}'}")
     return finished

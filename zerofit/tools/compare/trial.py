@@ -41,7 +41,7 @@ from zerofit.tools.machine import Device, Machine, inspect_machine
 from zerofit.tools.simulate import build
 from zerofit.training.measurement import ANSWERS_FILE, MEASURE_VARIABLE
 
-USABLE = 0.9  # part of a device's memory
+USABLE_MEMORY_FRACTION = 0.9  # part of a device's memory
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class TrialMachine(Machine):
 
 
 def inspect_trial_machine(simulated: dict[str, str] | None = None) -> TrialMachine:
-    """The machine that this runs on, with `simulated` devices where there are some. Raises RuntimeError: torch cannot
+    """Return the machine that this runs on, with `simulated` devices if given. Raises RuntimeError: torch cannot
     be used."""
     root = Path(__file__).resolve().parents[3]
     finished = subprocess.run(
@@ -95,9 +95,9 @@ def inspect_trial_machine(simulated: dict[str, str] | None = None) -> TrialMachi
     )
     if finished.returncode:
         raise RuntimeError(f"the description of the machine failed:\n{finished.stderr}")
-    found = json.loads(finished.stdout.splitlines()[-1])
-    devices = tuple(Device(**device) for device in found.pop("devices"))
-    return TrialMachine(devices=devices, **found, simulated=simulated or {})
+    description = json.loads(finished.stdout.splitlines()[-1])
+    devices = tuple(Device(**device) for device in description.pop("devices"))
+    return TrialMachine(devices=devices, **description, simulated=simulated or {})
 
 
 def choose_limit(machine: TrialMachine, num_processes: int, limit: int | None) -> tuple[int | None, list[str]]:
@@ -108,18 +108,18 @@ def choose_limit(machine: TrialMachine, num_processes: int, limit: int | None) -
     if limit is None and machine.simulated:
         limit = total
     context = CUDA_CONTEXT_BYTES if machine.kind == "cuda" else 0
-    each = (limit or 0) + context
-    if ranks * each > total:
-        room = total // each * len(machine.devices)
+    share = (limit or 0) + context
+    if ranks * share > total:
+        room = total // share * len(machine.devices)
         raise UserError(
-            f"num_processes = {num_processes}: {ranks} share a device of {size(total)}, and each needs {size(each)}. "
+            f"num_processes = {num_processes}: {ranks} share a device of {size(total)}, and each needs {size(share)}. "
             f"Use --num_processes {max(1, room)}, or a smaller --memory_limit"
         )
     if ranks == 1:
         return limit, []
     notes = ["processes share a device: what they exchange goes over gloo, which is slower than NCCL"]
     if limit is None:
-        limit = int(USABLE * (total - ranks * context) / ranks)
+        limit = int(USABLE_MEMORY_FRACTION * (total - ranks * context) / ranks)
         notes.append(f"memory_limit {size(limit)}: {ranks} processes share a device of {size(total)}")
     return limit, notes
 
@@ -179,19 +179,21 @@ def recipe_without_weights(values: dict[str, Any]) -> dict[str, Any]:
     changed = {key: value for key, value in values.items() if key not in of_weights}
     if not any(changed.get(key) for key in ("tokenizer_name", "vocab_file", "train_tokenizer_vocab_size")):
         changed["tokenizer_name"] = tokenizer
-    known = name.lower() in known_architectures() and not Path(name).is_dir()
-    return {**changed, "config_name": name.lower() if known else name}
+    is_architecture = name.lower() in known_architectures() and not Path(name).is_dir()
+    return {**changed, "config_name": name.lower() if is_architecture else name}
 
 
 PROGRESS_S = 60.0  # without an answer, after which a line says that the launch is still at work
-KERNEL = re.compile(r"^\s*cause +(the kernel's out-of-memory killer|killed, very likely for want of memory)", re.M)
-KILLED = re.compile(r"exitcode\s*:\s*-(6|7|9|11)\b")
+KERNEL_KILL_PATTERN = re.compile(
+    r"^\s*cause +(the kernel's out-of-memory killer|killed, very likely for want of memory)", re.M
+)
+KILLED_RANK_PATTERN = re.compile(r"exitcode\s*:\s*-(6|7|9|11)\b")
 # The launcher itself; or a rank, as the launcher ends with its code: SIGABRT, SIGBUS, SIGKILL, SIGSEGV.
-KILLED_CODES = (-signal.SIGKILL, 134, 135, 137, 139)
+KILLED_EXIT_CODES = (-signal.SIGKILL, 134, 135, 137, 139)
 
 
-def key_of(**values: Any) -> str:
-    """A short name for the values that a trial was made with: equal values have the same name."""
+def hash_values(**values: Any) -> str:
+    """Return a short hash of the values that a trial was made with; equal values have the same hash."""
     text = json.dumps(values, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -202,8 +204,8 @@ def peak_bytes(line: dict[str, Any], name: str = "reserved") -> int:
 
 
 class Journal:
-    """journal.jsonl. Lines of kind `prediction`, `launch` (it begins), `size` (the result of one: fits, out_of_memory
-    or timed_out) and `end`."""
+    """The journal of a comparison, journal.jsonl. Its lines have the kinds `prediction`, `launch` (a launch begins),
+    `size` (the result of a launch: fits, out_of_memory or timed_out) and `end`."""
 
     def __init__(self, file: Path):
         self.file = file
@@ -290,7 +292,7 @@ def _follow(launch: RunningLaunch, answers: LineReader, patience_s: float) -> di
             if (event := line.pop("event")) != "begins":
                 return {"outcome": event, **line}
         if has_ended:
-            return outcome_of(launch)
+            return find_outcome(launch)
         if launch.seconds - shown_at > PROGRESS_S:
             shown_at = launch.seconds
             log_lines(f"  {'its updates' if begun else 'starts'}, for {duration(launch.seconds - answered_at)} now")
@@ -301,7 +303,7 @@ def _follow(launch: RunningLaunch, answers: LineReader, patience_s: float) -> di
             return {"outcome": "failed", "text": f"{early}. A larger --trial_minutes may help"}
 
 
-def outcome_of(launch: RunningLaunch) -> dict[str, Any]:
+def find_outcome(launch: RunningLaunch) -> dict[str, Any]:
     """Say why a launch has ended without an answer from its ranks, as run_trial returns it."""
     code = launch.exit_code
     text = launch.text
@@ -309,13 +311,13 @@ def outcome_of(launch: RunningLaunch) -> dict[str, Any]:
         return {"outcome": "failed", "text": "it ended without a result"}
     if refused := mistake(launch):
         return {"outcome": "refused", "text": refused}
-    if where := "host" if KERNEL.search(text) else memory_in(text):
+    if where := "host" if KERNEL_KILL_PATTERN.search(text) else memory_in(text):
         return {"outcome": "out_of_memory", "where": where}
-    if code in KILLED_CODES or KILLED.search(text):
+    if code in KILLED_EXIT_CODES or KILLED_RANK_PATTERN.search(text):
         return {"outcome": "killed", "text": "a process was killed (SIGKILL), or crashed"}
     return {"outcome": "failed", "text": failure(launch, "ended") or ""}
 
 
 if __name__ == "__main__":
-    found = inspect_machine()
-    print(json.dumps({**asdict(found), "environment": describe_environment([], torch.device(found.kind))}))
+    machine = inspect_machine()
+    print(json.dumps({**asdict(machine), "environment": describe_environment([], torch.device(machine.kind))}))

@@ -27,7 +27,7 @@ PROG = "zerofit doctor"
 
 def main(argv: list[str]) -> int:
     """Print the report. Returns 0; 1: it cannot run here; 2: bad input."""
-    read = read_options(argv)
+    read = read_doctor_options(argv)
     shell = dict(os.environ)
     offline = patch.dict(os.environ, shell | {"HF_HUB_OFFLINE": "1"}, clear=True)
     with offline, contextlib.redirect_stdout(io.StringIO()):  # libraries talk
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     return report.exit_code
 
 
-def read_options(argv: list[str]) -> tuple[DoctorOptions, str | None, TrainingRecipe, list[str]]:
+def read_doctor_options(argv: list[str]) -> tuple[DoctorOptions, str | None, TrainingRecipe, list[str]]:
     """Return (the doctor's options; the task, where one is named; the recipe as a run reads it; its problems)."""
     if not any(word.partition("=")[0] in ("--config", "--task") for word in argv):
         of_recipes = {field.name for cls in TASKS.values() for field in dataclasses.fields(cls)}

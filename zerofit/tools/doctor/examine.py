@@ -5,7 +5,7 @@ import dataclasses
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +42,13 @@ from zerofit.strategy.launch import default_config, find_strategies
 from zerofit.strategy.read import read_strategy
 from zerofit.strategy.strategy import Strategy
 from zerofit.tools.doctor.report import ERROR, NOTE, WARNING, DoctorOptions, DoctorReport
-from zerofit.tools.machine import RANKS, Machine, environment_of_a_rank, inspect_machine
+from zerofit.tools.machine import VARIABLES_OF_A_RANK, Machine, environment_of_a_rank, inspect_machine
 from zerofit.training.run_configuration import check_model, choose_compilation, resolve
 
-SHM = Path("/dev/shm")
-SMALL_SHM = 512 * 2**20  # ds_report's limit
-FULL_DISK = 2**30
-NO_MEMORY_FREE = 0.9
+SHM_FOLDER = Path("/dev/shm")
+MIN_SHM_BYTES = 512 * 2**20  # ds_report's limit
+MIN_FREE_DISK_BYTES = 2**30
+MIN_FREE_MEMORY_FRACTION = 0.9
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class Installation(Machine):
 
     Attributes:
         present: {maker: GPUs that the operating system has}, whether or not torch sees them.
-        shm: of /dev/shm; None: there is none.
+        shm: size of /dev/shm; None: there is none.
         output: the run's folder; None: no run is looked at.
         disk_free, disk_shared: of the disk with that folder; whether other machines may see it.
     """
 
     shm: int | None = None
-    present: dict[str, int] = field(default_factory=dict)
+    present: dict[str, int] = dataclasses.field(default_factory=dict)
     output: str | None = None
     disk_free: int = 0
     disk_shared: bool = False
@@ -71,15 +71,15 @@ class Installation(Machine):
     @classmethod
     def here(cls, output: Path | None) -> "Installation":
         """This machine. `output`: the run's folder."""
-        shm = shutil.disk_usage(SHM).total if SHM.is_dir() else None
-        found = cls(**vars(inspect_machine()), shm=shm, present=gpus_of_the_machine())
+        shm = shutil.disk_usage(SHM_FOLDER).total if SHM_FOLDER.is_dir() else None
+        installation = cls(**vars(inspect_machine()), shm=shm, present=gpus_of_the_machine())
         if not output:
-            return found
+            return installation
         path = output.expanduser().absolute()
-        place = next(place for place in (path, *path.parents) if place.exists())
-        free = shutil.disk_usage(place).free
-        shared = is_shared(place)
-        return replace(found, output=str(path), disk_free=free, disk_shared=shared)
+        existing = next(folder for folder in (path, *path.parents) if folder.exists())
+        free = shutil.disk_usage(existing).free
+        shared = is_shared(existing)
+        return replace(installation, output=str(path), disk_free=free, disk_shared=shared)
 
     def facts(self) -> list[tuple[str, str]]:
         """Return (what, facts in words) for a screen."""
@@ -108,43 +108,43 @@ def check_machine(
     Args:
         variables: the environment of a process.
     """
-    there = len(machine.devices)
+    num_devices_here = len(machine.devices)
     counted_processes = counted(processes, "process")
     for maker, count in machine.present.items():
         hiding = [name for name in (VISIBLE[maker], *ALSO_VISIBLE[maker]) if variables.get(name) in NO_DEVICE]
-        if hiding and not there:
+        if hiding and not num_devices_here:
             what = f"{hiding[0]} = {variables[hiding[0]]!r} hides the machine's {counted(count, f'{maker} GPU')}"
             yield WARNING, f"{what}: a run is on the CPU. Type unset {hiding[0]}"
-    if not there and processes > machine.cores:
+    if not num_devices_here and processes > machine.cores:
         what = f"{counted_processes} oversubscribe {counted(machine.cores, 'core')}"
         yield WARNING, f"{what}. Use --num_processes {machine.cores * num_machines} or less"
-    if there and processes != there:
-        level, only = (ERROR, "") if processes > there else (NOTE, " for all of them")
-        what = f"{counted_processes} on this machine, which has {counted(there, 'device')}"
-        yield level, f"{what}. Use --num_processes {there * num_machines}{only}"
+    if num_devices_here and processes != num_devices_here:
+        level, only = (ERROR, "") if processes > num_devices_here else (NOTE, " for all of them")
+        what = f"{counted_processes} on this machine, which has {counted(num_devices_here, 'device')}"
+        yield level, f"{what}. Use --num_processes {num_devices_here * num_machines}{only}"
     for name in sorted({device.name for device in machine.devices if device.has_bf16 is False}):
         if precision == "bf16":
             yield WARNING, f"precision = bf16: torch emulates it, slowly, on a {name}. Use --precision fp16"
     if precision == "bf16" and (times := machine.bf16_slowdown):
         yield WARNING, f"precision = bf16 takes {times:.0f} times as long as fp32 on this CPU. Use --precision fp32"
     for number, device in enumerate(machine.devices):
-        if device.free < NO_MEMORY_FREE * device.total:
+        if device.free < MIN_FREE_MEMORY_FRACTION * device.total:
             used = f"{size(device.total - device.free)} of {size(device.total)}"
             yield WARNING, f"device {number} ({device.name}): {used} are in use. See nvidia-smi or rocm-smi"
-    if machine.shm is not None and machine.shm < SMALL_SHM and (there or processes > 1):
+    if machine.shm is not None and machine.shm < MIN_SHM_BYTES and (num_devices_here or processes > 1):
         what = f"/dev/shm has {size(machine.shm)}: processes that exchange data through it may die with a bus error"
         yield WARNING, f"{what}. Start the container with --shm-size=1g or more"
-    if machine.output and machine.disk_free < FULL_DISK:
+    if machine.output and machine.disk_free < MIN_FREE_DISK_BYTES:
         yield WARNING, f"{machine.output}: only {size(machine.disk_free)} free. Name another folder with --output_dir"
     if machine.output and num_machines > 1 and not machine.disk_shared:
         what = f"{machine.output} seems to be on a disk of this machine, one of {num_machines}"
         yield WARNING, f"{what}. Name a folder on a file system that all machines share with --output_dir"
 
 
-DEFAULT = "default"
-MODELS = ("model_name_or_path", "config_name", "model_type")
-TRUE = ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads variables
-OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+BY_DEFAULT = "default"
+MODEL_OPTIONS = ("model_name_or_path", "config_name", "model_type")
+TRUE_VALUES = ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads variables
+OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 def examine(
@@ -180,10 +180,10 @@ def _examine_run(
     """Look at the launch line, then at recipe and strategy. Returns (processes of this machine, machines, the
     precision where it is known). Raises UserError: there is no such strategy, or its YAML cannot be read."""
     is_sound = not report.bad_input
-    processes, machines = _launch(report, options, task, recipe)
+    processes, machines = _examine_launch(report, options, task, recipe)
     here = processes // machines or 1
     for name, value in sorted(shell.items()):  # of an earlier launch
-        if name.startswith("ACCELERATE_") or (name in RANKS and processes == 1):
+        if name.startswith("ACCELERATE_") or (name in VARIABLES_OF_A_RANK and processes == 1):
             what = f"{name} = {value!r} is set in this shell, reaches the run and overrides the YAML"
             report.add(WARNING, f"{what}. Type unset {name}")
     if task:
@@ -195,7 +195,7 @@ def _examine_run(
     with report.collected(), environment_of_a_rank(processes, here, shell | {"HF_HUB_OFFLINE": "1"}):
         recipe, strategy = _resolve(report, task if is_sound else None, recipe)
     if strategy is not None:
-        stated = strategy.stated[0].source if strategy.stated else DEFAULT
+        stated = strategy.stated[0].source if strategy.stated else BY_DEFAULT
         report.values += [("strategy", strategy.name, strategy.source), ("precision", strategy.precision, stated)]
         report.add(NOTE, *strategy.notes)
         if task:
@@ -206,9 +206,9 @@ def _examine_run(
         return needs
     report.values += recipe_rows(recipe, strategy)
     level, downloads = _to_download(recipe, shell)
-    if recipe.trains and not downloads and any(getattr(recipe, name) for name in MODELS):
+    if recipe.trains and not downloads and any(getattr(recipe, name) for name in MODEL_OPTIONS):
         with report.collected():
-            _look_at_model(report, task, recipe, strategy)
+            _examine_model(report, task, recipe, strategy)
     if not is_sound:
         return needs
     report.add(level, *downloads)
@@ -221,13 +221,15 @@ def _examine_run(
     return needs
 
 
-def _launch(report: DoctorReport, options: DoctorOptions, task: str | None, recipe: TrainingRecipe) -> tuple[int, int]:
+def _examine_launch(
+    report: DoctorReport, options: DoctorOptions, task: str | None, recipe: TrainingRecipe
+) -> tuple[int, int]:
     """Find out and report the launch line. Returns (processes, machines). Raises as `_examine_run`."""
     devices = num_devices()
     file = None
     strategy = recipe.strategy
     content: dict[str, Any] = {}
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     if not strategy:
         strategy = default_config()
         if strategy:
@@ -247,10 +249,10 @@ def _launch(report: DoctorReport, options: DoctorOptions, task: str | None, reci
         given = getattr(options, name)
         of_file = content.get(name)
         stated = of_file if isinstance(of_file, int) and of_file > 0 else None
-        found[name] = given or stated or default * found.get("num_machines", 1)
-        report.values.append((name, found[name], f"--{name}" if given else file if file and stated else DEFAULT))
-    machines = found["num_machines"]
-    processes = found["num_processes"]
+        counts[name] = given or stated or default * counts.get("num_machines", 1)
+        report.values.append((name, counts[name], f"--{name}" if given else file if file and stated else BY_DEFAULT))
+    machines = counts["num_machines"]
+    processes = counts["num_processes"]
     if processes % machines:
         what = f"num_processes = {processes} on {machines} machines: each has the same number"
         report.add(ERROR, f"{what}. Use --num_processes {machines * max(1, processes // machines)}")
@@ -283,15 +285,15 @@ def _resolve(report: DoctorReport, task: str | None, recipe: TrainingRecipe) -> 
     return recipe, strategy
 
 
-def _look_at_model(report: DoctorReport, task: str, recipe: TrainingRecipe, strategy: Strategy | None) -> None:
+def _examine_model(report: DoctorReport, task: str, recipe: TrainingRecipe, strategy: Strategy | None) -> None:
     """Check model, layout, lengths, adapter and tokenizer; no weights are read."""
     auto_class = getattr(transformers, AUTO_CLASSES[task])
     on_base, config = with_base_configuration(recipe, task, auto_class)
     with report.collected():
         check_model(task, on_base, strategy, auto_class)
     if strategy is not None and recipe.torch_compile == "auto" and num_devices() and torch.cuda.is_available():
-        taken = choose_compilation(recipe, strategy, config, recipe.max_train_steps, missing_compiler())
-        report.values.append(("torch_compile", f"auto: {str(taken.value).lower()}", taken.why))
+        compilation = choose_compilation(recipe, strategy, config, recipe.max_train_steps, missing_compiler())
+        report.values.append(("torch_compile", f"auto: {str(compilation.value).lower()}", compilation.why))
     with report.collected():
         read_planned_model(recipe, task, num_devices() > 0)
     if not on_base.train_tokenizer_vocab_size and (on_base.tokenizer_name or on_base.model_name_or_path):
@@ -301,7 +303,7 @@ def _look_at_model(report: DoctorReport, task: str, recipe: TrainingRecipe, stra
 def _to_download(recipe: TrainingRecipe, shell: Mapping[str, str]) -> tuple[str, list[str]]:
     """Return (how bad it is, messages on the weights and tokenizers that the recipe names and that are not here)."""
     messages = []
-    offline = next((each for each in OFFLINE if shell.get(each, "").upper() in TRUE), None)
+    offline = next((name for name in OFFLINE_VARIABLES if shell.get(name, "").upper() in TRUE_VALUES), None)
     for option in ("model_name_or_path", "config_name", "tokenizer_name"):
         name = getattr(recipe, option)
         is_here = not name or Path(name).expanduser().exists() or is_missing_folder(name)
@@ -321,16 +323,16 @@ def _to_download(recipe: TrainingRecipe, shell: Mapping[str, str]) -> tuple[str,
 def recipe_rows(recipe: TrainingRecipe, strategy: Strategy | None) -> list[tuple[str, Any, str]]:
     """The options of the recipe that somebody has set, and its batch, with the values that hold and who set them."""
     values = {}
-    for each in dataclasses.fields(recipe):
-        source = recipe.source(each.name)
-        if source is not None and each.name not in ("precision", "strategy"):  # they are the launch's
-            values[each.name] = (each.name, getattr(recipe, each.name), source or "this machine")
+    for field in dataclasses.fields(recipe):
+        source = recipe.source(field.name)
+        if source is not None and field.name not in ("precision", "strategy"):  # they are rows of the launch
+            values[field.name] = (field.name, getattr(recipe, field.name), source or "this machine")
     if strategy and recipe.trains:
         batches = strategy.batches
         accumulation = "gradient_accumulation_steps"
         name = "global_batch_size"
-        made = f"{batches.micro_batch} x {batches.accumulation} x {batches.replicas} replicas"
-        source = "from global_batch_size" if recipe.global_batch_size else DEFAULT
+        formula = f"{batches.micro_batch} x {batches.accumulation} x {batches.replicas} replicas"
+        source = "from global_batch_size" if recipe.global_batch_size else BY_DEFAULT
         values.setdefault(accumulation, (accumulation, batches.accumulation, source))
-        values.setdefault(name, (name, batches.global_batch, made))
+        values.setdefault(name, (name, batches.global_batch, formula))
     return list(values.values())

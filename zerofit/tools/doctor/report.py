@@ -16,7 +16,7 @@ ERROR = "error"
 WARNING = "warning"
 NOTE = "note"
 LEVELS = (ERROR, WARNING, NOTE)  # the run would stop; it may; good to know
-VALUE = 18  # columns of a value, at most
+MAX_VALUE_WIDTH = 18  # columns of a value, at most
 
 
 @dataclass
@@ -31,7 +31,7 @@ class DoctorOptions(TaskOption, StrategyOptions):
 
 @dataclass
 class DoctorReport:
-    """Everything that the doctor has found.
+    """The findings of the doctor on a machine and a launch.
 
     Attributes:
         examined: what was looked at, in words; None: only the machine.
@@ -64,7 +64,7 @@ class DoctorReport:
 
     def messages(self, level: str) -> list[str]:
         """The messages of a level, each once."""
-        return list(dict.fromkeys(message for found, message in self.findings if found == level))
+        return list(dict.fromkeys(message for level_found, message in self.findings if level_found == level))
 
     @property
     def exit_code(self) -> int:
@@ -74,23 +74,23 @@ class DoctorReport:
 
     def text(self) -> str:
         """The report for a terminal: what is wrong, then the launch line, the values and the machine."""
-        found = [(level, message) for level in LEVELS for message in self.messages(level)]
+        findings = [(level, message) for level in LEVELS for message in self.messages(level)]
         counts = [counted(len(self.messages(level)), level) for level in LEVELS if self.messages(level)]
         verdict = ", ".join(counts) or "nothing is wrong"
         if self.examined:
             verdict += f": {self.examined} {'would not run' if self.exit_code else 'can run'} here"
         values = [
-            (name, shortened(to_text(value).replace("\n", "\\n"), VALUE), source)
+            (name, shortened(to_text(value).replace("\n", "\\n"), MAX_VALUE_WIDTH), source)
             for name, value, source in self.values
         ]
         launch = [f"  {self.command}"] if self.command else []
-        parts = [[verdict], [f"{level:<9}{message}" for level, message in found]]
-        titled = {"launch": launch, "values": _aligned(values), "machine": _aligned(self.facts)}
+        parts = [[verdict], [f"{level:<9}{message}" for level, message in findings]]
+        titled = {"launch": launch, "values": _align_columns(values), "machine": _align_columns(self.facts)}
         parts += [[title, *lines] for title, lines in titled.items() if lines]
         return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows of cells as lines: all columns but the last are as wide as their longest cell."""
+def _align_columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return rows of cells as lines: all columns but the last are as wide as their longest cell."""
     widths = [max(map(len, column)) for column in list(zip(*rows))[:-1]]
     return ["  " + "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[-1]]) for row in rows]

@@ -22,7 +22,7 @@ from zerofit.recipe.options import Recipe
 from zerofit.recipe.parse import parse_recipe
 from zerofit.tools.tool_recipe import PRECISIONS
 
-VERSION = "0.4.13"  # that the tests have run with
+HARNESS_VERSION = "0.4.13"  # the version that the tests have run with
 
 
 @dataclass
@@ -65,7 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     if missing:
         raise UserError(f"tasks: there is no file {', '.join(missing)}")
     if find_spec("lm_eval") is None:
-        raise UserError(f"lm-evaluation-harness is not installed: pip install lm-eval=={VERSION}, or '.[tasks]'")
+        package = f"lm-eval=={HARNESS_VERSION}"
+        raise UserError(f"lm-evaluation-harness is not installed: pip install {package}, or '.[tasks]'")
     if options.num_processes and "WORLD_SIZE" not in os.environ:
         layout = launcher_options(configs() / "ddp.yaml", options.num_processes)
         os.execv(sys.executable, [*LAUNCH_COMMAND, *layout, "-m", "zerofit.cli", "evaluate", *(argv or [])])

@@ -1,4 +1,4 @@
-"""The harness at work: its own engine on a model that is loaded as `zerofit generate` loads it."""
+"""Run lm-evaluation-harness on a model that is loaded as `zerofit generate` loads it."""
 
 import json
 from pathlib import Path
@@ -14,9 +14,9 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import atomic_file
 from zerofit.record.run_folder import RunFolder, check_folder_of
 from zerofit.record.terminal import log_lines, screen_width, table
-from zerofit.tools.generate.respond import find_model, load
+from zerofit.tools.generate.respond import find_model, load_generator
 
-RESULTS = "results.json"
+RESULTS_FILE = "results.json"
 
 
 class SharedModel(HFLM):
@@ -34,56 +34,58 @@ def evaluate(options: Any, folder: Path) -> int:
         options: EvaluateOptions, whose module imports this one as it starts.
         folder: of the model, where it is one; a run's own figures are shown beside the tasks'.
     """
-    check_folder_of(options.results, RESULTS, "evaluation on tasks")
+    check_folder_of(options.results, RESULTS_FILE, "evaluation on tasks")
     base, adapter, tokenizer = find_model(options)
     files = {name: Path(name).resolve() for name in options.tasks if Path(name).suffix in (".yaml", ".yml")}
-    known = TaskManager(include_path=[str(place) for place in sorted({file.parent for file in files.values()})])
-    of_files = {str(entry.yaml_path): name for name, entry in known.task_index.items() if entry.yaml_path}
-    asked = [of_files.get(str(files.get(name)), name) for name in options.tasks]
-    missing = [name for name in asked if not known.match_tasks([name])]
+    folders = sorted({file.parent for file in files.values()})
+    manager = TaskManager(include_path=[str(task_folder) for task_folder in folders])
+    of_files = {str(entry.yaml_path): name for name, entry in manager.task_index.items() if entry.yaml_path}
+    task_names = [of_files.get(str(files.get(name)), name) for name in options.tasks]
+    missing = [name for name in task_names if not manager.match_tasks([name])]
     if missing:
         raise UserError(f"tasks = {' '.join(missing)}: no such task is known. `lm-eval ls tasks` lists them")
     accelerator = Accelerator()
     if accelerator.device.index is not None:
         torch.accelerator.set_device_index(accelerator.device.index)
     kind = HFLM if accelerator.num_processes == 1 else SharedModel
-    model = kind(load(base, adapter, options).eval(), tokenizer=tokenizer, batch_size=options.batch_size)
+    loaded = load_generator(base, adapter, options).eval()
+    model = kind(loaded, tokenizer=tokenizer, batch_size=options.batch_size)
     model.accelerator = accelerator
-    found = simple_evaluate(
+    results = simple_evaluate(
         model,
-        tasks=known.match_tasks(asked),
-        task_manager=known,
+        tasks=manager.match_tasks(task_names),
+        task_manager=manager,
         num_fewshot=options.num_fewshot,
         limit=options.limit,
         apply_chat_template=options.apply_chat_template,
     )
-    if found is None:  # of every rank but the first
+    if results is None:  # on every rank but the first
         return 0
     options.results.mkdir(parents=True, exist_ok=True)
-    samples = found.pop("samples", {})
+    samples = results.pop("samples", {})
     items = ({"task": task, **line} for task, lines in samples.items() for line in lines)
     with atomic_file(options.results / "samples.jsonl") as file:
         file.writelines(json.dumps(item, default=str, ensure_ascii=False) + "\n" for item in items)
-    with atomic_file(options.results / RESULTS) as file:
-        json.dump({"options": options.to_dict(), **found}, file, indent=2, default=str, ensure_ascii=False)
-    log_lines(table(rows(found, folder), screen_width()), f"results   {options.results}")
+    with atomic_file(options.results / RESULTS_FILE) as file:
+        json.dump({"options": options.to_dict(), **results}, file, indent=2, default=str, ensure_ascii=False)
+    log_lines(table(make_results_table(results, folder), screen_width()), f"results   {options.results}")
     return 0
 
 
-def rows(found: dict[str, Any], folder: Path) -> list[tuple[str, ...]]:
-    """The table: the figures of the run's last evaluation, where the model is a run's, and those of each task."""
+def make_results_table(results: dict[str, Any], folder: Path) -> list[tuple[str, ...]]:
+    """Return a table of the figures of each task; if the model is a run's, those of its last evaluation come first."""
     lines: list[tuple[str, ...]] = [("task", "figure", "value", "+-", "questions")]
     metrics = RunFolder(folder.parent).metrics.read() if folder.name == "model" else []
-    own: dict[str, Any] = next((line for line in reversed(metrics) if "eval_loss" in line), {})
-    for name, value in own.items():
+    evaluation: dict[str, Any] = next((line for line in reversed(metrics) if "eval_loss" in line), {})
+    for name, value in evaluation.items():
         if name.startswith("eval_") and "seconds" not in name and isinstance(value, float):
             lines.append(("held out, by the run", name, f"{value:.4g}", "", ""))
-    for task, figures in found["results"].items():
+    for task, figures in results["results"].items():
         for name, value in figures.items():
             figure, _, kind = name.partition(",")
             if isinstance(value, float) and not figure.endswith("_stderr"):
                 error = figures.get(f"{figure}_stderr,{kind}")
                 shown = f"{error:.2g}" if isinstance(error, float) else ""
-                count = found.get("n-samples", {}).get(task, {}).get("effective", "")
+                count = results.get("n-samples", {}).get(task, {}).get("effective", "")
                 lines.append((task, figure, f"{value:.4g}", shown, str(count)))
     return lines

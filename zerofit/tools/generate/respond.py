@@ -36,7 +36,7 @@ from zerofit.strategy.devices import accelerator
 if TYPE_CHECKING:
     from zerofit.tools.generate.generate import GenerateOptions
 
-NOT_WRITERS = (
+NON_GENERATIVE_SUFFIXES = (
     "ForSequenceClassification",
     "ForTokenClassification",
     "ForQuestionAnswering",
@@ -67,9 +67,9 @@ def find_model(options: Any) -> tuple[AdapterBase, AdapterFolder | None, PreTrai
     return base, adapter, load_named_tokenizer(option, place, base.config, trust)
 
 
-def load(base: AdapterBase, adapter: AdapterFolder | None, options: Any) -> PreTrainedModel:
-    """The model on its device, with its adapter if there is one. Raises UserError: its weights cannot be loaded, are
-    incomplete, or do not fit the adapter."""
+def load_generator(base: AdapterBase, adapter: AdapterFolder | None, options: Any) -> PreTrainedModel:
+    """Load the model onto its device, with its adapter if there is one. Raises UserError: its weights cannot be
+    loaded, are incomplete, or do not fit the adapter."""
     device = accelerator()
     precision = options.precision or ("fp32" if device.type == "cpu" else None)
     reading = {"precision": precision, "trust_remote_code": options.trust_remote_code}
@@ -93,14 +93,14 @@ def load(base: AdapterBase, adapter: AdapterFolder | None, options: Any) -> PreT
 def _auto_class(config: PreTrainedConfig, name: str) -> Any:
     """The transformers class for a model that writes. Raises UserError if this one does not."""
     auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    non_writers = [kind for kind in config.architectures or () if kind.endswith(NOT_WRITERS)]
+    non_writers = [kind for kind in config.architectures or () if kind.endswith(NON_GENERATIVE_SUFFIXES)]
     if non_writers or not has_model(auto_class, config):
         kind = non_writers[0] if non_writers else config.model_type
         raise UserError(f"model = {name!r} is a {kind}, which writes no text. Name one for CAUSAL_LM or SEQ_2_SEQ_LM")
     return auto_class
 
 
-EMPTY = "[empty]"  # shown to a person in place of an empty answer
+EMPTY_ANSWER = "[empty]"  # shown to a person instead of an empty answer
 
 
 class PrintableStreamer(TextStreamer):
@@ -149,11 +149,13 @@ class Writer:
         self.seed: int | None = None  # nothing is sampled
         if samples:
             self.seed = torch.seed() % 2**31 if options.seed is None else options.seed
-            usual = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}  # transformers' defaults, where the model has none
-            used = {name: options.sampling.get(name) or getattr(defaults, name) or usual[name] for name in usual}
-            log_to_stderr(
-                f"note: drawn with {', '.join(f'{name} {value:g}' for name, value in used.items())}, seed {self.seed}"
-            )
+            # transformers' defaults, where the model has none
+            fallback = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
+            values = {
+                name: options.sampling.get(name) or getattr(defaults, name) or fallback[name] for name in fallback
+            }
+            shown = ", ".join(f"{name} {value:g}" for name, value in values.items())
+            log_to_stderr(f"note: drawn with {shown}, seed {self.seed}")
 
     def room(self, length: int) -> int:
         """The number of tokens that fit after a prompt of `length`; zero or less: the prompt is too long."""
@@ -192,7 +194,7 @@ class Writer:
         text = self.tokenizer.batch_decode([new], skip_special_tokens=True)[0]
         empty = not text.strip() and sys.stdout.isatty()
         if empty or not streams:
-            print(EMPTY if empty else escape_controls(text) if sys.stdout.isatty() else text, flush=True)
+            print(EMPTY_ANSWER if empty else escape_controls(text) if sys.stdout.isatty() else text, flush=True)
         return text
 
 
@@ -249,17 +251,17 @@ def respond(options: "GenerateOptions") -> int:
             output = path.open("w", encoding="utf-8")
         except OSError as error:
             raise UserError(f"output = {options.output!r} cannot be written: {error.strerror}") from None
-    writer = Writer(load(base, adapter, options), renderer, options)
+    writer = Writer(load_generator(base, adapter, options), renderer, options)
     if options.chat:
-        converse(writer, lines_of_stdin())
+        converse(writer, read_stdin_lines())
     else:
         complete(writer, prompts, output)
     return 0
 
 
 def read_prompts(options: "GenerateOptions") -> list[Prompt]:
-    """The prompts of --prompt or --prompt_file; none where there is a chat. Raises UserError: the file cannot be read,
-    or a record of it holds no prompt."""
+    """Return the prompts of --prompt or --prompt_file; none where there is a chat. Raises UserError: the file cannot
+    be read, or a record of it holds no prompt."""
     if options.prompt_file is None:
         return list(options.prompt or ())
     where = f"prompt_file = {options.prompt_file!r}"
@@ -275,10 +277,10 @@ def read_prompts(options: "GenerateOptions") -> list[Prompt]:
         raise UserError(f"{where} is empty")
     if path.suffix == ".txt":
         return [line for _, line in numbered]
-    return [_prompt_of(line, f"{where}, line {number}") for number, line in numbered]
+    return [_parse_prompt(line, f"{where}, line {number}") for number, line in numbered]
 
 
-def _prompt_of(line: str, where: str) -> Prompt:
+def _parse_prompt(line: str, where: str) -> Prompt:
     try:
         record = parse_json(line)
     except json.JSONDecodeError as error:
@@ -290,9 +292,11 @@ def _prompt_of(line: str, where: str) -> Prompt:
     if name is None:
         raise UserError(f"{where} has no `prompt` and no `messages`; it has {keys}")
     try:
-        given = template_values(record, tuple(name for name in TEMPLATE_ARGUMENTS if name in record))
-        system = next(filter(None, (optional_text(record.get(each), f"its {each}") for each in SYSTEM_COLUMNS)), "")
-        if isinstance(record[name], str) and not (given or system):
+        template_arguments = template_values(record, tuple(name for name in TEMPLATE_ARGUMENTS if name in record))
+        system = next(
+            filter(None, (optional_text(record.get(column), f"its {column}") for column in SYSTEM_COLUMNS)), ""
+        )
+        if isinstance(record[name], str) and not (template_arguments or system):
             return str(record[name])
         messages = turns_in(record[name], "user", name)
     except BadRecord as bad:
@@ -303,11 +307,11 @@ def _prompt_of(line: str, where: str) -> Prompt:
         messages.pop()
     if not any(message["role"] == "user" for message in messages):
         raise UserError(f"{where}: nobody has said anything that could be replied to")
-    return Conversation(messages, given)
+    return Conversation(messages, template_arguments)
 
 
-def lines_of_stdin() -> Iterator[str]:
-    """The lines that are typed, or come through a pipe."""
+def read_stdin_lines() -> Iterator[str]:
+    """Yield the lines that are typed, or come through a pipe."""
     if not sys.stdin.isatty():
         yield from map(str.strip, sys.stdin)
         return
@@ -331,19 +335,21 @@ def converse(writer: Writer, lines: Iterator[str]) -> None:
             log_to_stderr("note: what was said is forgotten")
             continue
         messages = [*history, {"role": "user", "content": line}]
-        ids, kept = latest(messages, writer)
+        ids, latest_messages = keep_latest_exchanges(messages, writer)
         if ids is None:
             log_to_stderr(f"note: {writer.too_long(len(renderer.ids(messages[-1:])))}; it is ignored")
             continue
-        if len(kept) < len(messages):
-            log_to_stderr(f"note: exchanges that do not fit any more: the oldest {(len(messages) - len(kept)) // 2}")
+        if len(latest_messages) < len(messages):
+            log_to_stderr(
+                f"note: exchanges that do not fit any more: the oldest {(len(messages) - len(latest_messages)) // 2}"
+            )
         elif renderer.left_out:
             log_to_stderr(f"note: {renderer.left_out} tokens of what was said do not fit any more")
         reply = writer.write(ids, number)
-        history = [*kept, {"role": "assistant", "content": reply.strip()}]
+        history = [*latest_messages, {"role": "assistant", "content": reply.strip()}]
 
 
-def latest(messages: Messages, writer: Writer) -> tuple[list[int] | None, Messages]:
+def keep_latest_exchanges(messages: Messages, writer: Writer) -> tuple[list[int] | None, Messages]:
     """Return (ids, messages) of the latest exchanges that leave room for a reply; at least the last message, without
     ids where it is too long by itself."""
     reply_tokens = 1

@@ -27,7 +27,7 @@ from zerofit.strategy.gpu_table import CPU, Gpu, find_gpu
 from zerofit.strategy.launch import find_strategies
 from zerofit.strategy.layout import PIPELINE_KEY, SEQUENCE_KEY, TENSOR_KEY, with_degrees
 from zerofit.tools.machine import strategy_of_a_launch
-from zerofit.tools.tool_recipe import NAMES, BatchSizesOptions, StrategiesOptions
+from zerofit.tools.tool_recipe import NAMES_FORM, BatchSizesOptions, StrategiesOptions
 from zerofit.training.run_configuration import check_layout, check_strategy_for_task, check_teacher
 
 # Host memory as the cloud or maker states it; bandwidths in GB/s of one GPU, in one direction. Sources: NVIDIA's user
@@ -80,7 +80,10 @@ class PlanOptions(BatchSizesOptions, SpeedOptions, StrategiesOptions):
     """What fits and how fast, predicted without a GPU; options of the training recipe change that"""
 
     strategies: list[str] = option(
-        ["all"], "Names in accelerate_configs/, or .yaml files: zero2,zero3; all: every pair.", common=True, form=NAMES
+        ["all"],
+        "Names in accelerate_configs/, or .yaml files: zero2,zero3; all: every pair.",
+        common=True,
+        form=NAMES_FORM,
     )
     num_gpus: int = option(
         1,

@@ -33,7 +33,7 @@ from zerofit.model.configuration import usable_positions
 from zerofit.recipe.errors import UserError
 from zerofit.strategy.host_memory import usable_cores
 from zerofit.strategy.layout import ParallelLayout
-from zerofit.tools.compare.search import next_size
+from zerofit.tools.compare.search import choose_next_size
 from zerofit.tools.plan.plan_options import (
     Degrees,
     PlanOptions,
@@ -514,7 +514,7 @@ def search(candidates: Sequence[int], predict: Callable[[int], T], limit: int) -
     """
     predictions: dict[int, Any] = {}
     peaks: dict[int, int | None] = {}
-    while (size := next_size(candidates, peaks, limit)) is not None:
+    while (size := choose_next_size(candidates, peaks, limit)) is not None:
         predictions[size] = predict(size)
         peaks[size] = predictions[size].device_bytes if predictions[size].fits else None
     return [predictions[size] for size in sorted(predictions)]

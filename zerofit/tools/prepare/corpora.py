@@ -20,7 +20,7 @@ from zerofit.recipe.files import counted
 from zerofit.recipe.tasks import ClmRecipe
 from zerofit.record.terminal import StatusLine, size
 from zerofit.strategy.host_memory import usable_cores
-from zerofit.tools.meta_tokenizer import tiktoken_ranks, tokenizer_of_file
+from zerofit.tools.meta_tokenizer import load_meta_tokenizer, read_tiktoken_ranks
 from zerofit.tools.prepare.documents import CorpusWriter, check_free, find_input, parts_of
 from zerofit.tools.prepare.encode import Encoder, Workers
 
@@ -105,15 +105,15 @@ def named_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTok
     if path.is_file():
         if path.suffix in (".json", ".txt"):
             raise UserError(f"tokenizer = {str(path)!r} is one file of a tokenizer. Name its folder: {path.parent}")
-        return tokenizer_of_file(path)
+        return load_meta_tokenizer(path)
     if path.is_dir():
         name = model_folder(name)
         files = {file.name for file in Path(name).iterdir()}
         model = Path(name) / "tokenizer.model"
         config = GPT2Config() if "vocab.json" in files else None
         is_bare = model.name in files and not files & SELF_DESCRIBING
-        if is_bare and (tiktoken_ranks(model) or "config.json" not in files):
-            return tokenizer_of_file(model)
+        if is_bare and (read_tiktoken_ranks(model) or "config.json" not in files):
+            return load_meta_tokenizer(model)
     return load_named_tokenizer("tokenizer", name, config, trust_remote_code)
 
 

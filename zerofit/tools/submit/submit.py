@@ -34,7 +34,7 @@ from zerofit.recipe.paths import STORE_PACKAGES, name_of_recipe
 from zerofit.recipe.tasks import TASKS
 from zerofit.strategy.launch import find_strategies
 
-KILLED = 128  # above it a shell's code names a signal
+SIGNAL_EXIT_CODE = 128  # above it a shell's code names a signal
 
 
 def requeue(argv: list[str]) -> int:
@@ -49,14 +49,14 @@ def requeue(argv: list[str]) -> int:
     code = int(argv[0])
     record = exit_code_of(argv[1:])
     recorded = record.folder.environment().get("exit_code")
-    if code > KILLED and recorded is not None:
+    if code > SIGNAL_EXIT_CODE and recorded is not None:
         written = (record.folder.path / "environment.json").stat().st_mtime
         code = recorded if written >= float(os.environ.get("SLURM_JOB_START_TIME", 0)) else code
     is_first = os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
     refused = reason_not_requeued(code, record.folder.path, is_first)
     print(code)
-    said = f"not queued again ({refused})" if refused else "queued again"
-    print(f"the job ended with exit code {code}: {said}", file=sys.stderr, flush=True)
+    decision = f"not queued again ({refused})" if refused else "queued again"
+    print(f"the job ended with exit code {code}: {decision}", file=sys.stderr, flush=True)
     return 1 if refused else 0
 
 
@@ -80,7 +80,7 @@ def reason_not_requeued(code: int, folder: Path, is_first: bool) -> str:
     return refused
 
 
-GRACE_S = 600  # between SIGTERM and the end: a checkpoint is written
+SAVE_GRACE_S = 600  # between SIGTERM and the end: a checkpoint is written
 
 
 @dataclass
@@ -116,7 +116,7 @@ class SlurmOptions(SubmitOptions, common=True):
         "Limit of one run of the job, for example 24:00:00.",
         form=(
             r"(?!0+:)(\d+-)?\d+:\d\d:\d\d",
-            f"HH:MM:SS or D-HH:MM:SS, an hour at least: ranks save {GRACE_S} s before the limit",
+            f"HH:MM:SS or D-HH:MM:SS, an hour at least: ranks save {SAVE_GRACE_S} s before the limit",
         ),
     )
 
@@ -171,24 +171,25 @@ class SkyPilotOptions(RestartedOptions, common=True):
         return dict(text.partition("=")[::2] for text in (self.mounts or "").split(",") if text)
 
 
-SCHEDULERS = {  # {scheduler: (its options, its template, the command that takes the file)}
+JOB_FORMATS = {  # {scheduler: (its options, its template, the command that takes the file)}
     "slurm": (SlurmOptions, "slurm.sh", ["sbatch"]),
     "trainjob": (KubernetesOptions, "kubernetes.yaml", ["kubectl", "apply", "-f"]),
     "jobset": (KubernetesOptions, "kubernetes.yaml", ["kubectl", "apply", "-f"]),
     "skypilot": (SkyPilotOptions, "skypilot.yaml", ["sky", "jobs", "launch", "--yes"]),
 }
 # torch's agent kills processes that have not ended so long after the first one has
-VARIABLES = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_S - 30)}
-OF_A_LAUNCH = ("num_machines", "machine_rank", "main_process_ip", "dry_run")  # options that have no place in a file
-NAME_LENGTH = 40  # of 63 that DNS takes: Kubernetes appends its own
-OF_A_TASK = re.compile(r"\$\{?(SLURM_(?:NODEID|PROCID|LOCALID|STEP_\w+|TASK_PID))\b")
+JOB_VARIABLES = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_GRACE_S - 30)}
+# options of `zerofit launch` that have no place in a job's file
+LAUNCH_ONLY_OPTIONS = ("num_machines", "machine_rank", "main_process_ip", "dry_run")
+MAX_NAME_LENGTH = 40  # of 63 that DNS takes: Kubernetes appends its own
+TASK_VARIABLE = re.compile(r"\$\{?(SLURM_(?:NODEID|PROCID|LOCALID|STEP_\w+|TASK_PID))\b")
 
 
 def main(argv: list[str]) -> int:
     """Print the file, or write it and hand it to the scheduler. Returns the exit code."""
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: zerofit submit SCHEDULER RECIPE --strategy NAME --nodes N [options]\n")
-        print("\n".join(f"  {name:<10}{options.__doc__}" for name, (options, _, _) in SCHEDULERS.items()))
+        print("\n".join(f"  {name:<10}{options.__doc__}" for name, (options, _, _) in JOB_FORMATS.items()))
         print("\n`zerofit submit SCHEDULER --help` lists its options. Others are those of the launch and the recipe.")
         if not argv:
             return EXIT_USER_ERROR
@@ -196,11 +197,11 @@ def main(argv: list[str]) -> int:
     kind, *words = argv
     if kind == "requeue":
         return requeue(words)
-    if kind not in SCHEDULERS:
-        raise UserError(f"{kind!r}: there is no such scheduler. Use zerofit submit {', '.join(SCHEDULERS)}")
-    options, words = read_options(kind, words)
+    if kind not in JOB_FORMATS:
+        raise UserError(f"{kind!r}: there is no such scheduler. Use zerofit submit {', '.join(JOB_FORMATS)}")
+    options, words = read_submit_options(kind, words)
     job, notes = make_job(options, words)
-    text = _fill(kind, options, **job)
+    text = _render_job(kind, options, **job)
     if options.run and notes:
         raise UserError(notes)
     for note in notes:
@@ -208,7 +209,7 @@ def main(argv: list[str]) -> int:
     if not (options.output or options.run):
         print(text, end="")
         return 0
-    _, template, command = SCHEDULERS[kind]
+    _, template, command = JOB_FORMATS[kind]
     file = Path(options.output or f"{job['name']}{Path(template).suffix}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -222,13 +223,13 @@ def main(argv: list[str]) -> int:
     return subprocess.run(command).returncode if options.run else 0
 
 
-def read_options(kind: str, words: list[str]) -> tuple[SubmitOptions, list[str]]:
+def read_submit_options(kind: str, words: list[str]) -> tuple[SubmitOptions, list[str]]:
     """Return (the options of a scheduler's file, the other words: the recipe, and the options of its launch)."""
-    cls = SCHEDULERS[kind][0]
-    ours, rest = take_words(cls, words)
+    cls = JOB_FORMATS[kind][0]
+    own_words, other_words = take_words(cls, words)
     if wants_help(words):
-        ours += [word for word in words if word.startswith("--help")] or ["--help"]
-    return parse_recipe(cls, ours, prog=f"zerofit submit {kind} RECIPE", tool=True), rest
+        own_words += [word for word in words if word.startswith("--help")] or ["--help"]
+    return parse_recipe(cls, own_words, prog=f"zerofit submit {kind} RECIPE", tool=True), other_words
 
 
 def make_job(options: SubmitOptions, words: list[str]) -> tuple[dict[str, Any], list[str]]:
@@ -236,7 +237,7 @@ def make_job(options: SubmitOptions, words: list[str]) -> tuple[dict[str, Any], 
     options of `zerofit launch` and its own. Raises UserError: there is no recipe; a number does not fit the machines;
     an option is the scheduler's."""
     for name in map(option_named, words):
-        if name in OF_A_LAUNCH:
+        if name in LAUNCH_ONLY_OPTIONS:
             raise UserError(f"--{name} has no place in a job's file. Remove it; the number of machines is --nodes")
     launch, (script, *flags) = read_launch(words)
     processes = launch.num_processes or options.nodes * max(1, options.gpus_per_node)
@@ -255,14 +256,14 @@ def make_job(options: SubmitOptions, words: list[str]) -> tuple[dict[str, Any], 
         except UserError as error:
             notes = [f"the launch will refuse this: {problem}" for problem in error.problems]
     config = flags[flags.index("--config") + 1] if "--config" in flags[:-1] else None
-    name = re.sub(r"[^a-z0-9]+", "-", name_of_recipe(config, task).lower())[:NAME_LENGTH].strip("-")
+    name = re.sub(r"[^a-z0-9]+", "-", name_of_recipe(config, task).lower())[:MAX_NAME_LENGTH].strip("-")
     name = options.name or (name if name[:1].isalpha() else f"run-{name}")
     pair = Path(launch.strategy).stem if launch.strategy else "the default strategy"
     title = f"{name}: {pair} on {counted(options.nodes, 'node')}"
     return {"name": name, "title": title, "words": words}, notes
 
 
-def _fill(kind: str, options: SubmitOptions, words: list[str], **values: Any) -> str:
+def _render_job(kind: str, options: SubmitOptions, words: list[str], **values: Any) -> str:
     """Fill in the scheduler's template. Raises UserError: the site's file cannot be read, or expands a variable of a
     task in the script."""
     here = display_path(Path(sys.executable).with_name("zerofit"))  # from the current folder, where a job starts
@@ -281,10 +282,11 @@ def _fill(kind: str, options: SubmitOptions, words: list[str], **values: Any) ->
             site = Path(options.site).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"site = {options.site!r} cannot be read: {error}") from None
-        found = [match[1] for line in site if not line.lstrip().startswith("# ") for match in OF_A_TASK.finditer(line)]
-        if found:
+        code = [line for line in site if not line.lstrip().startswith("# ")]
+        names = [match[1] for line in code for match in TASK_VARIABLE.finditer(line)]
+        if names:
             raise UserError(
-                f"site = {options.site!r} expands ${found[0]} in the batch script, which runs on the first node only. "
+                f"site = {options.site!r} expands ${names[0]} in the batch script, which runs on the first node only. "
                 "Remove it: zerofit launch reads it on each node"
             )
     values["head"] = [line for line in site if line.startswith("#SBATCH")]
@@ -292,10 +294,11 @@ def _fill(kind: str, options: SubmitOptions, words: list[str], **values: Any) ->
     values["site"] = before_the_run.strip("\n").splitlines()  # without empty lines at both ends
     protocols = {word.partition("://")[0].rpartition("=")[2] for word in words if "://" in word}
     values |= {"packages": sorted({STORE_PACKAGES[protocol] for protocol in protocols & STORE_PACKAGES.keys()})}
-    places = Environment(loader=FileSystemLoader(Path(__file__).with_name("templates")), undefined=StrictUndefined)
-    places.filters["shell"] = shlex.join
-    places.filters["text"] = lambda value: json.dumps(value, ensure_ascii=False)  # YAML reads JSON's quotes
+    templates = Environment(loader=FileSystemLoader(Path(__file__).with_name("templates")), undefined=StrictUndefined)
+    templates.filters["shell"] = shlex.join
+    templates.filters["text"] = lambda value: json.dumps(value, ensure_ascii=False)  # YAML reads JSON's quotes
     values |= {"kind": kind, "options": options, "program": shlex.split(program), "words": [*words, *machines]}
     values |= {"lines": [shlex.join(line) for line in lines], "final": FINAL_CODES, "resumed": EXIT_TO_BE_RESUMED}
-    template = places.get_template(f"{SCHEDULERS[kind][1]}.jinja")
-    return template.render(**values, grace_s=GRACE_S, variables=VARIABLES).strip() + "\n"
+    template = templates.get_template(f"{JOB_FORMATS[kind][1]}.jinja")
+    return template.render(**values, grace_s=SAVE_GRACE_S, variables=JOB_VARIABLES).strip() + "
+"
