@@ -17,14 +17,14 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/model": 5_302,  # 4,700
     "zerofit/compat": 603,  # 600
     "zerofit/data": 6_629,  # 6,000
-    "zerofit/strategy": 4_978,  # 4,800
+    "zerofit/strategy": 4_996,  # 4,800
     "zerofit/estimate": 4_488,  # 4,700
     "zerofit/record": 1_468,  # 4,300 with health and checkpoint
     "zerofit/health": 1_301,
     "zerofit/checkpoint": 1_639,
     "zerofit/training": 3_211,  # 2,000
     "zerofit/launch": 1_479,  # 1,300
-    "zerofit/tools": 10_082,  # 10,600
+    "zerofit/tools": 10_133,  # 10,600
     "benchmarks": 1_852,  # 1,800
     "tests": 25_259,  # 21,500
 }

@@ -300,5 +300,4 @@ def _render_job(kind: str, options: SubmitOptions, words: list[str], **values: A
     values |= {"kind": kind, "options": options, "program": shlex.split(program), "words": [*words, *machines]}
     values |= {"lines": [shlex.join(line) for line in lines], "final": FINAL_CODES, "resumed": EXIT_TO_BE_RESUMED}
     template = templates.get_template(f"{JOB_FORMATS[kind][1]}.jinja")
-    return template.render(**values, grace_s=SAVE_GRACE_S, variables=JOB_VARIABLES).strip() + "
-"
+    return template.render(**values, grace_s=SAVE_GRACE_S, variables=JOB_VARIABLES).strip() + "\n"
