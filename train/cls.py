@@ -52,7 +52,7 @@ def main(start: Start) -> int:
     weights = class_weights(recipe, data)
     run.log_at_start(describe_weights(weights, data.labels.names) if weights else None)
     run.log_at_start(check_vocabulary(config, data.tokenizer, recipe))
-    auto_class, new_weights, notes = choose_head(config, data.labels, recipe)  # of sequences, of words, or of choices
+    auto_class, new_weights, notes = choose_head(config, data.labels, recipe)  # classifies sequences, words or choices
     run.log_at_start(*notes)
     set_padding_token(config, data.tokenizer)
     run.start(data)  # the number of updates is known; the ranks' process group starts
@@ -77,7 +77,7 @@ def main(start: Start) -> int:
     def evaluate() -> dict[str, float]:  # the held-out loss is plain cross entropy
         figures: dict[str, float] = {}
         for part in data.held_out:
-            sources = part.sources or {"": part.samples}  # of a mixture, each source
+            sources = part.sources or {"": part.samples}  # a mixture is evaluated source by source
             batches = held_out_batches(engine, sources, collate, recipe.per_device_eval_batch_size)
             figures |= evaluate_examples(engine, batches, data.labels, part, run.folder)
         return figures

@@ -71,7 +71,7 @@ def main(start: Start) -> int:
         batches = held_out_batches(engine, data.parts, collate, recipe.per_device_eval_batch_size)
         return held_out_loss(engine, batches, model_loss)
 
-    def predict() -> list[str]:  # what it writes after each prompt of predict_file
+    def predict() -> list[str]:  # the completions of predict_file's prompts
         return continue_prompts(engine, data, recipe, run.folder)
 
     run.log_start(data)

@@ -71,7 +71,7 @@ def main(start: Start) -> int:
         del losses["eval_perplexity"]
         return losses | {"eval_accuracy": found.preference_accuracy, "eval_reward_margin": found.reward_margin}
 
-    def predict() -> list[str]:  # what it writes after each prompt of predict_file
+    def predict() -> list[str]:  # the completions of predict_file's prompts
         return continue_prompts(engine, data, recipe, run.folder)
 
     run.log_start(data)

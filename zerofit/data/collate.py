@@ -41,10 +41,10 @@ class Batch:
     inputs: Mapping[str, torch.Tensor | int]  # tensors (B, T); for flattened rows also the lengths of documents
     num_targets: float  # tokens or examples over which the loss is summed; with class weights, the sum of the weights
     num_tokens: int  # tokens that the model reads and predicts, without padding
-    num_positions: int  # the same with padding
-    indices: list[int]  # of the samples
-    labels: torch.Tensor | None = None  # where the model computes no loss: (B,), (B, T) of words or (B, 2) of pairs
-    packed: bool | None = None  # whether a row has several documents; None: not known
+    num_positions: int  # tokens and padding
+    indices: list[int]  # the samples' numbers in the data
+    labels: torch.Tensor | None = None  # only for losses outside the model: (B,), words (B, T), pairs (B, 2)
+    packed: bool | None = None  # True: some row has several documents; None: unknown
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return an input that is a tensor."""
@@ -107,9 +107,9 @@ class CausalCollator:
         num_tokens = total_length(counts, indices)
         if self.marks_filling and packed:
             inputs["is_token"] = padding_mask(counts, width)
-        ends: dict[str, torch.Tensor | int] = {}  # of documents, as transformers' FlashAttentionKwargs
+        ends: dict[str, torch.Tensor | int] = {}  # the documents' ends, named as transformers' FlashAttentionKwargs
         if self.flatten and packed:
-            if "labels" in inputs:  # else the last token of a row would be trained on the next row's first
+            if "labels" in inputs:  # a row's last token must not be trained on the next row's first
                 targets[:, 0] = IGNORE
             inputs = {name: tensor.flatten(0, 1)[None] for name, tensor in inputs.items()}
             starts = torch.nonzero(inputs["position_ids"][0] == 0)[:, 0]
@@ -133,7 +133,7 @@ class ExampleCollator:
     fillers: dict[str, int]  # {column of a sample that the model reads: value that pads it}
     width: int | None = None  # pad every batch to this many tokens; None: to its longest row
     multiple: int = 1  # widths are rounded up to a multiple of this
-    class_weights: list[float] | None = None  # what an example (a word) of each class counts as a target; None: 1
+    class_weights: list[float] | None = None  # the weight of a target (an example or a word) of each class; None: 1
 
     def __call__(self, samples: IndexedSamples) -> Batch:
         indices = [index for _, index in samples]
@@ -151,7 +151,7 @@ class ExampleCollator:
         inputs["attention_mask"] = padding_mask(lengths, width)
         if "sizes" in samples[0][0]:
             inputs = {name: tensor.view(len(samples), max_choices, -1) for name, tensor in inputs.items()}
-        if "tags" in samples[0][0]:  # of each word at its first token
+        if "tags" in samples[0][0]:  # each word's tag stands at its first token
             labels = torch.full((len(samples), width), IGNORE)
             for row, (sample, _) in zip(labels, samples):
                 is_read = sample["starts"] >= 0
@@ -159,7 +159,7 @@ class ExampleCollator:
         else:
             labels = torch.from_numpy(np.stack([sample["label"] for sample, _ in samples]))
         labels[~is_sample(indices)] = IGNORE if labels.dtype == torch.int64 else torch.nan
-        tokens = total_length([len(sample["input_ids"]) for sample, _ in samples], indices)  # without missing choices
+        tokens = total_length([len(sample["input_ids"]) for sample, _ in samples], indices)  # missing choices: none
         targets = labels[:, 0] if labels.is_floating_point() and labels.dim() == 2 else labels
         targets = targets[(targets != IGNORE) & ~targets.isnan()]
         num_targets: float = len(targets)
@@ -358,7 +358,7 @@ class TokenUpdates:
         size = max(1, int(SORTED_UPDATES * self.full_rows * self.row_tokens / self.widths.sum(axis=1).mean()))
         for start in range(0, self.num_samples, size):
             pool = np.concatenate([waiting, drawn[start : start + size]])
-            longest_first = pool[np.lexsort(-self.widths[pool].T[::-1])]  # by the first column, then the second
+            longest_first = pool[np.lexsort(-self.widths[pool].T[::-1])]  # by the first column, then the next
             from_above = self._cut(longest_first)
             kept = from_above[: rng.integers(len(from_above) + 1)]
             remaining = longest_first[sum(map(len, kept)) :]
@@ -385,7 +385,7 @@ class TokenUpdates:
         while start + self.full_rows <= len(samples):
             max_rows = self.full_rows * max(1, self.row_tokens // max(1, int(widths[start, 0])))
             longest = np.maximum.accumulate(widths[start : start + max_rows], axis=0).sum(axis=1)  # (rows,)
-            needed = longest[self.full_rows - 1 :: self.full_rows]  # of an update of 1, 2, ... times G rows
+            needed = longest[self.full_rows - 1 :: self.full_rows]  # widths of an update of 1, 2, ... times G rows
             fits = needed * np.arange(1, len(needed) + 1) <= self.row_tokens
             times = max(1, int(fits.sum()))
             if times == len(fits) and len(longest) < max_rows:

@@ -24,7 +24,7 @@ SAMPLED_BYTES = 20_000  # number of bytes to guess from
 CHAOS_TOLERANCE = 0.1  # in charset-normalizer's measure of chaos: other encodings may be this much worse
 CHARACTERS_PER_READ = 1 << 20  # number of characters to convert at a time
 MIN_UTF8_CHARACTERS = 20  # number of characters beyond ASCII that cannot be valid UTF-8 by chance
-DELIMITERS = {".csv": ",", ".tsv": "\t"}  # by the ending of a file
+DELIMITERS = {".csv": ",", ".tsv": "\t"}  # file suffix: delimiter
 OTHER_DELIMITERS = (",", ";", "\t", "|")  # delimiters that such files may also have
 SEPARATOR_LINE = re.compile('"?sep=.?"?\r?\n')  # Excel's first line of a .csv file, which is not a header
 NUM_HEAD_LINES = 1000  # lines of a file, read to find its delimiter

@@ -52,7 +52,7 @@ def length_warmup(text: str, source: str | None, block_size: int, is_chat: bool)
 
 
 def report_data_loss(
-    is_allowed: bool,  # whether they may be more than half of all, as with allow_data_loss
+    is_allowed: bool,  # allow_data_loss: more than half of all may be lost
     lost: int,
     total: int,
     problem: str,  # the rest of the sentence: "training samples are skipped: ..."

@@ -106,8 +106,8 @@ class CorpusCard:
     """PREFIX.json, which `zerofit prepare` writes. A corpus from another program has none. `documents, tokens`: their
     numbers; documents without a token count as well."""
 
-    tokenizer: str  # its name
-    fingerprint: str  # of the tokenizer, see `tokenizer_fingerprint`
+    tokenizer: str  # name
+    fingerprint: str  # see `tokenizer_fingerprint`
     vocab_size: int  # ids are below it
     eod: int | None  # the id after each document; None where there is none
     documents: int
@@ -126,7 +126,7 @@ class Corpus:
     Megatron's own tool makes one sequence of a document."""
 
     prefix: str  # the path without .bin
-    dtype: type[np.number]  # of the ids
+    dtype: type[np.number]  # type of a token id
     lengths: np.ndarray
     pointers: np.ndarray  # (sequences,) the start of each in the .bin, in bytes, int64
     ends: np.ndarray  # (documents + 1,) the first sequence of each document, and the end of the last, int64
@@ -221,7 +221,7 @@ class Blend:
     """Corpora, the proportion of samples from each, and the split of the documents."""
 
     corpora: list[Corpus]
-    weights: list[float] | None  # those of data_path; None: in proportion to the size of each corpus
+    weights: list[float] | None  # the weights in data_path; None: in proportion to the size of each corpus
     split: str  # the text of the option, which megatron-core parses
     block_size: int  # tokens of a sample, without the one more that is only predicted
     seed: int
@@ -311,7 +311,7 @@ class CorpusSamples:
         sample = {"input_ids": tokens, "next_tokens": np.where(counts > 0, targets, IGNORE)}
         if "reset_position_ids" in self.resets:
             sample["position_ids"] = native["position_ids"].numpy()
-            if "reset_attention_mask" not in self.resets:  # else transformers takes such positions for documents
+            if "reset_attention_mask" not in self.resets:  # transformers takes restarted positions for documents
                 sample["attention_mask"] = np.ones_like(tokens)
         elif "reset_attention_mask" in self.resets:
             ends = tokens == self.eod
@@ -339,7 +339,7 @@ def build_samples(
     """
     sizes = (num_samples, num_held_out)
     flags = {name: name in resets for name in DOCUMENT_RESETS}
-    # what megatron-core's datasets read of a tokenizer: the end of a document, and its identity
+    # megatron-core's datasets read two things of a tokenizer: the end of a document, and its identity
     ends = SimpleNamespace(vocab_size=rows, eod=eod, unique_identifiers=OrderedDict(eod=eod))
     files = [f"{os.path.realpath(corpus.prefix)}.idx" for corpus in blend.corpora]
     key = {  # all that the index depends on; megatron-core's names omit what the files hold

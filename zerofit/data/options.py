@@ -20,9 +20,9 @@ class DataOptions:
     recipe: TaskRecipe
     patterns: dict[str, list[str]]  # files or globs of each part
     cache: Path
-    lowercases: bool  # whether the names of columns that no option names become lower case
-    trains: bool  # whether the launch trains; without, training data are read only to hold out a part of them
-    held_out_fraction: float  # of the training records, where the data has no held-out part
+    lowercases: bool  # column names that no option names become lower case
+    trains: bool  # False: training data are read only to hold out a part of them
+    held_out_fraction: float  # fraction of training records to hold out, where the data has no held-out part
 
     @classmethod
     def of(cls, recipe: TaskRecipe) -> "DataOptions":

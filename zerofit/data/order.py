@@ -84,7 +84,7 @@ class SampleOrder:
                 size = self.window * self.global_batch
                 for start in range(head, self.num_samples, size):
                     drawn = permutation[start : start + size]
-                    full = len(drawn) // self.global_batch * self.global_batch  # what fills no batch stays as drawn
+                    full = len(drawn) // self.global_batch * self.global_batch  # an incomplete batch stays as drawn
                     ordered = drawn[:full][np.argsort(self.lengths[drawn[:full]], kind="stable")]
                     batches = rng.permuted(ordered.reshape(-1, self.global_batch), axis=1)
                     pieces += [batches[rng.permutation(len(batches))].reshape(-1), drawn[full:]]
@@ -118,10 +118,10 @@ def rank_batches(
     *,
     num_replicas: int,
     rank: int,
-    sort_key: np.ndarray | None = None,  # of all samples
+    sort_key: np.ndarray | None = None,  # (samples,)
     warmup: Sequence[int] = (),  # the accumulation of each of the first updates, where the global batch grows
-    lengths: Iterable[int] | None = None,  # of each micro-batch, in tokens, to which its samples are cut
-    ends: Iterable[int] | None = None,  # where each update ends, if it may have several times `micro_batch` samples
+    lengths: Iterable[int] | None = None,  # tokens to which the samples of each micro-batch are cut
+    ends: Iterable[int] | None = None,  # the update's last sample, if updates grow beyond `micro_batch` samples
 ) -> Iterator[list[Any]]:
     """Yield this rank's micro-batches: `accumulation` for each update, each a list of sample indices (or FILLER).
 

@@ -242,7 +242,7 @@ class TokenizedDataset:
         self.sort_key = counted[0] if len(counted) == 1 else counted[0] * (1 + counted[1].max()) + counted[1]
         if "sizes" in columns:
             sizes = [self.columns["sizes"].row(index) for index in range(len(table))]
-            self.lengths = self.sort_key = np.array([row.max() * len(row) for row in sizes])  # as padded
+            self.lengths = self.sort_key = np.array([row.max() * len(row) for row in sizes])  # lengths with padding
         if "tags" in columns:
             tags, starts = (self.columns[name].tokens(0, self.columns[name].num_tokens) for name in ("tags", "starts"))
             self.labels = tags[starts >= 0]
@@ -284,7 +284,7 @@ class TaskData:
     samples_per_epoch: int = 0  # training samples of one pass over the data; by default all
     passes: list[float] = field(default_factory=list)  # in a mixture, how often an epoch reads each source
     sources: dict[str, SampleSet] = field(default_factory=dict)
-    prompts: "Prompts | None" = None  # those of predict_file, without any other part
+    prompts: "Prompts | None" = None  # predict_file's prompts, if there is no other part
 
     def __post_init__(self) -> None:
         self.samples_per_epoch = self.samples_per_epoch or len(self.train or ())

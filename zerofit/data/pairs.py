@@ -64,7 +64,7 @@ PAIR_COLUMNS = (
 )
 TARGET_COLUMNS = {*REPLY_COLUMNS, "label", *(target for _, target in PAIR_COLUMNS)}  # also with an s at the end
 LANGUAGE = re.compile(r"[a-z]{2}([-_][A-Za-z]+)?|[a-z]{3}_[A-Z][a-z]{3}")  # en, en_XX, zh-CN, eng_Latn
-SAMPLE_COLUMNS = ("input_ids", "labels")  # of a sample
+SAMPLE_COLUMNS = ("input_ids", "labels")  # columns of a sample
 COUNT_COLUMNS = ("truncated", "source_tokens", "target_tokens")
 PAIR_TABLE = Features(
     {
@@ -93,7 +93,7 @@ class PairReader:
     target: str | None
     context: str | None = None
     verdict: str | None = None  # says whether the answer is a good one
-    answered: bool = True  # whether records have a target
+    answered: bool = True  # records have a target
 
     @property
     def columns(self) -> list[str]:
@@ -200,7 +200,7 @@ def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> PairReader:
     if (source is None or target is None) and answered and len(texts) == 2:
         for name in () if source or target else texts:
             tables.check_name(name, "source_column and --target_column")
-        texts.sort(key=lambda name: bool({name, name.removesuffix("s")} & TARGET_COLUMNS))  # else in the file's order
+        texts.sort(key=lambda name: bool({name, name.removesuffix("s")} & TARGET_COLUMNS))  # targets last
         source = source or next(name for name in texts if name != target)
         target = target or next(name for name in texts if name != source)
     if source is None and not answered and len(texts) == 1:
@@ -289,7 +289,7 @@ def prepare_pairs(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> PairData:
             )
             widths = encoder.widths
             sides = dict(zip(("source", "target"), widths))
-            if columns.dialogue:  # its latest turns are kept, which is intended
+            if columns.dialogue:  # a dialogue's latest turns are kept, which is intended
                 sides.pop("source")
             for (part, table), (side, width) in product(encoded.items(), sides.items()):
                 option = f"max_{side}_length"
@@ -342,7 +342,7 @@ def open_pairs(
     unread = source.names(name for name in source.first.column_names if name not in columns.columns)
     tasks = getattr(config, "task_specific_params", None) or {}
     prefixes = [(settings or {}).get("prefix") or "" for settings in tasks.values()]
-    if (known := [repr(each) for each in prefixes if each.strip()]) and not prefix:  # of T5
+    if (known := [repr(each) for each in prefixes if each.strip()]) and not prefix:  # T5 was trained with prefixes
         described.append(f"note      source_prefix is empty; the model was trained with {', '.join(known)}")
     notes = described + unread_note(unread, ()) + notes
     return parts, columns, PairEncoder(tokenizer, prefix, separator, (source_width, target_width)), notes

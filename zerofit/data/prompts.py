@@ -57,7 +57,7 @@ class Renderer:
         if system is None and self.uses_template:
             self.system = trained.get("system_prompt")
         chosen = (languages[0] or trained.get("source_lang"), languages[1] or trained.get("target_lang"))
-        self.encoder: PairEncoder | None = None  # of sources, in the format of training
+        self.encoder: PairEncoder | None = None  # encodes sources in the format of training
         if self.has_encoder and not self.uses_template:
             positions = usable_positions(config) or sys.maxsize
             longest = min(trained.get("max_source_length", positions), positions)
@@ -143,7 +143,7 @@ class Prompts:
     """The records of predict_file as samples (input_ids alone), in the order of the file."""
 
     ids: list[list[int]]
-    records: list[dict[str, Any]]  # what predictions.jsonl has for each beside its prediction
+    records: list[dict[str, Any]]  # one row of predictions.jsonl per prompt, without the prediction
     is_chat: bool = False  # each is a conversation that needs a reply, not a text to continue
     ends: list[int] = field(default_factory=list)  # token ids that end an answer, in addition to those of the model
     truncated: int = 0  # number of tokens cut
@@ -251,7 +251,7 @@ def check_options(recipe: ClmRecipe, form: RecordForm | None, source: Source) ->
     else:
         given = [name for name in TEXT_ONLY if getattr(recipe, name) is not None and recipe.source(name) != FROM_MODEL]
         kind = f"{RECORD_KINDS[form.kind]} a record (column {form.question}). For running text say --text_column NAME"
-    if given and not recipe.mixture:  # of which another source may be of the other kind
+    if given and not recipe.mixture:  # another source of a mixture may be of the other kind
         named = ", ".join(f"{name} = {getattr(recipe, name)!r}" for name in given)
         raise UserError(f"{named}: no effect, the data is taken for {kind}, or leave the option out")
     if form is not None and recipe.packing == "concatenate" and recipe.source("packing") != FROM_MODEL:

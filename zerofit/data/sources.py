@@ -51,20 +51,20 @@ FORMATS = {
     ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "tsv", ".xlsx": "xlsx",
     ".parquet": "parquet", ".conll": "conll", **dict.fromkeys(TEXT_EXTENSIONS, "text"),
 }  # fmt: skip
-FORMATS_OF_OPTION = {  # that some formats have
+FORMATS_OF_OPTION = {  # option: the formats that have it
     "encoding": ("json", "csv", "tsv", "text", "conll"),
     "delimiter": ("csv", "tsv"),
     "field": ("json",),
 }
-CONLL_COMMENT = re.compile(r"#\s*(id\s|(newdoc|newpar)\b|[\w.:]+\s*=)")  # of CoNLL-U, MultiCoNER; "# O" is a word
+CONLL_COMMENT = re.compile(r"#\s*(id\s|(newdoc|newpar)\b|[\w.:]+\s*=)")  # in CoNLL-U, MultiCoNER; "# O" is a word
 ENTITY_TAG = re.compile("O|[BIESLU]-.+")
 CONLL_DOCUMENT = "-DOCSTART-"  # the first word of a line between documents of a .conll file
 CONLL_BLANKS = " \t\r"  # no others: a tweet has U+00A0 and U+2028 as words
 STDLIB_DATASETS = ("stdlib-docstrings", "stdlib-functions")  # the data sets made from Python's standard library
-NUM_PACKAGES = 12  # of the library, those with the most docstrings
-HELD_OUT_PERCENT = 12  # of the library
+NUM_PACKAGES = 12  # the packages of Python's library with the most docstrings
+HELD_OUT_PERCENT = 12  # percent of Python's library
 MIN_WORDS = 3  # shorter docstrings are not informative: "Constructor.", "See above."
-MIN_WORDS_OF_CODE = 6  # as do shorter functions: "def this self pass"
+MIN_WORDS_OF_CODE = 6  # shorter functions say nothing: "def this self pass"
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 PACKAGE_MASK = "..."  # replaces the names of packages in docstrings
 FUNCTION_MASK = "this"  # replaces the name of a function in its code
@@ -221,7 +221,7 @@ def read_sentences(lines: Iterable[str], path: Path) -> Iterator[dict[str, list[
                 problem = "the first column has the numbers of words, as in CoNLL-U"
                 raise UserError(f"{path}, line {number}: {problem}. Keep the columns of words and of tags")
             are_tags = [all(map(ENTITY_TAG.fullmatch, column)) for column in (words, tags)]
-            if are_tags == [True, False] and any("-" in word for word in words):  # as in the MIT corpora of films
+            if are_tags == [True, False] and any("-" in word for word in words):  # the MIT corpora of films
                 problem = f"the first column has the tags ({words[-1]} of {tags[-1]})"
                 raise UserError(f"{path}, line {number}: {problem}. Write the word first, and its tag last")
             if words:
@@ -354,8 +354,8 @@ class Source:
     """
 
     parts: dict[str, Dataset]
-    files: dict[str, list[Path]]  # of each part; empty if no option names files
-    name: str = ""  # of data that are in no file of their own, in messages
+    files: dict[str, list[Path]]  # part: its files; empty if no option names files
+    name: str = ""  # the data's name in messages, if they have no file
     notes: list[str] = field(default_factory=list)  # how files were read
     written: dict[str, str] = field(default_factory=dict)  # {column in lower case: as the file has it}
 
@@ -468,7 +468,7 @@ def _from_hub(data: DataOptions, held_out: dict[str, tuple[str, ...]]) -> tuple[
             dataset = load_dataset(name, config, cache_dir=data.hub_cache)
             first = next(iter(dataset.values()))
             if first.info.builder_name == "csv" and all(isinstance(kind, Value) for kind in first.features.values()):
-                texts = texts_of(first.column_names)  # as they are written: 0110 is not a number
+                texts = texts_of(first.column_names)  # texts as written: 0110 is not a number
                 dataset = load_dataset(name, config, cache_dir=data.hub_cache, features=texts, keep_default_na=False)
     except Exception as error:  # the library raises a dozen types, from ConnectionError to DatasetNotFoundError
         raise UserError(

@@ -171,7 +171,7 @@ class Window:
 
     number: int = 0  # in the run
     turn: int = 0  # number of earlier passes over the shards
-    index: int = 0  # its number in the pass
+    index: int = 0  # number of the window in the pass
     shard: int = 0
     record: int = 0
     first: int = 0  # number of samples in earlier windows
@@ -193,14 +193,14 @@ class StreamedSamples:
         self,
         shards: Shards,
         folder: Path,  # for the files of windows, on this machine
-        size: int,  # of a window, in bytes of its records
+        size: int,  # bytes of records in a window
         seed: int,
         prepare: Prepare,  # (records, their name in messages, folder for tables) -> their samples
         *,
         total: int,  # samples of the run
         lag: int,  # updates after which no process reads a sample any more
         table: Path,  # the file of the windows that are known
-        resumes: bool = True,  # whether the run may continue that of the table
+        resumes: bool = True,  # True: the run may continue the earlier run in the table
         earlier: Path | None = None,  # the table of the run whose checkpoint is resumed, if this run has none yet
     ):
         self.shards = shards
@@ -211,12 +211,12 @@ class StreamedSamples:
         self.table = table
         self.total = total
         self.lag = lag
-        self.made_of = {"shards": shards.key, "seed": seed, "window": size}  # what the order follows from
+        self.made_of = {"shards": shards.key, "seed": seed, "window": size}  # the order follows from these
         self.known = self._read_table(resumes, earlier)  # the windows that have been read, from the first one on
         self._written = len(self.known)
         self._opened: dict[int, tuple[SampleSet, np.ndarray]] = {}
         self._adding = threading.Lock()
-        self.stats = self.open(self.known[-1] if self.known else Window())[0].stats  # of one window only
+        self.stats = self.open(self.known[-1] if self.known else Window())[0].stats  # statistics of one window only
         self._ahead: threading.Thread | None = None
 
     def __len__(self) -> int:
@@ -294,7 +294,7 @@ class StreamedSamples:
             samples = self.prepare(table, name, folder)
         drawn = np.random.default_rng([self.seed, window.turn, window.index]).permutation(len(samples))
         opened = self._opened[window.number] = samples, drawn
-        for number in list(self._opened)[:-MAX_OPEN_WINDOWS]:  # those opened first
+        for number in list(self._opened)[:-MAX_OPEN_WINDOWS]:  # the windows that were opened first
             self._opened.pop(number, None)
         with self._adding:
             if window.number == len(self.known):
@@ -315,7 +315,7 @@ class StreamedSamples:
                 f"train_file: the shards are others (names, sizes) than those of {table}. Restore them, or begin "
                 "again with --resume never"
             )
-        if made_of != self.made_of:  # of a run that this one replaces
+        if made_of != self.made_of:  # the table is of a run that this one replaces
             return []
         windows: list[Window] = []
         for line in (parse_object(text) or {} for text in lines[1:]):

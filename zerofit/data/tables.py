@@ -246,7 +246,7 @@ def one_process_at_a_time(folder: Path) -> Iterator[None]:
     A file lock and no collective: no process group exists yet, so none can time out, however long tokenizing takes.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    set_verbosity(CRITICAL)  # what its errors log comes with the exception, which has our own message
+    set_verbosity(CRITICAL)  # its log repeats the exception, which has our own message
     if os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty():
         disable_progress_bars()
     with FileLock(folder / "prepare.lock"):

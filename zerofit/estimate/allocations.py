@@ -126,7 +126,7 @@ def _flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
     if packet.__name__ == FLASH_BACKWARD_OPERATOR:
         flops = sdpa_backward_flop_count(*(_with_heads_of(args[1], tensor) for tensor in args[:4]))
         return flops // 2 if _is_causal(args, kwargs, 7) else flops
-    if packet is aten.addmm:  # its formula takes the `out_dtype` that may follow for the result
+    if packet is aten.addmm:  # its formula takes an `out_dtype` that may follow as the result
         args = args[:3]
         kwargs = {}
     formula = flop_registry.get(packet)
@@ -239,7 +239,7 @@ def _holders(tensor: torch.Tensor) -> int:
 class TraceSegment:
     """One part of a pass. All sizes are in bytes; `start` and `end` are the live bytes at its start and end."""
 
-    name: tuple[Any, ...]  # its kind; for a layer also the layer's stack and number
+    name: tuple[Any, ...]  # kind; for a layer also the layer's stack and number
     start: int
     peak: int = 0  # the maximum of the live bytes
     end: int = 0
@@ -501,7 +501,7 @@ class CachingAllocator:
 
     def __init__(self) -> None:
         self.held = self.alive = self.idle = self.max_alive = self.max_needed = 0
-        self._free: list[tuple[int, int, MemoryBlock]] = []  # by size
+        self._free: list[tuple[int, int, MemoryBlock]] = []  # sorted by size
         self._numbers = itertools.count()
         self._taken: dict[int, list[MemoryBlock]] = {}
 

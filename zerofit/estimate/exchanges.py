@@ -76,7 +76,7 @@ class Links:
         if machines > 1:
             bandwidth = min(bandwidth, NETWORK_EFFICIENCY * self.network * local / (1 + machines / SHARING_MACHINES))
         rounds = 2 if exchange.kind == ALL_REDUCE else 1
-        sent = exchange.bytes / exchange.count * (rounds * (world_size - 1) / world_size)  # by each process
+        sent = exchange.bytes / exchange.count * (rounds * (world_size - 1) / world_size)  # bytes per process
         far_hops = rounds * (machines - 1)
         hops = rounds * (world_size - 1)
         local_link = "pcie" if self.over_pcie else "link"
@@ -203,7 +203,7 @@ def third_stage_exchanges(weights: Weights, zero: Any, world_size: int, width: i
     max_kept = min(total, int(zero.max_reuse_distance) // 2, int(zero.max_live_parameters))
     in_layers = sum(weight.size for weight in sharded if weight.name.startswith(weights.stacks))
     kept = max_kept if keeps_layers else min(max_kept, total - in_layers)  # from the forward to the backward pass
-    share = (total - kept) / total if total else 0  # of the weights, those that are gathered twice
+    share = (total - kept) / total if total else 0  # fraction of the weights that are gathered twice
     gathered = Collectives(ALL_GATHER, width * total, max(1, count), half)
     ranks_per_copy = int(zero.zero_hpz_partition_size)  # ZeRO++: gathered from the copies within a machine
     within_machine = ranks_per_copy if ranks_per_copy > 1 else 0
@@ -215,7 +215,7 @@ def third_stage_exchanges(weights: Weights, zero: Any, world_size: int, width: i
         "forward": [gathered] if total else [],
         "backward": [regathered, Collectives(REDUCE_SCATTER, width * weights.trained, buckets, half)],
         "step": [Collectives(ALL_GATHER, width * persistent, 1, half)] if persistent else [],
-        "hidden": zero.overlap_comm is not False,  # by default it is on in this stage
+        "hidden": zero.overlap_comm is not False,  # overlap_comm is on by default in this stage
         "tensors": len(weights.sizes),
         "up": fetched,
         "micro_moved": 2 * width * total * (1 + share) + 6 * width * weights.trained,

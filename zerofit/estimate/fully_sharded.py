@@ -116,7 +116,7 @@ class FullyShardedMemory(GradientMemory):
         self.shared: set[LayerPlace | None] = set()  # groups that some ranks share until the backward pass
         self.arrived = self.arriving = 0  # flat tensors: of the last group that was received, and of the next one
         self.next: LayerPlace | None = None  # the group that is being received
-        self.order: list[LayerPlace] = []  # of the forward pass
+        self.order: list[LayerPlace] = []  # in the order of the forward pass
         self.completed: dict[LayerPlace | None, int] = {}  # bytes of gradients that are not reduced yet
         self.place: LayerPlace | None = None
         self.backward = False
@@ -138,7 +138,7 @@ class FullyShardedMemory(GradientMemory):
         self.backward = backward
         if place is None:
             return peak
-        if place == EMBEDDING_GROUP:  # its gradient is computed without its weight
+        if place == EMBEDDING_GROUP:  # an embedding's gradient is computed without its weight
             return peak if backward else max(peak, self._gather(place))
         if not backward:
             self.order.append(place)

@@ -52,7 +52,7 @@ class Moment:
 
     phase: str
     components: dict[str, int]
-    computing: int = 0  # what the stream that computes holds, without the states
+    computing: int = 0  # memory of the compute stream without the states
     gathered: int = 0  # weights that ZeRO-3 has gathered
     reduced: int = 0  # temporaries of gradients on their way to other processes
 
@@ -67,10 +67,10 @@ class PeakMemory:
 
     phase: str
     components: dict[str, int]
-    # as torch.cuda.max_memory_allocated; on a CPU, the memory of the process beyond that before the model was made
+    # torch.cuda.max_memory_allocated; on a CPU, the memory of the process beyond that before the model was made
     allocated: int
-    reserved: int  # as torch.cuda.max_memory_reserved, if there is enough memory
-    device: int  # as the driver shows it then: with context and communication buffers
+    reserved: int  # torch.cuda.max_memory_reserved, if there is enough memory
+    device: int  # the driver's figure: with context and communication buffers
     needed: int  # minimum that training needs: the rest of `device` returns to the driver when memory runs out
     host: int  # host memory of one process, without the program itself
     disk: int = 0  # bytes that one process offloads to a disk
@@ -151,7 +151,7 @@ def training_moments(
         engine.begin(first=number == 0, last=is_last)
         moments = [*_moments_of_pass(states, engine, training)]
         largest = max(moments, key=lambda moment: moment.total)
-        waiting: dict[str, int] = {}  # what a stage holds for micro-batches that wait for their backward pass
+        waiting: dict[str, int] = {}  # memory of micro-batches that wait for their backward pass
         if in_flight:
             kept = next((step.start for step in training if step.phase == "backward"), 0) + in_flight.received
             count = min(in_flight.micro_batches, accumulation - number) - 1

@@ -122,7 +122,7 @@ class Speeds:
         return (MATRIX, half) in self.rates
 
 
-DEFAULT_MULTIPROCESSORS = 108  # where the table of GPUs has none: those of an A100
+DEFAULT_MULTIPROCESSORS = 108  # an A100's, for GPUs whose number is not in the table
 
 # Share of the peak that kernels for Hopper and Blackwell reach in attention, forward and backward. Fitted on rows of
 # flash attention 3 and 4; Shah et al. 2024 have 0.75 forward.
@@ -423,7 +423,7 @@ class UpdateSpeed:
     """The predicted speed of an update: its seconds, tokens/s and model FLOPs utilization."""
 
     time: UpdateTime
-    tokens_per_s: float  # of all replicas, without padding
+    tokens_per_s: float  # tokens of all replicas, without padding
     mfu: float | None  # the model's FLOPs of these tokens over the peak of all devices; None: the peak is not known
     is_known: bool = True  # False: the speed is another device's, which only ranks layouts
 
@@ -513,7 +513,7 @@ class Timing:
         if not self.model.teacher_weights:
             return slowest
         student_weights = sum(weight.numel() for weight in self.model.full.parameters())
-        teacher = slowest.forward * self.model.teacher_weights / student_weights  # its forward pass
+        teacher = slowest.forward * self.model.teacher_weights / student_weights  # s per forward pass
         parts = slowest.parts | {"teacher": teacher}
         return replace(slowest, forward=slowest.forward + teacher, parts=parts)
 

@@ -42,7 +42,7 @@ TRACED_LAYERS = 2  # layers of each stack that are traced
 MAX_TRACED_CHUNKS = 8
 MAX_TRACED_BATCH = 2**20
 TRACED_ATTENTION = "plan_sdpa"  # sdpa whose mask does not depend on values, which fake tensors do not have
-ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout")  # of models whose attention runs in a fused kernel
+ATTENTION_DROPOUTS = ("attn_pdrop", "attention_dropout")  # fields of models whose attention runs in a fused kernel
 
 
 @dataclass(frozen=True)

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ADAPTER_FILE = "adapter_model.safetensors"
-PICKLED_ADAPTER_FILE = "adapter_model.bin"  # of an older peft
-WRAPPER_PREFIXES = re.compile(  # what DDP, torch.compile and peft put before a name, or into one
+PICKLED_ADAPTER_FILE = "adapter_model.bin"  # written by an older peft
+WRAPPER_PREFIXES = re.compile(  # DDP, torch.compile and peft put these before a name or into it
     r"^((base_model\.model|module|_orig_mod)\.)+"
     r"|(?<=\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|modules_to_save(\.default)?)\."
 )
 DEFAULT_ADAPTER_SUFFIX = re.compile(r"(?<=\.)(lora_\w+)\.default(?=\.|$)")  # peft's, of a state_dict
 EMBEDDINGS = ("embed_tokens", "word_embeddings", "tok_embeddings", "wte", "shared", "embed_in", "embed_out", "lm_head")
-ADAPTER_PREFIX = "base_model.model."  # of every name in an adapter's file: peft's wrappers around the model
+ADAPTER_PREFIX = "base_model.model."  # begins every name in an adapter's file: peft's wrappers around the model
 TASK_TYPES = {  # peft's names of tasks: the script of each, and what the model is called, AutoModelFor...
     "CAUSAL_LM": ("clm", "CausalLM"),
     "SEQ_CLS": ("cls", "SequenceClassification"),
@@ -56,9 +56,9 @@ class AdapterFolder:
     """The contents of an adapter's folder."""
 
     path: Path
-    option: str  # that names it
+    option: str  # the option that names it
     settings: dict[str, Any]  # the contents of adapter_config.json
-    tensors: dict[str, "torch.Tensor"]  # by their names in the base; those of a safetensors file are mapped
+    tensors: dict[str, "torch.Tensor"]  # name in the base: tensor; a safetensors file is mapped
 
     @property
     def where(self) -> str:
@@ -145,7 +145,7 @@ TRAINABLE_LORA_FIELDS = {
     "modules_to_save", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "use_dora",
     "target_parameters", "ensure_weight_tying", "megatron_core", "qalora_group_size", "runtime_config", "lora_bias",
 }  # fmt: skip
-BASE_PRESERVING_INITS = (True, False, "gaussian", "eva", "orthogonal")  # of init_lora_weights: the base is unchanged
+BASE_PRESERVING_INITS = (True, False, "gaussian", "eva", "orthogonal")  # of init_lora_weights; they keep the base
 
 
 def adapter_to_train_on(recipe: Any, task: str | None) -> AdapterFolder | None:
@@ -199,8 +199,8 @@ def check_resized(folder: AdapterFolder, config: Any) -> None:
 class AdapterBase(NamedTuple):
     """The base model of an adapter."""
 
-    option: str  # that names it
-    name: str  # its folder or hub name
+    option: str  # the option that names it
+    name: str  # folder or hub name
     config: Any
     revision: str | None = None  # on the hub, where the adapter names one
 
@@ -252,7 +252,7 @@ def trained_config(folder: AdapterFolder, base: "PretrainedConfig", overrides: s
     the labels and tokens that the adapter has. Raises UserError where the sizes of the two differ."""
     config: Any = base
     if (folder.path / "config.json").is_file():
-        if not hasattr(base, "auto_map"):  # else the configuration's class comes with the base
+        if not hasattr(base, "auto_map"):  # with it, the configuration's class comes with the base
             config = read_config("adapter", str(folder.path))
         refusal = f"{folder.where} is for another base than {base.name_or_path!r}"
         for size in ("model_type", *MODEL_SIZES):

@@ -86,13 +86,13 @@ def install_template(
         if adds_bos and name in known_templates() and "bos_token" not in text:
             text = "{{- bos_token -}}" + text  # it begins like the tokenizer's texts
         tokenizer.chat_template = text
-    elif isinstance(stored, dict) and "default" not in stored:  # of several, one may be for records with tools
+    elif isinstance(stored, dict) and "default" not in stored:  # one of several may be for records with tools
         raise UserError(f"several chat templates ({', '.join(stored)}): name a .jinja file with --chat_template")
     origin = f"chat_template = {name!r}" if name else "the tokenizer's own chat template"
     try:
         apply_template(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
     except BadTemplate as bad:
-        if bad.syntax:  # else it may refuse this conversation and accept others
+        if bad.syntax:  # without a syntax error it may refuse this conversation and accept others
             raise UserError(f"{origin}, {bad}") from None
     return origin, f"template  {name or origin}"
 
@@ -160,7 +160,7 @@ def unread_keys(tokenizer: "PreTrainedTokenizerBase", messages: list[Message], t
     unread = {key for key in keys - hoisted if not re.search(rf"\b{re.escape(key)}\b", _source(tokenizer))}
     if text is None:
         return sorted(unread)
-    for message in messages:  # of an answer, reasoning may be left out
+    for message in messages:  # a template may leave out the reasoning of an answer
         if message["role"] != "assistant" and "instruction" not in message and message["content"].strip() not in text:
             unread.add(f"{message['role']}.content")
     return sorted(unread)
@@ -301,7 +301,7 @@ def _find_answer(
     start = len(prompt)
     if not text.startswith(prompt):
         earlier = apply_template(tokenizer, messages[:turn], given=messages.given)
-        answer_opening = prompt[len(earlier) :] if prompt.startswith(earlier) else ""  # what begins an answer
+        answer_opening = prompt[len(earlier) :] if prompt.startswith(earlier) else ""  # the text that begins an answer
         place = text.find(answer_opening, begin, stop) if answer_opening else -1
         start = place + len(answer_opening) if place >= 0 else _common_prefix(before, text)
     if not (begin <= start <= stop and text.endswith(after) and _ends_with(text[start:stop], messages[turn])):

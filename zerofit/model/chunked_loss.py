@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Share: TypeAlias = "VocabularyShare | None"  # None: no tensor parallelism
 IGNORE = -100
-CHUNK_BYTES = 128 * 2**20  # of fp32 logits: large enough for full speed, small compared with a model's activations
+CHUNK_BYTES = 128 * 2**20  # fp32 logits: enough for full speed, little beside a model's activations
 MIN_CHUNK_ROWS = 64
 # On a GPU chunks are larger, because each of them reads and writes the head's whole gradient.
 GPU_CHUNK_BYTES = 2**30
@@ -67,7 +67,7 @@ class TokenLoss(NamedTuple):
     """The terms that training adds to the cross entropy of a token."""
 
     label_smoothing: float = 0.0  # this part of the target is divided among the whole vocabulary
-    # what the square of the logits' logsumexp is multiplied by (Chowdhery et al. 2022, PaLM: 1e-4)
+    # factor of the squared logsumexp of the logits (Chowdhery et al. 2022, PaLM: 1e-4)
     z_loss: float = 0.0
     distillation: Distillation | None = None  # how a teacher's distribution enters the loss, where a batch has one
 
@@ -357,7 +357,7 @@ def with_eager_fallback(compiled: Callable[..., Any], function: Callable[..., An
             return compiled(*arguments)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of many kinds
+        except Exception as error:  # a model's code may raise anything
             first = str(error).strip().partition("\n")[0][:60]
             warnings.warn(f"the loss is not compiled: {type(error).__name__}: {first}", stacklevel=2)
             chosen[0] = function

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from zerofit.recipe.options import TrainingRecipe
 
-FLOAT8_MULTIPLE = 16  # of a product's widths; torch._scaled_mm needs it
+FLOAT8_MULTIPLE = 16  # torch._scaled_mm needs widths that are multiples of it
 MIN_FLOAT8_CAPABILITY = (8, 9)  # compute capability from which GPUs of NVIDIA multiply in float8
 ROUTER_LAYERS = ("gate", "router")  # the names of linear layers that choose experts, or weigh them
 FLOAT8_EMULATION = "ZEROFIT_EMULATES_FLOAT8"  # set by tests: round to float8, and multiply in fp32, on any device

@@ -86,7 +86,7 @@ def name_some(names: Iterable[str]) -> str:
 FILE_ERRORS = (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError, NotImplementedError)
 PER_LAYER_FIELD = re.compile("layer|_types$|pattern")  # names of lists with an entry for each layer
 ARCHITECTURES = Path(__file__).parent / "architectures"
-STORED_ROWS = "stored_vocab_size"  # of a configuration whose embeddings are resized: the rows of the stored weights
+STORED_ROWS = "stored_vocab_size"  # configuration field: rows of the stored embeddings, before they are resized
 AUTO_CLASSES = {  # AutoModelFor...: what transformers calls the task in the name of its table of models
     "CausalLM": "CAUSAL_LM",
     "Seq2SeqLM": "SEQ_TO_SEQ_CAUSAL_LM",
@@ -351,7 +351,7 @@ def _update_derived(config: "PretrainedConfig", before: dict[str, Any], changed:
             necessary[name] = value[: getattr(config, layers)]
     try:
         derived = kind.from_dict({**necessary, **{name: getattr(config, name) for name in changed if name in before}})
-    except (*FILE_ERRORS, StrictDataclassError):  # what does not go together is said where all is set
+    except (*FILE_ERRORS, StrictDataclassError):  # contradictions are reported where all values are set
         return
     for name, value in derived.to_dict().items():
         if name in before and name not in changed and not isinstance(value, dict) and value != before[name]:

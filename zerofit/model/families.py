@@ -34,7 +34,7 @@ class StagePlan:
     layers: str  # the list of layers, an attribute of the body (`model.base_model`)
     before: tuple[str, ...]  # attributes of the body that work on tokens, or on hidden states before the first layer
     after: tuple[str, ...]  # attributes of the body that work on hidden states behind the last layer
-    added: tuple[str, ...] = ()  # those of them whose output is added to the hidden states
+    added: tuple[str, ...] = ()  # the ones whose output is added to the hidden states
 
 
 def _width_of_heads(config: "PretrainedConfig") -> int:
@@ -67,7 +67,7 @@ class Family:
     # (configuration) -> the number of channels in all attention heads together
     attention_width: Callable[["PretrainedConfig"], int] = _width_of_heads
     splits_rows: bool = False  # sequence parallelism is proven with the family
-    # its layers have experts and routers, whose auxiliary loss and load are counted (model/experts.py)
+    # True: layers have experts and routers, whose auxiliary loss and load are counted (model/experts.py)
     has_experts: bool = False
     tensor_plan: TensorPlan | None = None  # how tensor parallelism cuts the layers; None: it does not
     stage_plan: StagePlan | None = None  # how a pipeline's stages share the layers; None: they do not

@@ -62,10 +62,10 @@ UNSHARDED_STRATEGY: Any = SimpleNamespace(  # for tools: nothing is sharded, and
 class Adapter:
     """The adapter of the model in training."""
 
-    config: "LoraConfig"  # as it is saved
+    config: "LoraConfig"  # the configuration as it is saved
     saved: list[str]  # full names of the modules that are fully trained
     note: str  # for the log
-    base: str | None = None  # of an adapter that is trained on, the folder or hub name of its base
+    base: str | None = None  # folder or hub name of the base of an adapter that is trained on
 
     def save(
         self,
@@ -95,9 +95,9 @@ class Adapter:
         written = {ADAPTER_PREFIX + name: tensor.clone().contiguous() for name, tensor in tensors.items()}
         folder.mkdir(parents=True, exist_ok=True)
         save_file(written, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        description = copy.deepcopy(model.config)  # of a classifier it has the labels
+        description = copy.deepcopy(model.config)  # a classifier's configuration has the labels
         if hasattr(description, "quantization_config"):
-            del description.quantization_config  # of this run only
+            del description.quantization_config  # the quantization is only for this run
         description.use_cache = True
         files: dict[str, Callable[[], object]] = {
             "adapter_config.json": lambda: self.config.save_pretrained(str(folder)),
@@ -444,7 +444,7 @@ def inject_adapter(
         if true_shape(parameter) != tensor.shape:
             shapes = f"{tuple(tensor.shape)}, and that one takes {tuple(true_shape(parameter))}"
             raise UserError(f"{refusal}: {key} has the shape {shapes}")
-        if strategy.deepspeed is None:  # as in training: it is the only copy, so it is in fp32
+        if strategy.deepspeed is None:  # the only copy of the weights, so in fp32 as in training
             parameter.data = parameter.data.float()
         with strategy.gathered(parameter), torch.no_grad():
             parameter.copy_(tensor)

@@ -42,7 +42,7 @@ from zerofit.recipe.causal_options import REFERENCE_LOSSES
 if TYPE_CHECKING:
     from zerofit.data.collate import Batch
 
-TEACHER_HIDDEN = "teacher_hidden"  # of a batch
+TEACHER_HIDDEN = "teacher_hidden"  # key in a batch
 
 
 def install_loss(model: Any, kind: str, terms: TokenLoss = CROSS_ENTROPY) -> None:
@@ -213,8 +213,8 @@ def logits_of_examples(model: Any, batch: "Batch") -> torch.Tensor:
 
 
 MEAN_LOSSES = ("ipo", "simpo", "orpo")  # which compare means over the tokens of an answer, not sums
-TIE_TOLERANCE = 1e-6  # of log-probabilities, relative: before training both rewards are 0, and neither is the larger
-DEFAULT_BETA = {"dpo": 0.1, "ipo": 0.1, "hinge": 0.1, "simpo": 2.0, "orpo": 0.1}  # as libraries and papers use
+TIE_TOLERANCE = 1e-6  # relative, for log-probabilities: before training both rewards are 0, and neither is the larger
+DEFAULT_BETA = {"dpo": 0.1, "ipo": 0.1, "hinge": 0.1, "simpo": 2.0, "orpo": 0.1}  # the values of libraries and papers
 
 
 def disable_dropout(model: torch.nn.Module) -> None:
@@ -251,8 +251,8 @@ class PreferenceLoss:
 
     kind: str  # dpo, ipo, hinge, simpo or orpo
     beta: float
-    gamma: float = 0.0  # of simpo, the margin that the rewards should keep
-    label_smoothing: float = 0.0  # of dpo, the probability that a label is wrong
+    gamma: float = 0.0  # simpo: the margin that the rewards should keep
+    label_smoothing: float = 0.0  # dpo: the probability that a label is wrong
     _sums: torch.Tensor | None = None
 
     @property

@@ -137,7 +137,7 @@ def _matrix_flops(module: torch.nn.Module, head: torch.nn.Module | None = None, 
     for parameter in module.parameters():
         shape = true_shape(parameter)
         if len(shape) >= 2 and (id(parameter) not in lookup or id(parameter) in heads):
-            active = chosen / shape[0] if chosen and len(shape) == 3 else 1.0  # of (experts, outputs, inputs)
+            active = chosen / shape[0] if chosen and len(shape) == 3 else 1.0  # shape: (experts, outputs, inputs)
             total += (6.0 if parameter.requires_grad else 4.0) * true_numel(parameter) * active
     return total
 
@@ -157,12 +157,12 @@ def check_finite(
     for name, parameter in parameters.items():
         values = parameter.detach()
         shard = getattr(parameter, "ds_tensor", None)
-        if shard is not None:  # of ZeRO-3, without the padding of the last one
+        if shard is not None:  # ZeRO-3's shard without padding
             before = torch.distributed.get_rank() * shard.numel()
             values = shard.flatten()[: max(0, vars(parameter)["ds_numel"] - before)]
         if not values.numel() or not values.is_floating_point() or values.element_size() == 1 or values.is_meta:
             continue  # quantised weights are integers, or are scaled
-        if not torch.isfinite(torch.stack(torch.aminmax(values))).all():  # without a mask as large as the weight
+        if not torch.isfinite(torch.stack(torch.aminmax(values))).all():  # needs no mask as large as the weight
             of_this_rank.append(name)
     damaged = list(dict.fromkeys(name for names in gather(of_this_rank) for name in names))
     if damaged:

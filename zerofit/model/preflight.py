@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from zerofit.strategy.engine import Engine
     from zerofit.strategy.strategy import Strategy
 
-LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 1e-2}  # of one sum in two orders, relative
+LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 1e-2}  # relative difference of one sum in two orders
 NUM_ROWS = 2  # a model may keep documents apart in one row only
 DOCUMENT_TOKENS = 8  # if the model has twice as many positions
 

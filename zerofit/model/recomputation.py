@@ -22,7 +22,7 @@ from zerofit.recipe.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MATRIX_PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")  # of linear layers; the last in float8
+MATRIX_PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")  # products of linear layers; the last is float8's
 
 
 def enable_recomputation(
@@ -82,7 +82,7 @@ class SelectiveMode(DispatchMode):
         super().__init__()
         self.context = context
         self.keeps_attention = keeps_attention
-        self.kept: dict[int, torch.UntypedStorage] = {}  # by id: views have their tensor's storage object
+        self.kept: dict[int, torch.UntypedStorage] = {}  # id: storage; views share their tensor's storage object
 
     def __exit__(self, *error: Any) -> None:
         self.kept.clear()

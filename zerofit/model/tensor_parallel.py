@@ -152,7 +152,7 @@ def shard_rows(count: int, rank: int, size: int) -> tuple[int, int]:
 def keep_rows(model: torch.nn.Module, rank: int, size: int) -> None:
     """Keep this rank's rows of all parameters."""
     for parameter in model.parameters():
-        vars(parameter)["ds_shape"] = parameter.shape  # where peft looks for the whole shape of GPT-2's layers
+        vars(parameter)["ds_shape"] = parameter.shape  # peft reads the whole shape of GPT-2's layers here
         cut_parameter(parameter, Cut(tuple(parameter.shape), 0, (shard_rows(parameter.shape[0], rank, size),)))
 
 
@@ -283,7 +283,7 @@ class TokenParts:
         part is for `send`, and the model's code goes on with something of its shape."""
         if self._shape is None:
             return hidden
-        if hidden.requires_grad:  # what is recomputed then is of this micro-batch, and others may have come between
+        if hidden.requires_grad:  # recomputation needs this micro-batch's value; others may have come between
             hidden.register_hook(partial(self._return_to, self._shape))
         if not isinstance(module, IdentityLayer):
             return self.join(hidden)
@@ -491,7 +491,7 @@ def split_model(model: "PreTrainedModel", tensor: TensorGroup) -> None:
     over_tokens = {id(each): each for module in (table, head) for each in module.parameters()}
     for parameter in over_tokens.values():  # tied ones once
         cut_parameter(parameter, cut_for(parameter.shape, 0, tensor.rank, tensor.size))
-    if isinstance(table, nn.Embedding):  # else it is of another stage of a pipeline
+    if isinstance(table, nn.Embedding):  # another stage of a pipeline may hold it
         model.set_input_embeddings(VocabularyEmbedding(table, tensor, rows))
     if hasattr(head, "weight"):
         model.set_output_embeddings(VocabularyHead(head, tensor, rows))
@@ -521,4 +521,4 @@ def _share_tokens(model: "PreTrainedModel", parts: TokenParts) -> None:
         if parameter.requires_grad and not hasattr(parameter, "cut"):
             hook = partial(all_reduce_sum, group=parts.tensor.group)
             parameter.register_hook(hook)
-            parameter.gradient_hook = hook  # what takes the parameter's place has to have it too
+            parameter.gradient_hook = hook  # a tensor that replaces the parameter needs it too

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from zerofit.recipe.tasks import ClmRecipe
 
 MARIAN_CODE = re.compile(r"\s*>>[^<>\s]+<<\s?")  # at the beginning of a source
-LANGUAGE_FIELDS = ("src_lang", "tgt_lang")  # of the tokenizer; saved in its configuration
+LANGUAGE_FIELDS = ("src_lang", "tgt_lang")  # fields of the tokenizer, saved in its configuration
 MAX_LISTED_CODES = 12  # codes in a message
 
 
@@ -195,7 +195,7 @@ def load_named_tokenizer(
     if is_bare:
         words = tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)
         cased = [token for token in words if token != token.lower()]
-        if getattr(tokenizer, "do_lower_case", False) and len(cased) > len(tokenizer) / 20:  # of a BERT with capitals
+        if getattr(tokenizer, "do_lower_case", False) and len(cased) > len(tokenizer) / 20:  # a BERT with capitals
             tokenizer = from_hub_or_folder(option, name, kind.from_pretrained, do_lower_case=False, **more)
         from sentencepiece import SentencePieceProcessor
 

@@ -31,7 +31,7 @@ METADATA_DEFAULTS: dict[str, Any] = {
     # (a regular expression, or what reads the text: a false result, ValueError or LookupError refuses it; what is
     # expected)
     "form": None,
-    "required": "",  # what is missing without a value, and what to type: a sentence
+    "required": "",  # a sentence: what is missing without a value, and what to type
     "aliases": (),  # other names of the option, which other programs use
     "zero": "",  # for an option whose value must be above zero: what to type instead of 0
     # conditions (see `needs`) that must not hold beside it; a flag among the two takes out the other's line in a file
@@ -72,7 +72,7 @@ class OptionType:
     base: type[int | float | str]
     many: bool
     optional: bool
-    values: dict[str, str | bool] | None = None  # of a flag that also takes words: {what a user writes: the value}
+    values: dict[str, str | bool] | None = None  # for a flag that also takes words: {word: value}
 
     @property
     def words(self) -> str:

@@ -20,8 +20,8 @@ class OptionsOfOtherGroups:
     validation_file: list[str] | None
     predict_file: list[str] | None
     max_train_steps: int | None
-    preference_loss: str | None = None  # of train/dpo.py alone
-    teacher: str | None = None  # of train/distill.py alone
+    preference_loss: str | None = None  # only train/dpo.py has it
+    teacher: str | None = None  # only train/distill.py has it
     distill_divergence: str | None = None
 
 

@@ -114,13 +114,13 @@ class Exit:
     message and the exit code."""
 
     explain: Callable[[Exception], int | None] = lambda error: None
-    cleanup: Callable[[], None] = lambda: None  # what `leave` calls before it ends the process
+    cleanup: Callable[[], None] = lambda: None  # `leave` calls it before it ends the process
     record: Callable[[int, str | None], None] = lambda code, reason: None  # puts an exit code and its reason on record
     tell: Callable[[str, int], None] = lambda message, code: None
     code: int | None = None  # the exit code once it is decided, which a later signal does not change
 
 
-EXIT = Exit()  # of this process
+EXIT = Exit()  # this process's
 _LEAVING: dict[str, tuple[int, int]] = {}  # at most one: the thread that ends the process, and its code
 
 
@@ -154,7 +154,7 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(main)
     def wrapped(*arguments: Any) -> int:
-        EXIT.code = None  # of an earlier call in this process
+        EXIT.code = None  # an earlier call in this process may have set it
         try:
             EXIT.code = main(*arguments)
             return EXIT.code
@@ -164,7 +164,7 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
             record_code(EXIT_USER_ERROR, message)
             if rank:
                 EXIT.tell(message, EXIT_USER_ERROR)
-                signal.signal(signal.SIGTERM, lambda *_: leave(EXIT_USER_ERROR))  # of the launcher
+                signal.signal(signal.SIGTERM, lambda *_: leave(EXIT_USER_ERROR))  # SIGTERM comes from the launcher
                 time.sleep(20 if os.environ.get("LOCAL_RANK", "0") == "0" else 25)
                 message = f"[rank {rank}] {message}"
             print_last(message)
@@ -178,7 +178,7 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
             EXIT.tell(str(done), EXIT_USER_ERROR if rank else 0)
             return 0
         except BrokenPipeError:  # `--help | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains as it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it as it ends
             return EXIT_BROKEN_PIPE
         except Exception as error:
             code = EXIT.explain(error)
@@ -212,7 +212,7 @@ def leave(code: int) -> None:
             return
         time.sleep(EXIT_TIMEOUT_S)  # another thread, of signals for instance, is leaving: its code holds
         os._exit(first_exit[1])
-    with contextlib.suppress(Exception):  # none of it changes the code
+    with contextlib.suppress(Exception):  # no failure here changes the exit code
         EXIT.tell(f"exit code {code}", code)
     with contextlib.suppress(Exception):
         EXIT.cleanup()

@@ -71,7 +71,7 @@ def help_text(cls: type, argv: list[str], prog: str, tool: bool) -> str:
             if default := default_text(field):
                 text += f" [{default}]"
             head = f"  --{field.name} {value_text(field)}".rstrip()
-            if len(head) + 2 > HELP_COLUMN:  # of many choices, several lines
+            if len(head) + 2 > HELP_COLUMN:  # many choices take several lines
                 heads = textwrap.wrap(head.replace("|", "| "), width, subsequent_indent=" " * 8)
                 lines += [each.replace("| ", "|") for each in heads]
                 head = ""

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 FILE_OPTIONS = ("train_file", "validation_file", "validation_mismatched_file", "predict_file")
 FOLDER_OPTIONS = ("model_name_or_path", "config_name", "tokenizer_name", "dataset_name")  # or names on the hub
-ENVIRONMENT_FILE = "environment.json"  # of a run
+ENVIRONMENT_FILE = "environment.json"  # in a run's folder
 ROOT_USER = 0  # the user whose folders all trust
 STORE_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
-MIN_FREE_BYTES = 1 << 16  # what the record of a run takes at least
+MIN_FREE_BYTES = 1 << 16  # the smallest record of a run
 LFS_POINTER = "is a pointer of git lfs to a file that was not fetched: git lfs pull"
 
 

@@ -20,7 +20,7 @@ from zerofit.recipe.files import read_yaml
 from zerofit.recipe.options import TrainingRecipe
 
 GLUE_TASKS = ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli")
-BALANCED = "balanced"  # of class_weights
+BALANCED = "balanced"  # value of class_weights
 
 
 @dataclass
@@ -274,7 +274,7 @@ class Seq2SeqRecipe(TaskRecipe, GenerationOptions, PaddingOptions, PairOptions, 
     task = "seq2seq"
 
 
-TASKS: dict[str, type[TaskRecipe]] = {  # by the name of the script in train/
+TASKS: dict[str, type[TaskRecipe]] = {  # name of the script in train/: recipe
     "clm": ClmRecipe,
     "dpo": DpoRecipe,
     "distill": DistillRecipe,

@@ -37,7 +37,7 @@ from zerofit.strategy.engine import Engine
 from zerofit.training.evaluation import eval_batches
 from zerofit.training.run import Run
 
-LOSS_ONLY_INPUTS = ("labels", "next_tokens", "is_token")  # of a batch; the teacher does not read them
+LOSS_ONLY_INPUTS = ("labels", "next_tokens", "is_token")  # keys of a batch that the teacher does not read
 TEACHER_REMEDY = "Take another teacher"
 
 

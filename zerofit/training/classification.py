@@ -42,7 +42,7 @@ def choose_head(config: Any, labels: Labels, recipe: ClsRecipe) -> tuple[Any, li
         check_task(recipe, config, auto_class)
         old_outputs = len(
             pretrained_head(config, pretrained)
-        )  # those of a classifier; choices have a head of one output
+        )  # a classifier's labels; choices have a head of one output
         replaced = head_weights(AutoModelForSequenceClassification, config, old_outputs + 1) if old_outputs else []
     else:
         auto_class = AutoModelForSequenceClassification

@@ -151,7 +151,7 @@ def export_run(run: "Run", remarks: Callable[[], list[str]] = list) -> None:
     """
     if run.measurement:
         return
-    run.end_loop()  # where the script has left the loop itself
+    run.end_loop()  # in case the script left the loop itself
     recipe = run.recipe
     state = run.state
     checkpoints = run.checkpoints

@@ -104,7 +104,7 @@ class Measurement:
         self.device = torch.device("cpu")
         self.done = 0  # updates
         self.seconds: list[float] = []
-        self.figures = {"loss": 0.0, "grad_norm": 0.0}  # of the latest update
+        self.figures = {"loss": 0.0, "grad_norm": 0.0}  # figures of the latest update
 
     def limit_memory(self, accelerator: Accelerator) -> None:
         """Limit the device's memory of this rank. All ranks call it together, before there is a model. Raises
@@ -181,7 +181,7 @@ class Measurement:
     def _answer(self, run: "Run", totals: Totals, evaluate: Callable[[], dict[str, float]] | None) -> None:
         self.load.append(os.getloadavg()[0])
         engine = run.engine
-        if evaluate is not None and run.data.num_held_out:  # its peak memory counts
+        if evaluate is not None and run.data.num_held_out:  # the evaluation's peak memory counts
             run.enter("evaluate", self.done)
             evaluate()
         peaks = measured_peaks(engine.device)

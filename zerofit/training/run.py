@@ -126,11 +126,11 @@ class Run:
         self.stop_reason = StopReason.NONE
         self.anomaly: Anomaly | None = None
         self.schedule: Any = None  # (update, from 0) -> its learning rate; None without training
-        self._totals: Totals | None = None  # of the current or next global batch; None: unknown, or skipped
+        self._totals: Totals | None = None  # totals of the current or next global batch; None: unknown, or skipped
         self._following: list[Batch] | None = None  # the micro-batches of the next update, once they are loaded
         self._now = Progress()
         self._has_stepped = False  # True once the optimizer has its state in this launch
-        self.seconds: float | None = None  # of the loop, once it has ended
+        self.seconds: float | None = None  # duration of the loop, once it has ended
 
     @classmethod
     def open(cls, start: "Start") -> "Run":
@@ -573,7 +573,7 @@ class Run:
     def _why_save(self, update: int) -> str | None:
         if self.length.is_due(self.recipe.save_strategy, self.recipe.save_steps, update):
             return ASKED
-        if self.length.is_last(update):  # its weights are exported
+        if self.length.is_last(update):  # the last update's weights are exported
             return None
         return LEAVING if self._now.stop_reason else CLOCK if self._now.checkpoint_is_due else None
 

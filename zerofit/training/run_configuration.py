@@ -59,8 +59,8 @@ class StoredModel:
 
     task: str
     recipe: TaskRecipe  # it names the model that is loaded: of a run its model/, of an adapter its base
-    asked_for: str  # what --model_name_or_path says
-    base: str  # what is loaded: of an adapter its base
+    asked_for: str  # value of --model_name_or_path
+    base: str  # the model that is loaded: an adapter's base
     adapter: AdapterFolder | None  # None: the model is whole
     notes: list[str] = field(default_factory=list)
 
@@ -313,7 +313,7 @@ def check_layout(config: Any, strategy: Strategy, recipe: TaskRecipe) -> None:
 
 
 MIN_UPDATES = 300  # fewer do not pay for compiling, which takes some 10 s: docs/strategies.md
-EXPERT_COUNT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")  # of a model's configuration
+EXPERT_COUNT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")  # fields of a model's configuration
 
 
 class Compilation(NamedTuple):

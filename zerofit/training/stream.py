@@ -76,7 +76,7 @@ class Totals(NamedTuple):
     """The counts of a whole global batch, summed over all replicas."""
 
     targets: float  # trained tokens (examples; of weighted classes the sum of their weights)
-    tokens: float  # without padding
+    tokens: float  # tokens without padding
     positions: float  # tokens and padding
 
 

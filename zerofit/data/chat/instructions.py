@@ -86,7 +86,7 @@ def refuse_preferences(table: Dataset, remedy: str) -> str | None:
         problem = f"the records are preferences ({', '.join(columns)}): train/dpo.py reads them as chosen and rejected"
         raise UserError(f"{problem}. Or name columns with {remedy}; {tables.list_columns(table)}")
     flags = [name for name, kind in table.features.items() if kind == Value("bool")]
-    for name in set(VERDICT_COLUMNS).intersection(tables.text_columns(table)):  # as a .csv file has them
+    for name in set(VERDICT_COLUMNS).intersection(tables.text_columns(table)):  # a .csv file has texts
         if {str(value).lower() for value in table[name][: tables.NUM_CHECKED_RECORDS]} <= {"true", "false"}:
             flags.append(name)
     return tables.match_columns(VERDICT_COLUMNS, flags)
@@ -260,7 +260,7 @@ class RecordForm:
     verdict: str | None = None  # the column that says whether the answer is a good one
     plain: bool = False  # prompt and answer are texts, which can be concatenated without a template
     spoken: bool = False  # prompts have "Human:" and "Assistant:" in front of each turn
-    answered: bool = True  # whether records have an answer, which is trained on; else one is removed
+    answered: bool = True  # records have an answer to train on; an answer that is there anyway is removed
     given: tuple[str, ...] = ()  # the columns of what a template takes beside the messages, such as tools
 
     @property

@@ -328,7 +328,7 @@ class PreferencePairs(Conversations):
 
     def __init__(self, table: Dataset):
         super().__init__(table, ("input_ids", "labels", "rejected_ids", "rejected_labels"))
-        self.key = table_key(table)  # what the pairs depend on
+        self.key = table_key(table)  # the table's fingerprint: pairs are made again when it changes
         # (pairs, 2) log-probabilities of the answers before training; zeros where the loss needs none
         self.reference = np.zeros((len(self.rows), 2), dtype=np.float32)
         self.stats = replace(self.stats, padding=None)  # it depends on the batches

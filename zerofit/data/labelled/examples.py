@@ -73,7 +73,7 @@ class Choices:
     choices: tuple[str, ...]  # a column each, or one column of lists
     label: str  # the column that says which choice is right: by its number, its letter, its name or that of its column
     start: int = 0  # the number of the first choice
-    by_text: bool = False  # whether the label is the text of a choice, in all records
+    by_text: bool = False  # True: in all records the label is the text of a choice
 
     @property
     def columns(self) -> list[str]:
@@ -221,7 +221,7 @@ def find_entities(sentences: list[list[str]]) -> set[tuple[int, str, int, int]]:
         previous_kind = ""
         for place, tag in enumerate(tags):
             mark, _, kind = tag.partition("-")
-            mark = {"L": "E", "U": "S"}.get(mark, mark)  # of BILOU
+            mark = {"L": "E", "U": "S"}.get(mark, mark)  # BILOU's marks
             if mark != "O":
                 begins = mark in "BS" or previous in "OES" or kind != previous_kind
                 entities.append((sentence, kind, place if begins else entities.pop()[2], place))

@@ -31,7 +31,7 @@ MULTI_LABEL: Final = "multi_label_classification"  # problem_type of transformer
 GOLD_LABEL_COLUMN = "gold_label"  # the column of SNLI and MNLI, where "-" says that the annotators did not agree
 MAX_CLASSES = 1000
 MULTI_LABEL_THRESHOLD = 0.5  # the probability above which a label is predicted, where a record may have several
-INTEGER_LABEL = re.compile(r"(0|-?[1-9]\d*)(\.0)?", re.ASCII)  # as programs write it: no name such as 007 or 1e3
+INTEGER_LABEL = re.compile(r"(0|-?[1-9]\d*)(\.0)?", re.ASCII)  # an integer, not a name: 007, 1e3
 DECIMAL_COMMA_NUMBER = re.compile(r"[+-]?\d*,\d+(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 SEPARATED_NUMBER = re.compile(r"[+-]?[0-9][0-9.,'\u2019\s]*")  # 0,5; 1,234.5; 1.234,5; 1 234,5 (also U+202F)
 MIN_RECORDS = 5  # a class with fewer training records gets a note
@@ -254,7 +254,7 @@ def trained_labels(
         return Labels(class_names, of_sets=of_sets), class_names
     labels = Labels(model_names, of_sets=of_sets)
     written = {name.lower(): name for name in names if labels.place_of(name) is None}
-    if len({name.lower() for name in model_names}) == len(model_names):  # else their case tells classes apart
+    if len({name.lower() for name in model_names}) == len(model_names):  # no two names differ by case alone
         as_written = tuple(name if name in names else written.get(name.lower(), name) for name in model_names)
         labels = replace(labels, names=as_written)
     numbered = not any(labels.place_of(name) is not None for name in names)
@@ -460,7 +460,7 @@ def encode_parts(
     parts = options.limited(parts)
     train = next(iter(parts.values()))
     tokenizer = get_tokenizer(options.recipe, config, train.texts, table_key(train.table), pairs=True)
-    if getattr(config, "type_vocab_size", None) == 1:  # as of a RoBERTa, which has no second type of tokens
+    if getattr(config, "type_vocab_size", None) == 1:  # a RoBERTa has no second type of tokens
         tokenizer.model_input_names = [name for name in tokenizer.model_input_names if name != "token_type_ids"]
     columns = tuple(padding_values(tokenizer))
     notes: list[str] = []
