@@ -81,7 +81,7 @@ def main(start: Start) -> int:
         # whole global batch: it does not depend on how that is split.
         losses = engine.forward_backward(update.micro_batches, model_loss, update.scale)
         # Clip, and move the weights, unless the loss or the norm is out of bounds: all ranks decide alike, in the one
-        # exchange of the update. `run.bounds` loads the next micro-batches meanwhile.
+        # exchange of the update. `run.bounds` loads the next micro-batches during it.
         outcome = engine.step(losses, run.bounds())
         run.log(update, outcome)  # metrics.jsonl, terminal, trackers; on_anomaly
         if run.should_evaluate(update):
@@ -90,7 +90,7 @@ def main(start: Start) -> int:
             run.save(update)
 
     # model/ is what from_pretrained loads, with tokenizer and card; loss.png, metrics.jsonl and environment.json lie
-    # beside it. A run that was stopped exports nothing: the same command resumes it.
+    # next to it. A run that was stopped exports nothing: the same command resumes it.
     run.export()
     run.log_lines(*sample_text(run, data))
     return run.finish()

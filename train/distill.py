@@ -1,4 +1,4 @@
-r"""Distillation: a causal model learns the distribution of a teacher beside the next tokens of the data.
+r"""Distillation: a causal model learns the distribution of a teacher as well as the next tokens of the data.
 
     accelerate launch train/distill.py --config recipes/distill/stdlib-distilled.yaml
     accelerate launch train/distill.py --model_name_or_path gpt2 --teacher gpt2-xl --train_file notes.txt \
@@ -59,7 +59,7 @@ def main(start: Start) -> int:
     engine = run.prepare(model, optimizer, schedule)
     run.log_at_start(*try_kernels(engine, recipe, collate))
 
-    # The teacher, beside the student on each rank, reads each micro-batch as well; the loss compares the two.
+    # The teacher, next to the student on each rank, reads each micro-batch as well; the loss compares the two.
     teacher = load_teacher(run, model, data, collate) if recipe.trains else None
 
     def loss_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:

@@ -142,7 +142,7 @@ CASES = {
     "adafactor": Case("clm", 22, (*PACKED, "--optim", "adafactor")),
     "smoothed": Case("clm", 22, (*PACKED, "--label_smoothing", "0.1", "--z_loss", "0.01")),
     "averaged": Case("clm", 22, (*PACKED, "--ema_decay", "0.6"), learning_rate=2e-3),
-    "teacher": Case("distill", 12, (  # which each process holds beside the student
+    "teacher": Case("distill", 12, (  # which each process holds next to the student
         *PACKED, "--teacher", "{teacher}", "--distill_divergence", "forward",
     )),
     "mixture": Case("clm", 12, (

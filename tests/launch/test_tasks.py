@@ -312,6 +312,6 @@ def test_a_t5_trains_in_bf16_in_place_of_fp16_and_the_record_says_so(material, c
         "--max_train_steps", "1", "--save_strategy", "no", "--predict_with_generate", "false", "--cache_dir", cache,
         strategy="single", processes=1, task="seq2seq",
     )  # fmt: skip
-    assert "bf16 in place of fp16" in done.stdout
+    assert "bf16 instead of fp16" in done.stdout
     for name in ("recipe.yaml", "strategy.yaml"):
         assert yaml.safe_load((tmp_path / "run" / name).read_text())["precision"] == "bf16"

@@ -30,7 +30,7 @@ from zerofit.recipe.tasks import ClmRecipe
 def prepare_causal_data(recipe: ClmRecipe, config: PretrainedConfig, consumed: Callable[[int], int] = int) -> TextData:
     """Read, tokenise and pack. The first process of a machine does the work; the others find the result in the cache.
 
-    No process group exists yet, so that none can time out meanwhile. `config`: the model's. `consumed`: (number of
+    No process group exists yet, so that none can time out during it. `config`: the model's. `consumed`: (number of
     updates) -> their samples; corpora are laid out for the whole run.
     """
     source = recipe.source("block_size")

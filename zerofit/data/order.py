@@ -127,7 +127,7 @@ def rank_batches(
 
     A global batch is laid out as (accumulation, replicas, micro-batch): data-parallel rank r's m-th micro-batch is
     [m, r]. With a `sort_key` the batch is first sorted, the largest first, so that micro-batches that are computed at
-    the same time have similar lengths. With `lengths` the list has (index, length) in place of each index.
+    the same time have similar lengths. With `lengths` the list has (index, length) instead of each index.
     """
     length = iter(lengths or ())
     end = iter(ends or ())

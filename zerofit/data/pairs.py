@@ -380,7 +380,7 @@ class PairEncoder:
         end_with_eos(tokenizer)
         self.marks = [self._marks(**kind) for kind in ({"text": "a"}, {"text_target": "a"})]
         self.key = (tables.tokenizer_hash(tokenizer), self.prefix, self.separator, self.marks, widths)
-        self.room = widths[0] - sum(map(len, self.marks[0]))  # tokens of a source beside its special tokens
+        self.room = widths[0] - sum(map(len, self.marks[0]))  # tokens of a source without its special tokens
         # The tokens that prefix and separator add to a text; alone they may be more, such as a space at the end.
         text, prefixed, two = map(len, self._ids(["a", f"{self.prefix}a", f"a{self.separator}a"]))
         self.prefix_size = prefixed - text

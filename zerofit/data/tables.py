@@ -258,7 +258,7 @@ def stored_table(
 ) -> tuple[Dataset, list[str]]:
     """Return (the table of some files, notes about it), mapped from the disk. The first process makes it; other
     processes and later launches read it from the cache. `make`: writes the table to a path (see write_table), and
-    returns the notes. `words`: what the table depends on beside the files."""
+    returns the notes. `words`: what the table depends on besides the files."""
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     name = sha256(repr((stats, digest_of_code(Path(__file__).parent), *words)).encode()).hexdigest()[:32]
     place = folder / f"table-{name}.arrow"
@@ -299,7 +299,7 @@ def encode_table(
     cache: Path,
 ) -> Dataset:
     """Return a new table, made by `encode` from batches of rows and their indices. It is stored in a file of the
-    cache, named after everything that it depends on, and memory-mapped. `key`: what it depends on beside the table,
+    cache, named after everything that it depends on, and memory-mapped. `key`: what it depends on besides the table,
     such as options and the tokenizer's fingerprint."""
     code = digest_of_code(Path(__file__).parent)  # tables of another version are not used
     text = " ".join(map(str, (table_key(dataset), features, code, *key)))

@@ -66,8 +66,8 @@ def take_texts(source: Source, recipe: ClmRecipe, options: DataOptions) -> dict[
 
 
 def text_column(dataset: Dataset, name: str | None) -> str:
-    """Return the column of text. Raises UserError: there is none, several are possible, or lists or objects beside the
-    only one hold more than it."""
+    """Return the column of text. Raises UserError: there is none, several are possible, or columns of lists or
+    objects hold more than the only one."""
     name = name or next((each for each in dataset.column_names if each == "text"), None)
     tables.check_column(dataset, "text_column", name, "text")
     if name:

@@ -146,7 +146,7 @@ class FullyShardedMemory(GradientMemory):
         return max(peak, self._wait(place))
 
     def _gather(self, place: LayerPlace | None) -> int:
-        """Gather a group for its forward pass. Returns the peak bytes held meanwhile."""
+        """Gather a group for its forward pass. Returns the peak bytes held while it runs."""
         group = self.groups[place]
         peak = self.held + group.cast + group.full
         self.arrived = group.full
@@ -169,7 +169,7 @@ class FullyShardedMemory(GradientMemory):
         return max(peak, self._fetch_ahead(self.order.index(place)))
 
     def _fetch_ahead(self, place: int) -> int:
-        """Prefetch the group before this place of the order. Returns the peak bytes held meanwhile."""
+        """Prefetch the group before this place of the order. Returns the peak bytes held while it runs."""
         if place == 0 or self.order[place - 1] in self.here:
             return self.held
         self.next = self.order[place - 1]
@@ -203,7 +203,7 @@ class FullyShardedMemory(GradientMemory):
 
     def _reduce(self, place: LayerPlace | None) -> int:
         """Reduce a group's gradients, which frees those of the previous group. Without an exchange they stay in full,
-        in fp32, and later micro-batches are added to the first. Returns the peak bytes held meanwhile."""
+        in fp32, and later micro-batches are added to the first. Returns the peak bytes held while it runs."""
         group = self.groups[place]
         self.here.discard(place)
         if not (self.fsdp.syncs or self.last):

@@ -173,7 +173,7 @@ class RecordedPass:
         self.handles |= dict.fromkeys(weights, handle)
 
     def _wait(self, weight: str) -> int:
-        """Wait for a weight's all-gather. Returns the maximum of `held` meanwhile, in elements."""
+        """Wait for a weight's all-gather. Returns the maximum of `held` while it waits, in elements."""
         handle = self.handles.pop(weight, None)
         if handle is None:
             return self.held
@@ -281,7 +281,7 @@ class GradientMemory:
     def complete(self, name: str) -> int:
         """Pass the completed gradient of a weight from the backward pass to the engine.
 
-        Returns: the peak bytes held meanwhile, temporaries included, without this gradient.
+        Returns: the peak bytes held while it runs, temporaries included, without this gradient.
         """
         if not self.first:
             return self.held
@@ -290,7 +290,7 @@ class GradientMemory:
         return self.held - size  # it stays where backward has made it
 
     def finish(self) -> int:
-        """End the backward pass. Returns the peak bytes held meanwhile, temporaries included."""
+        """End the backward pass. Returns the peak bytes held while it runs, temporaries included."""
         return self.held
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Share: TypeAlias = "VocabularyShare | None"  # None: no tensor parallelism
 IGNORE = -100
-CHUNK_BYTES = 128 * 2**20  # fp32 logits: enough for full speed, little beside a model's activations
+CHUNK_BYTES = 128 * 2**20  # fp32 logits: enough for full speed, few bytes compared with activations
 MIN_CHUNK_ROWS = 64
 # On a GPU chunks are larger, because each of them reads and writes the head's whole gradient.
 GPU_CHUNK_BYTES = 2**30
@@ -36,7 +36,7 @@ class Distillation(NamedTuple):
 
     with `weight` a and `temperature` T, as in Hinton et al. 2015 (arXiv:1503.02531) and Gu et al. 2023 (MiniLLM,
     arXiv:2306.08543). Both distributions are softmax(log p / T), over the whole vocabulary. `head` is the teacher's,
-    where it is held beside the student.
+    where it is held next to the student.
     """
 
     weight: float

@@ -228,7 +228,7 @@ def is_llama_norm(module: torch.nn.Module) -> bool:
 
 def _fused_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """The forward pass of a fused norm. The result has the dtype of transformers' norm; under autocast that of the
-    products behind it, each of which would cast it. torch's kernel needs input and weight in one dtype: the weight is
+    products after it; each would cast it. torch's kernel needs input and weight in one dtype: the weight is
     cast as that of a product is."""
     weight = self.weight
     device = hidden_states.device.type

@@ -104,7 +104,7 @@ def export_model(
 
 
 def write_other_files(files: dict[str, Callable[[], object]]) -> dict[str, Exception]:
-    """Write the files beside the weights; one that fails does not stop the others. Returns {file: why it failed}.
+    """Write the files next to the weights; one that fails does not stop the others. Returns {file: why it failed}.
     Returns {file: why it failed}."""
     failed = {}
     for name, write in files.items():

@@ -193,7 +193,7 @@ def mark_magnitudes(model: torch.nn.Module, strategy: "Strategy") -> None:
 def make_trainable(
     model: torch.nn.Module, config: "LoraConfig", saved: list[str], strategy: "Strategy", targets: str = ""
 ) -> Adapter:
-    """Let these modules be trained in full beside an adapter's layers, which peft's `config` describes. Returns the
+    """Let these modules be trained in full besides an adapter's layers, which peft's `config` describes. Returns the
     adapter. `targets`: the end of the sentence for the log."""
     for name in saved:
         model.get_submodule(name).requires_grad_(True)

@@ -52,7 +52,7 @@ def install_loss(model: Any, kind: str, terms: TokenLoss = CROSS_ENTROPY) -> Non
     label t + 1; or they are given as `next_tokens` (B, T), shifted: position t is trained on next token t. Of an
     encoder-decoder model labels are the target (B, U), and the decoder reads it shifted right. A model with experts
     takes `is_token` (B, T), too, 0 where packed rows are filled up; its `routing` counts in training (experts.py).
-    With `of_rows` (B,) in place of a scalar, without the routers' auxiliary loss.
+    With `of_rows` (B,) instead of a scalar, without the routers' auxiliary loss.
     `teacher_hidden` (B, T, H) is what a teacher's head makes logits of; read in training where `terms` distil.
     Without labels the model works as before. Can be called again to change the kind.
     """

@@ -36,13 +36,13 @@ DOCUMENT_TOKENS = 8  # if the model has twice as many positions
 
 
 def safe_precision(strategy: "Strategy", config: "PretrainedConfig") -> tuple[str, str | None]:
-    """Return (the strategy's precision, or bf16 in place of fp16 if fp16 gives the model NaN; a warning in that case).
+    """Return (the strategy's precision, or bf16 instead of fp16 if fp16 gives the model NaN; a warning in that case).
     Raises UserError where this GPU has no bf16."""
     if strategy.precision != "fp16" or not family_of(config).overflows_fp16:
         return strategy.precision, None
     if strategy.lacks_bf16:
         raise UserError(f"precision = fp16: a {config.model_type} gives NaN in it. Use --precision fp32")
-    return "bf16", f"warning   bf16 in place of fp16, in which a {config.model_type} gives NaN"
+    return "bf16", f"warning   bf16 instead of fp16, in which a {config.model_type} gives NaN"
 
 
 def install_chosen_loss(model: Any, recipe: LossOptions) -> None:

@@ -80,7 +80,7 @@ def check_output(output: Path) -> None:
 
 @contextmanager
 def atomic_folder(output: Path) -> Iterator[Path]:
-    """Open a temporary folder beside `output`, which is renamed to `output` at the end, and removed after an error."""
+    """Open a temporary folder next to `output`, renamed to `output` at the end, and removed after an error."""
     partial = temporary_path(output)
     try:
         partial.mkdir(parents=True)

@@ -291,14 +291,14 @@ class TokenParts:
         return hidden.new_zeros(()).expand(*self._shape, hidden.shape[-1])
 
     def receive(self, part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Return a stand-in (B, T, H) for the model's code, in place of a part that comes from the stage before."""
+        """Return a stand-in (B, T, H) for the model's code, instead of a part that comes from the stage before."""
         if not torch.is_grad_enabled():
             return part
         self._incoming = part
         return part.new_zeros(()).expand(*shape, part.shape[-1])
 
     def send(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what the next stage is sent in place of the model's hidden states."""
+        """Return what the next stage receives instead of the model's hidden states."""
         outgoing = self._outgoing
         self._outgoing = None
         return hidden if outgoing is None else outgoing

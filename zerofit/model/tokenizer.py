@@ -166,7 +166,7 @@ def load_named_tokenizer(
     option: str, name: str, config: "PretrainedConfig | None", trust_remote_code: bool = False
 ) -> "PreTrainedTokenizerBase":
     """Load the tokenizer in a folder, or of a name on the hub. A folder with bare vocabulary files (vocab.json and
-    merges.txt, or tokenizer.model) does not name its tokenizer's class; a config.json beside them does, or else the
+    merges.txt, or tokenizer.model) does not name its tokenizer's class; a config.json next to them does, or else the
     model's configuration. `option`: that names it, for messages."""
     import transformers
     from transformers import AutoTokenizer

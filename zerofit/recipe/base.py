@@ -34,7 +34,7 @@ METADATA_DEFAULTS: dict[str, Any] = {
     "required": "",  # a sentence: what is missing without a value, and what to type
     "aliases": (),  # other names of the option, which other programs use
     "zero": "",  # for an option whose value must be above zero: what to type instead of 0
-    # conditions (see `needs`) that must not hold beside it; a flag among the two takes out the other's line in a file
+    # conditions (see `needs`) that must not hold with it; a flag among the two takes out the other's line in a file
     "excludes": "",
     # options that it is said of: a recipe's value is left out with theirs, or where a flag changes theirs
     "follows": "",
@@ -164,7 +164,7 @@ class Findings:
     """The values, sources and notes of a recipe's options. It is not a dataclass: none of this is an option itself."""
 
     unset: frozenset[str] = frozenset()  # options of the recipe's file that a flag has set to null
-    left_out: Sequence[str] = ()  # notes on values of the recipe's or strategy's file without effect beside a flag
+    left_out: Sequence[str] = ()  # notes on values of the recipe's or strategy's file without effect because of a flag
     without_effect: Sequence[str] = ()  # the flags that have no effect on a launch without training
     contradictions: Sequence[str] = ()  # a sentence on each setting that is not that of the adapter trained on
     _sources: Mapping[str, str] = MappingProxyType({})  # {option: what has set it}

@@ -222,7 +222,7 @@ class BatchOptions(Recipe, phase="train"):
     )
     tokens_per_batch: int | None = option(
         None,
-        "Tokens per update on all devices, padding included, in place of global_batch_size: a micro-batch has as many "
+        "Tokens per update on all devices, padding included, instead of global_batch_size: a micro-batch has as many "
         "rows of similar length as fit into per_device_train_batch_size rows of full length. For rows of different "
         "lengths of clm (--packing none) and seq2seq.",
         positive=True,
@@ -335,7 +335,7 @@ class InferenceOptions(SourceOptions, ModelOptions):
         return {name: getattr(self, name) for name in self.names_with(shapes_input=True)}
 
     def adopt_inputs(self, trained: dict[str, Any]) -> list[str]:
-        """Read as in training, but for what the user has set. Returns notes. `trained`: the `inputs` of training."""
+        """Read as in training, except for what the user set. Returns notes. `trained`: the `inputs` of training."""
         used = []
         notes = []
         of_data = self.names_with(phase="data")

@@ -1,6 +1,6 @@
 """Files that users hand over, and the folders of the program's scripts, strategies and recipes, and of prepared data.
 
-The program's lie beside the package in a clone, and within it where it is installed. YAML and JSON that are nested too
+The program's are next to the package in a clone, and in it if it is installed. YAML and JSON that are nested too
 deeply, or grow as they are read, are refused.
 """
 
@@ -308,7 +308,7 @@ def strip_folders(value: Any) -> Any:
 
 
 def temporary_path(path: Path) -> Path:
-    """Return an unpredictable name beside `path`."""
+    """Return an unpredictable name next to `path`."""
     return path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
 
 

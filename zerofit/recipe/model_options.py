@@ -174,7 +174,7 @@ class LoraOptions(ModelOptions, phase="train", needs="lora"):
 
     def adopt_adapter(self) -> list[str]:
         """Take the settings of an adapter that is trained on (model_name_or_path is its folder) from its file. Returns
-        a sentence on each that the user has set otherwise, but for the dropout."""
+        a sentence on each that the user has set otherwise, except for the dropout."""
         folder = self.model_name_or_path or ""
         file = Path(folder).expanduser() / "adapter_config.json"
         settings = read_record(file)

@@ -171,7 +171,7 @@ class EvaluationOptions(Recipe, phase="train"):
     metric_for_best_model: str | None = option(
         None,
         "Evaluation metric that decides which evaluation is the best; the default depends on the task. The weights of "
-        "the best are kept in checkpoints/ if this is set, or the task has metrics beside the loss.",
+        "the best are kept in checkpoints/ if this is set, or the task has metrics besides the loss.",
         follows="predict_with_generate preference_loss task_name regression",
         identity=False,
     )

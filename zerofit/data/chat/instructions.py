@@ -3,7 +3,7 @@ Pairs (data/pairs.py) and multiple choice (data/labelled) read turns and texts w
 
 A *message* is {"role": system, user, assistant or tool, "content": text} with all other keys of the record's turn,
 such as tool_calls, reasoning_content or name, for the template. The message of an instruction has the record's
-`instruction` and `input` beside its content. An answer inside a prompt has `trained: False`, and one that the record
+`instruction` and `input` besides its content. An answer inside a prompt has `trained: False`, and one that the record
 itself excludes from training (weight, train, mask, ...) has `masked: True`.
 """
 
@@ -261,7 +261,7 @@ class RecordForm:
     plain: bool = False  # prompt and answer are texts, which can be concatenated without a template
     spoken: bool = False  # prompts have "Human:" and "Assistant:" in front of each turn
     answered: bool = True  # records have an answer to train on; an answer that is there anyway is removed
-    given: tuple[str, ...] = ()  # the columns of what a template takes beside the messages, such as tools
+    given: tuple[str, ...] = ()  # the columns that a template takes besides the messages, such as tools
 
     @property
     def columns(self) -> list[str]:
@@ -341,7 +341,7 @@ def split_turns(text: Any) -> Any:
 
 
 def template_values(record: dict[str, Any], columns: tuple[str, ...]) -> dict[str, Any]:
-    """Return the values that a record gives to the template beside its messages: tools, documents, and arguments of
+    """Return the values that a record gives to the template besides its messages: tools, documents, and arguments of
     its own. Raises BadRecord: it is not of the form that templates take."""
     given: dict[str, Any] = {}
     for name in columns:
@@ -478,7 +478,7 @@ def first_form(recipe: ClmRecipe, table: Dataset, answered: bool) -> RecordForm 
 
 
 def template_columns(table: Dataset) -> tuple[str, ...]:
-    """Return the columns of what templates take beside the messages, with lists, objects or their JSON texts."""
+    """Return the columns that templates take besides the messages, with lists, objects or their JSON texts."""
     names = [name for name in TEMPLATE_ARGUMENTS if name in table.column_names]
     values = {name: [value for value in table[name][:NUM_INSPECTED_RECORDS] if value] for name in names}
     return tuple(

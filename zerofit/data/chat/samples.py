@@ -2,7 +2,7 @@
 and to samples, a row each or several in a block. A conversation is never split over two blocks.
 
 Pairs of answers to one prompt, for DPO and its kin, as people have them: `prompt` (or `question`, `instruction` with
-`input`, `conversations`) beside `chosen` and `rejected`, each of these a text, a turn or the turns of a whole
+`input`, `conversations`) besides `chosen` and `rejected`, each of these a text, a turn or the turns of a whole
 conversation; or whole conversations without a prompt. Prompts and conversations may be texts with "Human:" and
 "Assistant:" in front of each turn.
 """
@@ -68,7 +68,7 @@ class PreferenceForm:
     prompt: RecordForm | None  # how its prompts are read; None: both answers are whole conversations
     system_prompt: str | None  # for conversations without one
     plain: bool  # prompt and answers are texts, which can be concatenated without a template
-    given: tuple[str, ...] = ()  # the columns of what a template takes beside the messages, such as tools
+    given: tuple[str, ...] = ()  # the columns that a template takes besides the messages, such as tools
 
     @property
     def columns(self) -> list[str]:
@@ -117,7 +117,7 @@ class PreferenceForm:
         turns = turns_in(split_turns(value) if is_spoken else value, "assistant", column)
         if turns and turns[0]["role"] == "system":
             beginning = []
-        elif turns and turns[0]["role"] != "assistant":  # a whole conversation, but for the system's turn
+        elif turns and turns[0]["role"] != "assistant":  # a whole conversation, except for the system's turn
             beginning = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
             if self.prompt is not None:
                 with contextlib.suppress(BadRecord):  # the rest of its prompt is not needed

@@ -123,7 +123,7 @@ def find_labels(
 
     Names of class numbers are used unchanged; words and integers are classes, sorted; numbers with a fractional part
     make a regression. `regression` overrides all of these. A text is a name as it is written ("007", "1e3"), without
-    blanks at its ends; 1.0 beside integers is 1. Raises UserError: there are no labels, only one, or too many.
+    blanks at its ends; 1.0 among integers is 1. Raises UserError: there are no labels, only one, or too many.
     """
     if class_names and not regression:
         return Labels(class_names)
@@ -193,7 +193,7 @@ def refuse_flags(labels: Iterable[list[Any] | None], where: str) -> None:
 
 def refuse_unclear(names: Iterable[str], where: str) -> None:
     """Raises UserError where all labels are texts of lists, or look like numbers and some have commas or blanks, or
-    where one joins others (a,c beside a and c)."""
+    where one joins others (a,c where a and c exist)."""
     if all(name[0] + name[-1] == "[]" for name in names):
         raise UserError(
             f"{where}: the labels are texts of lists, such as {next(iter(names))!r}. Write lists in a .jsonl file: "
