@@ -13,20 +13,20 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 530,  # 800
     "zerofit": 108,  # cli.py
-    "zerofit/recipe": 3_213,  # 2,700
+    "zerofit/recipe": 3_217,  # 2,700
     "zerofit/model": 5_302,  # 4,700
     "zerofit/compat": 603,  # 600
     "zerofit/data": 6_629,  # 6,000
     "zerofit/strategy": 4_996,  # 4,800
     "zerofit/estimate": 4_488,  # 4,700
     "zerofit/record": 1_468,  # 4,300 with health and checkpoint
-    "zerofit/health": 1_301,
+    "zerofit/health": 1_300,
     "zerofit/checkpoint": 1_639,
     "zerofit/training": 3_211,  # 2,000
-    "zerofit/launch": 1_479,  # 1,300
+    "zerofit/launch": 1_491,  # 1,300
     "zerofit/tools": 10_133,  # 10,600
     "benchmarks": 1_852,  # 1,800
-    "tests": 25_259,  # 21,500
+    "tests": 25_266,  # 21,500
 }
 
 

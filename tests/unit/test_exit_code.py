@@ -19,10 +19,9 @@ from zerofit.tools.submit.submit import reason_not_requeued
 TYPO = ["--learnin_rate", "1"]
 RANK = """
 import os, sys, time
-from zerofit.launch.rendezvous import RankRendezvous
 from zerofit.training.entry import end, write_exit_code_at_end
 
-write_exit_code_at_end("clm", RankRendezvous())
+write_exit_code_at_end("clm")
 
 def main(start):
     {body}
@@ -43,9 +42,9 @@ def stale(folder, code: int = 85):
     return folder
 
 
-def clm(*words) -> subprocess.CompletedProcess:
+def clm(*words, **variables: str) -> subprocess.CompletedProcess:
     command = [sys.executable, str(ROOT / "train" / "clm.py"), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment())
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(**variables))
 
 
 def program(file, body: str) -> list[str]:
@@ -97,6 +96,14 @@ def test_a_mistake_is_on_record_in_place_of_the_code_before(tmp_path, mistake):
     assert "Traceback" not in done.stderr
     assert recorded(folder)["exit_code"] == 2
     assert recorded(folder)["exit_reason"].startswith("error: ")
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"])
+def test_a_launchers_variable_that_is_not_a_number(tmp_path, name):
+    done = clm("--output_dir", stale(tmp_path), **{name: "two"})
+    assert done.stderr.startswith(f"error: {name} = 'two' in the environment: expected a number")
+    assert done.stderr.count("\n") == 1
+    assert done.returncode == recorded(tmp_path)["exit_code"] == 2
 
 
 def test_the_code_of_a_run_that_is_at_work_stays(tmp_path):

@@ -24,6 +24,7 @@ from zerofit.recipe.errors import (
     EXIT_NEEDS_A_PERSON,
     EXIT_TERMINATED,
     EXIT_TO_BE_RESUMED,
+    is_first_rank,
     leave,
     print_last,
     record_code,
@@ -152,18 +153,17 @@ def leave_at_start(number: int) -> None:
     if (decided := EXIT.code) is not None:
         time.sleep(REPEATED_SIGNAL_S)
         leave(decided)
-    rank = int(os.environ.get("RANK", "0"))
     if number == signal.SIGINT:
         code = EXIT_INTERRUPTED
         message = "interrupted while the run was starting: its folder is unchanged"
     else:
         name = SIGNALS[signal.Signals(number)].text
-        until = time.monotonic() + (PEER_CHECK_S if rank else 0.0)
+        until = time.monotonic() + (0.0 if is_first_rank() else PEER_CHECK_S)
         message = f"stopped by {name} while the run was starting: the same command starts it again"
         while (all_live := ranks_are_alive()) and time.monotonic() < until:  # for the launcher to look around
             time.sleep(0.05)
         code = EXIT_TO_BE_RESUMED if all_live else EXIT_TERMINATED
-    if rank == 0 and code != EXIT_TERMINATED:
+    if is_first_rank() and code != EXIT_TERMINATED:
         EXIT.record(code, message)
         print_last(message, after_signal=True)
     leave(code)
@@ -196,12 +196,11 @@ class ShutdownHandler:
         SIGHUP never does, and does not count as the first: a terminal that closes sends it more than once, and also
         after a Ctrl-C that has ended the terminal's own program.
         """
-        is_first_rank = int(os.environ.get("RANK", "0")) == 0
         if self._received_at:
             if number == signal.SIGHUP or time.time() <= self._received_at + REPEATED_SIGNAL_S:
                 return
             code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED
-            if EXIT.code is None and is_first_rank:
+            if EXIT.code is None and is_first_rank():
                 record_code(code, f"ended at once by a second signal ({SIGNALS[signal.Signals(number)].text})")
             leave(code if EXIT.code is None else EXIT.code)
             return
@@ -210,7 +209,7 @@ class ShutdownHandler:
         self._reason = SIGNALS[signal.Signals(number)]
         self._received_at = 0.0 if number == signal.SIGHUP else time.time()
         self._on_signal(self._reason.text)
-        if number == signal.SIGINT and is_first_rank and EXIT.code is None:
+        if number == signal.SIGINT and is_first_rank() and EXIT.code is None:
             text = "\nCtrl-C: this update is finished and saved; a second Ctrl-C leaves at once\n"
             os.write(sys.stderr.fileno(), text.encode())
 

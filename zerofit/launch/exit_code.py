@@ -22,6 +22,7 @@ from zerofit.recipe.errors import (
     EXIT_TO_BE_RESUMED,
     EXIT_USER_ERROR,
     UserError,
+    is_first_rank,
 )
 from zerofit.recipe.parse import read_recipe, wants_help
 from zerofit.recipe.paths import answers_folder, output_folder
@@ -50,7 +51,7 @@ class ExitCode:
 
     def __init__(self, folder: Path, environment: Mapping[str, str] = os.environ):
         self.folder = RunFolder(folder)
-        self.is_main = environment.get("RANK", "0") == "0"
+        self.is_main = is_first_rank(environment)
 
     def forget(self) -> None:
         """Remove the code of the launch before; on the main process, while no other run is at work there."""

@@ -260,17 +260,28 @@ CONNECT_TIMEOUT_S = 20.0  # to say why this rank ends before it has come
 LAUNCHER_STOP_S = 40.0  # within which a launcher ends the ranks of its machine
 
 
+def _read_number(environment: Mapping[str, str], name: str, default: int) -> int:
+    """Return the number in a variable that a launcher sets. Raises UserError: it is not a number."""
+    try:
+        return int(environment.get(name, default))
+    except ValueError:
+        raise UserError(
+            f"{name} = {environment[name]!r} in the environment: expected a number. Unset it, since a launcher sets it"
+        ) from None
+
+
 class RankRendezvous:
-    """This rank's part in the rendezvous of all; nothing happens where all ranks are on one machine."""
+    """This rank's part in the rendezvous of all ranks; nothing happens where all ranks are on one machine. Raises
+    UserError: a variable of the launcher is not a number."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ):
-        self.rank = int(environment.get("RANK", 0))
-        self.count = int(environment.get("WORLD_SIZE", 1))
-        self.local_rank = int(environment.get("LOCAL_RANK", 0))
-        self.here = int(environment.get("LOCAL_WORLD_SIZE", self.count))
+        self.rank = _read_number(environment, "RANK", 0)
+        self.count = _read_number(environment, "WORLD_SIZE", 1)
+        self.local_rank = _read_number(environment, "LOCAL_RANK", 0)
+        self.here = _read_number(environment, "LOCAL_WORLD_SIZE", self.count)
         self.machine = self.rank // self.here
         self.address = environment.get("MASTER_ADDR", "")
-        self.port = int(environment.get("MASTER_PORT", 0))
+        self.port = _read_number(environment, "MASTER_PORT", 0)
         self.serves = self.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self.limit_s = float(environment.get(RENDEZVOUS_LIMIT_VARIABLE, RENDEZVOUS_LIMIT_S))
         self.attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
@@ -89,6 +89,12 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
+def is_first_rank(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return True on rank 0; also where RANK is not a number, so that the message about it is printed at once."""
+    rank = environment.get("RANK", "0")
+    return rank == "0" or not rank.isdigit()
+
+
 LAUNCHER_VARIABLE = "ZEROFIT_LAUNCHER"  # a variable of the ranks of zerofit/launch/agent.py
 
 
@@ -159,23 +165,21 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
             EXIT.code = main(*arguments)
             return EXIT.code
         except UserError as error:
-            rank = int(os.environ.get("RANK", "0"))
             message = error.report()
             record_code(EXIT_USER_ERROR, message)
-            if rank:
+            if not is_first_rank():
                 EXIT.tell(message, EXIT_USER_ERROR)
                 signal.signal(signal.SIGTERM, lambda *_: leave(EXIT_USER_ERROR))  # SIGTERM comes from the launcher
                 time.sleep(20 if os.environ.get("LOCAL_RANK", "0") == "0" else 25)
-                message = f"[rank {rank}] {message}"
+                message = f"[rank {os.environ['RANK']}] {message}"
             print_last(message)
             EXIT.tell(message, EXIT_USER_ERROR)
             return EXIT_USER_ERROR
         except NothingToDo as done:
             record_code(0)
-            rank = int(os.environ.get("RANK", "0"))
-            if rank == 0:
+            if is_first_rank():
                 print(escape_controls(str(done)), flush=True)
-            EXIT.tell(str(done), EXIT_USER_ERROR if rank else 0)
+            EXIT.tell(str(done), 0 if is_first_rank() else EXIT_USER_ERROR)
             return 0
         except BrokenPipeError:  # `--help | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it as it ends
@@ -190,7 +194,7 @@ def reports_user_errors(main: Callable[..., int]) -> Callable[..., int]:
                 raise
             return code
         except KeyboardInterrupt:
-            if int(os.environ.get("RANK", "0")) == 0:
+            if is_first_rank():
                 message = "interrupted while the run was starting: its folder is unchanged"
                 print_last(message, after_signal=True)
             record_code(EXIT_INTERRUPTED)

@@ -50,12 +50,11 @@ def begin(task: str, kind: type[TaskRecipe]) -> Start:
             del sys.argv[1]  # LOCAL_RANK has it as well
     if LAUNCHER_VARIABLE in os.environ:
         end_with_parent()
-    ranks = RankRendezvous()
-    write_exit_code_at_end(task, ranks)
+    write_exit_code_at_end(task)
     starts: list[Start] = []
 
     def read() -> int:
-        starts.append(read_start(task, kind, sys.argv[1:], ranks))
+        starts.append(read_start(task, kind, sys.argv[1:]))
         return 0
 
     code = reports_user_errors(read)()
@@ -64,21 +63,22 @@ def begin(task: str, kind: type[TaskRecipe]) -> Start:
     return starts[0]
 
 
-def write_exit_code_at_end(task: str, ranks: RankRendezvous) -> None:
+def write_exit_code_at_end(task: str) -> None:
     """Record the exit code of this process in environment.json from here on, also after a signal or failed import."""
     if not wants_help(sys.argv):
         outlive_the_terminal()
         exit_code = ExitCode(find_folder(task, sys.argv[1:]))
         exit_code.forget()
         EXIT.record = exit_code.write
-        EXIT.tell = ranks.stop
         listen(leave_at_start)
     sys.excepthook = _leave_after
 
 
-def read_start(task: str, kind: type[TaskRecipe], argv: Sequence[str], ranks: RankRendezvous) -> Start:
+def read_start(task: str, kind: type[TaskRecipe], argv: Sequence[str]) -> Start:
     """Read these options of a script, check that the files that they name exist, and start the rendezvous of the
-    ranks. Raises UserError: an option or a path is wrong."""
+    ranks. Raises UserError: an option, a path or a variable of the launcher is wrong."""
+    ranks = RankRendezvous()
+    EXIT.tell = ranks.stop
     timeline = Timeline()
     timeline.mark("interpreter")
     recipe = parse_recipe(kind, list(argv), prog=f"train/{task}.py")
@@ -112,7 +112,7 @@ def run_once(task: str, kind: type[TaskRecipe], argv: Sequence[str], main: Calla
     environment = dict(os.environ)
     with exit_within(), listening_within(), warnings.catch_warnings():
         try:
-            return reports_user_errors(lambda: main(read_start(task, kind, argv, RankRendezvous())))()
+            return reports_user_errors(lambda: main(read_start(task, kind, argv)))()
         finally:
             _forget_run()
             os.environ.clear()
