@@ -22,7 +22,7 @@ class SmallConfig(PreTrainedConfig):
         super().__init__(**{"tie_word_embeddings": False, **kwargs})
 
 
-class Layer(GradientCheckpointingLayer):  # --gradient_checkpointing computes such a layer anew in the backward pass
+class Layer(GradientCheckpointingLayer):  # --gradient_checkpointing recomputes such a layer in the backward pass
     def __init__(self, config, number: int):
         super().__init__()
         self.number, self.heads, width = number, config.num_attention_heads, config.hidden_size
@@ -66,7 +66,7 @@ class SmallModel(SmallPreTrainedModel):
             before = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(before, before + input_ids.shape[1], device=input_ids.device)[None]
         x = self.embed_tokens(input_ids) + self.embed_positions(position_ids)
-        mask = create_causal_mask(  # positions that begin anew are another document: neither sees the other
+        mask = create_causal_mask(  # positions that restart begin another document: neither sees the other
             config=self.config, inputs_embeds=x, attention_mask=attention_mask, past_key_values=past_key_values,
             position_ids=position_ids,
         )  # fmt: skip

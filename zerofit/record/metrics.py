@@ -151,7 +151,7 @@ class UpdateMetrics:
     expert_load_max: float | None = described("mixture of experts: the largest load of an expert; 1 is even")
     expert_load_min: float | None = described("mixture of experts: the smallest load of an expert; 1 is even")
     preference_accuracy: float | None = described(
-        "pairs of answers: share of which the chosen one has the larger reward; ties are one half"
+        "pairs of answers: share in which the chosen one has the larger reward; ties are one half"
     )
     reward_margin: float | None = described(
         "pairs of answers: mean reward of the chosen ones, less that of the rejected"

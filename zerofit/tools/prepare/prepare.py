@@ -53,7 +53,7 @@ class PrepareOptions(Recipe):
         None, "Its merges, as GPT-2's merges.txt.", aliases=("merges_file",), needs="vocab_file"
     )
     append_eod: bool = option(False, "End every document with the tokenizer's end-of-text token.")
-    json_keys: list[str] = option(["text"], "Keys (columns of tables), each of which becomes a corpus.")
+    json_keys: list[str] = option(["text"], "Keys (columns of tables); each becomes a corpus.")
     workers: int | None = option(None, "Processes that tokenise; by default one for each core.", positive=True)
     skip_bad_lines: bool = option(False, "Leave out and count lines that cannot be read; else the first ends the job.")
     document_separator: str | None = option(
