@@ -14,14 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import (
-    completed,
-    largest_differences,
-    launch,
-    launched,
-    metrics,
-    updates,
-)
+from helpers import completed, largest_differences, launch, launched, metrics, updates
 
 DISTURBED = Path(__file__).with_name("disturbed.py")
 

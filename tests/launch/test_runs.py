@@ -162,10 +162,7 @@ def published(folder, of: str) -> str:
     return str(folder / f"{of}.yaml")
 
 
-@pytest.mark.parametrize(
-    ("pair", "warmup"),
-    [("zero2", 4), ("zero2", 0), ("zero3_offload", 0)],
-)
+@pytest.mark.parametrize(("pair", "warmup"), [("zero2", 4), ("zero2", 0), ("zero3_offload", 0)])
 @LONG
 def test_deepspeeds_scheduler_block_gives_the_recipes_curve(text, cache, tmp_path, pair, warmup):
     """With 2 processes and "auto" everywhere: where accelerate alone would reach zero at half of the run."""

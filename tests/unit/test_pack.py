@@ -7,12 +7,7 @@ import torch
 from datasets import Dataset, Features, List, Value
 from transformers import BloomConfig, LlamaConfig
 
-from zerofit.data.collate import (
-    CausalCollator,
-    ExampleCollator,
-    multiple_for,
-    round_up,
-)
+from zerofit.data.collate import CausalCollator, ExampleCollator, multiple_for, round_up
 from zerofit.data.order import FILLER
 from zerofit.data.pack import Documents, PackedBlocks, SeparateDocuments
 from zerofit.model.loss import IGNORE, loss_of_examples
