@@ -35,17 +35,14 @@ def best(output: Path) -> str:
     return (output / "checkpoints" / "best").resolve().name
 
 
-@pytest.mark.parametrize(
-    "saves",
-    [
-        "--save_steps 3 --save_total_limit 1 --eval_steps 2",
-        *(pytest.param(each, marks=LONG) for each in (
-            "--save_minutes 0 --eval_steps 1", "--save_minutes 30 --eval_steps 2", "--save_steps 1 --eval_steps 3",
-            "--save_strategy epoch --save_total_limit 2 --eval_steps 4",
-            "--save_steps 4 --load_best_model_at_end false --eval_steps 2",
-        )),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("saves", [
+    "--save_steps 3 --save_total_limit 1 --eval_steps 2",
+    *(pytest.param(each, marks=LONG) for each in (
+        "--save_minutes 0 --eval_steps 1", "--save_minutes 30 --eval_steps 2", "--save_steps 1 --eval_steps 3",
+        "--save_strategy epoch --save_total_limit 2 --eval_steps 4",
+        "--save_steps 4 --load_best_model_at_end false --eval_steps 2",
+    )),
+])  # fmt: skip
 def test_patience_runs_out_at_the_same_update_wherever_a_run_was_killed(flags, launched_once, tmp_path, saves):
     """Accuracies go up and down, so that worse ones lie between two that are the best."""
     flags = [*flags, *saves.split(), "--early_stopping_patience", "2"]

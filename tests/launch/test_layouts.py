@@ -94,14 +94,11 @@ def test_a_run_goes_on_in_another_layout_with_recomputed_activations(go_on, orig
     go_on(origin, strategy, "--gradient_checkpointing", which)
 
 
-@pytest.mark.parametrize(
-    ("settings", "processes", "name", "value"),
-    [
-        ({"fsdp_sync_each_batch": False}, 2, "sync_each_batch", False),
-        pytest.param({"fsdp_reshard_after_forward": 2}, 4, "reshard_after_forward", 2, marks=pytest.mark.long),
-        pytest.param({"fsdp_reduce_dtype": "bf16"}, 2, "reduced_in", "bf16", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("settings", "processes", "name", "value"), [
+    ({"fsdp_sync_each_batch": False}, 2, "sync_each_batch", False),
+    pytest.param({"fsdp_reshard_after_forward": 2}, 4, "reshard_after_forward", 2, marks=pytest.mark.long),
+    pytest.param({"fsdp_reduce_dtype": "bf16"}, 2, "reduced_in", "bf16", marks=pytest.mark.long),
+])  # fmt: skip
 def test_settings_of_fsdp2_in_a_yaml(run, cache, tmp_path, settings, processes, name, value):
     pair = yaml.safe_load((ROOT / "accelerate_configs" / "fsdp2.yaml").read_text())
     pair["fsdp_config"] |= settings

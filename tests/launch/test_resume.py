@@ -158,14 +158,11 @@ def check_anomaly(output: Path, action: str) -> int:
     return anomaly["update"]
 
 
-@pytest.mark.parametrize(
-    ("stops", "skips", "rewinds"),
-    [
-        (("zero2", 2), ("single", 1), ("ddp", 2)),
-        pytest.param(("ddp", 2), ("zero3", 2), ("zero3", 2), marks=pytest.mark.long),
-        pytest.param(("pp", 2), ("3d", 4), ("pp", 4), marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("stops", "skips", "rewinds"), [
+    (("zero2", 2), ("single", 1), ("ddp", 2)),
+    pytest.param(("ddp", 2), ("zero3", 2), ("zero3", 2), marks=pytest.mark.long),
+    pytest.param(("pp", 2), ("3d", 4), ("pp", 4), marks=pytest.mark.long),
+])  # fmt: skip
 def test_a_poisoned_sample_never_reaches_the_weights(poisoned, tmp_path, stops, skips, rewinds):
     """`stop`, gone on with by `skip`, against `rewind`: the same run without that update."""
     stopped, rewound = tmp_path / "stop", tmp_path / "rewind"

@@ -109,16 +109,13 @@ def test_a_gpt_counts_samples():
     assert recipe["data_path"] == "data/mine_text_document"
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--lr-decay-style cosine --min-lr 1e-4 --lr-warmup-iters 10",
-        "--lr-decay-style linear --min-lr 2e-4 --lr-decay-iters 60 --lr-warmup-fraction 0.1",
-        "--lr-decay-style constant --lr-warmup-iters 7 --min-lr 1e-5",
-        "--lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-iters 25 --lr-warmup-iters 5 --min-lr 1e-5",
-        "",
-    ],
-)
+@pytest.mark.parametrize("flags", [
+    "--lr-decay-style cosine --min-lr 1e-4 --lr-warmup-iters 10",
+    "--lr-decay-style linear --min-lr 2e-4 --lr-decay-iters 60 --lr-warmup-fraction 0.1",
+    "--lr-decay-style constant --lr-warmup-iters 7 --min-lr 1e-5",
+    "--lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-iters 25 --lr-warmup-iters 5 --min-lr 1e-5",
+    "",
+])  # fmt: skip
 def test_the_schedule_is_megatrons(flags):
     scheduler = pytest.importorskip("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler
     import torch
@@ -145,20 +142,17 @@ def test_the_schedule_is_megatrons(flags):
     assert [schedule(update) for update in range(100)] == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
-@pytest.mark.parametrize(
-    ("flags", "strategy", "degrees"),
-    [
-        ("--tensor-model-parallel-size 2 --sequence-parallel", "tp", {"tensor_parallel": {"autotp_size": 2}}),
-        ("--tensor-model-parallel-size 2 --zero-stage 2", "tp_zero2", {"tensor_parallel": {"autotp_size": 2}}),
-        ("--context-parallel-size 2", "sp", {"sequence_parallel_size": 2}),
-        ("--pipeline-model-parallel-size 4 --zero-stage 1", "pp", {"pipeline": STAGES | {"stages": 4}}),
-        (
-            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
-            "3d",
-            {"pipeline": STAGES, "tensor_parallel": {"autotp_size": 2}},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("flags", "strategy", "degrees"), [
+    ("--tensor-model-parallel-size 2 --sequence-parallel", "tp", {"tensor_parallel": {"autotp_size": 2}}),
+    ("--tensor-model-parallel-size 2 --zero-stage 2", "tp_zero2", {"tensor_parallel": {"autotp_size": 2}}),
+    ("--context-parallel-size 2", "sp", {"sequence_parallel_size": 2}),
+    ("--pipeline-model-parallel-size 4 --zero-stage 1", "pp", {"pipeline": STAGES | {"stages": 4}}),
+    (
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        "3d",
+        {"pipeline": STAGES, "tensor_parallel": {"autotp_size": 2}},
+    ),
+])  # fmt: skip
 def test_degrees_go_into_the_pair(flags, strategy, degrees, tmp_path):
     done = typed(f"torchrun --nproc_per_node 8 {MINIMAL} --global-batch-size 8 {flags}")
     assert not done.problems
@@ -173,23 +167,16 @@ def test_degrees_go_into_the_pair(flags, strategy, degrees, tmp_path):
     assert found.get("--sequence-parallel", "satisfied") == "satisfied"
 
 
-@pytest.mark.parametrize(
-    ("flags", "recipe", "status"),
-    [
-        ("--recompute-activations", {"gradient_checkpointing": "selective"}, "carried over"),
-        (
-            "--recompute-granularity full --recompute-activations",
-            {"gradient_checkpointing": "selective"},
-            "carried over",
-        ),
-        ("--recompute-method block --recompute-granularity full", {"gradient_checkpointing": True}, "no counterpart"),
-        ("--checkpoint-in-cpu --checkpoint-activations", {"activation_offload": True}, "carried over"),
-        ("--checkpoint-in-cpu", {}, "satisfied"),
-        ("--eval-iters 0", {"eval_steps": 1000, "max_eval_samples": 16}, "carried over"),
-        ("--tensorboard-dir tb --wandb-project p", {"report_to": "all", "report_name": "p"}, "carried over"),
-        ("--exit-duration-in-mins 90", {"max_hours": 1.5}, "carried over"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "recipe", "status"), [
+    ("--recompute-activations", {"gradient_checkpointing": "selective"}, "carried over"),
+    ("--recompute-granularity full --recompute-activations", {"gradient_checkpointing": "selective"}, "carried over"),
+    ("--recompute-method block --recompute-granularity full", {"gradient_checkpointing": True}, "no counterpart"),
+    ("--checkpoint-in-cpu --checkpoint-activations", {"activation_offload": True}, "carried over"),
+    ("--checkpoint-in-cpu", {}, "satisfied"),
+    ("--eval-iters 0", {"eval_steps": 1000, "max_eval_samples": 16}, "carried over"),
+    ("--tensorboard-dir tb --wandb-project p", {"report_to": "all", "report_name": "p"}, "carried over"),
+    ("--exit-duration-in-mins 90", {"max_hours": 1.5}, "carried over"),
+])  # fmt: skip
 def test_single_flags(flags, recipe, status):
     """Each is a line of the recipe, and the status of the first flag is this one."""
     done = typed(MINIMAL + flags)
@@ -197,43 +184,37 @@ def test_single_flags(flags, recipe, status):
     assert statuses(done)[flags.split()[0]] == status
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--swiglu", "no family has swiglu, layernorm"),
-        ("--disable-bias-linear", "no biases"),
-        ("--position-embedding-type alibi", "neither family has it"),
-        ("--rotary-interleaved-magic", "it changes the model"),
-        ("--fp16 --bf16", "keep one of the two"),
-        ("--load elsewhere", "set --model_name_or_path"),
-        ("--optimizer sgd", "AdamW is the only optimizer"),
-        ("--num-layers two", "an integer was expected"),
-        ("torchrun pretrain_x.py", "pretrain_x.py is not read"),
-        ("--nnodes --node_rank 0 --nproc_per_node 8 pretrain_gpt.py", "the number of machines"),
-        ("torchrun --nproc_per_node --nnodes 2 pretrain_gpt.py", "the number of processes"),
-        (
-            "torchrun --nproc_per_node gpu pretrain_gpt.py",
-            "the number of processes: a number was expected, and the launcher has 'gpu'",
-        ),
-        ("torchrun --nproc_per_node 8 --nnodes 2 --master_port $PORT pretrain_gpt.py", "the port of machine 0"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    ("--swiglu", "no family has swiglu, layernorm"),
+    ("--disable-bias-linear", "no biases"),
+    ("--position-embedding-type alibi", "neither family has it"),
+    ("--rotary-interleaved-magic", "it changes the model"),
+    ("--fp16 --bf16", "keep one of the two"),
+    ("--load elsewhere", "set --model_name_or_path"),
+    ("--optimizer sgd", "AdamW is the only optimizer"),
+    ("--num-layers two", "an integer was expected"),
+    ("torchrun pretrain_x.py", "pretrain_x.py is not read"),
+    ("--nnodes --node_rank 0 --nproc_per_node 8 pretrain_gpt.py", "the number of machines"),
+    ("torchrun --nproc_per_node --nnodes 2 pretrain_gpt.py", "the number of processes"),
+    (
+        "torchrun --nproc_per_node gpu pretrain_gpt.py",
+        "the number of processes: a number was expected, and the launcher has 'gpu'",
+    ),
+    ("torchrun --nproc_per_node 8 --nnodes 2 --master_port $PORT pretrain_gpt.py", "the port of machine 0"),
+])  # fmt: skip
 def test_what_stops_a_conversion(words, said):
     """Flags that contradict each other, and what the user's shell did not know."""
     done = typed(MINIMAL.replace("pretrain_gpt.py", words) if "pretrain" in words else MINIMAL + words)
     assert any(said in problem for problem in done.problems), done.problems
 
 
-@pytest.mark.parametrize(
-    ("flags", "stored", "said"),
-    [
-        ("", {"num_hidden_layers": 3, "tie_word_embeddings": True}, "--num-layers 2: FOLDER has num_hidden_layers: 3"),
-        ("--untie-embeddings-and-output-weights", {"tie_word_embeddings": True}, "tie_word_embeddings: true"),
-        ("", {"tie_word_embeddings": False}, "there is no --untie-embeddings-and-output-weights"),
-        ("--num-key-value-heads 2", {"tie_word_embeddings": True}, "--num-key-value-heads 2: "),
-        ("--num-key-value-heads 2", {"num_key_value_heads": 2, "tie_word_embeddings": True}, None),
-    ],
-)
+@pytest.mark.parametrize(("flags", "stored", "said"), [
+    ("", {"num_hidden_layers": 3, "tie_word_embeddings": True}, "--num-layers 2: FOLDER has num_hidden_layers: 3"),
+    ("--untie-embeddings-and-output-weights", {"tie_word_embeddings": True}, "tie_word_embeddings: true"),
+    ("", {"tie_word_embeddings": False}, "there is no --untie-embeddings-and-output-weights"),
+    ("--num-key-value-heads 2", {"tie_word_embeddings": True}, "--num-key-value-heads 2: "),
+    ("--num-key-value-heads 2", {"num_key_value_heads": 2, "tie_word_embeddings": True}, None),
+])  # fmt: skip
 def test_sizes_are_those_of_the_weights(flags, stored, said, tmp_path):
     """Four heads; a folder that does not say otherwise has as many of keys and values."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
@@ -272,15 +253,12 @@ def test_the_command_writes_what_can_be_launched(llama, tmp_path, capsys):
     assert zerofit([*line, "--overwrite", "--", *words]) == 0
 
 
-@pytest.mark.parametrize(
-    ("block", "said"),
-    [
-        ({"zero_optimization": {"stage": 1, "bucket": 5}}, "zero_optimization.bucket"),
-        ({"zero_optimization": True}, "its zero_optimization must be JSON objects"),
-        ({"gradient_clipping": 0.5}, "the DeepSpeed JSON says gradient_clipping = 0.5: make them agree"),
-        ({"bf16": {"enabled": True}}, "the DeepSpeed JSON has bf16 on, and there is no --bf16"),
-    ],
-)
+@pytest.mark.parametrize(("block", "said"), [
+    ({"zero_optimization": {"stage": 1, "bucket": 5}}, "zero_optimization.bucket"),
+    ({"zero_optimization": True}, "its zero_optimization must be JSON objects"),
+    ({"gradient_clipping": 0.5}, "the DeepSpeed JSON says gradient_clipping = 0.5: make them agree"),
+    ({"bf16": {"enabled": True}}, "the DeepSpeed JSON has bf16 on, and there is no --bf16"),
+])  # fmt: skip
 def test_what_a_run_refuses_is_not_written(tmp_path, block, said, capsys):
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, **block}))
     words = f"torchrun --nproc_per_node 2 {MINIMAL} --deepspeed --deepspeed_config {tmp_path}/ds.json".split()

@@ -97,20 +97,17 @@ def test_real_errors_of_the_host_are_recognised():
     ], done.stderr  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("error", "where"),
-    [
-        (torch.OutOfMemoryError(CUDA), "device"),
-        (RuntimeError(NO_HANDLE), "device"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSgemm( handle, opa)`"), None),
-        (DistBackendError(NCCL.format("Cuda failure 2 'out of memory'")), "device"),
-        (DistBackendError(NCCL.format("Failed to CUDA host alloc 4194304 bytes")), "host"),
-        (RuntimeError(PIN_THREAD), "host"),
-        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ..."), "device"),
-        (RuntimeError("std::bad_alloc"), "host"),
-        (RuntimeError("CUDA error: an illegal memory access was encountered"), None),
-    ],
-)
+@pytest.mark.parametrize(("error", "where"), [
+    (torch.OutOfMemoryError(CUDA), "device"),
+    (RuntimeError(NO_HANDLE), "device"),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSgemm( handle, opa)`"), None),
+    (DistBackendError(NCCL.format("Cuda failure 2 'out of memory'")), "device"),
+    (DistBackendError(NCCL.format("Failed to CUDA host alloc 4194304 bytes")), "host"),
+    (RuntimeError(PIN_THREAD), "host"),
+    (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ..."), "device"),
+    (RuntimeError("std::bad_alloc"), "host"),
+    (RuntimeError("CUDA error: an illegal memory access was encountered"), None),
+])  # fmt: skip
 def test_errors_by_their_text(error, where):
     assert is_out_of_memory(error) == where
     wrapped = RuntimeError("DataLoader worker failed")
@@ -138,17 +135,14 @@ def test_nothing_in_force_is_proposed():
     assert options(shortage(single, recipe, logits=0)) == {}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "quantised", "pairs"),
-    [
-        ({}, False, ["zero2_offload", "zero3", "zero3_offload"]),
-        ({}, True, []),  # an adapter has next to no state
-        ({"stage": 3}, False, ["zero3_offload", "zero3_offload_optimizer"]),
-        ({"stage": 2, "offload": ("optimizer",)}, False, ["zero3_offload", "zero3_offload_optimizer"]),
-        ({"stage": 1, "tensor": 2}, False, ["tp_zero3"]),
-        ({"stage": 1, "pipeline": 2}, False, []),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "quantised", "pairs"), [
+    ({}, False, ["zero2_offload", "zero3", "zero3_offload"]),
+    ({}, True, []),  # an adapter has next to no state
+    ({"stage": 3}, False, ["zero3_offload", "zero3_offload_optimizer"]),
+    ({"stage": 2, "offload": ("optimizer",)}, False, ["zero3_offload", "zero3_offload_optimizer"]),
+    ({"stage": 1, "tensor": 2}, False, ["tp_zero3"]),
+    ({"stage": 1, "pipeline": 2}, False, []),
+])  # fmt: skip
 def test_pairs_that_are_proposed_fit_the_run_and_exist(strategy, quantised, pairs):
     recipe = ClmRecipe(lora=quantised, load_in_4bit=quantised, gradient_checkpointing=True)
     found = options(shortage(strategy_of(**strategy), recipe, phase="update", rest=0))

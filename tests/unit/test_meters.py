@@ -13,16 +13,13 @@ from zerofit.record.recorder import ThroughputMeter, peak_flops
 from zerofit.strategy.gpu_table import peak_flops_of
 
 
-@pytest.mark.parametrize(
-    ("name", "tera"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-80GB", 312), ("Tesla T4", 65),
-        ("Tesla V100-PCIE-32GB", 112), ("NVIDIA RTX A6000", 154.8), ("NVIDIA GeForce RTX 5090", 209.5),
-        ("AMD Instinct MI250X/MI250", None), ("NVIDIA A40-12Q", None), ("NVIDIA GeForce RTX 3090 Ti", None),
-        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("Some future device", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "tera"), [
+    ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-80GB", 312), ("Tesla T4", 65),
+    ("Tesla V100-PCIE-32GB", 112), ("NVIDIA RTX A6000", 154.8), ("NVIDIA GeForce RTX 5090", 209.5),
+    ("AMD Instinct MI250X/MI250", None), ("NVIDIA A40-12Q", None), ("NVIDIA GeForce RTX 3090 Ti", None),
+    ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ("Some future device", None),
+])  # fmt: skip
 def test_peaks_by_name(name, tera):
     assert peak_flops_of(name) == (tera and tera * 1e12)
 

@@ -73,15 +73,12 @@ def judged(best: BestMetricTracker, values: list[float]) -> list[bool]:
     return [best.record_evaluation(10 * n, {f"eval_{best.metric}": value}) for n, value in enumerate(values, 1)]
 
 
-@pytest.mark.parametrize(
-    ("metric", "values", "better"),
-    [
-        ("accuracy", [NAN, 0.5, 0.4, 0.5, NAN, 0.6], [False, True, False, False, False, True]),
-        ("loss", [2.0, 3.0, 2.0, 1.0], [True, False, False, True]),
-        ("loss_mismatched", [2.0, 1.0], [True, True]),
-        ("mse", [2.0, 1.0, 1.5], [True, True, False]),
-    ],
-)
+@pytest.mark.parametrize(("metric", "values", "better"), [
+    ("accuracy", [NAN, 0.5, 0.4, 0.5, NAN, 0.6], [False, True, False, False, False, True]),
+    ("loss", [2.0, 3.0, 2.0, 1.0], [True, False, False, True]),
+    ("loss_mismatched", [2.0, 1.0], [True, True]),
+    ("mse", [2.0, 1.0, 1.5], [True, True, False]),
+])  # fmt: skip
 def test_what_is_better(metric, values, better):
     best = BestMetricTracker(metric)
     assert judged(best, values) == better
@@ -91,14 +88,11 @@ def test_what_is_better(metric, values, better):
     assert not best.is_exhausted  # without patience there is no end
 
 
-@pytest.mark.parametrize(
-    ("patience", "values", "exhausted"),
-    [
-        (2, [0.5, 0.4, 0.6, 0.5, 0.5], [False, False, False, False, True]),
-        (1, [0.5, 0.5], [False, True]),  # as good is not better
-        (2, [NAN, NAN], [False, True]),
-    ],
-)
+@pytest.mark.parametrize(("patience", "values", "exhausted"), [
+    (2, [0.5, 0.4, 0.6, 0.5, 0.5], [False, False, False, False, True]),
+    (1, [0.5, 0.5], [False, True]),  # as good is not better
+    (2, [NAN, NAN], [False, True]),
+])  # fmt: skip
 def test_patience(patience, values, exhausted):
     best, seen = BestMetricTracker("accuracy", patience), []
     for value in values:

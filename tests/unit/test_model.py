@@ -317,15 +317,12 @@ def test_weights_that_the_model_does_not_have_are_told(tmp_path, family):
     assert note == f"model_name_or_path = 'wider' has 4 weights, which this model does not use: {named}"
 
 
-@pytest.mark.parametrize(
-    ("family", "rename"),
-    [
-        ("llama", "module.{}".format),  # DDP's
-        ("gpt_neox", "_orig_mod.module.{}".format),  # torch.compile's, around that
-        ("gpt2", lambda name: name.replace("h.1.", "h.1._orig_mod.")),  # of one block
-        ("llama", lambda name: "_fsdp_wrapped_module." + name.replace("mlp.", "_checkpoint_wrapped_module.mlp.")),
-    ],
-)
+@pytest.mark.parametrize(("family", "rename"), [
+    ("llama", "module.{}".format),  # DDP's
+    ("gpt_neox", "_orig_mod.module.{}".format),  # torch.compile's, around that
+    ("gpt2", lambda name: name.replace("h.1.", "h.1._orig_mod.")),  # of one block
+    ("llama", lambda name: "_fsdp_wrapped_module." + name.replace("mlp.", "_checkpoint_wrapped_module.mlp.")),
+])  # fmt: skip
 def test_weights_of_a_wrapped_model_are_those_of_the_model(tmp_path, family, rename):
     model, recipe = stored_as(tmp_path / "wrapped", rename, family)
     built = load_model(AutoModelForCausalLM, model.config, recipe, NOT_SHARDED)
@@ -426,15 +423,12 @@ def test_layers_that_are_skipped_at_random_are_refused_on_several_processes(proc
     check_layerdrop(BlenderbotConfig(), 2, "ddp.yaml")
 
 
-@pytest.mark.parametrize(
-    ("family", "given"),
-    [
-        ("llama", "rope_theta=no"),
-        ("llama", "rope_theta=null"),
-        ("t5", "tie_word_embeddings=3"),
-        ("gpt2", "n_embd=2.5"),
-    ],
-)
+@pytest.mark.parametrize(("family", "given"), [
+    ("llama", "rope_theta=no"),
+    ("llama", "rope_theta=null"),
+    ("t5", "tie_word_embeddings=3"),
+    ("gpt2", "n_embd=2.5"),
+])  # fmt: skip
 def test_a_value_of_another_kind_is_refused(family, given):
     """Also where the configuration's class checks no type: T5's, and what stands in rope_parameters."""
     assert given.partition("=")[0] in refusal(apply_overrides, AutoConfig.for_model(family), given)
@@ -443,15 +437,12 @@ def test_a_value_of_another_kind_is_refused(family, given):
 # ------------------------------------------------------------------------------------------------------------ families
 
 
-@pytest.mark.parametrize(
-    ("model_type", "sizes", "positions"),
-    [
-        ("gpt2", {"n_positions": 32}, 32),
-        ("roberta", {"max_position_embeddings": 34, "pad_token_id": 1}, 32),
-        ("xlnet", {}, None),
-        ("deberta-v2", {"position_biased_input": False}, None),
-    ],
-)
+@pytest.mark.parametrize(("model_type", "sizes", "positions"), [
+    ("gpt2", {"n_positions": 32}, 32),
+    ("roberta", {"max_position_embeddings": 34, "pad_token_id": 1}, 32),
+    ("xlnet", {}, None),
+    ("deberta-v2", {"position_biased_input": False}, None),
+])  # fmt: skip
 def test_usable_positions(model_type, sizes, positions):
     assert usable_positions(AutoConfig.for_model(model_type, **sizes)) == positions
 

@@ -65,15 +65,12 @@ def test_the_variables_are_those_of_accelerate(path, monkeypatch):
         assert theirs["ACCELERATE_MIXED_PRECISION"] == ours["ACCELERATE_MIXED_PRECISION"] == "no"
 
 
-@pytest.mark.parametrize(
-    ("strategy", "more", "why"),
-    [
-        ("tp", [], "tensor parallelism"), ("pp", [], "a pipeline"), ("ep", [], "experts that are divided"),
-        ("zero2_offload", [], "offload"), ("zero3_offload", [], "offload"), ("zero2", ["--lora"], "lora"),
-        ("ddp", ["--lora"], "lora"),
-        *((strategy, ["--optim", "adafactor"], ":") for strategy in ("zero1", "zero3", "fsdp2", "tp", "pp", "sp")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("strategy", "more", "why"), [
+    ("tp", [], "tensor parallelism"), ("pp", [], "a pipeline"), ("ep", [], "experts that are divided"),
+    ("zero2_offload", [], "offload"), ("zero3_offload", [], "offload"), ("zero2", ["--lora"], "lora"),
+    ("ddp", ["--lora"], "lora"),
+    *((strategy, ["--optim", "adafactor"], ":") for strategy in ("zero1", "zero3", "fsdp2", "tp", "pp", "sp")),
+])  # fmt: skip
 def test_where_it_would_be_another_optimizer_it_is_refused(torchrun, strategy, more, why):
     options = recipe("--optim", "muon", "--strategy", strategy, *more)
     check_refusal([f"optim = {options.optim}", why], read_strategy, options)
@@ -115,30 +112,27 @@ def test_two_strategies_are_refused(torchrun, monkeypatch):
 # ------------------------------------------------------------------------------------- accelerate YAMLs of other kinds
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ({"distributed_type": "MULTI_XPU"}, ["distributed_type", "MULTI_XPU", "--strategy ddp"]),
-        ({"distributed_type": "MEGATRON_LM", "megatron_lm_config": {"megatron_lm_tp_degree": 2}}, ["tp, pp or 3d"]),
-        ({"distributed_type": "TP", "tp_config": {"tp_size": 2}}, ["TP is not supported here", "fsdp2, tp"]),
-        ({"distributed_type": "multi_gpu"}, ["or write MULTI_GPU"]),
-        ({"distributed_type": False}, ["distributed_type = false", '"NO" in quotes']),
-        ({"mixed_precision": False}, ["mixed_precision = false", '"no" in quotes']),
-        ({"mixed_precision": True}, ["mixed_precision = true", "one of no, fp16, bf16"]),
-        ({"mixed_precision": "float16"}, ["mixed_precision = float16", "fp16"]),
-        ({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, ["dynamo_config", "--torch_compile"]),
-        ({"fp8_config": {"backend": "TE"}}, ["fp8_config.backend = TE", "torchao"]),
-        ({"fp8_config": {"fp8_format": "HYBRID"}}, ["fp8_config.fp8_format is of another backend than torchao"]),
-        ({"parallelism_config": {"parallelism_config_tp_size": 2}}, ["parallelism_config", "--strategy tp"]),
-        ({"compute_environment": "AMAZON_SAGEMAKER"}, ["LOCAL_MACHINE"]),
-        ({"deepspeed_config": "zero2.json"}, ["deepspeed_config = 'zero2.json'", "key: value"]),
-        ({"use_cpu": "false"}, ["use_cpu", "counts as true"]),
-        ({"mixed_precison": "bf16"}, ["accelerate has no setting mixed_precison. Did you mean mixed_precision?"]),
-        ({"dynamo_backend": "INDUCTOR"}, ["dynamo_config", "--torch_compile"]),
-        ({"deepspeed_config": {"zero_stage": 3}}, ["deepspeed_config (zero_stage) has no effect", "Write DEEPSPEED"]),
-        ({"fsdp_config": {"fsdp_version": 2}}, ["fsdp_config (fsdp_version) has no effect", "Write FSDP"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("content", "words"), [
+    ({"distributed_type": "MULTI_XPU"}, ["distributed_type", "MULTI_XPU", "--strategy ddp"]),
+    ({"distributed_type": "MEGATRON_LM", "megatron_lm_config": {"megatron_lm_tp_degree": 2}}, ["tp, pp or 3d"]),
+    ({"distributed_type": "TP", "tp_config": {"tp_size": 2}}, ["TP is not supported here", "fsdp2, tp"]),
+    ({"distributed_type": "multi_gpu"}, ["or write MULTI_GPU"]),
+    ({"distributed_type": False}, ["distributed_type = false", '"NO" in quotes']),
+    ({"mixed_precision": False}, ["mixed_precision = false", '"no" in quotes']),
+    ({"mixed_precision": True}, ["mixed_precision = true", "one of no, fp16, bf16"]),
+    ({"mixed_precision": "float16"}, ["mixed_precision = float16", "fp16"]),
+    ({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, ["dynamo_config", "--torch_compile"]),
+    ({"fp8_config": {"backend": "TE"}}, ["fp8_config.backend = TE", "torchao"]),
+    ({"fp8_config": {"fp8_format": "HYBRID"}}, ["fp8_config.fp8_format is of another backend than torchao"]),
+    ({"parallelism_config": {"parallelism_config_tp_size": 2}}, ["parallelism_config", "--strategy tp"]),
+    ({"compute_environment": "AMAZON_SAGEMAKER"}, ["LOCAL_MACHINE"]),
+    ({"deepspeed_config": "zero2.json"}, ["deepspeed_config = 'zero2.json'", "key: value"]),
+    ({"use_cpu": "false"}, ["use_cpu", "counts as true"]),
+    ({"mixed_precison": "bf16"}, ["accelerate has no setting mixed_precison. Did you mean mixed_precision?"]),
+    ({"dynamo_backend": "INDUCTOR"}, ["dynamo_config", "--torch_compile"]),
+    ({"deepspeed_config": {"zero_stage": 3}}, ["deepspeed_config (zero_stage) has no effect", "Write DEEPSPEED"]),
+    ({"fsdp_config": {"fsdp_version": 2}}, ["fsdp_config (fsdp_version) has no effect", "Write FSDP"]),
+])  # fmt: skip
 def test_a_yaml_that_is_no_strategy_here_is_one_sentence(tmp_path, monkeypatch, content, words):
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump({"distributed_type": "MULTI_GPU", "num_processes": 2, **content}))
@@ -148,20 +142,17 @@ def test_a_yaml_that_is_no_strategy_here_is_one_sentence(tmp_path, monkeypatch, 
     assert all(word in said for word in words), said
 
 
-@pytest.mark.parametrize(
-    ("kind", "flags", "words"),
-    [
-        ("MULTI_GPU", "--zero_stage 3", "with --zero_stage: deepspeed_config (zero_stage) has no effect"),
-        ("MULTI_GPU", "--gradient-accumulation-steps=8", "(gradient_accumulation_steps) has no effect"),
-        ("MULTI_GPU", "--dynamo_backend inductor", "with --dynamo_backend: dynamo_config is not supported"),
-        ("MULTI_GPU", "--use_megatron_lm", "MEGATRON_LM is not supported here"),
-        ("DEEPSPEED", "--deepspeed_config_file a.json --zero_stage 3", "zero_stage = '3' stands beside"),
-        ("FSDP", "--fsdp_version 2 --fsdp_sharding_strategy SHARD_GRAD_OP", "= 'SHARD_GRAD_OP' is of FSDP1"),
-        ("MULTI_GPU", "--cpu --num_processes 3", "num_processes = 3, and accelerate launch has started one process"),
-        ("MULTI_CPU", "", "num_processes = 2, and accelerate launch has started one process"),
-        ("DEEPSPEED", "--cpu --num_processes 1", "= DEEPSPEED and num_processes = 1, and accelerate launch"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "flags", "words"), [
+    ("MULTI_GPU", "--zero_stage 3", "with --zero_stage: deepspeed_config (zero_stage) has no effect"),
+    ("MULTI_GPU", "--gradient-accumulation-steps=8", "(gradient_accumulation_steps) has no effect"),
+    ("MULTI_GPU", "--dynamo_backend inductor", "with --dynamo_backend: dynamo_config is not supported"),
+    ("MULTI_GPU", "--use_megatron_lm", "MEGATRON_LM is not supported here"),
+    ("DEEPSPEED", "--deepspeed_config_file a.json --zero_stage 3", "zero_stage = '3' stands beside"),
+    ("FSDP", "--fsdp_version 2 --fsdp_sharding_strategy SHARD_GRAD_OP", "= 'SHARD_GRAD_OP' is of FSDP1"),
+    ("MULTI_GPU", "--cpu --num_processes 3", "num_processes = 3, and accelerate launch has started one process"),
+    ("MULTI_CPU", "", "num_processes = 2, and accelerate launch has started one process"),
+    ("DEEPSPEED", "--cpu --num_processes 1", "= DEEPSPEED and num_processes = 1, and accelerate launch"),
+])  # fmt: skip
 def test_what_accelerate_launch_would_leave_out_is_refused(tmp_path, torchrun, monkeypatch, kind, flags, words):
     file = tmp_path / "mine.yaml"
     file.write_text(f"distributed_type: {kind}\nnum_processes: 2\n")
@@ -171,15 +162,12 @@ def test_what_accelerate_launch_would_leave_out_is_refused(tmp_path, torchrun, m
     assert words in refusal(lambda: check_launch(find_launch()))
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("ACCELERATE_MIXED_PRECISION", "bf17", "unset ACCELERATE_MIXED_PRECISION, and say --precision"),
-        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "--torch_compile"),
-        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "--gradient_accumulation_steps"),
-        ("ACCELERATE_GRADIENT_CLIPPING", "0.5", "--max_grad_norm"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "words"), [
+    ("ACCELERATE_MIXED_PRECISION", "bf17", "unset ACCELERATE_MIXED_PRECISION, and say --precision"),
+    ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "--torch_compile"),
+    ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "--gradient_accumulation_steps"),
+    ("ACCELERATE_GRADIENT_CLIPPING", "0.5", "--max_grad_norm"),
+])  # fmt: skip
 def test_a_variable_of_accelerate_that_has_no_effect_is_refused(torchrun, name, value, words):
     torchrun[name] = value
     check_refusal([f"{name} = {value} is set in this shell", words], lambda: check_launch(find_launch()))

@@ -92,17 +92,14 @@ def test_a_run_does_not_resume_with_another_optimizer(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "refused"),
-    [
-        ("AdamW", ""),
-        ("RAdam", ""),
-        ("NAdam", "mu_product"),
-        ("SGD", "nothing"),
-        ("Rprop", "prev"),
-        ("Adafactor", "variance"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "refused"), [
+    ("AdamW", ""),
+    ("RAdam", ""),
+    ("NAdam", "mu_product"),
+    ("SGD", "nothing"),
+    ("Rprop", "prev"),
+    ("Adafactor", "variance"),
+])  # fmt: skip
 def test_what_checkpoints_cannot_keep_is_refused(kind, refused):
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = getattr(torch.optim, kind)([weight], lr=0.1)
@@ -114,16 +111,13 @@ def test_what_checkpoints_cannot_keep_is_refused(kind, refused):
         check_kept(optimizer)
 
 
-@pytest.mark.parametrize(
-    ("rates", "common", "scales"),
-    [
-        ((1e-3, 1e-3), 1e-3, (None, None)),
-        ((1e-3, 1e-4), 1e-3, (None, 0.1)),
-        ((0.0, 1e-3), 1e-3, (0.0, None)),
-        ((0.5, 0.5), 0.5, (None, None)),  # the schedule's rates hold
-        ((2e-3, 1e-4), 0.5, (2.0, 0.1)),  # no group has the optimizer's: in proportion to the recipe's
-    ],
-)
+@pytest.mark.parametrize(("rates", "common", "scales"), [
+    ((1e-3, 1e-3), 1e-3, (None, None)),
+    ((1e-3, 1e-4), 1e-3, (None, 0.1)),
+    ((0.0, 1e-3), 1e-3, (0.0, None)),
+    ((0.5, 0.5), 0.5, (None, None)),  # the schedule's rates hold
+    ((2e-3, 1e-4), 0.5, (2.0, 0.1)),  # no group has the optimizer's: in proportion to the recipe's
+])  # fmt: skip
 def test_groups_keep_their_rates_in_proportion(rates, common, scales):
     now = recipe("--learning_rate", "1e-3")
     groups = [{"params": [torch.nn.Parameter(torch.ones(3))], "lr": rate} for rate in rates]

@@ -103,61 +103,52 @@ def test_what_the_recipe_leaves_open_the_json_decides(tmp_path):
     assert resolved["optimizer"]["params"]["eps"] == 1e-8
 
 
-@pytest.mark.parametrize(
-    ("content", "options", "accumulation"),
-    [
-        ({"train_batch_size": 32}, {"per_device_train_batch_size": 4}, 4),
-        ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, {"per_device_train_batch_size": 8}, 2),
-        ({"train_batch_size": 32}, {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}, 2),
-        ({"train_batch_size": 32.0, "train_micro_batch_size_per_gpu": 4e0}, {}, 4),
-        ({"train_batch_size": 32, "gradient_accumulation_steps": 1}, {}, 1),  # the micro-batch follows from both
-    ],
-)
+@pytest.mark.parametrize(("content", "options", "accumulation"), [
+    ({"train_batch_size": 32}, {"per_device_train_batch_size": 4}, 4),
+    ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, {"per_device_train_batch_size": 8}, 2),
+    ({"train_batch_size": 32}, {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}, 2),
+    ({"train_batch_size": 32.0, "train_micro_batch_size_per_gpu": 4e0}, {}, 4),
+    ({"train_batch_size": 32, "gradient_accumulation_steps": 1}, {}, 1),  # the micro-batch follows from both
+])  # fmt: skip
 def test_the_accumulation_follows_from_a_jsons_train_batch_size(tmp_path, content, options, accumulation):
     resolved, _ = resolve(tmp_path, content, recipe_of(**options))
     sizes = resolved["train_batch_size"], resolved["gradient_accumulation_steps"]
     assert json.dumps(sizes) == f"[32, {accumulation}]"
 
 
-@pytest.mark.parametrize(
-    ("content", "options", "words"),
-    [
-        ({"gradient_clipping": 0.5}, {"max_grad_norm": 1.0}, ["gradient_clipping = 0.5", "max_grad_norm = 1.0"]),
-        ({"train_batch_size": 5}, {"per_device_train_batch_size": 8}, ["batch_size = 5", "16"]),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, {"learning_rate": 1e-4}, ["lr = 0.001", "0.0001"]),
-        ({"optimizer": {"type": "Lion", "params": {}}}, {}, ["Lion", "AdamW"]),
-        (
-            {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 9}}},
-            {"warmup_ratio": 0.1},
-            ["warmup_num_steps = 9", "warmup_ratio = 0.1"],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("content", "options", "words"), [
+    ({"gradient_clipping": 0.5}, {"max_grad_norm": 1.0}, ["gradient_clipping = 0.5", "max_grad_norm = 1.0"]),
+    ({"train_batch_size": 5}, {"per_device_train_batch_size": 8}, ["batch_size = 5", "16"]),
+    ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, {"learning_rate": 1e-4}, ["lr = 0.001", "0.0001"]),
+    ({"optimizer": {"type": "Lion", "params": {}}}, {}, ["Lion", "AdamW"]),
+    (
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 9}}},
+        {"warmup_ratio": 0.1},
+        ["warmup_num_steps = 9", "warmup_ratio = 0.1"],
+    ),
+])  # fmt: skip
 def test_contradictions_name_both_values_and_both_sources(tmp_path, content, options, words):
     check_refusal(["mine.json", *words], resolve, tmp_path, content, recipe_of(OF_FILE, **options))
 
 
-@pytest.mark.parametrize(
-    ("content", "flags", "found", "words"),
-    [
-        ({"gradient_clipping": 0.5}, {"max_grad_norm": 1.0}, {"gradient_clipping": 1.0}, "gradient_clipping = 0.5"),
-        ({"gradient_accumulation_steps": 3}, {"gradient_accumulation_steps": 4},
-         {"gradient_accumulation_steps": 4}, "gradient_accumulation_steps = 3"),
-        ({"train_micro_batch_size_per_gpu": 2}, {"per_device_train_batch_size": 4},
-         {"train_micro_batch_size_per_gpu": 4}, "train_micro_batch_size_per_gpu = 2"),
-        ({"train_batch_size": 64}, {"global_batch_size": 32}, {"train_batch_size": 32}, "train_batch_size = 64"),
-        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4},
-         {"per_device_train_batch_size": 4}, {"train_batch_size": 32}, "train_batch_size = 64"),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, {"learning_rate": 1e-4},
-         {"lr": 1e-4}, "params.lr = 0.001"),
-        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.99]}}}, {"adam_beta2": 0.95},
-         {"betas": [0.9, 0.95]}, "betas[1] = 0.99"),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}, {"lr_scheduler_type": "cosine"}, {},
-         'scheduler.type = "WarmupLR"'),
-        ({"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5}}}, {"num_warmup_steps": 7}, {},
-         "warmup_num_steps = 5"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("content", "flags", "found", "words"), [
+    ({"gradient_clipping": 0.5}, {"max_grad_norm": 1.0}, {"gradient_clipping": 1.0}, "gradient_clipping = 0.5"),
+    ({"gradient_accumulation_steps": 3}, {"gradient_accumulation_steps": 4},
+     {"gradient_accumulation_steps": 4}, "gradient_accumulation_steps = 3"),
+    ({"train_micro_batch_size_per_gpu": 2}, {"per_device_train_batch_size": 4},
+     {"train_micro_batch_size_per_gpu": 4}, "train_micro_batch_size_per_gpu = 2"),
+    ({"train_batch_size": 64}, {"global_batch_size": 32}, {"train_batch_size": 32}, "train_batch_size = 64"),
+    ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4},
+     {"per_device_train_batch_size": 4}, {"train_batch_size": 32}, "train_batch_size = 64"),
+    ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, {"learning_rate": 1e-4},
+     {"lr": 1e-4}, "params.lr = 0.001"),
+    ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.99]}}}, {"adam_beta2": 0.95},
+     {"betas": [0.9, 0.95]}, "betas[1] = 0.99"),
+    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}, {"lr_scheduler_type": "cosine"}, {},
+     'scheduler.type = "WarmupLR"'),
+    ({"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5}}}, {"num_warmup_steps": 7}, {},
+     "warmup_num_steps = 5"),
+])  # fmt: skip
 def test_a_flag_wins_over_the_json(tmp_path, content, flags, found, words):
     resolved, options = resolve(tmp_path, content, recipe_of(**flags))
     params = resolved.get("optimizer", {}).get("params", {})
@@ -174,32 +165,29 @@ def zero(stage: int, **settings) -> dict:
     return {"zero_optimization": {"stage": stage, **settings}}
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ({"gradient_cliping": 1.0}, ["gradient_cliping", "Did you mean gradient_clipping?"]),
-        ({"bf16": True}, ["bf16 = true", "expected an object"]),
-        ({"zero_optimization": True}, ["zero_optimization = true", "expected an object"]),
-        (zero(2, overlap_com=True), ["zero_optimization.overlap_com", "overlap_comm?"]),
-        (zero(3, offload_optimizer=DISK, offload_param=DISK), ['.offload_param.device = "nvme"', 'Write "cpu"']),
-        (zero(2, offload_optimizer=DISK), ["under stage 2", "ds_configs/zero3_offload_nvme.json"]),
-        (zero(7), ["zero_optimization.stage = 7"]),
-        ({"tensor_parallel": {"autotp_size": 3}}, ["num_processes = 2 is not", "= 3. Use --num_processes 3"]),
-        ({"curriculum_learning": {"enabled": True}}, ["curriculum_learning = ", "order of samples"]),
-        ({"fp16": {"enabled": "auto", "loss_scale_windw": 1000}}, ["loss_scale_window?"]),
-        ({"comms_logger": {"enabled": True, "verbos": True}}, ["Did you mean verbose?"]),
-        ({"prescale_gradients": "yes"}, ['prescale_gradients = "yes"']),
-        ({"optimizer": {"type": "AdamW", "parms": {}}}, ["Did you mean params?"]),
-        ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}, ["its place is gradient_clipping"]),
-        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, ["the optimizer is AdamW"]),
-        ({"train_micro_batch_size_per_gpu": 4.5}, ["train_micro_batch_size_per_gpu = 4.5: it must be an integer"]),
-        ({"train_micro_batch_size_per_gpu": 0}, ["train_micro_batch_size_per_gpu = 0: it must be above 0"]),
-        ({"gradient_clipping": float("nan")}, ["gradient_clipping = NaN: it must be a finite number"]),
-        ({"optimizer": {"type": "AdamW", "params": {"betas": [2, 0.9]}}}, ["betas[0] = 2: it must be below 1"]),
-        ({"scheduler": {"type": "WarmupLR", "params": None}}, ["scheduler.params = None: expected an object"]),
-        ({"wandb": {"enabled": True}}, ["wandb.enabled = true", "open a second run", "--report_to wandb"]),
-    ],
-)
+@pytest.mark.parametrize(("content", "words"), [
+    ({"gradient_cliping": 1.0}, ["gradient_cliping", "Did you mean gradient_clipping?"]),
+    ({"bf16": True}, ["bf16 = true", "expected an object"]),
+    ({"zero_optimization": True}, ["zero_optimization = true", "expected an object"]),
+    (zero(2, overlap_com=True), ["zero_optimization.overlap_com", "overlap_comm?"]),
+    (zero(3, offload_optimizer=DISK, offload_param=DISK), ['.offload_param.device = "nvme"', 'Write "cpu"']),
+    (zero(2, offload_optimizer=DISK), ["under stage 2", "ds_configs/zero3_offload_nvme.json"]),
+    (zero(7), ["zero_optimization.stage = 7"]),
+    ({"tensor_parallel": {"autotp_size": 3}}, ["num_processes = 2 is not", "= 3. Use --num_processes 3"]),
+    ({"curriculum_learning": {"enabled": True}}, ["curriculum_learning = ", "order of samples"]),
+    ({"fp16": {"enabled": "auto", "loss_scale_windw": 1000}}, ["loss_scale_window?"]),
+    ({"comms_logger": {"enabled": True, "verbos": True}}, ["Did you mean verbose?"]),
+    ({"prescale_gradients": "yes"}, ['prescale_gradients = "yes"']),
+    ({"optimizer": {"type": "AdamW", "parms": {}}}, ["Did you mean params?"]),
+    ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}, ["its place is gradient_clipping"]),
+    ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, ["the optimizer is AdamW"]),
+    ({"train_micro_batch_size_per_gpu": 4.5}, ["train_micro_batch_size_per_gpu = 4.5: it must be an integer"]),
+    ({"train_micro_batch_size_per_gpu": 0}, ["train_micro_batch_size_per_gpu = 0: it must be above 0"]),
+    ({"gradient_clipping": float("nan")}, ["gradient_clipping = NaN: it must be a finite number"]),
+    ({"optimizer": {"type": "AdamW", "params": {"betas": [2, 0.9]}}}, ["betas[0] = 2: it must be below 1"]),
+    ({"scheduler": {"type": "WarmupLR", "params": None}}, ["scheduler.params = None: expected an object"]),
+    ({"wandb": {"enabled": True}}, ["wandb.enabled = true", "open a second run", "--report_to wandb"]),
+])  # fmt: skip
 def test_wrong_types_and_unknown_keys(tmp_path, content, words):
     check_refusal(words, resolve, tmp_path, content, recipe_of())
 
@@ -234,19 +222,16 @@ def test_each_other_name_of_a_setting_is_read_as_deepspeed_reads_it(tmp_path):
         assert bool(field.alias) != any(name in note for note in notes), name  # what is deprecated is said
 
 
-@pytest.mark.parametrize(
-    ("section", "words"),
-    [
-        ({"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2}, ["Did you mean stage3_prefetch_bucket_size?"]),
-        ({"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}, ["deprecated parameter 'cpu_offload'"]),
-        ({"cpu_offload_params": True}, ["cpu_offload_params", "Did you mean offload_param?"]),
-        ({"offload_param": "cpu"}, ["expected an object", '{"device": "cpu"}']),
-        ({"offload_optimizer": {"device": "cpu", "pin_memry": True}}, ["offload_optimizer.pin_memry", "pin_memory?"]),
-        ({"offload_optimizer": {"device": "disk"}}, ["offload_optimizer.device", "nvme"]),
-        ({"overlap_comm": "maybe"}, ["overlap_comm", "valid boolean"]),
-        ({"reduce_bucket_size": -1}, ["reduce_bucket_size = -1"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("section", "words"), [
+    ({"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2}, ["Did you mean stage3_prefetch_bucket_size?"]),
+    ({"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}, ["deprecated parameter 'cpu_offload'"]),
+    ({"cpu_offload_params": True}, ["cpu_offload_params", "Did you mean offload_param?"]),
+    ({"offload_param": "cpu"}, ["expected an object", '{"device": "cpu"}']),
+    ({"offload_optimizer": {"device": "cpu", "pin_memry": True}}, ["offload_optimizer.pin_memry", "pin_memory?"]),
+    ({"offload_optimizer": {"device": "disk"}}, ["offload_optimizer.device", "nvme"]),
+    ({"overlap_comm": "maybe"}, ["overlap_comm", "valid boolean"]),
+    ({"reduce_bucket_size": -1}, ["reduce_bucket_size = -1"]),
+])  # fmt: skip
 def test_what_deepspeed_does_not_translate_is_refused(tmp_path, section, words):
     check_refusal(["mine.json", *words], read, tmp_path, zero_optimization={"stage": 3, **section})
 

@@ -20,20 +20,17 @@ def text(tmp_path):
     return str(tmp_path / "a.txt")
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"train_file": ["no.txt"], "validation_file": ["no/*.txt"]},
-         ["train_file = 'no.txt': there is no such file", "validation_file = 'no/*.txt': no file matches"]),
-        ({"model_name_or_path": "./no/model"}, ["model_name_or_path = './no/model': there is no such folder"]),
-        ({"tokenizer_name": "/no/tokenizer", "config_name": "models/of/mine"},
-         ["tokenizer_name = '/no/tokenizer'", "config_name = 'models/of/mine'"]),
-        ({"dataset_name": "~/no/data"}, ["dataset_name = '~/no/data': there is no such folder"]),
-        ({"data_path": ["0.3", "no/all"]}, ["data_path = 'no/all': there is no no/all.idx and no no/all.bin"]),
-        ({"train_file": ["s3://bucket/a.txt"]}, ["train_file = 's3://bucket/a.txt': copy it to this machine first"]),
-        ({"cache_dir": "{text}/cache"}, ["cache_dir = ", "a.txt is a file. Choose another folder"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "words"), [
+    ({"train_file": ["no.txt"], "validation_file": ["no/*.txt"]},
+     ["train_file = 'no.txt': there is no such file", "validation_file = 'no/*.txt': no file matches"]),
+    ({"model_name_or_path": "./no/model"}, ["model_name_or_path = './no/model': there is no such folder"]),
+    ({"tokenizer_name": "/no/tokenizer", "config_name": "models/of/mine"},
+     ["tokenizer_name = '/no/tokenizer'", "config_name = 'models/of/mine'"]),
+    ({"dataset_name": "~/no/data"}, ["dataset_name = '~/no/data': there is no such folder"]),
+    ({"data_path": ["0.3", "no/all"]}, ["data_path = 'no/all': there is no no/all.idx and no no/all.bin"]),
+    ({"train_file": ["s3://bucket/a.txt"]}, ["train_file = 's3://bucket/a.txt': copy it to this machine first"]),
+    ({"cache_dir": "{text}/cache"}, ["cache_dir = ", "a.txt is a file. Choose another folder"]),
+])  # fmt: skip
 def test_what_is_missing_is_told_all_at_once(text, tmp_path, options, words):
     options = {
         name: value.replace("{text}", text) if isinstance(value, str) else value for name, value in options.items()

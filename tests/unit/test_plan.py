@@ -47,19 +47,16 @@ def gpt2(layers: int = 4) -> GPT2Config:
     )
 
 
-@pytest.mark.parametrize(
-    ("blocks", "held", "needed"),
-    [
-        ([8, 8, -8, -8], 20 - 16, 20 - 16),  # a segment of 20 MiB holds two of 8 MiB,
-        ([8, 8, 8, -8, -8, -8], 40 - 24, 40 - 24),  # and not three
-        ([8, 8, 4, -4, -8, -8], 0, 0),
-        ([12, -12, 11.5, -11.5], 0, 0),  # what is left of it is too little to be split off
-        ([12, -12, 14, -14], 12, 0),  # the segment of 12 MiB is of no use to one of 14, and can go back to the driver
-        ([12, 2, -12, 13, -13, -2], 32 - 15, 32 - 15),  # that of 2 MiB has a segment of 20
-        ([6, 6, -6, -6, 12, -12], 20 - 12, 20 - 12),  # neighbours join
-        ([0.5, -0.5], 0, 0),  # small blocks lie elsewhere
-    ],
-)
+@pytest.mark.parametrize(("blocks", "held", "needed"), [
+    ([8, 8, -8, -8], 20 - 16, 20 - 16),  # a segment of 20 MiB holds two of 8 MiB,
+    ([8, 8, 8, -8, -8, -8], 40 - 24, 40 - 24),  # and not three
+    ([8, 8, 4, -4, -8, -8], 0, 0),
+    ([12, -12, 11.5, -11.5], 0, 0),  # what is left of it is too little to be split off
+    ([12, -12, 14, -14], 12, 0),  # the segment of 12 MiB is of no use to one of 14, and can go back to the driver
+    ([12, 2, -12, 13, -13, -2], 32 - 15, 32 - 15),  # that of 2 MiB has a segment of 20
+    ([6, 6, -6, -6, 12, -12], 20 - 12, 20 - 12),  # neighbours join
+    ([0.5, -0.5], 0, 0),  # small blocks lie elsewhere
+])  # fmt: skip
 def test_what_the_allocator_holds_beyond_tensors(blocks, held, needed):
     """MiB; CUDACachingAllocator.cpp's sizes of segments, best fit, splitting and joining, by hand."""
     found = unused_bytes(tuple(int(size * 2**20) for size in blocks))
@@ -98,17 +95,14 @@ def test_a_plan_is_the_same_in_one_process_and_in_two(refuses, monkeypatch, capf
     assert len(several["predictions"]) >= 4
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--gpu", "h100-80g"], "Did you mean h100-80gb?"),
-        (["--gpu", "cpu"], "set the memory of one process"),
-        (["--gpu", "h100-80gb", "--num_gpus", "12"], "gpus_per_node = 8"),
-        (["--gpu", "v100-32gb", "--strategies", "single"], "--precision fp16"),
-        ([*ON_GPUS, "--max_global_batch_size", "8"], "at least 16"),
-        (["--gpu", "cpu", "--gpu_memory", "lots"], "gpu_memory = 'lots'"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "words"), [
+    (["--gpu", "h100-80g"], "Did you mean h100-80gb?"),
+    (["--gpu", "cpu"], "set the memory of one process"),
+    (["--gpu", "h100-80gb", "--num_gpus", "12"], "gpus_per_node = 8"),
+    (["--gpu", "v100-32gb", "--strategies", "single"], "--precision fp16"),
+    ([*ON_GPUS, "--max_global_batch_size", "8"], "at least 16"),
+    (["--gpu", "cpu", "--gpu_memory", "lots"], "gpu_memory = 'lots'"),
+])  # fmt: skip
 def test_bad_input_ends_with_code_2_and_one_message(capsys, flags, words):
     strategies = [] if "--strategies" in flags else ["--strategies", "ddp,zero2"]
     assert main(["plan", *RECIPE, *flags, *strategies]) == 2

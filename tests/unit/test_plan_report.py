@@ -38,23 +38,20 @@ def planned(capsys, flags: list[str]) -> dict:
 LONG = pytest.mark.long
 
 
-@pytest.mark.parametrize(
-    ("flags", "strategy", "expected"),
-    [
-        ("--lora --block_size 1024 --gpu_memory 860MiB", "single", "--gradient_checkpointing"),
-        pytest.param("--block_size 64 --host_memory 100MiB --gpu_memory 1GiB", "zero2_offload", "--lora", marks=LONG),
-        pytest.param("--block_size 64 --num_gpus 2 --gpu_memory 1060MiB", "ddp", "--lora", marks=LONG),
-        pytest.param("--block_size 256 --gpu_memory 820MiB --batch_sizes 1,8 --lora", "single",
-                     "--gradient_checkpointing", marks=LONG),
-        pytest.param("--task dpo --lora --block_size 1024 --gpu_memory 1GiB", "single",
-                     "--gradient_checkpointing", marks=LONG),
-        pytest.param("--lora --block_size 8192 --gradient_checkpointing --gpu_memory 1090MiB", "zero3",
-                     "--per_device_eval_batch_size 1", marks=LONG),
-        pytest.param("--lora --lengths 4k,8k --gpu_memory 1GiB", "single",
-                     "--gradient_checkpointing --per_device_eval_batch_size 1", marks=LONG),
-        pytest.param("--block_size 64 --gpu_memory 645MiB", "single", None, marks=LONG),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("flags", "strategy", "expected"), [
+    ("--lora --block_size 1024 --gpu_memory 860MiB", "single", "--gradient_checkpointing"),
+    pytest.param("--block_size 64 --host_memory 100MiB --gpu_memory 1GiB", "zero2_offload", "--lora", marks=LONG),
+    pytest.param("--block_size 64 --num_gpus 2 --gpu_memory 1060MiB", "ddp", "--lora", marks=LONG),
+    pytest.param("--block_size 256 --gpu_memory 820MiB --batch_sizes 1,8 --lora", "single",
+                 "--gradient_checkpointing", marks=LONG),
+    pytest.param("--task dpo --lora --block_size 1024 --gpu_memory 1GiB", "single",
+                 "--gradient_checkpointing", marks=LONG),
+    pytest.param("--lora --block_size 8192 --gradient_checkpointing --gpu_memory 1090MiB", "zero3",
+                 "--per_device_eval_batch_size 1", marks=LONG),
+    pytest.param("--lora --lengths 4k,8k --gpu_memory 1GiB", "single",
+                 "--gradient_checkpointing --per_device_eval_batch_size 1", marks=LONG),
+    pytest.param("--block_size 64 --gpu_memory 645MiB", "single", None, marks=LONG),
+])  # fmt: skip
 def test_a_remedy_is_what_a_plan_with_it_finds(weights, capsys, flags, strategy, expected):
     flags = [*weights[2 * ("--task" in flags) :], *flags.split(), "--strategies", strategy]
     found = planned(capsys, flags)["remedies"][strategy]
@@ -66,14 +63,11 @@ def test_a_remedy_is_what_a_plan_with_it_finds(weights, capsys, flags, strategy,
         assert one["fits"]
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param([*OF_T5, "--max_source_length", "1024", "--gpu_memory", "900MiB"], marks=LONG, id="seq2seq"),
-        pytest.param([*OF_BERT, "--gpu_memory", "760MiB", "--max_length", "512"], marks=LONG, id="cls"),
-        pytest.param([*OF_BERT, "--gpu", "cpu", "--gpu_memory", "110MiB", "--max_length", "512"], id="cls on a CPU"),
-    ],
-)
+@pytest.mark.parametrize("flags", [
+    pytest.param([*OF_T5, "--max_source_length", "1024", "--gpu_memory", "900MiB"], marks=LONG, id="seq2seq"),
+    pytest.param([*OF_BERT, "--gpu_memory", "760MiB", "--max_length", "512"], marks=LONG, id="cls"),
+    pytest.param([*OF_BERT, "--gpu", "cpu", "--gpu_memory", "110MiB", "--max_length", "512"], id="cls on a CPU"),
+])  # fmt: skip
 def test_each_task_hears_of_remedies_on_80_columns(flags, capsys, monkeypatch):
     monkeypatch.setattr(plan, "screen_width", lambda: 80)
     assert main(["plan", *flags, "--strategies", "single"]) == 0

@@ -35,28 +35,25 @@ def test_flags_override_the_file_and_both_are_remembered(tmp_path):
     assert recipe.source("seed") is None
 
 
-@pytest.mark.parametrize(
-    ("recipe", "flags", "left_out"),
-    [
-        ("clm/stdlib-gpt2", "--sample_tokens 0", "sample_prompt"),
-        ("clm/stdlib-gpt2", "--model_name_or_path M", "config_name config_overrides train_tokenizer_vocab_size"),
-        ("clm/stdlib-gpt2", "--config_name llama-2-7b", "config_overrides"),
-        ("clm/stdlib-gpt2", "--tokenizer_name gpt2", "train_tokenizer_vocab_size"),
-        ("clm/stdlib-gpt2", "--gradient_accumulation_steps 4", "global_batch_size"),
-        ("clm/gpt2-345m-pretrain", "--save_strategy no", "save_steps save_total_limit"),
-        ("clm/gpt2-345m-pretrain", "--save_strategy epoch", "save_steps"),
-        ("clm/stories-continual", "--train_file a.txt",
-         "data_path split reset_position_ids reset_attention_mask eod_mask_loss"),
-        ("clm/gpt2-wikitext2", "--train_file a.txt", "dataset_name dataset_config_name"),
-        ("clm/gpt2-wikitext2", "--dataset_name other", "dataset_config_name"),
-        ("clm/gpt2-wikitext2", "--data_path corpus", "dataset_name dataset_config_name packing"),
-        ("clm/stories-stream", "--streaming null", ""),
-        ("dpo/stories-dpo", "--preference_loss ipo --preference_label_smoothing 0", ""),
-        ("cls/deberta-xl-mrpc", "--train_file a.csv", ""),
-        ("seq2seq/stdlib-functions", "--tokens_per_batch 4096 --max_source_length 64 --max_target_length 64",
-         "global_batch_size"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("recipe", "flags", "left_out"), [
+    ("clm/stdlib-gpt2", "--sample_tokens 0", "sample_prompt"),
+    ("clm/stdlib-gpt2", "--model_name_or_path M", "config_name config_overrides train_tokenizer_vocab_size"),
+    ("clm/stdlib-gpt2", "--config_name llama-2-7b", "config_overrides"),
+    ("clm/stdlib-gpt2", "--tokenizer_name gpt2", "train_tokenizer_vocab_size"),
+    ("clm/stdlib-gpt2", "--gradient_accumulation_steps 4", "global_batch_size"),
+    ("clm/gpt2-345m-pretrain", "--save_strategy no", "save_steps save_total_limit"),
+    ("clm/gpt2-345m-pretrain", "--save_strategy epoch", "save_steps"),
+    ("clm/stories-continual", "--train_file a.txt",
+     "data_path split reset_position_ids reset_attention_mask eod_mask_loss"),
+    ("clm/gpt2-wikitext2", "--train_file a.txt", "dataset_name dataset_config_name"),
+    ("clm/gpt2-wikitext2", "--dataset_name other", "dataset_config_name"),
+    ("clm/gpt2-wikitext2", "--data_path corpus", "dataset_name dataset_config_name packing"),
+    ("clm/stories-stream", "--streaming null", ""),
+    ("dpo/stories-dpo", "--preference_loss ipo --preference_label_smoothing 0", ""),
+    ("cls/deberta-xl-mrpc", "--train_file a.csv", ""),
+    ("seq2seq/stdlib-functions", "--tokens_per_batch 4096 --max_source_length 64 --max_target_length 64",
+     "global_batch_size"),
+])  # fmt: skip
 def test_what_a_flag_takes_out_takes_what_hangs_on_it(recipe, flags, left_out):
     task, file = recipe.split("/")[0], ROOT / f"recipes/{recipe}.yaml"
     given = parse_recipe(RECIPES[task], ["--config", str(file)])
@@ -98,15 +95,12 @@ def test_no_flag_is_refused_for_what_only_the_file_says(file, monkeypatch):
 NEEDS = ("streaming", "train_file", "max_train_steps", "regression")
 
 
-@pytest.mark.parametrize(
-    ("text", "flags", "words"),
-    [
-        ("sample_prompt: a\nsample_tokens: 0\n", ["--seed", "3"], "sample_prompt has no effect"),  # two lines of it
-        ("seed: 3\n", ["--sample_prompt", "a", "--sample_tokens", "0"], "sample_prompt has no effect"),  # two flags
-        ("sample_tokens: 0\n", ["--sample_prompt", "a"], "sample_prompt has no effect"),  # the flag has none
-        ("save_steps: 5\nsave_strategy: no\n", ["--save_total_limit", "2"], "keep one of them"),
-    ],
-)
+@pytest.mark.parametrize(("text", "flags", "words"), [
+    ("sample_prompt: a\nsample_tokens: 0\n", ["--seed", "3"], "sample_prompt has no effect"),  # two lines of it
+    ("seed: 3\n", ["--sample_prompt", "a", "--sample_tokens", "0"], "sample_prompt has no effect"),  # two flags
+    ("sample_tokens: 0\n", ["--sample_prompt", "a"], "sample_prompt has no effect"),  # the flag has none
+    ("save_steps: 5\nsave_strategy: no\n", ["--save_total_limit", "2"], "keep one of them"),
+])  # fmt: skip
 def test_what_one_says_twice_is_refused(tmp_path, text, flags, words):
     text = text.replace("no\n", "'no'\n")
     with pytest.raises(UserError, match=words):
@@ -124,49 +118,43 @@ def test_forms_of_flags():
     assert parse("--output_dir=~/runs").output_dir == os.path.expanduser("~/runs")
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--learnin_rate", "1"], ["--learnin_rate", "Did you mean learning_rate?"]),
-        (["--block_size", "12.5"], ["--block_size 12.5", "an integer"]),
-        (["--learning_rate", "nan"], ["finite"]),
-        (["--seed"], ["--seed without a value", "an integer"]),
-        (["--num_warmup_steps", "5", "--warmup_ratio", "0.1"], ["num_warmup_steps = 5", "warmup_ratio = 0.1"]),
-        (["--global_batch_warmup", "64@"], ["expected START@UPDATES"]),
-        (["--block_size_warmup", "64->1024@9"], ["expected START@UPDATES"]),
-        (["--adam_beta2", "1"], ["adam_beta2 = 1.0 (--adam_beta2): it must be below 1"]),
-        (["--encoding", "hex"], ["encoding = 'hex' (--encoding): expected the name of an encoding"]),
-        (["--delimiter", ";;"], ["expected one character"]),
-        (["--streaming", "many"], ["expected a size such as 256MiB"]),
-        (["--warmup_ratio", "1.5"], ["warmup_ratio = 1.5", "at most 1"]),
-        (["--vocab_file", "a"], ["vocab_file has no effect without merge_file"]),
-        (["--dataset_name", "wikitext"], ["dataset_name", "train_file", "keep one"]),
-        (["--output_dir="], ["output_dir = '' (--output_dir): expected a folder"]),
-        (["--seed", "2147483648"], ["it must be below 2147483648"]),
-        (["--val_set_size", "0.1"], ["say --validation_split_percentage 10 for 0.1"]),
-        (["--profile", "12:9"], ["profile = '12:9' (--profile): expected N:M"]),
-    ],
-)
+@pytest.mark.parametrize(("flags", "words"), [
+    (["--learnin_rate", "1"], ["--learnin_rate", "Did you mean learning_rate?"]),
+    (["--block_size", "12.5"], ["--block_size 12.5", "an integer"]),
+    (["--learning_rate", "nan"], ["finite"]),
+    (["--seed"], ["--seed without a value", "an integer"]),
+    (["--num_warmup_steps", "5", "--warmup_ratio", "0.1"], ["num_warmup_steps = 5", "warmup_ratio = 0.1"]),
+    (["--global_batch_warmup", "64@"], ["expected START@UPDATES"]),
+    (["--block_size_warmup", "64->1024@9"], ["expected START@UPDATES"]),
+    (["--adam_beta2", "1"], ["adam_beta2 = 1.0 (--adam_beta2): it must be below 1"]),
+    (["--encoding", "hex"], ["encoding = 'hex' (--encoding): expected the name of an encoding"]),
+    (["--delimiter", ";;"], ["expected one character"]),
+    (["--streaming", "many"], ["expected a size such as 256MiB"]),
+    (["--warmup_ratio", "1.5"], ["warmup_ratio = 1.5", "at most 1"]),
+    (["--vocab_file", "a"], ["vocab_file has no effect without merge_file"]),
+    (["--dataset_name", "wikitext"], ["dataset_name", "train_file", "keep one"]),
+    (["--output_dir="], ["output_dir = '' (--output_dir): expected a folder"]),
+    (["--seed", "2147483648"], ["it must be below 2147483648"]),
+    (["--val_set_size", "0.1"], ["say --validation_split_percentage 10 for 0.1"]),
+    (["--profile", "12:9"], ["profile = '12:9' (--profile): expected N:M"]),
+])  # fmt: skip
 def test_what_is_refused(flags, words):
     check_refusal(words, parse, *flags)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("learnin_rate: 1\n", ["line 1", "learnin_rate", "Did you mean learning_rate?"]),
-        ("train_file: [a.txt, null]\n", ["train_file is a list", "each text"]),
-        ("train_file: {a: b}\n", ["train_file is a map", "each text"]),
-        ("block_size: [1, 2]\n", ["block_size", "a list", "an integer"]),
-        ("seed: 1\nseed: 2\n", ["line 2", "set twice"]),
-        ("a: [1\n", ["not valid YAML"]),
-        ("seed: 010\n", ["seed is '010'", "an integer"]),  # 8 in YAML 1.1
-        ("report_name: no\n", ["report_name is no", "put it in quotes"]),
-        ("lora_r: 4\nlora_alpha: 8\n", ["lora_r has no effect without lora", "lora_alpha has no effect"]),
-        ("output_dir: $HOME/runs\n", ["output_dir = '$HOME/runs'", "variables such as $HOME are not replaced"]),
-        ("push_to_hub: false\n", ["push_to_hub is false", "Leave the line out"]),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ("learnin_rate: 1\n", ["line 1", "learnin_rate", "Did you mean learning_rate?"]),
+    ("train_file: [a.txt, null]\n", ["train_file is a list", "each text"]),
+    ("train_file: {a: b}\n", ["train_file is a map", "each text"]),
+    ("block_size: [1, 2]\n", ["block_size", "a list", "an integer"]),
+    ("seed: 1\nseed: 2\n", ["line 2", "set twice"]),
+    ("a: [1\n", ["not valid YAML"]),
+    ("seed: 010\n", ["seed is '010'", "an integer"]),  # 8 in YAML 1.1
+    ("report_name: no\n", ["report_name is no", "put it in quotes"]),
+    ("lora_r: 4\nlora_alpha: 8\n", ["lora_r has no effect without lora", "lora_alpha has no effect"]),
+    ("output_dir: $HOME/runs\n", ["output_dir = '$HOME/runs'", "variables such as $HOME are not replaced"]),
+    ("push_to_hub: false\n", ["push_to_hub is false", "Leave the line out"]),
+])  # fmt: skip
 def test_what_is_refused_in_a_file(tmp_path, text, words):
     check_refusal(words, parse, *recipe_file(tmp_path, text))
 

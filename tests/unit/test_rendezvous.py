@@ -75,15 +75,12 @@ def test_one_that_stops_tells_all_others_why(members, place):
         assert (end.code, end.machine) == (2, place)
 
 
-@pytest.mark.parametrize(
-    ("acts", "how", "named"),
-    [
-        ((comes,), {"count": 2}, "rank 1, which has never come"),
-        ((comes, falls_silent), {}, "rank 1 on host"),
-        ((falls_silent, comes), {}, "rank 0 on host"),
-        ((comes, comes, comes), {"numbers": (0, 1, 1), "limit_s": 30.0}, "rank 1 is there twice"),
-    ],
-)
+@pytest.mark.parametrize(("acts", "how", "named"), [
+    ((comes,), {"count": 2}, "rank 1, which has never come"),
+    ((comes, falls_silent), {}, "rank 1 on host"),
+    ((falls_silent, comes), {}, "rank 0 on host"),
+    ((comes, comes, comes), {"numbers": (0, 1, 1), "limit_s": 30.0}, "rank 1 is there twice"),
+])  # fmt: skip
 def test_who_is_missing_or_there_twice_is_named(members, acts, how, named):
     for act, end in zip(acts, members(*acts, **{"limit_s": 0.3, **how})):
         if act is comes:

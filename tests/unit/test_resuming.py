@@ -70,17 +70,14 @@ def test_the_micro_batch_follows_where_the_accumulation_cannot(tmp_path, flags, 
     assert resumed.sources == ["auto"]
 
 
-@pytest.mark.parametrize(
-    ("total", "growth", "replicas", "replica_size", "words"),
-    [
-        (24, None, 5, 1, ["which 5 processes cannot share", "can: 1, 2, 3, 4, 6, 8, 12, 24"]),
-        (24, None, 16, 1, ["which 16 processes cannot share"]),
-        (24, "8@10", 3, 1, ["begins with 8", "can: 1, 2, 4, 8"]),
-        (24, None, 5, 4, ["which 20 processes (5 replicas of 4)", "can: 4, 8, 12, 16, 24, 32, 48, 96"]),
-        (7, None, 2, 1, ["can: 1, 7"]),
-        (5040, None, 11, 1, ["can: 4, 5, 6, 7, 8, 9, 10, 12, 14, 15, 16, 18"]),
-    ],
-)
+@pytest.mark.parametrize(("total", "growth", "replicas", "replica_size", "words"), [
+    (24, None, 5, 1, ["which 5 processes cannot share", "can: 1, 2, 3, 4, 6, 8, 12, 24"]),
+    (24, None, 16, 1, ["which 16 processes cannot share"]),
+    (24, "8@10", 3, 1, ["begins with 8", "can: 1, 2, 4, 8"]),
+    (24, None, 5, 4, ["which 20 processes (5 replicas of 4)", "can: 4, 8, 12, 16, 24, 32, 48, 96"]),
+    (7, None, 2, 1, ["can: 1, 7"]),
+    (5040, None, 11, 1, ["can: 4, 5, 6, 7, 8, 9, 10, 12, 14, 15, 16, 18"]),
+])  # fmt: skip
 def test_a_number_of_processes_that_cannot_share_the_batch(total, growth, replicas, replica_size, words):
     """What is advised can be done: nobody may change the global batch of a run that resumes."""
     options = recipe("--global_batch_size", str(total), *(["--global_batch_warmup", growth] if growth else []))

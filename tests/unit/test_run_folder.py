@@ -85,14 +85,11 @@ def left(path: Path, names: tuple[str, ...]) -> list[str]:
 # --------------------------------------------------------------------------------------------------- nothing is lost
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("metrics.jsonl", None), ("metrics.jsonl", ""), ("metrics.jsonl", '{"update": 1, "lo'),
-        ("metrics.jsonl", '{"update": 1}\nnot json\n[1]\n{"update": 2}\n'), ("recipe.yaml", None), ("recipe.yaml", ""),
-        ("recipe.yaml", "a: [1"), ("files.json", None), ("files.json", "{"), ("strategy.yaml", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "content"), [
+    ("metrics.jsonl", None), ("metrics.jsonl", ""), ("metrics.jsonl", '{"update": 1, "lo'),
+    ("metrics.jsonl", '{"update": 1}\nnot json\n[1]\n{"update": 2}\n'), ("recipe.yaml", None), ("recipe.yaml", ""),
+    ("recipe.yaml", "a: [1"), ("files.json", None), ("files.json", "{"), ("strategy.yaml", None),
+])  # fmt: skip
 def test_where_a_part_of_the_record_is_lost_the_run_is_read_from_its_checkpoint(tmp_path, name, content):
     a_run(tmp_path)
     (tmp_path / name).unlink()

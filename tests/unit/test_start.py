@@ -99,17 +99,14 @@ def test_a_clouds_machines(machine, capsys):
     assert words[-2:] == ["--config", RECIPE], "it is the launcher's"
 
 
-@pytest.mark.parametrize(
-    ("variables", "machines"),
-    [
-        (TRAINER, (2, 1, "job-0.job", "29400")),
-        (SKYPILOT, (2, 1, "10.0.0.4", "derived")),
-        (DSTACK, (4, 3, "10.0.0.4", "derived")),
-        (OPENMPI, (2, 1, "10.0.0.4", None)),
-        ({**SLURM, "SLURM_JOB_ID": "4711"}, (3, 2, "gpu07", "derived")),
-        ({**TRAINER, "WORLD_SIZE": "16", "RANK": "1", "MASTER_ADDR": "other"}, (2, 1, "job-0.job", "29400")),
-    ],
-)
+@pytest.mark.parametrize(("variables", "machines"), [
+    (TRAINER, (2, 1, "job-0.job", "29400")),
+    (SKYPILOT, (2, 1, "10.0.0.4", "derived")),
+    (DSTACK, (4, 3, "10.0.0.4", "derived")),
+    (OPENMPI, (2, 1, "10.0.0.4", None)),
+    ({**SLURM, "SLURM_JOB_ID": "4711"}, (3, 2, "gpu07", "derived")),
+    ({**TRAINER, "WORLD_SIZE": "16", "RANK": "1", "MASTER_ADDR": "other"}, (2, 1, "job-0.job", "29400")),
+])  # fmt: skip
 def test_schedulers(variables, machines):
     """The variables that each documents; the port of a job is its own."""
     found = read_machines(variables)
@@ -118,15 +115,12 @@ def test_schedulers(variables, machines):
     assert any(f"{name} = {value}" in found.source for name, value in variables.items())
 
 
-@pytest.mark.parametrize(
-    ("variables", "said"),
-    [
-        ({"LOCAL_RANK": "0", "WORLD_SIZE": "8"}, "a launcher has started this command"),
-        ({**SLURM, "SLURM_STEP_NUM_TASKS": "12"}, "SLURM_STEP_NUM_TASKS = 12 on 3 machines"),
-        ({"SLURM_NNODES": "2", "SLURM_NODEID": "0"}, "srun --ntasks-per-node=1 zerofit launch"),
-        ({**SLURM, **SKYPILOT}, "two schedulers contradict each other: SLURM_STEP_NUM_NODES = 3"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "said"), [
+    ({"LOCAL_RANK": "0", "WORLD_SIZE": "8"}, "a launcher has started this command"),
+    ({**SLURM, "SLURM_STEP_NUM_TASKS": "12"}, "SLURM_STEP_NUM_TASKS = 12 on 3 machines"),
+    ({"SLURM_NNODES": "2", "SLURM_NODEID": "0"}, "srun --ntasks-per-node=1 zerofit launch"),
+    ({**SLURM, **SKYPILOT}, "two schedulers contradict each other: SLURM_STEP_NUM_NODES = 3"),
+])  # fmt: skip
 def test_an_environment_of_something_else_is_refused(variables, said):
     assert said in refusal(read_machines, variables)
 

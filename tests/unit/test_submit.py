@@ -38,14 +38,11 @@ def written(capsys):
     return write
 
 
-@pytest.mark.parametrize(
-    ("strategy", "nodes"),
-    [
-        pytest.param(strategy, nodes, marks=() if (strategy, nodes) in FAST else pytest.mark.long)
-        for strategy in STRATEGIES
-        for nodes in (1, 2, 16)
-    ],
-)
+@pytest.mark.parametrize(("strategy", "nodes"), [
+    pytest.param(strategy, nodes, marks=() if (strategy, nodes) in FAST else pytest.mark.long)
+    for strategy in STRATEGIES
+    for nodes in (1, 2, 16)
+])  # fmt: skip
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_recipe_on_every_number_of_nodes(written, kind, strategy, nodes):
     assert len(RECIPES) >= 20

@@ -143,18 +143,15 @@ def test_comments_and_line_ends_of_conll_files(tmp_path, ends):
     assert rows == [{"tokens": ["a", "#"], "tags": ["O", "B-X"]}, {"tokens": ["#", "#"], "tags": ["O", "B-X"]}]
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("a O\nb\n", "line 2"),
-        ("a X O\n\nb O", "line 3"),
-        ("a\tO\nb\t\n", "line 2"),
-        ("\tO", "line 1"),
-        ("1 The the DET _\n2 dog dog NOUN SpaceAfter=No\n", "numbers of words, as in CoNLL-U"),
-        ("O\ta\n\nO\twith\nB-Rating\tfive\n", "line 5: the first column has the tags"),
-        ("\n\n", "no "),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    ("a O\nb\n", "line 2"),
+    ("a X O\n\nb O", "line 3"),
+    ("a\tO\nb\t\n", "line 2"),
+    ("\tO", "line 1"),
+    ("1 The the DET _\n2 dog dog NOUN SpaceAfter=No\n", "numbers of words, as in CoNLL-U"),
+    ("O\ta\n\nO\twith\nB-Rating\tfive\n", "line 5: the first column has the tags"),
+    ("\n\n", "no "),
+])  # fmt: skip
 def test_bad_lines_of_conll_files(tmp_path, text, said):
     assert said in refusal(sentences_of, text, tmp_path)
 

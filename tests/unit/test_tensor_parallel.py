@@ -245,16 +245,13 @@ def test_more_ranks_pass_keys_and_values_on():
     check_refusal(words, check_sequence_parallel, AutoConfig.for_model("gpt2"), 5, "mine.json", ClmRecipe(), "bf16")
 
 
-@pytest.mark.parametrize(
-    ("model", "degree", "words"),
-    [
-        (config(), 3, ["sequence_parallel_size = 3", "packing", "Use 2 or 4 or 8"]),
-        (config(heads=6, kv_heads=2), 3, ["reset_attention_mask", "Use 2 or 6"]),
-        (config("mistral", sliding_window=64), 2, ["do not attend to the row in full"]),
-        (config(rope_parameters=LONGROPE), 2, ["scales positions by the length of a row"]),
-        (config("gemma3_text"), 2, ["not supported for a gemma3_text", "such as zero3"]),
-    ],
-)
+@pytest.mark.parametrize(("model", "degree", "words"), [
+    (config(), 3, ["sequence_parallel_size = 3", "packing", "Use 2 or 4 or 8"]),
+    (config(heads=6, kv_heads=2), 3, ["reset_attention_mask", "Use 2 or 6"]),
+    (config("mistral", sliding_window=64), 2, ["do not attend to the row in full"]),
+    (config(rope_parameters=LONGROPE), 2, ["scales positions by the length of a row"]),
+    (config("gemma3_text"), 2, ["not supported for a gemma3_text", "such as zero3"]),
+])  # fmt: skip
 def test_the_others_are_refused_with_the_remedy(model, degree, words):
     words = ["mine.json: sequence_parallel_size = ", *words]
     check_refusal(words, check_sequence_parallel, model, degree, "mine.json", ClmRecipe(), "fp32")

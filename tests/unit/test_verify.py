@@ -53,18 +53,15 @@ def test_what_is_no_number_agrees_with_nothing(value):
     assert "loss is not a number" in outcome(ours).problems(1e9)[0]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (outcome(without(LINES, 3)), "updates missing: 3"),
-        (outcome([*LINES, LINES[1]]), "updates more than once: 2"),
-        (outcome([*LINES, {**LINES[1], "update": 6}]), "updates beyond 5: 6"),
-        (outcome([]), "updates missing: 1, 2, 3, 4, 5"),
-        (outcome(ledger=without(LEDGER, 2)), "1 updates have other samples"),
-        (outcome(kills=3), "no kill was followed by a resume"),
-        (ComparedRun("zero2", [2], "left with exit code 1"), "exit code 1"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "said"), [
+    (outcome(without(LINES, 3)), "updates missing: 3"),
+    (outcome([*LINES, LINES[1]]), "updates more than once: 2"),
+    (outcome([*LINES, {**LINES[1], "update": 6}]), "updates beyond 5: 6"),
+    (outcome([]), "updates missing: 1, 2, 3, 4, 5"),
+    (outcome(ledger=without(LEDGER, 2)), "1 updates have other samples"),
+    (outcome(kills=3), "no kill was followed by a resume"),
+    (ComparedRun("zero2", [2], "left with exit code 1"), "exit code 1"),
+])  # fmt: skip
 def test_an_outcome_says_what_is_wrong(wrong, said):
     assert said in wrong.problems(1.0)[0]
     assert not outcome(kills=2, kills_resumed=1).problems(1e-5)

@@ -64,14 +64,11 @@ def watchdog_is_gone(done: subprocess.CompletedProcess) -> bool:
 # ------------------------------------------------------------------------------------------------------ real processes
 
 
-@pytest.mark.parametrize(
-    ("end", "code"),
-    [
-        ("watchdog.leave(); os._exit(7)", 7),
-        ("sys.exit(4)", 4),
-        ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),  # of a launcher, while nothing else listens
-    ],
-)
+@pytest.mark.parametrize(("end", "code"), [
+    ("watchdog.leave(); os._exit(7)", 7),
+    ("sys.exit(4)", 4),
+    ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),  # of a launcher, while nothing else listens
+])  # fmt: skip
 def test_who_leaves_in_order_is_not_reported(end, code):
     done = run(end)
     assert (done.returncode, done.stderr) == (code, "")
@@ -143,16 +140,13 @@ ALIVE = ((0.5, "{}\n"),)
 SAVES = ((0.5, '{"phase": "save", "patience": 10}\n'),)
 
 
-@pytest.mark.parametrize(
-    ("steps", "signals"),
-    [
-        (QUIET * 30, [signal.SIGUSR2, signal.SIGKILL]),
-        ((QUIET * 15 + ALIVE) * 5, []),
-        (SAVES + QUIET * 180, []),  # patience
-        (SAVES + QUIET * 220, [signal.SIGUSR2, signal.SIGKILL]),
-        (QUIET * 10 + ((3600.0, None),) + QUIET * 3, []),  # a job that was suspended
-    ],
-)
+@pytest.mark.parametrize(("steps", "signals"), [
+    (QUIET * 30, [signal.SIGUSR2, signal.SIGKILL]),
+    ((QUIET * 15 + ALIVE) * 5, []),
+    (SAVES + QUIET * 180, []),  # patience
+    (SAVES + QUIET * 220, [signal.SIGUSR2, signal.SIGKILL]),
+    (QUIET * 10 + ((3600.0, None),) + QUIET * 3, []),  # a job that was suspended
+])  # fmt: skip
 def test_signs_of_life_and_patience(monkeypatch, steps, signals):
     """A limit of 10 s, of a clock that runs with the steps: (seconds later, what the rank says)."""
     now, sent, left = [0.0], [], [(0.5, '{"phase": "backward", "update": 17, "patience": 1}\n'), *steps]
@@ -188,16 +182,13 @@ def test_signs_of_life_and_patience(monkeypatch, steps, signals):
 PLENTY = MemoryReading(2 * GIB, 20 * GIB, 32 * GIB, 5)
 
 
-@pytest.mark.parametrize(
-    ("status", "last", "kills", "words", "for_memory"),
-    [
-        (signal.SIGKILL, PLENTY, 6, "out-of-memory killer", True),
-        (signal.SIGKILL, PLENTY, 5, "somebody killed it (SIGKILL)", False),
-        (None, PLENTY, 5, "SIGKILL, or a crash in native code", False),
-        (signal.SIGKILL, PLENTY._replace(limit=8 * GIB, left=GIB // 8), 5, "very likely for want of memory", True),
-        (signal.SIGABRT | 128, PLENTY, 5, "SIGABRT, a crash in native code", False),  # 128: a core was dumped
-    ],
-)
+@pytest.mark.parametrize(("status", "last", "kills", "words", "for_memory"), [
+    (signal.SIGKILL, PLENTY, 6, "out-of-memory killer", True),
+    (signal.SIGKILL, PLENTY, 5, "somebody killed it (SIGKILL)", False),
+    (None, PLENTY, 5, "SIGKILL, or a crash in native code", False),
+    (signal.SIGKILL, PLENTY._replace(limit=8 * GIB, left=GIB // 8), 5, "very likely for want of memory", True),
+    (signal.SIGABRT | 128, PLENTY, 5, "SIGABRT, a crash in native code", False),  # 128: a core was dumped
+])  # fmt: skip
 def test_the_cause(status, last, kills, words, for_memory):
     text, memory = cause(status, [last, last], last._replace(oom_kills=kills), RankStatus(1, 42))
     assert words in text
@@ -233,16 +224,13 @@ def test_cgroups_of_version_2(tmp_path):
 # ---------------------------------------------------------------------------------------------------- errors of others
 
 
-@pytest.mark.parametrize(
-    ("error", "elsewhere"),
-    [
-        (RuntimeError("NCCL error: remote process exited or there was a network error, NCCL version 2.29"), True),
-        (RuntimeError("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"), True),
-        (RuntimeError("NCCL error: unhandled system error: No space left on device"), False),
-        (BrokenPipeError(32, "Broken pipe"), False),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-    ],
-)
+@pytest.mark.parametrize(("error", "elsewhere"), [
+    (RuntimeError("NCCL error: remote process exited or there was a network error, NCCL version 2.29"), True),
+    (RuntimeError("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"), True),
+    (RuntimeError("NCCL error: unhandled system error: No space left on device"), False),
+    (BrokenPipeError(32, "Broken pipe"), False),
+    (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+])  # fmt: skip
 def test_errors_that_tell_of_another_process(error, elsewhere):
     """Those of gloo, as a rank dies: launch/test_resume.py."""
     assert died_elsewhere(error) == elsewhere
