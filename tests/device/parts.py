@@ -4,7 +4,7 @@ import pytest
 import torch
 from unit.test_saving import Alone
 
-from zerofit.checkpoint.directory import ASKED, CheckpointDirectory
+from zerofit.checkpoint.directory import CheckpointDirectory, SaveReason
 from zerofit.checkpoint.writer import AsyncCheckpointWriter
 
 DEVICE = torch.device("simgpu", 0)
@@ -17,7 +17,7 @@ def test_copies_of_a_save_are_pinned_while_they_are_needed(tmp_path, asynchronou
     engine.train(range(1))
     copied = 3 * sum(parameter.nbytes for parameter in engine.module.parameters())  # weights and two moments
     saver = AsyncCheckpointWriter(CheckpointDirectory(tmp_path), engine, asynchronous=asynchronous)
-    saver.save(1, ASKED, lambda folder, weights: None, dict, {"updates": 1}, is_best=False)
+    saver.save(1, SaveReason.REQUESTED, lambda folder, weights: None, dict, {"updates": 1}, is_best=False)
     pinned = torch.simgpu.pinned_bytes() - before
     assert not saver.wait()
     if asynchronous:

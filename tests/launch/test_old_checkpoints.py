@@ -16,7 +16,7 @@ import pytest
 from helpers import ROOT, launched, metrics
 
 from zerofit import __version__
-from zerofit.checkpoint.directory import ASKED, FORMAT, MANIFEST, _manifest, seal
+from zerofit.checkpoint.directory import CHECKPOINT_FORMAT, MANIFEST, SaveReason, _manifest, write_manifest
 from zerofit.recipe.files import remove
 
 STORED = ROOT / "tests" / "material" / "checkpoints"
@@ -62,7 +62,7 @@ def losses(run: Path) -> list[float]:
 
 
 def test_there_are_checkpoints_of_this_format_and_they_are_small():
-    assert {run.name for run in stored() if run.parent.name.startswith(f"{FORMAT}-")} == CASES.keys()
+    assert {run.name for run in stored() if run.parent.name.startswith(f"{CHECKPOINT_FORMAT}-")} == CASES.keys()
     assert sum(path.stat().st_size for path in STORED.rglob("*")) < 1_000_000
 
 
@@ -84,17 +84,18 @@ def test_a_later_format_is_refused_in_one_sentence_and_nothing_is_deleted(tmp_pa
     later = Path(shutil.copytree(earlier, earlier.with_name(f"update_{KILLED + 1:08}")))
     content = json.loads((later / MANIFEST).read_text())
     del content["checksum"]
-    (later / MANIFEST).write_text(_manifest({**content, "format": FORMAT + 1, "new": {}}))
+    (later / MANIFEST).write_text(_manifest({**content, "format": CHECKPOINT_FORMAT + 1, "new": {}}))
     done = run_stored(run)
     assert done.returncode == 2
-    said = f"has checkpoint format {FORMAT + 1}, and zerofit {__version__} reads formats up to {FORMAT}. Install"
-    assert said in " ".join(done.stderr.split())
+    said = " ".join(done.stderr.split())
+    assert f"has checkpoint format {CHECKPOINT_FORMAT + 1}, and zerofit {__version__} reads" in said
+    assert f"reads formats up to {CHECKPOINT_FORMAT}. Install" in said
     assert earlier.is_dir()
     assert later.is_dir()
 
 
 def main() -> None:
-    folder = STORED / f"{FORMAT}-{__version__}"
+    folder = STORED / f"{CHECKPOINT_FORMAT}-{__version__}"
     if not folder.is_dir():  # with the text and the tokenizer of an earlier one
         shutil.copytree(stored()[0].parent, folder, ignore=shutil.ignore_patterns(*CASES))
     for name, (strategy, processes, _) in CASES.items():
@@ -115,7 +116,7 @@ def shrink(run: Path) -> None:
     unread += [checkpoint / "model" / "README.md"] if run.name in MODELS else [checkpoint / "model"]
     for path in (*unread, checkpoint / MANIFEST):
         remove(path)
-    seal(checkpoint, ASKED, {})
+    write_manifest(checkpoint, SaveReason.REQUESTED, {})
 
 
 if __name__ == "__main__":

@@ -271,9 +271,9 @@ def test_one_rank_without_a_compiler_leaves_it_out_on_all(compiler, monkeypatch)
 
 def test_a_resumed_run_goes_on_as_it_was():
     recorded, plan = {"torch_compile": "blocks"}, SimpleNamespace(sources=("auto",))
-    assert EarlierRuns(own=recorded).compiled(plan) == "blocks"
-    assert EarlierRuns(own={"torch_compile": False}).compiled(plan) is False
-    assert EarlierRuns(own={}).compiled(plan) is False
+    assert EarlierRuns(in_folder=recorded).compiled(plan) == "blocks"
+    assert EarlierRuns(in_folder={"torch_compile": False}).compiled(plan) is False
+    assert EarlierRuns(in_folder={}).compiled(plan) is False
     named = SimpleNamespace(sources=("run/checkpoints/update_2",))
-    assert EarlierRuns(own={"torch_compile": False}, named=recorded).compiled(named) == "blocks"
-    assert EarlierRuns(own=recorded).compiled(SimpleNamespace(sources=())) is None
+    assert EarlierRuns(in_folder={"torch_compile": False}, of_checkpoint=recorded).compiled(named) == "blocks"
+    assert EarlierRuns(in_folder=recorded).compiled(SimpleNamespace(sources=())) is None

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tests.helpers import Harmful, refusal, tiny_model
-from zerofit.checkpoint.directory import ASKED, find_damage, seal
+from zerofit.checkpoint.directory import SaveReason, find_damage, write_manifest
 from zerofit.data.megatron import INDEX_FOLDER
 from zerofit.data.text import tokenize_texts
 from zerofit.model.adapter_folder import open_adapter
@@ -123,12 +123,12 @@ def test_a_manifest_names_files_of_its_own_folder(tmp_path, name):
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "x").write_text("whole")
     name = name.format(tmp_path)
-    seal(folder, ASKED, {})
+    write_manifest(folder, SaveReason.REQUESTED, {})
     assert find_damage(folder) is None
     import zerofit.checkpoint.directory as directory
 
     files = {name: directory.manifest_entry(tmp_path / "outside")}
-    (folder / "manifest.json").write_text(directory._manifest({"why": ASKED, "files": files}))
+    (folder / "manifest.json").write_text(directory._manifest({"why": SaveReason.REQUESTED, "files": files}))
     assert "manifest.json" in (find_damage(folder) or "")
 
 

@@ -12,8 +12,8 @@ from fsspec.implementations.local import LocalFileSystem
 from helpers import check_refusal, recipe_of
 
 from zerofit.checkpoint import mirror as mirroring
-from zerofit.checkpoint.directory import ASKED, CheckpointDirectory, find_damage
-from zerofit.checkpoint.mirror import Mirror, MirrorStore, files_of, open_mirror
+from zerofit.checkpoint.directory import CheckpointDirectory, SaveReason, find_damage
+from zerofit.checkpoint.mirror import Mirror, MirrorStore, manifest_files, open_mirror
 from zerofit.recipe.errors import UserError
 from zerofit.record.run_folder import NAMES, RunFolder, identity_options
 
@@ -94,7 +94,7 @@ class Scene:
 
     def mirror(self, updates: int = -1) -> Mirror:
         mirror = Mirror(MirrorStore(self.address))
-        mirror.start(self.folder.path, self.directory, updates)
+        mirror.start(self.directory, updates)
         return mirror
 
     def save(self, update: int, best: int | None = None) -> None:
@@ -108,7 +108,7 @@ class Scene:
         (partial / "model").mkdir()
         (partial / "state" / "progress.json").write_text(json.dumps({"updates": update, "best": {"update": best}}))
         (partial / "model" / "weights").write_bytes(bytes([update]) * 1000)
-        self.directory.finish(update, ASKED, best == update, {})
+        self.directory.finish(update, SaveReason.REQUESTED, best == update, {})
 
     @property
     def identity(self) -> dict:
@@ -190,7 +190,7 @@ def test_a_store_that_is_dead_is_reported_once_and_harms_nothing(scene, faults, 
         scene.save(update)
     while len(faults.calls) < faults.dead_after + 20:
         pass
-    monkeypatch.setattr(mirroring, "FINISH_S", 0.01)
+    monkeypatch.setattr(mirroring, "MIRROR_TIMEOUT_S", 0.01)
     said = mirror.finish()
     assert [line for line in said if "cannot be written" in line] == said[:1]
     assert "HTTP 503" in said[0]
@@ -211,7 +211,7 @@ def test_a_store_that_never_answers_stops_nothing(scene, faults, monkeypatch):
         assert not mirror.messages()
     kept = {int(folder.name[-8:]) for folder in scene.directory.folders()}
     assert {19, 20} <= kept <= {1, 19, 20}, "and what is being read"
-    monkeypatch.setattr(mirroring, "FINISH_S", 0.01)
+    monkeypatch.setattr(mirroring, "MIRROR_TIMEOUT_S", 0.01)
     line, summary = mirror.finish()
     assert "it was not ready" in line
     assert "0 checkpoints mirrored, 20 not" in summary
@@ -311,12 +311,12 @@ def test_an_outage_at_the_start(lost, faults, monkeypatch):
     assert found == [3, 2]
     assert "cannot be read" in note
     lost.lose()
-    monkeypatch.setattr(mirroring, "OUTAGE_S", 0.0)
+    monkeypatch.setattr(mirroring, "MAX_OUTAGE_S", 0.0)
     with pytest.raises(ConnectionError, match="may have checkpoints of this run"):
         lost.restored()
 
 
 def test_manifests_of_strangers_name_no_file_elsewhere():
-    assert files_of(b'{"files": {"state/a": {}}}') == ["state/a"]
+    assert manifest_files(b'{"files": {"state/a": {}}}') == ["state/a"]
     for text in (b'{"files": {"../a": {}}}', b'{"files": {"/a": {}}}', b"{", b"[]", None):
-        assert files_of(text) == []
+        assert manifest_files(text) == []

@@ -12,8 +12,8 @@ import yaml
 from helpers import ROOT, check_refusal, refusal
 from matplotlib.figure import Figure
 
-from zerofit.checkpoint.directory import ASKED, BEST, CheckpointDirectory
-from zerofit.checkpoint.manager import START_OVER, EarlierRuns
+from zerofit.checkpoint.directory import CheckpointDirectory, SaveReason
+from zerofit.checkpoint.manager import START_OVER_OPTIONS, EarlierRuns
 from zerofit.launch.command import exit_code_of, program_of
 from zerofit.launch.exit_code import ExitCode, Restarts
 from zerofit.model.adapter_folder import AdapterFolder, recorded_base
@@ -44,7 +44,7 @@ def checkpoint(path: Path, update: int, with_state: bool = True) -> Path:
         (partial / "state").mkdir()
         run = {**identity_options(recipe(), 8), "options_given_for": 2, "strategy": "ddp"}
         (partial / "state" / "progress.json").write_text(json.dumps({"run": run}))
-    checkpoints.finish(update, ASKED if with_state else BEST, False, {})
+    checkpoints.finish(update, SaveReason.REQUESTED if with_state else SaveReason.BEST, False, {})
     return checkpoints.folder(update)
 
 
@@ -106,8 +106,8 @@ def test_where_a_part_of_the_record_is_lost_the_run_is_read_from_its_checkpoint(
 @pytest.mark.parametrize("with_state", [False, True])
 def test_checkpoints_are_deleted_only_where_that_is_said(tmp_path, with_state):
     a_run(tmp_path, with_state=with_state)
-    check_refusal(["holds checkpoints/update_00000002", START_OVER], plan, tmp_path, "--resume", "never")
-    plan(tmp_path, *START_OVER.split())
+    check_refusal(["holds checkpoints/update_00000002", START_OVER_OPTIONS], plan, tmp_path, "--resume", "never")
+    plan(tmp_path, *START_OVER_OPTIONS.split())
     restart(tmp_path)
     assert not list((tmp_path / "checkpoints").glob("*"))
 
@@ -123,7 +123,7 @@ def test_a_run_that_left_no_state_may_start_over(tmp_path):
     shutil.rmtree(tmp_path / "there")
     with RunFolder(tmp_path).new_model() as model:
         (model / "weights").write_text("1")
-    assert START_OVER in refusal(plan, tmp_path)
+    assert START_OVER_OPTIONS in refusal(plan, tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------------ damage
@@ -257,7 +257,7 @@ def test_files_of_the_user_stay_where_a_run_starts_beside_them(tmp_path):
     checkpoint(tmp_path, 1)
     put(tmp_path, ("checkpoints/update_00000001/notes.txt",))
     assert plan(tmp_path) == ["auto"], "files beside a run are not in the way of its resume"
-    assert "notes.txt" in refusal(plan, tmp_path, *START_OVER.split())
+    assert "notes.txt" in refusal(plan, tmp_path, *START_OVER_OPTIONS.split())
     restart(tmp_path)  # what it removes, even so, is its own
     assert not (tmp_path / "predictions.jsonl").exists()
     assert not (tmp_path / "checkpoints" / "update_00000001" / "model").exists()
@@ -308,7 +308,7 @@ def test_a_folder_that_is_a_link_is_neither_emptied_nor_filled(tmp_path, name):
     folder = a_run(run, saved=None)
     folder.written.add([f"{name}/config.json"])
     (run / name).symlink_to(tmp_path / "victims")
-    for flags in ((), ("--overwrite_output_dir",), tuple(START_OVER.split())):
+    for flags in ((), ("--overwrite_output_dir",), tuple(START_OVER_OPTIONS.split())):
         assert name in refusal(plan, run, *flags)
     folder.written.remove(folder.written.names)
     assert left(tmp_path, ("victims/config.json",))

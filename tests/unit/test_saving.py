@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import Harmful, refusal
 
-from zerofit.checkpoint.directory import ASKED, BEST, CLOCK, LEAVING, STATE, CheckpointDirectory, find_damage, seal
+from zerofit.checkpoint.directory import STATE_FOLDER, CheckpointDirectory, SaveReason, find_damage, write_manifest
 from zerofit.checkpoint.writer import AsyncCheckpointWriter, BestEvaluation, RunState
 from zerofit.strategy.engine import Engine as SharedEngine
 from zerofit.strategy.layout import ParallelLayout
@@ -83,7 +83,7 @@ def saver_of(engine: Alone, folder: Path, **options) -> AsyncCheckpointWriter:
 
 
 def save(saver: AsyncCheckpointWriter, engine: Alone, update: int, fill=fill) -> None:
-    saver.save(update, ASKED, fill, engine.weights, {"updates": update}, is_best=False)
+    saver.save(update, SaveReason.REQUESTED, fill, engine.weights, {"updates": update}, is_best=False)
 
 
 @pytest.fixture
@@ -139,10 +139,10 @@ def test_what_was_saved_is_what_there_was_when_the_save_began(tmp_path, asynchro
 def test_a_pickle_in_the_place_of_a_file_runs_nothing_even_with_a_manifest_to_match(three, name, tmp_path):
     (saver, _), trace = three, tmp_path / "executed"
     folder = saver.checkpoints.folder(6)
-    (folder / STATE / name).write_bytes(pickle.dumps(Harmful(trace)))
+    (folder / STATE_FOLDER / name).write_bytes(pickle.dumps(Harmful(trace)))
     assert saver.choose("auto")[0] == saver.checkpoints.folder(4)
     (folder / "manifest.json").unlink()
-    seal(folder, ASKED, {})
+    write_manifest(folder, SaveReason.REQUESTED, {})
     assert saver.choose("auto")[0] == folder
     assert "cannot be read" in refusal(saver_of(Alone(), folder).load, folder)
     assert not trace.exists()
@@ -180,7 +180,7 @@ def test_shards_that_are_other_weights_end_the_run_before_a_save(tmp_path):
 def test_a_checkpoint_that_does_not_give_its_runs_weights_is_refused(three):
     saver, _ = three
     folder = saver.checkpoints.folder(6)
-    progress = folder / STATE / "progress.json"
+    progress = folder / STATE_FOLDER / "progress.json"
     content = json.loads(progress.read_text())
     assert {len(values) for values in content["weights"].values()} == {16, 4}
     content["weights"]["2.weight"][7] *= 1.5
@@ -231,11 +231,11 @@ def test_a_full_disk_in_the_middle_of_a_save_harms_nothing(small_files, capfd):
 # ----------------------------------------------------------------------------------------------------- whole or absent
 
 
-def write(checkpoints: CheckpointDirectory, update: int, why: str = ASKED, best: bool = False) -> None:
+def write(checkpoints: CheckpointDirectory, update: int, why: str = SaveReason.REQUESTED, best: bool = False) -> None:
     partial = checkpoints.partial(update)
     (partial / "model").mkdir(parents=True)
     (partial / "model" / "weights").write_text(f"weights {update}")
-    if why != BEST:
+    if why != SaveReason.BEST:
         (partial / "state").mkdir()
         (partial / "state" / "progress.json").write_text(f'{{"updates": {update}}}\n')
         (partial / "state" / "rank_00000.safetensors").write_bytes(bytes(range(256)) * 4)
@@ -260,7 +260,14 @@ def test_the_last_and_the_best_are_kept(tmp_path, limit, best, kept):
 
 def test_of_those_that_nobody_asked_for_the_last_two_stay(tmp_path):
     checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
-    for update, why in ((1, ASKED), (2, CLOCK), (3, CLOCK), (4, ASKED), (5, CLOCK), (6, LEAVING)):
+    for update, why in (
+        (1, SaveReason.REQUESTED),
+        (2, SaveReason.BY_CLOCK),
+        (3, SaveReason.BY_CLOCK),
+        (4, SaveReason.REQUESTED),
+        (5, SaveReason.BY_CLOCK),
+        (6, SaveReason.BEFORE_EXIT),
+    ):
         write(checkpoints, update, why=why)
     assert there(checkpoints) == [1, 4, 5, 6]
 

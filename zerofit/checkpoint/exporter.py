@@ -1,5 +1,5 @@
-"""The trained model as a folder for others, and in a repository of the Hugging Face hub: huggingface_hub pushes it
-in a thread of its own, so that a hub which does not answer cannot hold the run."""
+"""The exporter, which writes the trained model to a folder, and the push of that folder to the Hugging Face hub.
+huggingface_hub pushes in a thread of its own, so that a hub which does not answer cannot block the run."""
 
 import contextlib
 import copy
@@ -11,7 +11,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.utils import disable_progress_bars
 from transformers import PreTrainedTokenizerBase
 
-from zerofit.checkpoint.mirror import reason
+from zerofit.checkpoint.mirror import error_reason
 from zerofit.model.configuration import TRAINED_WITH, work_offline_without_network
 from zerofit.model.export import NamedWeights, export_model, review_export, write_model_card, write_other_files
 from zerofit.recipe.errors import UserError, first_line
@@ -23,61 +23,54 @@ if TYPE_CHECKING:
 
 
 class ModelExporter:
-    """Writes model/ of a run and of its checkpoints: the whole model, or the adapter where the run has one."""
+    """The writer of model/ of a run and of its checkpoints: the whole model, or the adapter if the run trains one."""
 
     def __init__(self, run: "Run") -> None:
-        self._engine = run.engine
-        self._adapter = run.adapter
-        self._tokenizer_of_run = run.data.tokenizer
-        self.writes_all = run.adapter is None  # the whole model, and not only what is trained
-        self._task = run.task
-        self._recipe = run.recipe
-        self._environment = run.environment
-        self._tokenizer_of_run.init_kwargs[TRAINED_WITH] = run.recipe.inputs
+        self._run = run
+        self.writes_all = run.adapter is None  # the whole model, and not only the trained weights
+        run.data.tokenizer.init_kwargs[TRAINED_WITH] = run.recipe.inputs
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
-        """A copy: checkpoints are written in a thread, and training must not use the same tokenizer meanwhile."""
-        return copy.deepcopy(self._tokenizer_of_run)
+        """Return a copy of the tokenizer: a thread writes checkpoints while training uses the tokenizer itself."""
+        return copy.deepcopy(self._run.data.tokenizer)
 
     def weights(self) -> NamedWeights:
-        """The full tensors that are written, on the main process; nothing elsewhere. All ranks read it to its end."""
-        return self._engine.weights() if self.writes_all else self._engine.trained_weights()
+        """Yield the exported tensors, unsharded, on the main process; nothing on the other ranks. All ranks must read
+        it to its end."""
+        return self._run.engine.weights() if self.writes_all else self._run.engine.trained_weights()
 
     def write(self, weights: NamedWeights, held_out: dict[str, float], folder: Path) -> list[str]:
-        """Write the folder, on the main process: the weights first, since no other file may cost them. Returns what
-        could not be written beside them, each with the reason. Raises Exception: the weights could not be written."""
-        module = self._engine.whole
-        is_adapter = self._adapter is not None
-        if self._adapter is not None:
-            failed = self._adapter.save(module, dict(weights), self._tokenizer, folder)
+        """Write the folder, on the main process. The weights are first: a failure of another file must not lose them.
+        Returns the other files that could not be written, with the reasons. Raises Exception: the weights could not be
+        written."""
+        module = self._run.engine.whole
+        adapter = self._run.adapter
+        if adapter is not None:
+            failed = adapter.save(module, dict(weights), self._tokenizer, folder)
         else:
             failed = export_model(module, weights, self._tokenizer, folder)
 
-        def card() -> None:
-            base = self._adapter.base if self._adapter is not None else None
-            name = type(module).__name__
-            text = model_card(
-                self._task, self._recipe, held_out, self._environment, is_adapter, model_class=name, base=base
-            )
-            write_model_card(folder, text)
+        def write_card() -> None:
+            described = self._run.task, self._run.recipe, held_out, self._run.environment, adapter is not None
+            base = adapter.base if adapter is not None else None
+            write_model_card(folder, model_card(*described, model_class=type(module).__name__, base=base))
 
-        failed |= write_other_files({"README.md": card})
+        failed |= write_other_files({"README.md": write_card})
         return [f"{name} ({first_line(error)})" for name, error in failed.items()]
 
     def review(self, folder: Path) -> list[str]:
-        """Load a folder back, without its weights. Returns lines for the log: what was read, and what others stumble
-        over. Raises RuntimeError: weights are missing, or have another shape."""
-        in_full = without_sharding() if self._engine.strategy.shards_parameters else contextlib.nullcontext()
-        with in_full:
-            return review_export(folder, type(self._engine.whole))
+        """Load a folder back, without its weights. Returns lines for the log: what was read, and what other programs
+        may reject. Raises RuntimeError: weights are missing, or have another shape."""
+        with without_sharding() if self._run.engine.strategy.shards_parameters else contextlib.nullcontext():
+            return review_export(folder, type(self._run.engine.whole))
 
 
-FINISH_S = 4 * 3600.0  # at the end of a run: 100 GB at 60 Mbit/s
+PUSH_TIMEOUT_S = 4 * 3600.0  # 100 GB at 60 Mbit/s
 
 
 class HubRepository:
-    """A repository that can be written, on the main process of a run; a private one is made where there is none.
+    """A repository of the hub to which the main process of a run pushes. A private one is created if it is missing.
     Raises UserError: there is no connection, or no right to write."""
 
     def __init__(self, name: str):
@@ -89,8 +82,8 @@ class HubRepository:
             self._api.auth_check(self.name, write=True)
         except Exception as error:  # of the connection, the hub, or the name
             raise UserError(
-                f"push_to_hub = {name!r}: nothing can be pushed there ({reason(error)}). Log in with `hf auth login`, "
-                "or train without it, and push the run's model/ later with `hf upload`"
+                f"push_to_hub = {name!r}: nothing can be pushed there ({error_reason(error)}). Log in with "
+                "`hf auth login`, or train without it, and push the run's model/ later with `hf upload`"
             ) from None
 
     def finish(self, folder: Path) -> list[str]:
@@ -99,8 +92,8 @@ class HubRepository:
             repo_id=self.name, folder_path=folder, commit_message="trained", run_as_future=True
         )
         try:
-            pushed.result(FINISH_S)
-        except Exception as error:  # of the connection or the hub, or it took too long; none may end the training
-            said = f"warning   {self.name} cannot be pushed to ({reason(error)})"
-            return [said, f"hub         not pushed. Later: `hf upload {self.name} {folder}`"]
+            pushed.result(PUSH_TIMEOUT_S)
+        except Exception as error:  # of the connection or the hub, or a timeout; none may end the training
+            warning = f"warning   {self.name} cannot be pushed to ({error_reason(error)})"
+            return [warning, f"hub         not pushed. Later: `hf upload {self.name} {folder}`"]
         return [f"hub         {self._api.endpoint}/{self.name}"]

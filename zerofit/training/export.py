@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerofit.checkpoint.directory import LEAVING
+from zerofit.checkpoint.directory import SaveReason
 from zerofit.compat.torch import compiled_graphs
 from zerofit.health.shutdown import SIGNALS
 from zerofit.model.export import NamedWeights
@@ -167,7 +167,7 @@ def export_run(run: "Run", remarks: Callable[[], list[str]] = list) -> None:
     review = _export_model(run, checkpoints.directory.best / "model" if loads_best else None)
     if run.engine.from_main(bool(run.folder.missing)):  # then the same command exports again, without training
         if not checkpoints.saved_latest:
-            checkpoints.save(LEAVING, False, {})
+            checkpoints.save(SaveReason.BEFORE_EXIT, False, {})
             checkpoints.writer.wait()
         run.log_lines(*checkpoints.messages())
     if recipe.ema_decay:

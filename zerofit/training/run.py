@@ -19,7 +19,7 @@ import torch
 from accelerate.utils import set_seed
 from torch.optim.lr_scheduler import LambdaLR
 
-from zerofit.checkpoint.directory import ASKED, CLOCK, LEAVING
+from zerofit.checkpoint.directory import SaveReason
 from zerofit.checkpoint.exporter import HubRepository
 from zerofit.checkpoint.mirror import Mirror, open_mirror
 from zerofit.checkpoint.writer import RunState
@@ -544,7 +544,7 @@ class Run:
         """Start a checkpoint, even if none is due; it is written while training continues."""
         if self.state.updates < update.number and not self._now.is_abandoned:
             raise UserError("run.save stands before run.log, which counts the update: save after it")
-        reason = self._why_save(update.number) or (None if self._now.is_best else ASKED)
+        reason = self._why_save(update.number) or (None if self._now.is_best else SaveReason.REQUESTED)
         self._write()
         self.enter("save", update.number)
         self.checkpoints.save(reason, self._now.is_best, self._now.held_out)
@@ -570,12 +570,13 @@ class Run:
             self.recorder.show(self._now.metrics)
             self._now.metrics = None
 
-    def _why_save(self, update: int) -> str | None:
+    def _why_save(self, update: int) -> SaveReason | None:
         if self.length.is_due(self.recipe.save_strategy, self.recipe.save_steps, update):
-            return ASKED
+            return SaveReason.REQUESTED
         if self.length.is_last(update):  # the last update's weights are exported
             return None
-        return LEAVING if self._now.stop_reason else CLOCK if self._now.checkpoint_is_due else None
+        reason = SaveReason.BEFORE_EXIT if self._now.stop_reason else None
+        return reason or (SaveReason.BY_CLOCK if self._now.checkpoint_is_due else None)
 
     # --------------------------------------------------------------------------------------------- phases and failures
 
