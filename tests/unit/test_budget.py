@@ -21,7 +21,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/estimate": 4_488,  # 4,700
     "zerofit/record": 1_468,  # 4,300 with health and checkpoint
     "zerofit/health": 1_300,
-    "zerofit/checkpoint": 1_639,
+    "zerofit/checkpoint": 1_617,
     "zerofit/training": 3_211,  # 2,000
     "zerofit/launch": 1_491,  # 1,300
     "zerofit/tools": 10_133,  # 10,600
