@@ -260,14 +260,7 @@ def test_the_last_and_the_best_are_kept(tmp_path, limit, best, kept):
 
 def test_of_those_that_nobody_asked_for_the_last_two_stay(tmp_path):
     checkpoints = CheckpointDirectory(tmp_path / "checkpoints")
-    for update, why in (
-        (1, SaveReason.REQUESTED),
-        (2, SaveReason.BY_CLOCK),
-        (3, SaveReason.BY_CLOCK),
-        (4, SaveReason.REQUESTED),
-        (5, SaveReason.BY_CLOCK),
-        (6, SaveReason.BEFORE_EXIT),
-    ):
+    for update, why in enumerate(("asked", "clock", "clock", "asked", "clock", "leaving"), start=1):
         write(checkpoints, update, why=why)
     assert there(checkpoints) == [1, 4, 5, 6]
 
