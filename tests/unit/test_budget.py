@@ -22,11 +22,11 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/record": 1_468,  # 4,300 with health and checkpoint
     "zerofit/health": 1_300,
     "zerofit/checkpoint": 1_617,
-    "zerofit/training": 3_211,  # 2,000
+    "zerofit/training": 3_212,  # 2,000
     "zerofit/launch": 1_491,  # 1,300
     "zerofit/tools": 10_133,  # 10,600
     "benchmarks": 1_852,  # 1,800
-    "tests": 25_061,  # 21,500
+    "tests": 25_062,  # 21,500
 }
 
 
