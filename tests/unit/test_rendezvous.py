@@ -107,11 +107,11 @@ def test_the_store_of_one_machine_listens_on_the_loopback_interface_only():
 def test_machines_are_named_and_other_code_is_noted():
     rank = RankRendezvous(TORCHRUN)
     rank.rendezvous = Rendezvous(HashStore(), "rank", 0, 2, limit_s=1.0)
-    rank.rendezvous.machines = {
-        str(number): {"machine": number, "host": f"gpu0{number}", "code": f"{number}"} for number in range(2)
-    }
+    rank.rendezvous.machines = [
+        {"machine": number, "host": f"gpu0{number}", "code": f"{number}"} for number in range(2)
+    ]
     assert rank.machines == ["machine 0 (gpu00)", "machine 1 (gpu01)"]
-    assert rank.place_of(rank.here, "cuda") == "machine 1 (gpu01), GPU 0"
+    assert rank.place_of(rank.local_count, "cuda") == "machine 1 (gpu01), GPU 0"
     rank._met.set()
     (note,) = rank.wait()
     assert note.startswith("machine 1 (gpu01) runs other code than machine 0 (gpu00)")
@@ -183,19 +183,19 @@ def waits(group: MachineGroup) -> int:
 def test_each_round_has_a_store_of_its_own_in_which_all_ranks_meet(port):
     both = groups(port)
     assert [group.num_waiting() for group in both] == [0, 0]
-    assert both[1].failures(True) == 1
+    assert both[1].count_failures(True) == 1
     other, (waiting, first) = at_once(both[1].meet, lambda: (waits(both[0]), both[0].meet()))
     assert waiting == 1
     assert first.port == other.port != port
     assert [group.round for group in both] == [2, 2]
-    assert [group.failures() for group in both] == [1, 1]
+    assert [group.count_failures(False) for group in both] == [1, 1]
 
 
 def test_a_machine_that_has_died_is_replaced_and_one_that_lives_is_not(port):
     both = groups(port)
     assert "machine 1 takes part in this run already" in refusal(MachineGroup, "127.0.0.1", port, 1, 2, 5.0)
     assert both[0].num_waiting() == 0, "the run is not disturbed"
-    both[1].fall_silent()
+    both[1].stop_beats()
     new = MachineGroup("127.0.0.1", port, 1, 2, 5.0)
     assert new.round == 1
     stores = at_once(new.meet, both[0].meet)

@@ -1,12 +1,12 @@
-"""Machines, and then ranks, meet before there is a process group, and say who is missing, or who stopped and why.
+"""The rendezvous of the machines of a run, and then of its ranks, before there is a process group.
 
-A process group waits for its members for hours, and names none. So each member says in the store of the rendezvous
-that it is there, and again every second; one that ends before all are ready says why, and all end with it. The first
-member watches all others, these watch the first. `zerofit launch` lets machines meet (agent.py), a run on
-several machines its ranks.
+A process group waits for its members for hours and does not name those that are missing. So each member registers in
+the store of the rendezvous, and then gives a sign of life every second. A member that ends before all are ready writes
+why, and all others end with it. The first member watches all others, and they watch the first. `zerofit launch` holds
+a rendezvous of machines (agent.py), and a run on several machines one of its ranks.
 
-The launcher of a machine ends its ranks when one of them has failed, and under torchrun it knows nothing of the other
-machines. While a rank prepares its data, a thread of it gives signs of life, and ends the rank when one on another
+When a rank fails, its launcher ends the other ranks of its machine, but under torchrun it knows nothing of the other
+machines. So while a rank prepares its data, a thread gives signs of life, and ends the rank when a rank on another
 machine has ended.
 """
 
@@ -17,65 +17,62 @@ import platform
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from zerofit.health.flight import listed
-from zerofit.recipe.errors import (
-    EXIT_FAILED,
-    EXIT_USER_ERROR,
-    UserError,
-    escape_controls,
-    first_line,
-    leave,
-    print_last,
-    record_code,
-)
+from zerofit.recipe.errors import EXIT_FAILED, EXIT_USER_ERROR, UserError, first_line, leave, print_last, record_code
 from zerofit.recipe.files import digest_of_code
 from zerofit.strategy.launch import SINGLE_ENV
 
 BEAT_S = 1.0
-RENDEZVOUS_LIMIT_S = 600.0  # without a sign of life; `zerofit launch --rendezvous_minutes` sets another
-RENDEZVOUS_LIMIT_VARIABLE = "ZEROFIT_RENDEZVOUS_S"  # what it tells its ranks
-KNOWN_S = 30.0  # the machine with the store waits so long until others know why it ends: they may still be importing
+RENDEZVOUS_LIMIT_S = 600.0  # without a sign of life; `zerofit launch --rendezvous_minutes` sets another limit
+RENDEZVOUS_LIMIT_VARIABLE = "ZEROFIT_RENDEZVOUS_S"  # in which `zerofit launch` gives its ranks the limit
+# The machine with the store waits this long for others to read why it ends: they may still be importing torch.
+KNOWN_S = 30.0
 STORE_TIMEOUT_S = 60.0  # for an answer of the store
 
 
+def describe_machine(number: int, host: str) -> str:
+    """Return the name of a machine in messages."""
+    return f"machine {number} ({host})"
+
+
 class Ended(UserError):
-    """A member has ended before all had met."""
+    """A member has ended before all had met, or machine 0 cannot be reached."""
 
     def __init__(self, message: str, code: int = EXIT_USER_ERROR, machine: int | None = None):
         super().__init__(message)
-        self.code = code  # of all others
-        self.machine = machine  # of the member; None: a machine cannot be reached
+        self.code = code  # the exit code of all other members
+        self.machine = machine  # of the member that has ended; None: a machine cannot be reached
 
 
 @contextlib.contextmanager
 def asking_machine_0() -> Iterator[None]:
-    """Raises Ended where the store of machine 0 does not answer in this block."""
+    """Run a block that uses the store of machine 0. Raises Ended: the store does not answer."""
     try:
         yield
     except RuntimeError as error:  # of torch: DistNetworkError, DistStoreError
-        said = f"machine 0, which has the rendezvous store, is gone ({first_line(error)}). Look at its output"
-        raise Ended(said, EXIT_FAILED) from error
+        message = f"machine 0, which has the rendezvous store, is gone ({first_line(error)}). Look at its output"
+        raise Ended(message, EXIT_FAILED) from error
 
 
 class Heartbeats:
-    """Signs of life that the members of a group count up in a store."""
+    """The signs of life of a group's members: a counter of each member in a store."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
-        self._seen: dict[int, tuple[int, float]] = {}  # {member: its last beat, and when that was new}
+        self._seen: dict[int, tuple[int, float]] = {}  # {member: (its counter, when the counter was first seen)}
 
     def beat(self, number: int, times: int = 1) -> int:
-        """Give signs of life for a member. Returns their number so far."""
+        """Give signs of life for a member. Returns the number of its signs of life so far."""
         return int(self._store.add(f"{number}/beats", times))
 
-    def silent(self, numbers: Iterable[int], limit_s: float) -> list[int]:
-        """The members that have given no sign of life for so long, since they were looked at for the first time."""
+    def silent(self, numbers: list[int], limit_s: float) -> list[int]:
+        """Return the members whose last sign of life, or the first call for them, is longer ago than the limit."""
         now = time.monotonic()
-        for number in (numbers := list(numbers)):
+        for number in numbers:
             beats = self.beat(number, 0)
             if self._seen.get(number, (None, now))[0] != beats:
                 self._seen[number] = beats, now
@@ -89,46 +86,52 @@ class Rendezvous:
         store: a torch.distributed.Store; its server is on machine 0.
         kind: what the members are: machine or rank.
         limit_s: a member without a sign of life for so long ends the rendezvous.
-        here: members on each machine.
+        local_count: members on each machine.
         again: the members have met before, or this one has come before and died.
     """
 
     def __init__(
-        self, store: Any, kind: str, number: int, count: int, *, limit_s: float, here: int = 1, again: bool = False
+        self,
+        store: Any,
+        kind: str,
+        number: int,
+        count: int,
+        *,
+        limit_s: float,
+        local_count: int = 1,
+        again: bool = False,
     ) -> None:
         self.store = store
         self.kind = kind
         self.number = number
         self.count = count
-        self.here = here
-        self.machine = number // here
+        self.local_count = local_count
+        self.machine = number // local_count
         self.limit_s = limit_s
         self.again = again
-        self.machines: dict[str, dict[str, Any]] = {}  # {number: its number, host and code}, when all have met
+        self.machines: list[dict[str, Any]] = []  # the number, host and code of each machine, when all have met
         self.is_ready = False
         self._has_left = False
         self._beats = Heartbeats(store)
 
     def come(self) -> None:
-        """Say that this member is there. Raises Ended: another has the same number."""
+        """Register this member. Raises Ended: another member has the same number."""
         if self.store.add(f"{self.number}/came", 1) > 1 and not self.again:
-            first = self._described(self.number)
-            message = (
-                f"{self.kind} {self.number} is there twice: {first}, and on host {platform.node()}. Give each machine "
-                "its own number (--machine_rank; torchrun: --node_rank)"
+            raise self._end_all(
+                f"{self.kind} {self.number} is there twice: {self._describe(self.number)}, and on host "
+                f"{platform.node()}. Give each machine its own number (--machine_rank; torchrun: --node_rank)",
+                EXIT_USER_ERROR,
             )
-            self._tell(message, EXIT_USER_ERROR)
-            raise Ended(message)
         about = {"machine": self.machine, "host": platform.node(), "code": digest_of_code()}
         self.store.set(f"{self.number}/machine", json.dumps(about))
 
     def ready(self) -> None:
-        """Say that this member can go on as soon as all others can."""
+        """Register that this member can go on as soon as all others can."""
         self.is_ready = True
         self.store.add("ready", 1)
 
     def poll(self) -> bool:
-        """Give a sign of life and look around. Returns whether all are ready. Raises Ended: a member has stopped, is
+        """Give a sign of life, and return whether all members are ready. Raises Ended: a member has stopped or is
         missing, or the store is gone."""
         store = self.store
         with asking_machine_0():
@@ -138,40 +141,41 @@ class Rendezvous:
                 self._leave()
                 raise Ended(**end)
             if self.is_ready and self.number == 0 and store.add("ready", 0) >= self.count:
-                found = map(json.loads, store.multi_get([f"{number}/machine" for number in range(self.count)]))
-                store.set("all", json.dumps({machine["machine"]: machine for machine in found}))
+                first_members = range(0, self.count, self.local_count)
+                machines = store.multi_get([f"{number}/machine" for number in first_members])
+                store.set("all", json.dumps(list(map(json.loads, machines))))
             if self.is_ready and store.check(["all"]):
                 self.machines = json.loads(store.get("all"))
                 return True
-            watched = range(1, self.count) if self.number == 0 else [0]
+            watched = [0] if self.number else list(range(1, self.count))
             missing = self._beats.silent(watched, self.limit_s)
             if not missing:
                 return False
-            # A machine that was never there may be a mistake; one that was may be there again for the same command.
+            # A machine that never came may be a mistake. One that was there may come again with the same command.
             have_come = store.check([f"{number}/machine" for number in missing])
             is_lost = self.kind == "rank" or self.again or have_come
-            silent = listed([self._described(number) for number in missing])
-            message = (
-                f"no sign of life within {self.limit_s / 60:g} minutes from {silent}. Start all machines, each with "
+            names = listed([self._describe(number) for number in missing])
+            raise self._end_all(
+                f"no sign of life within {self.limit_s / 60:g} minutes from {names}. Start all machines, each with "
                 "the same --num_machines, its own --machine_rank and the address of machine 0, and look at the output "
-                "of the one that is silent"
+                "of the one that is silent",
+                EXIT_FAILED if is_lost else EXIT_USER_ERROR,
             )
-            code = EXIT_FAILED if is_lost else EXIT_USER_ERROR
-            self._tell(message, code)
-            raise Ended(message, code)
 
     def stop(self, message: str, code: int) -> None:
-        """Tell all others why this member ends, if nobody has ended before; returns when they can know it."""
-        who = f"machine {self.machine} ({platform.node()})"
-        who = f"rank {self.number} of {who}" if self.kind == "rank" else who
-        self._tell(f"{who} has stopped: {message.removeprefix('error: ')}", code, self.machine)
+        """Write why this member ends, unless another has ended before. Returns when the others can know it."""
+        member = describe_machine(self.machine, platform.node())
+        member = f"rank {self.number} of {member}" if self.kind == "rank" else member
+        self._end_all(f"{member} has stopped: {message.removeprefix('error: ')}", code, self.machine)
 
-    def _tell(self, message: str, code: int, machine: int | None = None) -> None:
+    def _end_all(self, message: str, code: int, machine: int | None = None) -> Ended:
+        """Write why the rendezvous ends, unless it has ended already. Returns the error to raise."""
         self.store.compare_set("end", "", json.dumps({"message": message, "code": code, "machine": machine}))
         self._leave()
+        return Ended(message, code, machine)
 
     def _leave(self) -> None:
-        """Say that this member knows of the end. On the machine of the store: wait until the others know as well."""
+        """Count this member as one that knows of the end. On the machine of the store: wait until the others know."""
         if self._has_left:
             return
         self._has_left = True
@@ -179,11 +183,10 @@ class Rendezvous:
             self.store.add("left", 1)
             return
         until = time.monotonic() + KNOWN_S
-        others = self.count - self.here
-        while self.store.add("left", 0) < others and time.monotonic() < until:
+        while self.store.add("left", 0) < self.count - self.local_count and time.monotonic() < until:
             time.sleep(0.1)
 
-    def _described(self, number: int) -> str:
+    def _describe(self, number: int) -> str:
         if self.store.check([f"{number}/machine"]):
             return f"{self.kind} {number} on host {json.loads(self.store.get(f'{number}/machine'))['host']}"
         return f"{self.kind} {number}, which has {'not come again' if self.again else 'never come'}"
@@ -193,40 +196,34 @@ class Rendezvous:
 
 
 def open_store(address: str, port: int, limit_s: float) -> Any:
-    """Connect to the store of machine 0, and wait for it. Raises UserError: it cannot be reached for so long, or
-    something else listens there."""
+    """Wait for the store of machine 0, and connect to it. Raises UserError: it cannot be reached within `limit_s`, or
+    another program listens there."""
     from torch.distributed import TCPStore
 
     until = time.monotonic() + limit_s
     while True:
         try:
             socket.create_connection((address, port), timeout=min(5.0, limit_s)).close()
-            break
-        except OSError as error:
-            if time.monotonic() > until:
+            return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=STORE_TIMEOUT_S))
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) or time.monotonic() > until:  # of TCPStore: another program listens
+                cause = getattr(error, "strerror", None) or first_line(error)
                 raise UserError(
-                    f"{platform.node()} has not reached machine 0 at {address}:{port} within "
-                    f"{limit_s / 60:g} minutes: {error.strerror or error}. Check that machine 0 has been started, and "
-                    "that --main_process_ip is its address (MASTER_ADDR; torchrun: --master_addr)"
+                    f"{platform.node()} has not reached machine 0 at {address}:{port}: {cause}. Check that machine 0 "
+                    "has been started, and that --main_process_ip and --main_process_port are its address and port "
+                    "(MASTER_ADDR; torchrun: --master_addr)"
                 ) from error
             time.sleep(min(1.0, limit_s / 10))
-    try:
-        return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=STORE_TIMEOUT_S))
-    except RuntimeError as error:
-        raise UserError(
-            f"what listens at {address}:{port} is not the store of machine 0 ({first_line(error)}). Check "
-            "--main_process_ip and --main_process_port"
-        ) from error
 
 
 def serve_store(port: int, everywhere: bool) -> Any:
     """Serve a store in this process, which the next TCPStore of this process and port uses as well. Raises UserError:
-    the port is in use. Port 0 is any free one. `everywhere`: on all interfaces, else on the loopback only."""
+    the port is in use. `port`: 0 is any free one. `everywhere`: on all interfaces, else on the loopback only."""
     from torch.distributed import TCPStore
 
     both = everywhere and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
     host = "" if everywhere else "127.0.0.1"
+    family = socket.AF_INET6 if both else socket.AF_INET
     try:
         server = socket.create_server((host, port), family=family, backlog=4096, dualstack_ipv6=both)
     except OSError as error:
@@ -246,8 +243,8 @@ def serve_store(port: int, everywhere: bool) -> Any:
 
 
 def store_of_one_process() -> Any:
-    """The rendezvous store of a process that nobody has launched, and that others cannot reach; None: there is no such
-    store, or it is another's."""
+    """Return the rendezvous store of a process that no launcher has started, on the loopback interface only; None: a
+    launcher has started it."""
     environment = os.environ
     alone = environment.get("WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in environment
     if not alone or environment.get("MASTER_ADDR") != SINGLE_ENV["MASTER_ADDR"]:
@@ -255,8 +252,10 @@ def store_of_one_process() -> Any:
     return serve_store(int(environment["MASTER_PORT"]), everywhere=False)
 
 
+# --------------------------------------------------------------------------------------------------------------- ranks
+
 T = TypeVar("T")
-CONNECT_TIMEOUT_S = 20.0  # to say why this rank ends before it has come
+CONNECT_TIMEOUT_S = 20.0  # for a rank that ends before it has come, and connects to say why
 LAUNCHER_STOP_S = 40.0  # within which a launcher ends the ranks of its machine
 
 
@@ -278,14 +277,14 @@ class RankRendezvous:
         self.rank = _read_number(environment, "RANK", 0)
         self.count = _read_number(environment, "WORLD_SIZE", 1)
         self.local_rank = _read_number(environment, "LOCAL_RANK", 0)
-        self.here = _read_number(environment, "LOCAL_WORLD_SIZE", self.count)
-        self.machine = self.rank // self.here
+        self.local_count = _read_number(environment, "LOCAL_WORLD_SIZE", self.count)
+        self.machine = self.rank // self.local_count
         self.address = environment.get("MASTER_ADDR", "")
         self.port = _read_number(environment, "MASTER_PORT", 0)
         self.serves = self.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self.limit_s = float(environment.get(RENDEZVOUS_LIMIT_VARIABLE, RENDEZVOUS_LIMIT_S))
         self.attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.is_open = self.count > self.here and bool(self.address)  # nobody has ended, and not all have met
+        self.is_open = self.count > self.local_count and bool(self.address)  # no rank has ended, and not all have met
         self.rendezvous: Rendezvous | None = None
         self.store: Any = None  # a torch.distributed.Store
         self._met = threading.Event()
@@ -304,24 +303,23 @@ class RankRendezvous:
             return []
         self.rendezvous.ready()
         self._met.wait()
-        first, *others = self.rendezvous.machines.values()
+        codes = [machine["code"] for machine in self.rendezvous.machines]
         return [
-            f"machine {each['machine']} ({each['host']}) runs other code than machine 0 ({first['host']}). Check out "
-            "the same commit"
-            for each in others
-            if each["code"] != first["code"]
+            f"{name} runs other code than {self.machines[0]}. Check out the same commit"
+            for name, code in zip(self.machines, codes)
+            if code != codes[0]
         ]
 
     def stop(self, message: str, code: int) -> None:
-        """Tell the other machines that this rank ends, and why; called at any end. Never fails."""
+        """Tell the other machines that this rank ends, and why. This is called at any end, and never fails."""
         if self.is_open:
             self.is_open = False
             with contextlib.suppress(Exception):
                 (self.rendezvous or self._come(CONNECT_TIMEOUT_S)).stop(message, code)
 
     def first_on_rank_0(self, name: str, action: Callable[[], T]) -> T | None:
-        """Let rank 0 do something before all others go on. Returns its result there, None on other ranks. Raises
-        UserError: of rank 0, on all ranks."""
+        """Run `action` on rank 0 while all others wait. Returns its result on rank 0, None on other ranks. Raises
+        UserError on all ranks: the action has raised it on rank 0."""
         if self.count == 1:
             return action()
         store = self.store or self._connect(CONNECT_TIMEOUT_S)
@@ -343,14 +341,14 @@ class RankRendezvous:
 
     @property
     def machines(self) -> list[str]:
-        """All machines, in words; where they have not met, this one."""
-        met = {} if self.rendezvous is None else self.rendezvous.machines
-        hosts = {each["machine"]: each["host"] for each in met.values()} or {self.machine: platform.node()}
-        return [f"machine {number} ({hosts[number]})" for number in sorted(hosts)]
+        """The names of all machines; before they have met, that of this machine only."""
+        met = [] if self.rendezvous is None else self.rendezvous.machines
+        names = [describe_machine(machine["machine"], machine["host"]) for machine in met]
+        return names or [describe_machine(self.machine, platform.node())]
 
     def place_of(self, rank: int, device: str) -> str:
-        """Say where a rank runs."""
-        machine, index = divmod(rank, self.here)
+        """Return where a rank runs: its machine, and there its GPU unless `device` is cpu."""
+        machine, index = divmod(rank, self.local_count)
         return self.machines[machine] if device == "cpu" else f"{self.machines[machine]}, GPU {index}"
 
     def _connect(self, limit_s: float) -> Any:
@@ -363,11 +361,14 @@ class RankRendezvous:
         from torch.distributed import PrefixStore
 
         store = PrefixStore(f"zerofit/ranks{self.attempt}", self._connect(limit_s))
-        self.rendezvous = Rendezvous(store, "rank", self.rank, self.count, limit_s=limit_s, here=self.here)
+        self.rendezvous = Rendezvous(
+            store, "rank", self.rank, self.count, limit_s=limit_s, local_count=self.local_count
+        )
         self.rendezvous.come()
         return self.rendezvous
 
     def _watch(self, rendezvous: Rendezvous) -> None:
+        """Give signs of life until all ranks have met. End this rank when a rank on another machine has ended."""
         try:
             while self.is_open and not rendezvous.poll():
                 time.sleep(BEAT_S / 10 if rendezvous.is_ready else BEAT_S)
@@ -376,10 +377,10 @@ class RankRendezvous:
                 return
             self.is_open = False
             if self.local_rank or end.machine == self.machine:
-                time.sleep(LAUNCHER_STOP_S)  # it ends this rank when the one that speaks has ended
+                time.sleep(LAUNCHER_STOP_S)  # the launcher ends this rank after the one that reports the end
             else:
                 record_code(end.code, end.report())
-                print_last(escape_controls(end.report()))
+                print_last(end.report())
             leave(end.code)
         if self.is_open:
             self.is_open = False
