@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 from helpers import ROOT, check_refusal, refusal
 
-from zerofit.launch.runs import RunningLaunch, failure
+from zerofit.launch.runs import RunningLaunch, failure, find_processes
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.record.run_folder import check_folder_of
 from zerofit.strategy.builds import drop_abandoned_locks, lock_files
@@ -153,10 +153,10 @@ def test_nothing_of_a_launch_is_left(tmp_path):
     with suppress(KeyboardInterrupt):
         with RunningLaunch([sys.executable, "-c", SLEEPER], tmp_path, tmp_path / "logs" / "log") as launch:
             assert launch.wait(60, lambda launch: launch.newest_update == 3) == "until"
-            both = launch.wait(60, lambda launch: len(list(launch.members())) == 2)
+            both = launch.wait(60, lambda launch: len(find_processes(launch.mark)) == 2)
             raise KeyboardInterrupt
     assert both == "until"
-    assert not list(launch.members())
+    assert not find_processes(launch.mark)
     assert launch.process.returncode == -9
 
 

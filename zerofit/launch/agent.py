@@ -59,12 +59,12 @@ class MachineGroup:
         store = open_store(address, port, limit_s)
         self._store = PrefixStore("zerofit", store)
         with asking_machine_0():
-            beats = Heartbeats(self._store)
+            self._beats = Heartbeats(self._store)
             self.round = self._store.add("rounds", 0)  # how often all have met
-            first_beat = beats.beat(number)
+            first_beat = self._beats.beat(number)
             self._replaces_another = first_beat > 1
-            while self._replaces_another and not beats.silent([number], SILENT_S):
-                if beats.beat(number, 0) > first_beat:
+            while self._replaces_another and not self._beats.silent([number], SILENT_S):
+                if self._beats.beat(number, 0) > first_beat:
                     raise UserError(
                         f"machine {number} takes part in this run already, and {platform.node()} has the same number. "
                         "Give each machine its own --machine_rank"
@@ -76,14 +76,14 @@ class MachineGroup:
         self._waiting_since = 0.0  # when another machine was first seen to wait in the next round, or not to restart
         self._beats_end = threading.Event()
         beats_of_thread = Heartbeats(PrefixStore("zerofit", store.clone()))
-        self._beats = threading.Thread(target=self._beat, args=(beats_of_thread,), daemon=True)
-        self._beats.start()
+        self._thread = threading.Thread(target=self._beat, args=(beats_of_thread,), daemon=True)
+        self._thread.start()
         atexit.register(self.stop_beats)
 
     def stop_beats(self) -> None:
         """Give no more signs of life. A thread that is in the store's C++ as Python ends would abort the process."""
         self._beats_end.set()
-        self._beats.join(SILENT_S)
+        self._thread.join(SILENT_S)
 
     def meet(self) -> Any:
         """Wait until all machines have come. Returns the store of this round's ranks. Raises Ended: a machine has
@@ -145,24 +145,23 @@ class MachineGroup:
         """Wait for the exit codes of the other machines, as long as they give signs of life. Returns the exit code of
         the run, the same on all machines: `recorded` of machine 0, unless its folder has none."""
         store = self._store
-        beats = Heartbeats(store)
         try:
             if self.number == 0 and recorded is not None:
                 store.set("recorded", str(recorded))
             store.set(f"code{self.number}", str(code))
-            self._wait_for_all("code{}", beats)
+            self._wait_for_all("code{}")
             codes = [store.get("recorded")] if store.check(["recorded"]) else self._values("code{}", store)
             store.set(f"left{self.number}", "")
             if self.number == 0:  # it has the store
-                self._wait_for_all("left{}", beats)
+                self._wait_for_all("left{}")
         except RuntimeError:  # machine 0 is gone
             return code
         return code_of_run(list(map(int, codes)))
 
-    def _wait_for_all(self, key: str, beats: Heartbeats) -> None:
+    def _wait_for_all(self, key: str) -> None:
         """Wait until all machines that give signs of life have set a key."""
         while missing := [number for number in range(self.count) if not self._store.check([key.format(number)])]:
-            if len(beats.silent(missing, SILENT_S)) == len(missing):
+            if self._beats.silent(missing, SILENT_S) == missing:
                 return
             time.sleep(BEAT_S / 4)
 

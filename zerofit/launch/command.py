@@ -1,4 +1,4 @@
-"""`zerofit launch`: start a run on all accelerators and machines, with `accelerate launch`, whose line it prints.
+"""`zerofit launch`: start a run on all accelerators and machines by `accelerate launch`, whose command line it prints.
 
     zerofit launch recipes/clm/stdlib-gpt2.yaml
     zerofit launch --strategy zero2 train/clm.py --config recipes/clm/stdlib-gpt2.yaml --learning_rate 1e-4
@@ -16,15 +16,7 @@ from pathlib import Path
 
 from zerofit.launch.exit_code import ExitCode, find_folder
 from zerofit.launch.rendezvous import RENDEZVOUS_LIMIT_S, RENDEZVOUS_LIMIT_VARIABLE
-from zerofit.launch.runs import (
-    GENERIC,
-    NODE_RANK_VARIABLES,
-    SCHEDULERS,
-    Machines,
-    given_machines,
-    launcher_options,
-    read_machines,
-)
+from zerofit.launch.runs import GENERIC, NODE_RANK_VARIABLES, SCHEDULERS, Machines, launcher_options, read_machines
 from zerofit.launch.supervisor import Supervisor
 from zerofit.recipe.base import Recipe, option
 from zerofit.recipe.errors import UserError, did_you_mean
@@ -72,44 +64,43 @@ class LaunchOptions(Recipe):
     dry_run: bool = option(False, "Print the command line, and do not run it.")
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Print the devices, the machines and the command line, and run it. Returns the exit code of the run. Raises
-    UserError: a mistake in the options; the machines cannot be told."""
-    argv = list(argv or [])
+    UserError: a mistake in the options, or in the variables of a scheduler."""
     is_launch = not wants_help(argv) and "--dry_run" not in argv
     with Supervisor(exit_code_of(argv) if is_launch else None) as supervisor:
         options, program = read_options(argv)
         words = [*choose_launcher_options(options, program), *program]
         if options.dry_run:
             return 0
-        # torchrun would read the scheduler's numbers of machines in another sense.
-        machines = SCHEDULERS[GENERIC]
-        environment = {
-            name: value for name, value in os.environ.items() if name not in machines and not name.startswith("PET_")
-        }
+        environment = {**os.environ, RENDEZVOUS_LIMIT_VARIABLE: f"{60 * options.rendezvous_minutes:g}"}
+        for name in os.environ:
+            if name in SCHEDULERS[GENERIC] or name.startswith("PET_"):  # torchrun gives these another meaning
+                del environment[name]
         programs = str(Path(sys.executable).parent)
         path = environment.get("PATH", os.defpath)
-        if programs not in path.split(os.pathsep):  # those of this Python: DeepSpeed builds with ninja
+        if programs not in path.split(os.pathsep):  # DeepSpeed builds with the ninja of this Python
             environment["PATH"] = os.pathsep.join((programs, path))
-        return supervisor.run(words, environment | {RENDEZVOUS_LIMIT_VARIABLE: f"{60 * options.rendezvous_minutes:g}"})
+        return supervisor.run(words, environment)
 
 
 def exit_code_of(argv: list[str]) -> ExitCode:
-    """Find where the run's exit code is kept, before the command line is checked: `argv` may have mistakes."""
+    """Return the record of the run's exit code before the command line is checked: `argv` may have mistakes."""
     _, words = take_words(LaunchOptions, argv)
     try:
         file, *options = program_of(words, flag_value(argv, "task"))
-    except UserError:  # which is told later
+    except UserError:  # `read_options` reports it
         file = "clm.py"
         options = words
-    number = flag_value(argv, "machine_rank")
-    number = number or next((os.environ[name] for name in NODE_RANK_VARIABLES if name in os.environ), "0")
+    number = next((os.environ[name] for name in NODE_RANK_VARIABLES if name in os.environ), "0")
     task = Path(file).stem
-    return ExitCode(find_folder(task if task in TASKS else "clm", options), {"RANK": number})
+    folder = find_folder(task if task in TASKS else "clm", options)
+    return ExitCode(folder, {"RANK": flag_value(argv, "machine_rank") or number})
 
 
 def choose_launcher_options(options: LaunchOptions, program: list[str]) -> list[str]:
-    """The options of `accelerate launch`. Prints them, the devices and the machines."""
+    """Choose the options of `accelerate launch`. Prints them, the devices and the machines. Raises UserError: options
+    or scheduler contradict each other."""
     machines = choose_machines(options)
     check_devices()
     devices = num_devices()
@@ -122,91 +113,84 @@ def choose_launcher_options(options: LaunchOptions, program: list[str]) -> list[
     strategy = options.strategy or ("ddp" if processes > 1 else "single")
     if strategy == "single" and processes > 1:
         raise UserError(f"--strategy single and {processes} processes: use ddp, or --num_processes 1")
-    layout = launcher_options(find_strategies([strategy])[strategy], processes, machines, options.main_process_port)
+    words = launcher_options(find_strategies([strategy])[strategy], processes, machines, options.main_process_port)
     if options.max_restarts:
         if processes == 1:
             raise UserError(
                 f"--max_restarts {options.max_restarts} with one process: it is for several. Start the same command "
                 "again, which resumes (docs/resume.md)"
             )
-        layout += ["--max_restarts", str(options.max_restarts)]
+        words += ["--max_restarts", str(options.max_restarts)]
     if machines.count > 1:
-        layout += ["--rdzv_conf", f"timeout={60 * options.rendezvous_minutes:.0f}"]
+        words += ["--rdzv_conf", f"timeout={60 * options.rendezvous_minutes:.0f}"]
     devices_text = f"{devices} on this machine" if devices else "no accelerator (more processes: --num_processes N)"
-    others = f", {machines.count} machines" if machines.count > 1 else ""
-    print(f"devices   {devices_text}{others}: {processes} process{'es' if processes > 1 else ''}")
+    machines_text = f", {machines.count} machines" if machines.count > 1 else ""
+    print(f"devices   {devices_text}{machines_text}: {counted(processes, 'process')}")
     print(f"machines  {machines.count}: {machines.source}")
-    print(shlex.join(["accelerate", "launch", *layout, *program]), flush=True)
-    return layout
+    print(shlex.join(["accelerate", "launch", *words, *program]), flush=True)
+    return words
 
 
 def read_options(argv: list[str]) -> tuple[LaunchOptions, list[str]]:
     """Return (options of this command, the program and its options). The former may come before and after the program.
-    Raises UserError: there is no recipe and no program; anything that parse_recipe raises."""
-    launch_words, rest = take_words(LaunchOptions, argv)
+    Raises UserError: there is no recipe and no program; all that parse_recipe raises."""
+    launch_words, program_words = take_words(LaunchOptions, argv)
     if wants_help(argv):
         launch_words.append("--help")
     options = parse_recipe(LaunchOptions, launch_words, prog="zerofit launch RECIPE|PROGRAM", tool=True)
-    return options, program_of(rest, options.task)
+    return options, program_of(program_words, options.task)
 
 
 def program_of(words: list[str], task: str | None = None) -> list[str]:
-    """[train/TASK.py, its options ...] for a recipe or a program with options, or for `--config RECIPE`. Raises
+    """Return [train/TASK.py, its options ...] for a recipe or a program with options, or for `--config RECIPE`. Raises
     UserError: there is no such file, or the task is unknown. `task`: by default the name of the recipe's folder."""
     if not words:
         raise UserError(f"nothing to train. {PROGRAM_HINT}")
     first, *options = words
     if task is not None and (first.endswith(".py") or first in TASKS):
         raise UserError(f"--task {task} and {first}: name one of them")
+    if first in TASKS:
+        return [display_path(script(first)), *options]
     if first.endswith(".py"):
         if not Path(first).is_file():
             raise UserError(f"{first!r}: there is no such file. {PROGRAM_HINT}")
         return words
-    if first in TASKS:
-        return [display_path(script(first)), *options]
-    if first.startswith("--") and task is not None:
+    if not first.startswith("--"):
+        words = ["--config", *words]
+    elif task is not None:
         return [display_path(script(task)), *words]
-    if first.startswith("--"):
-        if "--config" not in words[:-1]:
-            options_of_launch = [f"--{field.name}" for field in dataclasses.fields(LaunchOptions)]
-            remedy = did_you_mean(f"--{option_named(first)}", options_of_launch, PROGRAM_HINT)
-            raise UserError(f"{first} is where a recipe or a program was expected. {remedy}")
-        recipe = words[words.index("--config") + 1]
-        options = words
-    else:
-        recipe = first
-        options = ["--config", first, *options]
-    options = [recipe_file(word) if word == recipe else word for word in options]
-    recipe = recipe_file(recipe)
+    elif "--config" not in words[:-1]:
+        names = [f"--{field.name}" for field in dataclasses.fields(LaunchOptions)]
+        remedy = did_you_mean(f"--{option_named(first)}", names, PROGRAM_HINT)
+        raise UserError(f"{first} is where a recipe or a program was expected. {remedy}")
+    place = words.index("--config") + 1
+    recipe = recipe_file(words[place])
     if not Path(recipe).is_file():
         close = nearest_recipe(recipe)
         raise UserError(f"{recipe!r}: there is no such recipe. {f'Did you mean {close}?' if close else PROGRAM_HINT}")
     task = task or task_of_recipe(recipe)
     if task is None:
         raise UserError(f"{recipe!r} does not say the task: its folder is not one of {', '.join(TASKS)}. Use --task")
-    return [display_path(script(task)), *options]
+    return [display_path(script(task)), *words[:place], recipe, *words[place + 1 :]]
 
 
 def choose_machines(options: LaunchOptions) -> Machines:
-    """The machines from the environment, or from the options where --num_machines is given. Raises UserError: of
-    several machines, the number of this one or the address of the first is missing or wrong; a port is none."""
-    if options.num_machines is None:
-        machines = read_machines(os.environ)
-    else:
-        machines = given_machines(options.num_machines, os.environ)
+    """Return the machines that the options name, else the environment. Raises UserError: the port is wrong; of several
+    machines, the number of this one or the address of the first is missing or wrong."""
+    machines = read_machines(os.environ, options.num_machines)
     rank = machines.rank if options.machine_rank is None else options.machine_rank
     machines = dataclasses.replace(machines, rank=rank, address=options.main_process_ip or machines.address)
-    needed = {"--machine_rank N": machines.rank, "--main_process_ip": machines.address} if machines.count > 1 else {}
-    lacking = [option for option, value in needed.items() if value is None]
+    needed = {"--machine_rank N": machines.rank, "--main_process_ip": machines.address}
+    missing = [option for option, value in needed.items() if value is None and machines.count > 1]
     described = f"{counted(machines.count, 'machine')} ({machines.source})"
-    problems = [f"{described}: set {' and '.join(lacking)} as well"] if lacking else []
+    problems = [f"{described}: set {' and '.join(missing)} as well"] if missing else []
     if machines.rank is not None and machines.rank >= machines.count:
         remedy = f"they are 0 to {machines.count - 1}" if machines.count > 1 else "set --num_machines as well"
         problems.append(f"machine_rank {machines.rank} of {described}: {remedy}")
     port = machines.port if options.main_process_port is None else str(options.main_process_port)
-    first = min(machines.count, 2) - 1  # 0 is any free port, which other machines would not know
-    if port is not None and not (port.isdigit() and first <= int(port) < 2**16):
-        problems.append(f"port {port} of machine 0: expected {first} to 65535. Set --main_process_port")
+    min_port = 0 if machines.count == 1 else 1  # 0 is any free port, which other machines would not know
+    if port is not None and not (port.isdigit() and min_port <= int(port) < 2**16):
+        problems.append(f"port {port} of machine 0: expected {min_port} to 65535. Set --main_process_port")
     if problems:
         raise UserError(problems)
     return machines

@@ -22,6 +22,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from zerofit.health.flight import listed
+from zerofit.launch.runs import number_in
 from zerofit.recipe.errors import EXIT_FAILED, EXIT_USER_ERROR, UserError, first_line, leave, print_last, record_code
 from zerofit.recipe.files import digest_of_code
 from zerofit.strategy.launch import SINGLE_ENV
@@ -255,18 +256,9 @@ def store_of_one_process() -> Any:
 # --------------------------------------------------------------------------------------------------------------- ranks
 
 T = TypeVar("T")
+RANK_REMEDY = "Unset it, since a launcher sets it"
 CONNECT_TIMEOUT_S = 20.0  # for a rank that ends before it has come, and connects to say why
 LAUNCHER_STOP_S = 40.0  # within which a launcher ends the ranks of its machine
-
-
-def _read_number(environment: Mapping[str, str], name: str, default: int) -> int:
-    """Return the number in a variable that a launcher sets. Raises UserError: it is not a number."""
-    try:
-        return int(environment.get(name, default))
-    except ValueError:
-        raise UserError(
-            f"{name} = {environment[name]!r} in the environment: expected a number. Unset it, since a launcher sets it"
-        ) from None
 
 
 class RankRendezvous:
@@ -274,13 +266,13 @@ class RankRendezvous:
     UserError: a variable of the launcher is not a number."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ):
-        self.rank = _read_number(environment, "RANK", 0)
-        self.count = _read_number(environment, "WORLD_SIZE", 1)
-        self.local_rank = _read_number(environment, "LOCAL_RANK", 0)
-        self.local_count = _read_number(environment, "LOCAL_WORLD_SIZE", self.count)
+        self.rank = number_in(environment, "RANK", RANK_REMEDY)
+        self.count = number_in(environment, "WORLD_SIZE", RANK_REMEDY, default=1, minimum=1)
+        self.local_rank = number_in(environment, "LOCAL_RANK", RANK_REMEDY, minimum=-1)
+        self.local_count = number_in(environment, "LOCAL_WORLD_SIZE", RANK_REMEDY, default=self.count, minimum=1)
         self.machine = self.rank // self.local_count
         self.address = environment.get("MASTER_ADDR", "")
-        self.port = _read_number(environment, "MASTER_PORT", 0)
+        self.port = number_in(environment, "MASTER_PORT", RANK_REMEDY)
         self.serves = self.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self.limit_s = float(environment.get(RENDEZVOUS_LIMIT_VARIABLE, RENDEZVOUS_LIMIT_S))
         self.attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -1,10 +1,11 @@
-"""The machines of a run, the command line that starts its ranks there, and launches that a tool starts: each can be
-ended at any moment, with every process that it has started.
+"""The machines of a run, the command line that starts its ranks there, and launches that a tool starts.
 
 The machines come from the environment variables that schedulers and clouds set. One command runs on each machine; a
-scheduler says how many there are, which one this is, and where the first one is. docs/clusters.md has the commands.
-`WORLD_SIZE` and `RANK`, as Alibaba's PAI-DLC and Kubeflow's PyTorchJob set them, count machines; where another
-scheduler has named these, `WORLD_SIZE` may also count processes, as torchrun has it.
+scheduler says how many machines there are, which one this is, and where the first one is. docs/clusters.md has the
+commands. `WORLD_SIZE` and `RANK`, as Alibaba's PAI-DLC and Kubeflow's PyTorchJob set them, count machines; next to the
+variables of another scheduler, `WORLD_SIZE` may also count processes, as under torchrun.
+
+A tool can end its launch at any moment, with every process that the launch has started.
 """
 
 import os
@@ -17,7 +18,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,14 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import PACKAGE_FOLDER, script
 
 DEFAULT_PORT = "29500"  # torchrun's default
-# derived ones: below those that Linux gives to connections
+# Ports that are derived from a job's name lie below those that Linux gives to connections.
 FIRST_DERIVED_PORT = 20_000
 NUM_DERIVED_PORTS = 12_000
 THIS_MACHINE = "or use this machine alone: --num_machines 1"
+MACHINES_REMEDY = "Set --num_machines and --machine_rank"
 GENERIC = "environment; WORLD_SIZE is read as the number of machines"
-# {scheduler: variables of the number of machines, of this one's number, of the first one's address (it may begin a
-# list), of its port, and of what tells a job from others on the same machines}
+# {scheduler: its variables of the number of machines, of this machine's number, of the first machine's address (which
+# may begin a list), of that machine's port, and of the job's name}
 SCHEDULERS = {
     # slurm.schedmd.com/srun.html: one task on each machine, `srun --ntasks-per-node=1`
     "Slurm": ("SLURM_STEP_NUM_NODES", "SLURM_NODEID", "SLURM_STEP_NODELIST", "MASTER_PORT", "SLURM_JOB_ID"),
@@ -48,7 +50,7 @@ SCHEDULERS = {
     GENERIC: ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT", ""),
 }
 SCHEDULER_NAMES = [name for name in SCHEDULERS if name != GENERIC]
-# kubernetes.io/docs/tasks/job: this machine's number; how many there are no variable says.
+# kubernetes.io/docs/tasks/job: the number of this machine; no variable has the number of machines.
 INDEX = "JOB_COMPLETION_INDEX"
 NODE_RANK_VARIABLES = (*(SCHEDULERS[name][1] for name in SCHEDULER_NAMES), INDEX, SCHEDULERS[GENERIC][1])
 
@@ -67,10 +69,26 @@ class Machines:
 ONE_MACHINE = Machines(1)
 
 
-def read_machines(environment: Mapping[str, str]) -> Machines:
-    """The machines from the environment; one machine where it names none. Raises UserError: torchrun or accelerate has
-    started this process; a scheduler starts this command on one of several machines only, or several times on each;
-    two schedulers contradict each other; a number is none."""
+def number_in(environment: Mapping[str, str], name: str, remedy: str, *, default: int = 0, minimum: int = 0) -> int:
+    """Return the number in an environment variable. Raises UserError: it is not a number, or below `minimum`."""
+    text = environment.get(name, str(default))
+    with suppress(ValueError):
+        if int(text) >= minimum:
+            return int(text)
+    raise UserError(f"{name} = {text!r} in the environment: expected a number, {minimum} or more. {remedy}")
+
+
+def read_machines(environment: Mapping[str, str], count: int | None = None) -> Machines:
+    """Return the machines that the environment names, else this machine alone. Raises UserError: torchrun or
+    accelerate has started this process; a scheduler starts this command on one of several machines only, or several
+    times on each; two schedulers contradict each other; a variable is not a number. `count`: --num_machines, with
+    which the environment has only the number of this machine; None: it is not given."""
+    if count is not None:
+        name = next((name for name in NODE_RANK_VARIABLES if name in environment), None)
+        if count == 1 or name is None:
+            return Machines(count, 0 if count == 1 else None, source="--num_machines")
+        rank = number_in(environment, name, MACHINES_REMEDY)
+        return Machines(count, rank, source=f"--num_machines, {name} = {rank}")
     if "LOCAL_RANK" in environment:
         raise UserError(
             f"LOCAL_RANK = {environment['LOCAL_RANK']!r} is set: a launcher has started this command, and zerofit "
@@ -79,12 +97,14 @@ def read_machines(environment: Mapping[str, str]) -> Machines:
     slurm_machines = environment.get("SLURM_NNODES", "1")
     if slurm_machines != "1":
         remedy = f"Start it once on each: srun --ntasks-per-node=1 zerofit launch ... ({THIS_MACHINE})"
-        count = environment.get("SLURM_STEP_NUM_NODES")
-        tasks = environment.get("SLURM_STEP_NUM_TASKS")
-        if count is None:
+        step_machines = environment.get("SLURM_STEP_NUM_NODES")
+        tasks = environment.get("SLURM_STEP_NUM_TASKS", step_machines)
+        if step_machines is None:
             raise UserError(f"SLURM_NNODES = {slurm_machines}, and this command runs on one of them. {remedy}")
-        if tasks not in (None, count):
-            raise UserError(f"SLURM_STEP_NUM_TASKS = {tasks} on {count} machines: each needs one launcher. {remedy}")
+        if tasks != step_machines:
+            raise UserError(
+                f"SLURM_STEP_NUM_TASKS = {tasks} on {step_machines} machines: each needs one launcher. {remedy}"
+            )
     local = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
     if "OMPI_COMM_WORLD_SIZE" in environment and local != "1":
         raise UserError(
@@ -93,7 +113,7 @@ def read_machines(environment: Mapping[str, str]) -> Machines:
     named = [machines for name in SCHEDULER_NAMES if (machines := _read(name, environment)) is not None]
     generic = _read(GENERIC, environment)
     machines = named[0] if named else generic
-    contradicting = [other for other in named if (other.rank, other.count) != (named[0].rank, named[0].count)]
+    contradicting = [each for each in named if (each.rank, each.count) != (named[0].rank, named[0].count)]
     if named and generic and (generic.rank not in (None, named[0].rank) or generic.count % named[0].count):
         contradicting.append(generic)
     if machines is not None and contradicting:
@@ -112,58 +132,46 @@ def read_machines(environment: Mapping[str, str]) -> Machines:
 
 
 def _read(name: str, environment: Mapping[str, str]) -> Machines | None:
-    """The machines that a scheduler names; None: it has not started this process, or Slurm has on one machine only."""
+    """Return the machines that a scheduler names; None: it names none, or it is Slurm and names this one only."""
     count, rank, address, port, job = variables = SCHEDULERS[name]
-    if count not in environment or (
-        name == "Slurm" and "1" in (environment.get("SLURM_NNODES", "1"), environment[count])
-    ):
+    if count not in environment:
         return None
-    shown = (f"{each} = {' '.join(environment[each].split())}" for each in variables[:4] if each in environment)
-    number = number_in(environment, rank) if rank in environment else None
-    own_port = environment.get(port)
-    if not own_port and environment.get(job):  # one that two jobs on the same machines do not share
-        own_port = str(FIRST_DERIVED_PORT + zlib.crc32(environment[job].encode()) % NUM_DERIVED_PORTS)
-    # A list of lines, or as Slurm writes it: the first of `gpu[01-04,07],other` is `gpu01`.
+    if name == "Slurm" and "1" in (environment.get("SLURM_NNODES", "1"), environment[count]):
+        return None
+    settings = [f"{each} = {' '.join(environment[each].split())}" for each in variables[:4] if each in environment]
+    port_of_job = environment.get(port)
+    if not port_of_job and environment.get(job):  # another job on the same machines derives another port
+        port_of_job = str(FIRST_DERIVED_PORT + zlib.crc32(environment[job].encode()) % NUM_DERIVED_PORTS)
+    # The variable is a list of lines, or a list as Slurm writes it: the first of `gpu[01-04,07],other` is `gpu01`.
     first = next(iter(environment.get(address, "").split()), None)
     if match := re.match(r"([^,\[\]]+)(?:\[([^,\-\]]+)[^\]]*\]([^,\[\]]*))?", first or ""):
         first = "".join(filter(None, match.groups()))
     if name == "Slurm":
         first = environment.get("MASTER_ADDR") or first
-    return Machines(number_in(environment, count), number, first, own_port or None, f"{', '.join(shown)} ({name})")
-
-
-def given_machines(count: int, environment: Mapping[str, str]) -> Machines:
-    """Return `count` machines, of which this one has the number that a scheduler's variable gives."""
-    name = next((name for name in NODE_RANK_VARIABLES if name in environment), None)
-    if count == 1 or name is None:
-        return Machines(count, 0 if count == 1 else None, source="--num_machines")
-    rank = number_in(environment, name)
-    return Machines(count, rank, source=f"--num_machines, {name} = {rank}")
-
-
-def number_in(environment: Mapping[str, str], name: str) -> int:
-    text = environment.get(name, "")
-    if not text.isdigit():
-        raise UserError(
-            f"{name} = {text!r} in the environment: expected a number. Set --num_machines and --machine_rank"
-        )
-    return int(text)
+    return Machines(
+        number_in(environment, count, MACHINES_REMEDY, minimum=1),
+        number_in(environment, rank, MACHINES_REMEDY) if rank in environment else None,
+        first,
+        port_of_job or None,
+        f"{', '.join(settings)} ({name})",
+    )
 
 
 LAUNCH_COMMAND = (sys.executable, "-P", str(PACKAGE_FOLDER / "launch" / "supervisor.py"))  # `accelerate launch`
-LAUNCH_VARIABLE = "ZEROFIT_LAUNCH"  # a variable of every process of a launch; ranks have process groups of their own
+LAUNCH_VARIABLE = "ZEROFIT_LAUNCH"  # marks every process of a launch, since ranks have their own process groups
 TRACEBACK_HEADER = "Traceback (most recent call last)"
 UPDATE_LINE = re.compile(r"^update +(\d+)/", re.MULTILINE)
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+KILL_TIMEOUT_S = 60.0
 
 
 def launcher_options(
     config: Path, processes: int, machines: Machines = ONE_MACHINE, port: int | None = None
 ) -> list[str]:
-    """The options of `accelerate launch`, which every launch of ours gives it; without a port any free one, on one
-    machine."""
+    """Return the options of `accelerate launch` for a run, which override numbers in the YAML (`config`). `port`: by
+    default that of the machines, or on one machine any free port."""
     words = ["--config_file", str(config), "--num_processes", str(processes)]
-    words += ["--num_machines", str(machines.count), "--machine_rank", str(machines.rank)]  # also if the YAML has some
+    words += ["--num_machines", str(machines.count), "--machine_rank", str(machines.rank)]
     if machines.count > 1:
         words += ["--main_process_ip", machines.address or ""]
     default = machines.port or DEFAULT_PORT if machines.count > 1 else "0"
@@ -181,33 +189,27 @@ class LaunchedRun:
     flags: tuple[str, ...] = ()
 
     def command(self, num_processes: int) -> list[str]:
-        """The command line of a launch."""
+        """Return the command line of a launch with this number of processes."""
         options = ["--config", str(self.recipe), "--output_dir", str(self.output), *self.flags]
         return [*LAUNCH_COMMAND, *launcher_options(self.config_file, num_processes), str(script(self.task)), *options]
 
 
+@dataclass
 class RunningLaunch:
-    """A launch that is started as a `with` block begins. As the block is left, also by an error, all its processes are
-    killed."""
+    """A launch that is started as a `with` block begins. At the end of the block, and after an error in it, all its
+    processes are killed."""
 
-    def __init__(
-        self,
-        command: list[str],
-        output: Path,
-        log: Path,
-        mark: str | None = None,
-        environment: dict[str, str] | None = None,
-    ):
-        self.command = command
-        self.output = output
-        self.log = log
-        self.mark = mark or uuid.uuid4().hex  # of its processes; with that of an earlier launch `kill` ends those
-        self.process: subprocess.Popen[bytes] | None = None
-        self.environment = environment or {}
-        self.began = time.time()
+    command: list[str]
+    output: Path  # the folder of the run
+    log: Path  # the file of the launch's output
+    mark: str = ""  # in the environment of the launch's processes; by default a new one
+    environment: dict[str, str] = field(default_factory=dict)  # variables besides those of this process
+    process: subprocess.Popen[bytes] = field(init=False)
+    began: float = field(init=False)  # as time.time()
 
     def __enter__(self) -> "RunningLaunch":
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.mark = self.mark or uuid.uuid4().hex
         try:
             with self.log.open("wb") as log:
                 self.process = subprocess.Popen(
@@ -219,7 +221,7 @@ class RunningLaunch:
                     env={**os.environ, **self.environment, LAUNCH_VARIABLE: self.mark},
                 )
         except BaseException:
-            self.kill()
+            kill_launch(self.mark)
             raise
         self.began = time.time()
         return self
@@ -227,14 +229,19 @@ class RunningLaunch:
     def __exit__(self, *error: object) -> None:
         self.kill()
 
+    def kill(self) -> None:
+        """Kill every process of the launch, and return when all are gone."""
+        kill_launch(self.mark)
+        self.process.wait()
+
     @property
     def seconds(self) -> float:
-        """Seconds since its start."""
+        """Seconds since the start."""
         return time.time() - self.began
 
     def wait(self, limit_s: float, until: Callable[["RunningLaunch"], bool] | None = None) -> str:
-        """Wait for its end, or until `until` returns True. Returns ended, until, or late after `limit_s`."""
-        assert self.process is not None, "it has not been started"
+        """Wait for the end of the launch, or until `until` returns True. Returns ended, until, or late after
+        `limit_s`."""
         while self.process.poll() is None:
             if self.seconds > limit_s:
                 return "late"
@@ -245,60 +252,60 @@ class RunningLaunch:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code of its launcher; None before its end."""
-        return None if self.process is None else self.process.poll()
+        """The exit code of the launcher; None before its end."""
+        return self.process.poll()
 
     @property
     def newest_update(self) -> int:
-        """The last update that this launch has printed; 0: none."""
-        found = UPDATE_LINE.findall(self.text)
-        return int(found[-1]) if found else 0
+        """The number of the last update that this launch has printed; 0: it has printed none."""
+        updates = UPDATE_LINE.findall(self.text)
+        return int(updates[-1]) if updates else 0
 
     @property
     def is_saving(self) -> bool:
-        """Return whether this launch is writing a checkpoint."""
+        """True while this launch writes a checkpoint."""
         for path in (self.output / "checkpoints").glob("update_*.partial"):
             with suppress(OSError):
                 if path.stat().st_mtime > self.began - 0.1:  # a file system's clock is coarser
                     return True
         return False
 
-    def kill(self) -> None:
-        """Kill every process of the launch. Returns when all are gone; signals that would end this process wait until
-        then."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
-        try:
-            quiet = 0
-            dying: set[psutil.Process] = set()
-            until = time.monotonic() + 60
-            while quiet < 2:  # a process that has just been started has no mark yet
-                members = {*self.members()}
-                for member in members:
-                    with suppress(OSError):
-                        os.kill(member.pid, signal.SIGKILL)
-                if self.process is not None:
-                    self.process.wait()
-                dying = {process for process in dying | members if _is_alive(process)}
-                quiet = 0 if members or dying else quiet + 1
-                if time.monotonic() > until:
-                    raise RuntimeError(f"processes {dying} cannot be killed")
-                time.sleep(0.01)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    def members(self) -> list[psutil.Process]:
-        """The processes of the launch that are alive. (One that is ending has no mark any more.)"""
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.environ().get(LAUNCH_VARIABLE) == self.mark and _is_alive(process):
-                    found.append(process)
-        return found
-
     @property
     def text(self) -> str:
-        """The output of the run so far."""
-        return self.log.read_text(encoding="utf-8", errors="replace") if self.log.is_file() else ""
+        """The output of the launch so far."""
+        return self.log.read_text(encoding="utf-8", errors="replace")
+
+
+def kill_launch(mark: str) -> None:
+    """Kill every process of the launch with this mark, and return when all are gone. Signals that would end this
+    process wait until then. Raises RuntimeError: a process cannot be killed."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    try:
+        rounds_without_processes = 0
+        dying: set[psutil.Process] = set()
+        until = time.monotonic() + KILL_TIMEOUT_S
+        while rounds_without_processes < 2:  # a process that has just been started has no mark yet
+            members = find_processes(mark)
+            for process in members:
+                with suppress(psutil.Error):
+                    process.kill()
+            dying = set(filter(_is_alive, dying | members))  # a process that is ending has no mark any more
+            rounds_without_processes = 0 if members or dying else rounds_without_processes + 1
+            if time.monotonic() > until:
+                raise RuntimeError(f"processes {dying} cannot be killed")
+            time.sleep(0.01)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def find_processes(mark: str) -> set[psutil.Process]:
+    """Return the living processes of the launch with this mark."""
+    processes = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(LAUNCH_VARIABLE) == mark and _is_alive(process):
+                processes.add(process)
+    return processes
 
 
 def _is_alive(process: psutil.Process) -> bool:
@@ -310,23 +317,24 @@ def _is_alive(process: psutil.Process) -> bool:
 
 @contextmanager
 def ending_in_order() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise SystemExit in this block, so that no launch outlives it and no file stays unfinished.
-    What is ignored, as under nohup, stays so."""
+    """Run a block in which SIGTERM and SIGHUP raise SystemExit, so that no launch outlives it and no file stays
+    unfinished. A signal that is ignored, as under nohup, stays ignored."""
 
     def leave(number: int, frame: Any) -> None:
         raise SystemExit(128 + number)
 
-    heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, leave) for number in heard}
+    handled = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    handlers = {number: signal.signal(number, leave) for number in handled}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 def failure(launch: RunningLaunch, how: str) -> str | None:
-    """Return why a launch failed, with its last lines; None if it did not."""
+    """Return why a launch failed, with the last lines of its output; None if it did not fail. `how`: as
+    `RunningLaunch.wait` returned."""
     code = launch.exit_code
     text = launch.text
     if how == "late":
@@ -342,6 +350,6 @@ def failure(launch: RunningLaunch, how: str) -> str | None:
 
 
 def mistake(launch: RunningLaunch) -> str | None:
-    """The message of a run that refused its recipe; None if its output has no such message."""
+    """Return the message of a run that refused its recipe; None if its output has no such message."""
     message = re.search(r"^error: (.*(?:\n .*)*)", launch.text, re.MULTILINE)  # the lines of a list are indented
     return message[1].strip() if message else None

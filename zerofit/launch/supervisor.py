@@ -1,8 +1,8 @@
-"""A launch in this process: signals go to the ranks, and it ends with the exit code of the run.
+"""The supervisor of a launch in this process: it passes signals on to the ranks, and ends with the run's exit code.
 
     python -P zerofit/launch/supervisor.py --config_file accelerate_configs/zero3.yaml ... train/clm.py ...
 
-is `accelerate launch`, as tools start it; it ends when they do.
+is `accelerate launch` as tools start it. It ends when the tool ends.
 """
 
 import contextlib
@@ -24,33 +24,33 @@ from zerofit.record.terminal import outlive_the_terminal
 
 
 class Supervisor:
-    """Starts a launch and waits for it. It removes the exit code of the launch before at once, and keeps mistakes and
-    signals on record (`exit_code`; None: nothing is kept). Only machine 0 keeps the record."""
+    """The context in which a launch is started and waited for. As it is entered, the exit code of an earlier launch is
+    removed; mistakes and signals are written to `exit_code` (None: nothing is recorded), on machine 0 only."""
 
     def __init__(self, exit_code: ExitCode | None = None):
         self._exit_code = exit_code
         self._restarts = Restarts(None if exit_code is None else exit_code.folder.path)
-        self._before: dict[int, Any] = {}
+        self._handlers: dict[int, Any] = {}  # {signal: its handler before this context}
 
     def __enter__(self) -> "Supervisor":
         if self._exit_code is not None:
             self._exit_code.forget()
             outlive_the_terminal()
-        self._before = {number: signal.signal(number, self._receive) for number in heard_signals()}
+        self._handlers = {number: signal.signal(number, self._receive) for number in heard_signals()}
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
         if isinstance(error, UserError):
             self._write(EXIT_USER_ERROR, error.report())
 
     def run(self, words: list[str], environment: dict[str, str]) -> int:
-        """Launch a program and wait for its end. Returns the exit code on record, or the launcher's where there is
-        none and on machines but the first, to which it has been told (agent.py)."""
+        """Launch a program and wait for its end. Returns the recorded exit code; without one, and on other machines
+        than the first, that of the launcher, which has agreed on it with the first machine (agent.py)."""
         os.environ.clear()
         os.environ.update(environment)
-        from zerofit.launch.agent import launch  # with torch
+        from zerofit.launch.agent import launch  # imports torch
 
         code = launch(words, self._restarts, self._recorded)
         if (recorded := self._recorded()) is not None:
@@ -60,7 +60,7 @@ class Supervisor:
         return code
 
     def _receive(self, number: int, frame: Any) -> None:
-        """Pass a signal on to the ranks: the launch ends when they have, and at once where there are none."""
+        """Pass a signal on to the ranks: the launch ends when they have ended, and at once if there are none yet."""
         ranks = psutil.Process().children()
         if not ranks:
             code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TO_BE_RESUMED
@@ -75,7 +75,7 @@ class Supervisor:
                 rank.send_signal(number)
 
     def _recorded(self) -> int | None:
-        """The exit code that the ranks of machine 0 have left; None on other machines."""
+        """Return the exit code that the ranks have recorded; None on other machines than the first."""
         if self._exit_code is None or not self._exit_code.is_main:
             return None
         return self._exit_code.folder.environment().get("exit_code")

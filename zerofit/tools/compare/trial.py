@@ -27,7 +27,7 @@ import torch
 
 from zerofit.estimate.peak import CUDA_CONTEXT_BYTES
 from zerofit.health.out_of_memory import memory_in
-from zerofit.launch.runs import LaunchedRun, RunningLaunch, failure, mistake
+from zerofit.launch.runs import LaunchedRun, RunningLaunch, failure, kill_launch, mistake
 from zerofit.model.adapter_folder import find_base, open_adapter
 from zerofit.model.configuration import is_adapter, known_architectures
 from zerofit.recipe.errors import UserError
@@ -241,7 +241,7 @@ class Journal:
         ended = {line["launch"] for line in self.lines if line["kind"] == "end"}
         unfinished = [line for line in self.lines if line["kind"] == "launch" and line["launch"] not in ended]
         for line in unfinished:
-            RunningLaunch([], self.file.parent, self.file, line["mark"]).kill()
+            kill_launch(line["mark"])
             self.end(line, "interrupted", None)
         return len(unfinished)
 
