@@ -36,6 +36,8 @@ def test_the_recipe_of_a_run_from_scratch_serves_as_it_is(tmp_path):
     kept = parse_recipe(ClsRecipe, ["--model_name_or_path", "a", "--config_overrides", "b=1", "--evaluate_only",
                                     "--train_file", "a.csv"])  # fmt: skip
     assert (kept.config_overrides, kept.train_file) == ("b=1", ["a.csv"])
+    flags = ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--evaluate_only", "--validation_file", "a.txt"]
+    assert "--evaluate_only: the weights are those of model_name_or_path" in refusal(parse_recipe, ClmRecipe, flags)
 
 
 def test_a_task_of_glue_is_read_from_the_file_that_is_named():
@@ -52,11 +54,6 @@ def test_a_task_of_glue_is_read_from_the_file_that_is_named():
 ])  # fmt: skip
 def test_what_a_recipe_says_of_it(flags, words):
     assert words in refusal(parse_recipe, ClmRecipe, ["--model_name_or_path", "gpt2", *flags.split()])
-
-
-def test_weights_from_scratch_are_not_evaluated():
-    flags = ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--evaluate_only", "--validation_file", "a.txt"]
-    assert "--evaluate_only: the weights are those of model_name_or_path" in refusal(parse_recipe, ClmRecipe, flags)
 
 
 def test_the_folder_of_a_training_run_is_refused(tmp_path):
@@ -76,7 +73,6 @@ def test_the_folder_of_a_training_run_is_refused(tmp_path):
     refuse_other_answers(folder, other)  # nothing was answered yet
     folder.write_predictions([{}])
     refuse_other_answers(folder, recipe)
-    other = parse_recipe(ClsRecipe, ["--model_name_or_path", "a", "--predict_file", "two.tsv"])
     said = refusal(refuse_other_answers, folder, other)
     assert "holds a different run: predict_file was ['one.tsv'], now ['two.tsv']" in said
     (tmp_path / "run" / "model").mkdir()
@@ -104,11 +100,8 @@ def classifier(labels: tuple[str, ...] | None):
 
 
 def asked(config, tokenizer: Path, cache: str, *flags: str):
-    recipe = parse_recipe(
-        ClsRecipe,
-        ["--model_name_or_path", "a", "--tokenizer_name", str(tokenizer), "--cache_dir", cache, *map(str, flags)],
-    )
-    return prepare_examples(recipe, config)
+    words = ["--model_name_or_path", "a", "--tokenizer_name", str(tokenizer), "--cache_dir", cache, *map(str, flags)]
+    return prepare_examples(parse_recipe(ClsRecipe, words), config)
 
 
 @pytest.mark.parametrize("task", GLUE_TASKS)
@@ -150,9 +143,8 @@ def test_words_need_no_tags(tmp_path, cache, pairs_tokenizer):
     assert part.tables[0].to_dict() == {"words": rows, "more": [1] * 3}
     assert [(part.samples[index]["starts"] < 0).tolist() for index in range(3)] == [[False] * 2, [], [True, False]]
     assert "note      1 of 3 texts are empty" in data.notes
-    assert "text_columns" in refusal(
-        asked, config, pairs_tokenizer, cache, "--predict_file", file, "--text_columns", "x"
-    )
+    flags = ("--predict_file", file, "--text_columns", "x")
+    assert "text_columns" in refusal(asked, config, pairs_tokenizer, cache, *flags)
 
 
 @pytest.mark.parametrize(("names", "class_names", "is_number", "words"), [
@@ -211,19 +203,24 @@ def test_a_prompt_without_room(writer, cache, tmp_path):
 def test_sources_without_targets(cache, tmp_path):
     save_blenderbot(tmp_path / "bot", small_tokenizer(Path(cache)))
 
-    def recipe_of(*flags):
-        return parse_recipe(Seq2SeqRecipe, ["--model_name_or_path", str(tmp_path / "bot"), "--max_source_length", "32",
-                                            "--max_target_length", "16", "--cache_dir", cache,
-                                            *map(str, flags)])  # fmt: skip
+    def recipe_of(option: str, records: list[dict], *flags: str):
+        words = [
+            "--model_name_or_path",
+            str(tmp_path / "bot"),
+            "--max_source_length",
+            "32",
+            "--max_target_length",
+            "16",
+        ]
+        file = write_records(tmp_path / "a.jsonl", records)
+        return parse_recipe(Seq2SeqRecipe, [*words, "--cache_dir", cache, option, str(file), *flags])
 
     talks = [{"dialogue": [f"turn {n} of {k}" for n in range(k)]} for k in (2, 3)]
-    recipe = recipe_of(
-        "--train_file", write_records(tmp_path / "a.jsonl", talks), "--validation_split_percentage", "0"
-    )
+    recipe = recipe_of("--train_file", talks, "--validation_split_percentage", "0")
     rows = prepare_pairs(recipe, load_configuration(recipe)).train
     trained = [rows[index]["input_ids"].tolist() for index in range(len(rows))]
     turns = [{"dialogue": talk["dialogue"][:-1]} for talk in talks]
-    recipe = recipe_of("--predict_file", write_records(tmp_path / "b.jsonl", turns))
+    recipe = recipe_of("--predict_file", turns)
     prompts = read_sources(recipe, load_configuration(recipe)).prompts
     assert prompts.ids == [trained[0], trained[2]], "the very rows of training, each conversation once"
     named = [{"from": "user", "value": "turn 0 of 2"}, {"from": "gpt", "value": "known"}]
@@ -233,9 +230,9 @@ def test_sources_without_targets(cache, tmp_path):
         [{"conversations": named}],
         [{"translation": {"de": "turn 0 of 2"}}],
     ):
-        recipe = recipe_of("--predict_file", write_records(tmp_path / "c.jsonl", records))
+        recipe = recipe_of("--predict_file", records)
         assert read_sources(recipe, load_configuration(recipe)).prompts.ids == [trained[0]]
-    recipe = recipe_of("--predict_file", write_records(tmp_path / "d.jsonl", [{"a": "x", "b": "y"}]))
+    recipe = recipe_of("--predict_file", [{"a": "x", "b": "y"}])
     assert "--source_column" in refusal(read_sources, recipe, load_configuration(recipe))
 
 
@@ -267,9 +264,8 @@ def test_prompts_are_padded_on_the_side_where_they_do_not_go_on():
 ])  # fmt: skip
 def test_inputs_are_as_in_training_unless_an_option_says_otherwise(recipe_class, trained, flags, values, words):
     file = "a.txt" if recipe_class is ClmRecipe else "a.jsonl"
-    recipe = parse_recipe(
-        recipe_class, ["--model_name_or_path", "m", "--evaluate_only", "--validation_file", file, *flags]
-    ).draft()
+    arguments = ["--model_name_or_path", "m", "--evaluate_only", "--validation_file", file, *flags]
+    recipe = parse_recipe(recipe_class, arguments).draft()
     notes = recipe.adopt_inputs(trained)
     assert {name: getattr(recipe, name) for name in values} == values
     assert len(notes) >= len(words)

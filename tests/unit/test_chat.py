@@ -58,23 +58,19 @@ def test_the_model_is_asked_with_what_it_was_trained_on(tokenizer_of, template, 
 def test_answers_in_a_prompt_are_not_trained(tokenizer_of):
     tokenizer = tokenizer_of("llama")
     form = RecordForm("prompt", "prompt", "completion")
-    (row,) = encoded(
-        encoder_of(tokenizer, form, "instruction"), [{"prompt": LONG_TALK[:4], "completion": LONG_TALK[4:]}]
-    )
+    record = {"prompt": LONG_TALK[:4], "completion": LONG_TALK[4:]}
+    (row,) = encoded(encoder_of(tokenizer, form, "instruction"), [record])
     assert [run.removesuffix("</s>") for run in trained_text(row, tokenizer)] == ANSWERS[1:]
 
 
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        ("{% for m in messages %}\n{% if m.role == 'system' %}\n{{ raise_exception('no system role') }}\n{% endif %}\n"
-         "{{ m.content }}{% endfor %}", "line 3: no system role"),
-        ("\n{% macro turn(m) %}\n{{ m.text.upper() }}\n{% endmacro %}\n{{ turn(messages[0]) }}", "line 3: "),
-        ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "it does not write turn 3, an answer"),
-        ("{% for m in messages %}{{ m.content }}{% endfor %}{{ 'x' * (messages[-1].content | length) }}",
-         "it changes turn 3, an answer"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("template", "words"), [
+    ("{% for m in messages %}\n{% if m.role == 'system' %}\n{{ raise_exception('no system role') }}\n{% endif %}\n"
+     "{{ m.content }}{% endfor %}", "line 3: no system role"),
+    ("\n{% macro turn(m) %}\n{{ m.text.upper() }}\n{% endmacro %}\n{{ turn(messages[0]) }}", "line 3: "),
+    ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "it does not write turn 3, an answer"),
+    ("{% for m in messages %}{{ m.content }}{% endfor %}{{ 'x' * (messages[-1].content | length) }}",
+     "it changes turn 3, an answer"),
+])  # fmt: skip
 def test_a_template_that_fails_on_a_record(tokenizer_of, tmp_path, template, words):
     (tmp_path / "mine.jinja").write_text(template)
     encoder = encoder_of(tokenizer_of("gpt2"), CHAT, str(tmp_path / "mine.jinja"))
@@ -164,10 +160,8 @@ def test_blocks_hold_whole_samples(short, prepare):
     assert stats.trained == alone.trained == sum(label != IGNORE for _, labels in rows for label in labels)
     assert (alone.documents, alone.samples, alone.tokens) == (len(rows), len(rows), tokens)
     assert alone.padding == pytest.approx(1 - tokens / (len(rows) * max(len(ids) for ids, _ in rows)))
-    again = all_of(prepare(short, "--chat_template", "instruction", "--block_size", "400").train)
-    assert [block["labels"].tolist() for block in again] == [
-        block["labels"].tolist() for block in all_of(blocks.train)
-    ]
+    again = prepare(short, "--chat_template", "instruction", "--block_size", "400").train
+    assert [segments(block) for block in all_of(again)] == [segments(block) for block in all_of(blocks.train)]
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -216,10 +210,8 @@ def test_answers_beyond_the_block_are_counted(tokenizer_of, tmp_path, prepare):
     path = write_records(tmp_path / "a.jsonl", some)
     data = prepare(path, "--packing", "none", "--block_size", "100")
     kept = [row for n, row in enumerate(whole) if n not in (4, 6)]
-    assert [row["input_ids"].tolist() for row in all_of(data.train)] == [
-        row["input_ids"][:100].tolist() for row in kept
-    ]
-    assert [row["labels"].tolist() for row in all_of(data.train)] == [row["labels"][:100].tolist() for row in kept]
+    for name in ("input_ids", "labels"):
+        assert [row[name].tolist() for row in all_of(data.train)] == [row[name][:100].tolist() for row in kept]
     warnings = [note for note in data.notes if "WARNING" in note]
     assert len(warnings) == 2
     remedies = ("512 positions", "block_size = 4")  # published tokenizers make fewer tokens of these texts
@@ -237,9 +229,7 @@ def test_where_most_is_lost_the_run_stops(tmp_path, prepare):
     few = write_records(tmp_path / "few.jsonl", asked([5] * 20 + [120], [2] * 21))
     most = write_records(tmp_path / "most.jsonl", asked([5] + [120] * 2, [2] * 3))
     flags = ("--packing", "none", "--block_size", "100")
-    assert any(
-        note.startswith("note      1 of 21 training samples are skipped") for note in prepare(few, *flags).notes
-    )
+    assert "note      1 of 21 training samples are skipped" in "\n".join(prepare(few, *flags).notes)
     for path, part in ((most, "training"), (few, "held-out")):
         held_out = ("--validation_file", most) if part == "held-out" else ()
         message = refusal(prepare, path, *flags, *held_out)
@@ -250,9 +240,7 @@ def test_where_most_is_lost_the_run_stops(tmp_path, prepare):
 
 
 def test_a_sample_is_shown(tmp_path, prepare):
-    path = write_records(
-        tmp_path / "a.jsonl", [{"messages": LONG_TALK}, *({"messages": LONG_TALK[1:3]} for _ in range(9))]
-    )
+    path = write_records(tmp_path / "a.jsonl", [{"messages": LONG_TALK}] + [{"messages": LONG_TALK[1:3]}] * 9)
     data = prepare(path, "--chat_template", "llama-2-chat", "--block_size", "512")
     heading, *lines = data.shown
     assert "chat_template = 'llama-2-chat'" in heading

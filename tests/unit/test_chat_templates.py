@@ -138,16 +138,13 @@ def test_reasoning_of_earlier_answers_is_dropped_as_the_template_drops_it(tokeni
     assert [text[start:stop] for start, stop in spans] == expected
 
 
-def test_a_template_that_begins_an_answer_otherwise_in_generation_is_said(
-    tokenizer_of, prepare_causal, llama, tmp_path
-):
-    tokenizer = chatml_tokenizer(
-        tokenizer_of("gpt2"), R1.replace("'<Assistant>' }}{%- endif", "'<Assistant><think>' }}{%- endif"), "</s>"
-    )
+def test_a_generation_that_begins_otherwise_than_an_answer_is_said(tokenizer_of, prepare_causal, llama, tmp_path):
+    template = R1.replace("'<Assistant>' }}{%- endif", "'<Assistant><think>' }}{%- endif")
+    tokenizer = chatml_tokenizer(tokenizer_of("gpt2"), template, "</s>")
     text, spans = render(tokenizer, TALK)
     assert [text[start:stop] for start, stop in spans] == ["Hello.</s>", "Nothing more.</s>"]
     file = write_records(tmp_path / "a.jsonl", [{"messages": TALK}] * 8)
-    (tmp_path / "r1.jinja").write_text(tokenizer.chat_template)
+    (tmp_path / "r1.jinja").write_text(template)
     notes = prepare_causal(llama, file, "--chat_template", tmp_path / "r1.jinja", "--packing", "none").notes
     assert any("begins an answer with '<think>' in generation" in note for note in notes)
 
@@ -161,9 +158,8 @@ def test_arguments_are_written_once_as_an_object(tokenizer_of, arguments, given)
     written = arguments.replace("ROBUST", "call.arguments if call.arguments is string else call.arguments | tojson")
     tokenizer = chatml_tokenizer(tokenizer_of("gpt2"), QWEN2_5.replace("ARGUMENTS", written), "<|im_end|>")
     held = CALL["function"]["arguments"]
-    call = {
-        "function": {"name": "weather", "arguments": held if given is dict else json.dumps(held, ensure_ascii=False)}
-    }
+    held = held if given is dict else json.dumps(held, ensure_ascii=False)
+    call = {"function": {"name": "weather", "arguments": held}}
     record = {"messages": [
         TALK[0], {"role": "assistant", "content": None, "tool_calls": [call, call]},
         {"role": "tool", "content": "dry", "tool_call_id": "1", "name": "weather"}, TALK[1],
@@ -176,11 +172,8 @@ def test_arguments_are_written_once_as_an_object(tokenizer_of, arguments, given)
 
 
 def test_the_older_form_of_a_call(tokenizer_with):
-    turn = {
-        "role": "assistant",
-        "content": None,
-        "function_call": {"name": "weather", "arguments": '{"city": "Bern"}'},
-    }
+    call = {"name": "weather", "arguments": '{"city": "Bern"}'}
+    turn = {"role": "assistant", "content": None, "function_call": call}
     record = {"messages": [TALK[0], turn, {"role": "function", "name": "weather", "content": "dry"}, TALK[1]]}
     text, _ = render(tokenizer_with("qwen2.5"), RecordForm("messages", "messages").read(record))
     assert '{"name": "weather", "arguments": {"city": "Bern"}}' in text

@@ -67,9 +67,8 @@ def test_a_journal_goes_on_after_a_torn_line(tmp_path):
         torn.write('{"kind": "size", "key"')
     again = Journal(file)
     again.add("size", key="k", size=8, outcome="out_of_memory")
-    assert {size: line["outcome"] for size, line in Journal(file).results("k", 60).items()} == {
-        4: "fits", 8: "out_of_memory"
-    }  # fmt: skip
+    outcomes = {size: line["outcome"] for size, line in Journal(file).results("k", 60).items()}
+    assert outcomes == {4: "fits", 8: "out_of_memory"}
     again.add("size", key="late", size=8, outcome="timed_out", patience_s=60)
     assert len(again.results("late", 60)) == 1
     assert not again.results("late", 600), "more patience: not known any more"
@@ -103,8 +102,7 @@ def worst(longest, collate, size, start, *samples):
 
 
 @pytest.mark.parametrize(
-    ("positions", "expected"),
-    [(np.arange(5), list(range(8))), (np.array([0, 1, 2, 0, 1]), [0, 1, 2, 0, 1, 0, 1, 2])],
+    ("positions", "expected"), [(np.arange(5), list(range(8))), (np.array([0, 1, 2, 0, 1]), [0, 1, 2, 0, 1, 0, 1, 2])]
 )
 def test_one_document_stays_one_and_packed_ones_stay_several(positions, expected):
     row = {"input_ids": np.arange(5), "labels": np.arange(5), "position_ids": positions}

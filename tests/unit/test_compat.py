@@ -62,8 +62,7 @@ STANDS_ON = {  # part: module:name.of.what.it.uses, or module|text in its source
     "torch.distributed.elastic.agent.server.api|self._remaining_restarts "
     "torch.distributed.launcher.api:LocalElasticAgent",
     "DispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
-    "Ring": f"{RING}:_templated_ring_attention {RING}:_templated_ring_attention_backward "
-    f"{RING}:dist {RING}:ft_c "
+    "Ring": f"{RING}:_templated_ring_attention {RING}:_templated_ring_attention_backward {RING}:dist {RING}:ft_c "
     "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu",
     "SplitStep": f"{ZERO}.scaled_global_norm {ZERO}.get_grad_norm_direct {ZERO}._update_scale "
     f"{ZERO3}._get_norm_groups {ZERO3}._update_scale deepspeed.runtime.zero.stage_1_and_2|_zero_padding "
@@ -121,12 +120,8 @@ def check_there(name: str) -> None:
 
 def parts(library):
     module = importlib.import_module(f"zerofit.compat.{library}")
-    of_module = {
-        name: part for name, part in vars(module).items() if getattr(part, "__module__", "") == module.__name__
-    }
-    return {
-        name: part for name, part in of_module.items() if name not in ("Fragment", "Renamed")
-    }  # what a part returns
+    own = {name: part for name, part in vars(module).items() if getattr(part, "__module__", "") == module.__name__}
+    return {name: part for name, part in own.items() if name not in ("Fragment", "Renamed")}  # what a part returns
 
 
 LIBRARIES = sorted({path.stem for path in (ROOT / "zerofit" / "compat").glob("*.py")} - {"__init__"})

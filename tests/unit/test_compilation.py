@@ -21,7 +21,6 @@ from zerofit.training.export import compilation_line
 from zerofit.training.run_configuration import choose_compilation, decide_compilation
 
 LONG = pytest.mark.long
-START = ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--train_file", "a.txt"]
 LAYERS, ROWS, TOKENS = 4, 2, 32
 SHAPES = {"llama": {"num_hidden_layers": LAYERS}, "gpt2": {"n_layer": LAYERS}}
 
@@ -134,13 +133,11 @@ def test_it_is_in_bf16_under_autocast_alone(family):
 IDS = torch.arange(2 * 64).view(2, 64) % 97
 
 
-def planned(model, fuses: bool, is_float8: bool = False) -> int:
+def planned(model) -> int:
     """Bytes that the second layer keeps beside its output, as a plan counts them."""
-    ledger, alive, handles = AllocationTracker(is_float8=is_float8), [], []
+    ledger, alive, layer = AllocationTracker(), [], model.model.layers[1]
     ledger.exclude([*model.parameters(), *model.buffers()])
-    layer = model.model.layers[1]
-    if fuses:
-        handles += FusedLayers(ledger).watch(layer)
+    handles = FusedLayers(ledger).watch(layer)
     handles.append(layer.register_forward_pre_hook(lambda *_: alive.append(ledger.live)))
     handles.append(layer.register_forward_hook(lambda *_: alive.append(ledger.live)))
     with ledger, torch.autocast("cpu", torch.bfloat16):
@@ -153,8 +150,8 @@ def planned(model, fuses: bool, is_float8: bool = False) -> int:
 
 def partitioned(model) -> int:
     """Bytes that the second layer keeps beside its inputs and weights, compiled with torch's partitioner."""
-    known, kept, handles = set(), {}, []
-    known |= {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
+    known = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
+    kept = {}
     layer, hooks = model.model.layers[1], contextlib.ExitStack()
 
     def pack(tensor):
@@ -167,8 +164,8 @@ def partitioned(model) -> int:
         hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
 
     layer.compile(backend="aot_eager_decomp_partition")
-    handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
-    handles.append(layer.register_forward_hook(lambda *_: hooks.close()))
+    layer.register_forward_pre_hook(enter, with_kwargs=True)
+    layer.register_forward_hook(lambda *_: hooks.close())
     with torch.autocast("cpu", torch.bfloat16):
         model(input_ids=IDS)
     return sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in known)
@@ -176,7 +173,7 @@ def partitioned(model) -> int:
 
 def test_it_is_what_torch_s_partitioner_keeps():
     model = tiny_model("llama", hidden_size=128, intermediate_size=512, num_attention_heads=4, num_key_value_heads=1)
-    assert planned(model, True) == pytest.approx(partitioned(model), rel=0.1)
+    assert planned(model) == pytest.approx(partitioned(model), rel=0.1)
 
 
 # ---------------------------------------------------------------------------------------------------------------- auto
@@ -185,17 +182,14 @@ def test_it_is_what_torch_s_partitioner_keeps():
 CUDA = torch.device("cuda")
 
 
-def a_strategy(**changes):
-    about = {"name": "ddp", "precision": "bf16", "shards_parameters": False, "divides_experts": False, "sequence": 1}
-    found = SimpleNamespace(**{**about, **changes})
-    found.layout = SimpleNamespace(sequence=found.sequence)
-    return found
+def a_strategy(sequence: int = 1, **changes):
+    about = {"name": "ddp", "precision": "bf16", "shards_parameters": False, "divides_experts": False}
+    return SimpleNamespace(**{**about, **changes}, layout=SimpleNamespace(sequence=sequence))
 
 
 @pytest.mark.parametrize(
     ("options", "strategy", "how", "words"),
     [
-        ({}, {}, {"num_updates": 300}, None),
         ({}, {}, {}, None),
         ({}, {}, {"num_updates": 299}, "299 updates, fewer than 300"),
         ({}, {"precision": "fp16"}, {"num_updates": 300}, None),
@@ -228,18 +222,8 @@ def decided(recipe, device=CUDA, before=None, updates=4000, **strategy):
     return decide_compilation(recipe, a_strategy(**strategy), None, updates, before, device=device)
 
 
-@pytest.fixture
-def compiler(monkeypatch):
-    """compiler(why it fails, or None)."""
-
-    def works(fault: str | None) -> None:
-        monkeypatch.setattr(run_configuration, "failing_compiler", lambda device: fault)
-
-    works(None)
-    return works
-
-
-def test_a_decline_is_said_with_its_reason(compiler):
+def test_a_decline_is_said_with_its_reason(monkeypatch):
+    monkeypatch.setattr(run_configuration, "failing_compiler", lambda device: None)
     recipe = recipe_of()
     assert decided(recipe, updates=40) == (
         "auto: false, 40 updates, fewer than 300", ["layers are not compiled: 40 updates, fewer than 300"]
@@ -249,19 +233,19 @@ def test_a_decline_is_said_with_its_reason(compiler):
     assert decided(recipe_of(torch_compile="blocks"), torch.device("cpu")) == (None, [])
 
 
-def test_a_compiler_that_fails_is_a_note_under_auto_and_else_an_error(compiler):
-    compiler("there is no C compiler (gcc)")
+def test_a_compiler_that_fails_is_a_note_under_auto_and_else_an_error(monkeypatch):
+    monkeypatch.setattr(run_configuration, "failing_compiler", lambda device: "there is no C compiler (gcc)")
     recipe = recipe_of()
     _, (note,) = decided(recipe)
     assert recipe.torch_compile is False
     assert note == "layers are not compiled: there is no C compiler (gcc)"
-    assert "torch_compile = blocks (--torch_compile): there is no C compiler" in refusal(
-        decided, recipe_of(torch_compile="blocks")
-    )
+    said = refusal(decided, recipe_of(torch_compile="blocks"))
+    assert "torch_compile = blocks (--torch_compile): there is no C compiler" in said
     assert decided(recipe_of(torch_compile=False)) == (None, [])
 
 
-def test_one_rank_without_a_compiler_leaves_it_out_on_all(compiler, monkeypatch):
+def test_one_rank_without_a_compiler_leaves_it_out_on_all(monkeypatch):
+    monkeypatch.setattr(run_configuration, "failing_compiler", lambda device: None)
     monkeypatch.setattr(run_configuration, "all_gather_objects", lambda mine: [mine, "Triton is not installed"])
     recipe = recipe_of()
     _, (note,) = decided(recipe)

@@ -8,17 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from folders import VOCABULARY, save_adapter, save_base, save_blenderbot, small_tokenizer
-from helpers import NOT_SHARDED, Harmful, check_refusal, tiny_deberta
+from helpers import NOT_SHARDED, Harmful, check_refusal, refusal, tiny_deberta
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from zerofit.model.adapter_folder import (
-    adapter_to_train_on,
-    check_resized,
-    find_base,
-    open_adapter,
-    trained_config,
-)
+from zerofit.model.adapter_folder import adapter_to_train_on, check_resized, find_base, open_adapter, trained_config
 from zerofit.model.configuration import load_configuration
 from zerofit.model.load import load_model
 from zerofit.model.lora import add_adapter, continue_adapter, load_with_adapter
@@ -72,11 +66,8 @@ def read(folder: Path, *flags: str, task: str = "clm"):
     recipe = parse_recipe(TASKS[task], words).draft()
     adapter = adapter_to_train_on(recipe, task)
     config = trained_config(adapter, load_configuration(recipe), recipe.config_overrides)
-    return (
-        recipe,
-        adapter,
-        load_model(CLASSES[task], config, recipe, NOT_SHARDED, ignored_weights=adapter.full_weights),
-    )
+    model = load_model(CLASSES[task], config, recipe, NOT_SHARDED, ignored_weights=adapter.full_weights)
+    return recipe, adapter, model
 
 
 def continued(folder: Path, *flags: str, task: str = "clm"):
@@ -224,10 +215,9 @@ def test_what_cannot_be_trained_on_is_refused_with_the_command_that_merges_it(ma
 
 def test_ends_that_were_trained_apart_are_refused(made):
     """peft makes two of an embedding that the base uses as its head as well."""
-    folder, _ = made(modules_to_save=["embed_tokens", "lm_head"])
-    check_refusal(["one weight", "trained them apart", "zerofit merge --adapter"], continued, folder)
-    folder, _ = made(modules_to_save=["lm_head"])
-    check_refusal(["one weight", "trained them apart", "zerofit merge --adapter"], continued, folder)
+    for saved in (["embed_tokens", "lm_head"], ["lm_head"]):
+        folder, _ = made(modules_to_save=saved)
+        check_refusal(["one weight", "trained them apart", "zerofit merge --adapter"], continued, folder)
 
 
 def test_its_own_settings_hold_and_its_dropout_may_change(made):
@@ -321,10 +311,6 @@ def test_without_the_option_the_message_names_it(tmp_path, tokenizer):
     check_refusal(["303 tokens", "300 rows", "--resize_embeddings"], grown, tmp_path, 3)
     assert "all tokens have" in grown(tmp_path, 0, "--resize_embeddings")[2]
     words = ["--train_file", "a.jsonl", "--config_name", "gpt2", "--train_tokenizer_vocab_size", "300"]
-    check_refusal(
-        ["resize_embeddings", "without model_name_or_path"],
-        parse_recipe,
-        TASKS["clm"],
-        [*words, "--resize_embeddings"],
-    )
-    check_refusal(["resize_embeddings"], parse_recipe, TASKS["clm"], [*words, "--resize_vocab", "true"])
+    said = refusal(parse_recipe, TASKS["clm"], [*words, "--resize_embeddings"])
+    assert "resize_embeddings has no effect without model_name_or_path" in said
+    assert "resize_embeddings" in refusal(parse_recipe, TASKS["clm"], [*words, "--resize_vocab", "true"])

@@ -6,14 +6,7 @@ import pytest
 from datasets import Dataset
 from helpers import check_refusal, read_data, refusal, write_records
 
-from zerofit.data.pairs import (
-    PairEncoder,
-    PairReader,
-    TextPair,
-    find_columns,
-    prepare_pairs,
-    turn_separator,
-)
+from zerofit.data.pairs import PairEncoder, PairReader, TextPair, find_columns, prepare_pairs, turn_separator
 from zerofit.data.records import BadRecord
 from zerofit.model.configuration import load_configuration
 from zerofit.model.tokenizer import load_tokenizer
@@ -27,28 +20,25 @@ def columns_of(record: dict, **options: str) -> PairReader:
     return find_columns(Seq2SeqRecipe(**options), Dataset.from_list([record]))
 
 
-@pytest.mark.parametrize(
-    ("record", "options", "expected"),
-    [
-        ({"id": "1", "dialog": TURNS}, {}, PairReader("dialog", None, None)),
-        ({"history": TURNS, "response": "x"}, {}, PairReader("history", None, "response")),
-        ({"said": TURNS, "answer": "x"}, {"dialogue_column": "said", "target_column": "answer"},
-         PairReader("said", None, "answer")),
-        ({"context": "z", "question": "x", "answers": {"text": ["y"]}}, {},
-         PairReader(None, "question", "answers", "context")),
-        ({"messages": ROLES, "label": False}, {}, PairReader("messages", None, None, verdict="label")),
-        ({"dialogue": "a text, no list", "summary": "y"}, {}, PairReader(None, "dialogue", "summary")),
-        ({"dialogue": "[10:02] Ann: Hi!", "summary": "y"}, {}, PairReader(None, "dialogue", "summary")),
-        ({"dialog": "['Hi!', 'Ho.']", "act": "[1, 2]"}, {}, PairReader("dialog", None, None)),  # DailyDialog as .csv
-        ({"turns": {"speaker": [0, 1], "utterance": TURNS[:2]}}, {}, PairReader("turns", None, None)),  # MultiWOZ
-        ({"ja": "x", "en": "y"}, {"source_column": "en"}, PairReader(None, "en", "ja")),
-        ({"answers": "y", "message": "x"}, {}, PairReader(None, "message", "answers")),
-        ({"question": "x", "passage": "z", "answer": True}, {}, PairReader(None, "question", "answer")),  # BoolQ
-        ({"a": "1 + 1?", "b": 2}, {"source_column": "a", "target_column": "b"}, PairReader(None, "a", "b")),
-        ({"dialog": TURNS, "a": "x", "b": "y", "c": "z"}, {"source_column": "a", "target_column": "c"},
-         PairReader(None, "a", "c")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("record", "options", "expected"), [
+    ({"id": "1", "dialog": TURNS}, {}, PairReader("dialog", None, None)),
+    ({"history": TURNS, "response": "x"}, {}, PairReader("history", None, "response")),
+    ({"said": TURNS, "answer": "x"}, {"dialogue_column": "said", "target_column": "answer"},
+     PairReader("said", None, "answer")),
+    ({"context": "z", "question": "x", "answers": {"text": ["y"]}}, {},
+     PairReader(None, "question", "answers", "context")),
+    ({"messages": ROLES, "label": False}, {}, PairReader("messages", None, None, verdict="label")),
+    ({"dialogue": "a text, no list", "summary": "y"}, {}, PairReader(None, "dialogue", "summary")),
+    ({"dialogue": "[10:02] Ann: Hi!", "summary": "y"}, {}, PairReader(None, "dialogue", "summary")),
+    ({"dialog": "['Hi!', 'Ho.']", "act": "[1, 2]"}, {}, PairReader("dialog", None, None)),  # DailyDialog as .csv
+    ({"turns": {"speaker": [0, 1], "utterance": TURNS[:2]}}, {}, PairReader("turns", None, None)),  # MultiWOZ
+    ({"ja": "x", "en": "y"}, {"source_column": "en"}, PairReader(None, "en", "ja")),
+    ({"answers": "y", "message": "x"}, {}, PairReader(None, "message", "answers")),
+    ({"question": "x", "passage": "z", "answer": True}, {}, PairReader(None, "question", "answer")),  # BoolQ
+    ({"a": "1 + 1?", "b": 2}, {"source_column": "a", "target_column": "b"}, PairReader(None, "a", "b")),
+    ({"dialog": TURNS, "a": "x", "b": "y", "c": "z"}, {"source_column": "a", "target_column": "c"},
+     PairReader(None, "a", "c")),
+])  # fmt: skip
 def test_columns_that_are_found(record, options, expected):
     found = columns_of(record, **options)
     assert found == expected
@@ -73,30 +63,27 @@ ASKED, WHO = PairReader(None, "question", "answers", "context"), {"question": "W
 EACH_TURN = [TextPair(TURNS[:1], TURNS[1]), TextPair(TURNS[:2], TURNS[2])]
 
 
-@pytest.mark.parametrize(
-    ("columns", "record", "pairs"),
-    [
-        (PairReader("d", None, None), {"d": TURNS}, EACH_TURN),
-        (PairReader("d", None, None), {"d": ROLES}, EACH_TURN[:1]),
-        (PairReader("d", None, None), {"d": str(TURNS)}, EACH_TURN),
-        (PairReader("d", None, None), {"d": json.dumps(ROLES)}, EACH_TURN[:1]),
-        (PairReader("d", None, None), {"d": [{"from": name, "value": name} for name in ("human", "ai", "human")]},
-         [TextPair(["human"], "ai")]),
-        (PairReader("d", None, None), {"d": [{"from": "human", "value": "Hi!"}, {"from": "gpt", "value": "Ho!"}]},
-         [TextPair(["Hi!"], "Ho!")]),
-        (PairReader("d", None, None), {"d": [{"role": "Assistant", "text": "Hi!"}, {"role": "User", "text": "Ho?"},
-                                          {"role": "Assistant", "text": "Hm."}]}, [TextPair(["Hi!", "Ho?"], "Hm.")]),
-        (PairReader("d", None, None), {"d": [{"speaker": "Ann", "text": "Hi!"}, {"speaker": "Bob", "text": "Ho!"}]},
-         [TextPair(["Hi!"], "Ho!")]),  # nobody is an assistant: everybody replies
-        (PairReader("d", None, "r"), {"d": TURNS, "r": "Oh "}, [TextPair(TURNS, "Oh")]),
-        (PairReader(None, "s", "t"), {"s": " some text", "t": "less\n"}, [TextPair(["some text"], "less")]),
-        (PairReader(None, "s", "t"), {"s": "1 + 1?", "t": 2.0}, [TextPair(["1 + 1?"], "2")]),
-        (ASKED, {**WHO, "context": [], "answers": "Ann"}, [TextPair(["Who?"], "Ann")]),
-        (ASKED, {**WHO, "answers": {"text": ["Ann", "she"]}}, [TextPair(["question: Who? context: Ann did."], "Ann")]),
-        (ASKED, {**WHO, "context": "", "answers": "{'text': ['Ann'], 'answer_start': [0]}"},
-         [TextPair(["Who?"], "Ann")]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("columns", "record", "pairs"), [
+    (PairReader("d", None, None), {"d": TURNS}, EACH_TURN),
+    (PairReader("d", None, None), {"d": ROLES}, EACH_TURN[:1]),
+    (PairReader("d", None, None), {"d": str(TURNS)}, EACH_TURN),
+    (PairReader("d", None, None), {"d": json.dumps(ROLES)}, EACH_TURN[:1]),
+    (PairReader("d", None, None), {"d": [{"from": name, "value": name} for name in ("human", "ai", "human")]},
+     [TextPair(["human"], "ai")]),
+    (PairReader("d", None, None), {"d": [{"from": "human", "value": "Hi!"}, {"from": "gpt", "value": "Ho!"}]},
+     [TextPair(["Hi!"], "Ho!")]),
+    (PairReader("d", None, None), {"d": [{"role": "Assistant", "text": "Hi!"}, {"role": "User", "text": "Ho?"},
+                                      {"role": "Assistant", "text": "Hm."}]}, [TextPair(["Hi!", "Ho?"], "Hm.")]),
+    (PairReader("d", None, None), {"d": [{"speaker": "Ann", "text": "Hi!"}, {"speaker": "Bob", "text": "Ho!"}]},
+     [TextPair(["Hi!"], "Ho!")]),  # nobody is an assistant: everybody replies
+    (PairReader("d", None, "r"), {"d": TURNS, "r": "Oh "}, [TextPair(TURNS, "Oh")]),
+    (PairReader(None, "s", "t"), {"s": " some text", "t": "less\n"}, [TextPair(["some text"], "less")]),
+    (PairReader(None, "s", "t"), {"s": "1 + 1?", "t": 2.0}, [TextPair(["1 + 1?"], "2")]),
+    (ASKED, {**WHO, "context": [], "answers": "Ann"}, [TextPair(["Who?"], "Ann")]),
+    (ASKED, {**WHO, "answers": {"text": ["Ann", "she"]}}, [TextPair(["question: Who? context: Ann did."], "Ann")]),
+    (ASKED, {**WHO, "context": "", "answers": "{'text': ['Ann'], 'answer_start': [0]}"},
+     [TextPair(["Who?"], "Ann")]),
+])  # fmt: skip
 def test_pairs_of_a_record(columns, record, pairs):
     assert columns.read(record) == pairs
 
@@ -105,11 +92,7 @@ def test_pairs_of_a_record(columns, record, pairs):
     ("columns", "record", "words"),
     [
         (PairReader("d", None, None), {"d": ["Hi!", " ", "Ho!"]}, "turn 2 of its d is empty"),
-        (
-            PairReader("d", None, None),
-            {"d": [{"who": "user", "said": "x"}]},
-            "a turn has who, said, and none of content",
-        ),
+        (PairReader("d", None, None), {"d": [{"who": "a", "said": "x"}]}, "a turn has who, said, and none of content"),
         (PairReader("d", None, None), {"d": ["Hi!"]}, "a reply with no history"),
         (PairReader("d", None, None), {"d": "['Hi!' 'Ho!'\n 'Hm.']"}, "is the text of a list that is not valid JSON"),
         (PairReader("d", None, None), {"d": "Hi!"}, "a text, and no list of turns"),
@@ -168,10 +151,8 @@ LONG = [f"turn {number} of our long talk" for number in NUMBERS]
 def test_every_source_and_target_ends_with_the_end_of_text(blenderbot):
     """Also what was cut: a model that never sees the end of a target never learns to stop."""
     encoder = blenderbot(16, 6)
-    pairs = [TextPair(LONG[:n], LONG[n]) for n in range(1, 8)] + [
-        TextPair(["no"], "yes"),
-        TextPair(["word " * 50], "word " * 50),
-    ]
+    pairs = [TextPair(LONG[:n], LONG[n]) for n in range(1, 8)]
+    pairs += [TextPair(["no"], "yes"), TextPair(["word " * 50], "word " * 50)]
     encoded = encoder.encode([pairs], [])
     end = encoder.tokenizer.eos_token_id
     assert {len(rows) for rows in encoded.values()} == {len(pairs)}
@@ -239,9 +220,8 @@ def test_the_held_out_part_shares_no_conversation_with_the_training_part(tmp_pat
     path = write_records(tmp_path / "a.jsonl", [{**talk(n, turns=2 + n % 4), "Answer": "x"} for n in range(40)])
     data = prepare(path, "--validation_split_percentage", "25")
     assert "note      not read: columns Answer" in data.notes
-    train, held_out = (
-        {source.split()[1] for source in sources(data, samples)} for samples in (data.train, data.validation)
-    )
+    parts = (data.train, data.validation)
+    train, held_out = ({source.split()[1] for source in sources(data, part)} for part in parts)
     assert len(held_out) == 10
     assert train | held_out == {str(n) for n in range(40)}
     assert not train & held_out

@@ -129,9 +129,7 @@ def test_samples_are_those_of_megatron(prefixes, tmp_path, weights, split, sampl
                 assert sample["position_ids"].tolist() == found["position_ids"].tolist()
             compared += 1
     assert compared == samples + held_out
-    again, _ = build_samples(
-        blend, samples, held_out, VOCABULARY, EOD, **indices(recipe)
-    )  # mapped from the index, not made
+    again, _ = build_samples(blend, samples, held_out, VOCABULARY, EOD, **indices(recipe))  # from the index
     assert again[samples - 1]["input_ids"].tolist() == train[samples - 1]["input_ids"].tolist()
 
 
@@ -144,9 +142,8 @@ def test_evaluation_is_the_same_however_long_the_run(prefixes, tmp_path):
     assert most == blend.samples_per_epoch(1) == sum(blend.samples(corpus, 1) for corpus in corpora)
     seen = []
     for passes in (1, 3):
-        _, held_out = build_samples(
-            blend, passes * blend.samples_per_epoch(0), most, VOCABULARY, EOD, **indices(recipe)
-        )
+        count = passes * blend.samples_per_epoch(0)
+        _, held_out = build_samples(blend, count, most, VOCABULARY, EOD, **indices(recipe))
         rows = [held_out[index]["input_ids"].tolist() for index in range(most)]
         origins = np.bincount([int(held_out.dataset[index]["dataset_id"]) for index in range(most)])
         assert origins.tolist() == [blend.samples(corpus, 1) for corpus in corpora]
@@ -179,9 +176,8 @@ def test_the_model_sees_what_megatrons_masks_say(prefixes, tmp_path, family, fla
     model = tiny_model(family)
     install_loss(model, "full")
     mask = torch.stack([~row["attention_mask"] for row in rows])
-    positions, tokens, labels, counts = (
-        torch.stack([row[name] for row in rows]) for name in ("position_ids", "tokens", "labels", "loss_mask")
-    )
+    names = ("position_ids", "tokens", "labels", "loss_mask")
+    positions, tokens, labels, counts = (torch.stack([row[name] for row in rows]) for name in names)
     with torch.no_grad():
         logits = model(input_ids=tokens, attention_mask=mask, position_ids=positions).logits
         losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
@@ -219,10 +215,8 @@ def tokenised(tmp_path_factory):
 def prepared(tokenised, cache: Path, *flags: str):
     folder, prefix, _ = tokenised
     given = [] if "--data_path" in flags else ["--data_path", prefix]
-    recipe = parse_recipe(ClmRecipe, [
-        "--config_name", "gpt2", "--tokenizer_name", str(folder), "--block_size", "64", "--cache_dir",
-        str(cache), "--split", "90,10,0", *given, *flags,
-    ])  # fmt: skip
+    words = ["--config_name", "gpt2", "--tokenizer_name", str(folder), "--block_size", "64", "--split", "90,10,0"]
+    recipe = parse_recipe(ClmRecipe, [*words, "--cache_dir", str(cache), *given, *flags])
     config = load_configuration(recipe)
     data = prepare_causal_data(recipe, config, consumed=lambda updates: 8 * updates)
     check_vocabulary(config, data.tokenizer, recipe)
@@ -331,10 +325,8 @@ def test_ids_beyond_the_vocabulary(tokenised, tmp_path):
 
 def test_what_a_data_worker_says_reaches_the_user(tmp_path):
     prefix = write_corpus(tmp_path / "big", [[1, 2, 3] * 50, [4, 96, 5] * 50])
-    train, batches = (
-        samples_of(prefix, 12, tmp_path, vocabulary=90),
-        rank_batches(FixedOrder(12), 12, 0, 4, 1, num_replicas=1, rank=0),
-    )
+    train = samples_of(prefix, 12, tmp_path, vocabulary=90)
+    batches = rank_batches(FixedOrder(12), 12, 0, 4, 1, num_replicas=1, rank=0)
     message = refusal(list, make_loader(train, batches, CausalCollator(pad_id=0), 1, pin=False))
     assert message.startswith("error: data_path: sample ")
     assert "Traceback" not in message

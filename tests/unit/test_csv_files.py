@@ -51,8 +51,6 @@ def test_files_that_were_joined_have_one_header(tmp_path, cache, name, mark):
     data = read_data(ClsRecipe(train_file=[path], cache_dir=cache))
     assert [tuple(record.values()) for record in data.parts["train"]] == [*ROWS, *ROWS, (HEADER[0], "良い")]
     assert f"{path}: the header once more, left out (line 8 and 1 more)" in "\n".join(data.notes)
-    again = read_data(ClsRecipe(train_file=[path], cache_dir=cache))
-    assert list(again.notes) == list(data.notes)
 
 
 def test_a_file_is_looked_through_once(tmp_path, cache, monkeypatch):
@@ -122,9 +120,7 @@ def test_blanks_before_quotes_are_no_part_of_a_text(tmp_path, cache, lines, rows
     assert any("blanks before a field" in note for note in data.notes) == noted
 
 
-@pytest.mark.parametrize(
-    ("header", "again"), [("text,label,label", ["label"]), ("a,a,b,b", ["a", "b"]), (",text,", [])]
-)
+@pytest.mark.parametrize(("header", "again"), [("label,label", ["label"]), ("a,a,b,b", ["a", "b"]), (",text,", [])])
 def test_columns_of_one_name_are_told(tmp_path, cache, header, again):
     (tmp_path / "a.csv").write_text(f"{header}\n{header.replace('l', 'x').replace('t', 'y')}\n")
     notes = read_data(ClsRecipe(train_file=[str(tmp_path / "a.csv")], cache_dir=cache)).notes
@@ -249,13 +245,11 @@ def test_quotes_in_texts_of_an_unquoted_tsv_stay(tmp_path, cache, texts):
 def test_each_tsv_of_several_has_its_own_quoting(tmp_path, cache):
     (tmp_path / "a.tsv").write_text('text\tlabel\n"say ""yes"""\t1\n')
     (tmp_path / "b.tsv").write_text('text\tlabel\n"lone\t1\n')
-    recipe = ClsRecipe(
-        train_file=[str(tmp_path / "*.tsv")], validation_file=[str(tmp_path / "a.tsv")], cache_dir=cache
-    )
-    parts = read_data(recipe).parts
+    first = [str(tmp_path / "a.tsv")]
+    parts = read_data(ClsRecipe(train_file=[str(tmp_path / "*.tsv")], validation_file=first, cache_dir=cache)).parts
     assert parts["train"]["text"][:] == ['say "yes"', '"lone']
     assert parts["validation"]["text"][:] == ['say "yes"']
-    answered = ClsRecipe(model_name_or_path="m", predict_file=[str(tmp_path / "a.tsv")], cache_dir=cache)
+    answered = ClsRecipe(model_name_or_path="m", predict_file=first, cache_dir=cache)
     assert read_data(answered).parts["predict"]["text"][:] == ['say "yes"']
 
 

@@ -26,9 +26,8 @@ VOCABULARY = 97
 def expected_loss(logits: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor, terms: TokenLoss) -> torch.Tensor:
     """Written down as the documentation has it."""
     how, logits, teacher, targets = terms.distillation, logits[:, :-1], teacher[:, :-1], labels[:, 1:]
-    hard = F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), reduction="sum", label_smoothing=terms.label_smoothing
-    )
+    smoothing = terms.label_smoothing
+    hard = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", label_smoothing=smoothing)
     hard = hard + terms.z_loss * logits.logsumexp(-1)[targets != -100].square().sum()
     if how is None:
         return hard
@@ -75,11 +74,8 @@ def test_loss_and_gradients(terms, kind, monkeypatch):
         limit = 1e-5 * float(right.grad.abs().max()) + 1e-8
         torch.testing.assert_close(ours.grad.double(), right.grad, rtol=1e-4, atol=limit, msg=name)
     evaluated, plain = model.eval()(**inputs), tiny_model("gpt_neox")
-    plain.load_state_dict(model.state_dict())
     install_loss(plain, kind)
-    torch.testing.assert_close(
-        evaluated, plain.eval()(**inputs), rtol=0, atol=0, msg="an evaluation has the plain loss"
-    )
+    assert torch.equal(evaluated, plain(**inputs)), "an evaluation has the plain loss"
 
 
 def test_a_plan_counts_the_teacher(teacher):
@@ -89,9 +85,8 @@ def test_a_plan_counts_the_teacher(teacher):
         config_overrides="n_layer=2,n_head=2,n_embd=32,vocab_size=304",
     )  # fmt: skip
     model = read_planned_model(recipe, "clm", on_gpu=True)
-    assert model.teacher_weights == sum(
-        each.numel() for each in AutoModelForCausalLM.from_pretrained(teacher).parameters()
-    )
+    weights = AutoModelForCausalLM.from_pretrained(teacher).parameters()
+    assert model.teacher_weights == sum(each.numel() for each in weights)
     for strategy, refused in (({}, False), ({"tensor": 2}, True), ({"shards_parameters": True}, True)):
         defaults = {"tensor": 1, "pipeline": 1, "sequence": 1, "shards_parameters": False, "fully_shards": False}
         made = SimpleNamespace(**defaults | strategy, source="the pair")

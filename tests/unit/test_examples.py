@@ -1,10 +1,11 @@
 """Records with labels become rows: columns, formats, bad records, splits, truncation. And the data sets made
 from Python's own library: nothing is told twice."""
 
-import json
+import csv
 import re
 
 import numpy as np
+import pandas as pd
 import pytest
 from datasets import ClassLabel, Dataset, Value
 from helpers import check_refusal, refusal
@@ -16,7 +17,6 @@ from zerofit.data.sources import MIN_WORDS, NUM_PACKAGES
 from zerofit.model.configuration import load_configuration
 from zerofit.recipe import ClsRecipe, parse_recipe
 
-VOCAB = 270  # 4 marks, 256 bytes, 10 merges
 WORDS = ("good", "bad", "long", "short", "story", "film", "play", "song")
 TEXTS = [f"A {WORDS[n % 8]} {WORDS[n * 3 % 7]}, number {n}" for n in range(40)]
 LABELS = ["yes" if n % 3 else "no" for n in range(40)]
@@ -27,9 +27,9 @@ SIZES = "hidden_size=16,num_hidden_layers=1,num_attention_heads=1,intermediate_s
 def prepare(cache):
     """Files and flags -> samples, through the recipe's own parser."""
 
-    def run(train, *flags: str, vocab: int = VOCAB) -> ExampleData:
+    def run(train, *flags: str) -> ExampleData:
         model = ["--model_type", "bert", "--config_overrides", SIZES]
-        data = ["--train_file", str(train), "--train_tokenizer_vocab_size", str(vocab), "--cache_dir", cache]
+        data = ["--train_file", str(train), "--train_tokenizer_vocab_size", "270", "--cache_dir", cache]
         recipe = parse_recipe(ClsRecipe, [*model, *data, *map(str, flags)])
         return prepare_examples(recipe, load_configuration(recipe))
 
@@ -38,14 +38,12 @@ def prepare(cache):
 
 def write(path, columns: dict[str, list]):
     """A .csv (all texts in quotes), .tsv or .jsonl file of these columns."""
-    rows = [dict(zip(columns, values)) for values in zip(*columns.values())]
+    frame = pd.DataFrame(columns)
     if path.suffix == ".jsonl":
-        lines = [json.dumps(row) for row in rows]
-    elif path.suffix == ".csv":
-        lines = [",".join(columns), *(",".join(f'"{value}"' for value in row.values()) for row in rows)]
+        frame.to_json(path, orient="records", lines=True)
     else:
-        lines = ["\t".join(columns), *("\t".join(map(str, row.values())) for row in rows)]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        quoting = csv.QUOTE_ALL if path.suffix == ".csv" else csv.QUOTE_NONE
+        frame.to_csv(path, index=False, sep="," if path.suffix == ".csv" else "\t", quoting=quoting)
     return path
 
 
@@ -233,11 +231,6 @@ def docstrings(cache) -> dict[str, list[dict]]:
     return parts_of("stdlib-docstrings", cache)
 
 
-@pytest.fixture(scope="module")
-def functions(cache) -> dict[str, list[dict]]:
-    return parts_of("stdlib-functions", cache)
-
-
 def test_docstrings(docstrings):
     labels = {record["label"] for record in docstrings["train"]}
     assert len(labels) == NUM_PACKAGES
@@ -250,8 +243,8 @@ def test_docstrings(docstrings):
 
 
 @pytest.mark.parametrize("column", ["text", "source"])
-def test_nothing_that_is_held_out_is_trained_on(docstrings, functions, column):
-    parts = {"text": docstrings, "source": functions}[column]
+def test_nothing_that_is_held_out_is_trained_on(docstrings, cache, column):
+    parts = docstrings if column == "text" else parts_of("stdlib-functions", cache)
     trained = {said(record[column]) for record in parts["train"]}
     held_out = {said(record[column]) for record in parts["validation"]}
     assert held_out

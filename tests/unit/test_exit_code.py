@@ -55,10 +55,8 @@ def program(file, body: str) -> list[str]:
 
 def started(command: list[str], **variables: str) -> subprocess.Popen:
     """A program that has said that it is ready."""
-    ours = environment(PYTHONPATH=str(ROOT), **variables)
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ours, start_new_session=True
-    )
+    how = {"env": environment(PYTHONPATH=str(ROOT), **variables), "start_new_session": True}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
     assert process.stdout.readline() == "ready\n"
     return process
 
@@ -277,10 +275,8 @@ def lines_of(folder, error: str, on_screen: bool, **variables: str) -> list[str]
     """The lines that a launcher and its program print, which fails; on a terminal or not."""
     (folder / "launcher").write_text(LAUNCHER)
     (folder / "run.py").write_text(RUN.format(error=error))
-    command, ours = (
-        [sys.executable, folder / "launcher", folder / "run.py"],
-        environment(PYTHONPATH=str(ROOT), **variables),
-    )
+    command = [sys.executable, folder / "launcher", folder / "run.py"]
+    ours = environment(PYTHONPATH=str(ROOT), **variables)
     if on_screen:
         return on_a_terminal(command, env=ours)[1].split("\r\n")
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ours)

@@ -9,14 +9,7 @@ from helpers import recipe_of, refusal, tiny_model
 
 from zerofit.data.collate import CausalCollator
 from zerofit.model import compilation
-from zerofit.model.compilation import (
-    FLOAT8_EMULATION,
-    blocks_of,
-    check_float8,
-    check_float8_device,
-    convert_to_float8,
-    uncompiled,
-)
+from zerofit.model.compilation import FLOAT8_EMULATION, blocks_of, convert_to_float8, uncompiled
 from zerofit.model.preflight import documents_leak
 
 OPTIONAL = Path(sys.prefix, "optional")  # scripts/setup.sh: what only tests load
@@ -78,15 +71,17 @@ def test_checks_are_in_bf16_since_rows_of_a_batch_share_a_scale(torchao):
 def test_what_the_machine_lacks(monkeypatch):
     recipe = recipe_of(float8=True)
     monkeypatch.setattr(compilation.importlib.util, "find_spec", lambda name: None)
-    assert "needs torchao: pip install '.[float8]'" in refusal(check_float8, recipe)
-    assert "compute capability 8.9 or more (L40S, H100), and there is none" in refusal(check_float8_device, recipe)
+    assert "needs torchao: pip install '.[float8]'" in refusal(compilation.check_float8, recipe)
+    assert "compute capability 8.9 or more (L40S, H100), and there is none" in refusal(
+        compilation.check_float8_device, recipe
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: (8, 0))
-    assert "and a NVIDIA A100 has 8.0. Remove it" in refusal(check_float8_device, recipe)
+    assert "and a NVIDIA A100 has 8.0. Remove it" in refusal(compilation.check_float8_device, recipe)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: (8, 9))
-    check_float8_device(recipe)
+    compilation.check_float8_device(recipe)
 
 
 # --------------------------------------------------------------------------------------------------------- strategies

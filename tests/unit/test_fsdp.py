@@ -48,34 +48,24 @@ def test_what_it_is(read):
     assert "nothing is sharded" in alone.notes[0]
 
 
-@pytest.mark.parametrize(
-    ("content", "flags", "said"),
-    [
-        ({"fsdp_config": {}}, [], "fsdp_version = 1 is not supported. Write 2"),
-        (
-            {"fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True}}, [],
-            "Write false, or use another strategy, such as zero3_offload",
-        ),
-        (
-            {"fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}}, [],
-            "fsdp_auto_wrap_policy = size_based_wrap is not supported. Write transformer_based_wrap",
-        ),
-        ({"fsdp_config": {"fsdp_version": 2, "fsdp_reduce_dtype": "fp16"}}, [], "Write fp32 or bf16"),
-        ({"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}}, [], "accelerate to-fsdp2 --config_file FILE"),
-        ({"fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": True}}, [], "--gradient_checkpointing"),
-        ({"fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": "x"}}, [], "true or false or a number"),
-        ({"parallelism_config": {"dp_replicate_size": 2}}, [], "Did you mean parallelism_config_dp_replicate_size?"),
-        ({"parallelism_config": {"parallelism_config_dp_shard_size": 4}}, [], "dp_shard_size = 4, and 2 processes"),
-        (
-            {"fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": 3}}, [],
-            "fsdp_reshard_after_forward = 3 is not a part of the 2 processes that share weights. Write true, false",
-        ),
-        ({"parallelism_config": {"parallelism_config_tp_size": 2}}, [], "parallelism_config_tp_size = 2 is not"),
-        ({"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}, [], "Use --num_processes 4"),
-        ({}, ["--precision", "fp16"], "FSDP does not go together with precision = fp16. Use --precision bf16"),
-        ({}, ["--torch_compile", "model"], "torch_compile = model (--torch_compile). Use --torch_compile blocks"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("content", "flags", "said"), [
+    ({"fsdp_config": {}}, [], "fsdp_version = 1 is not supported. Write 2"),
+    ({"fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True}}, [], "Write false, or use another strategy"),
+    ({"fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}}, [],
+     "fsdp_auto_wrap_policy = size_based_wrap is not supported. Write transformer_based_wrap"),
+    ({"fsdp_config": {"fsdp_version": 2, "fsdp_reduce_dtype": "fp16"}}, [], "Write fp32 or bf16"),
+    ({"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}}, [], "accelerate to-fsdp2 --config_file FILE"),
+    ({"fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": True}}, [], "--gradient_checkpointing"),
+    ({"fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": "x"}}, [], "true or false or a number"),
+    ({"parallelism_config": {"dp_replicate_size": 2}}, [], "Did you mean parallelism_config_dp_replicate_size?"),
+    ({"parallelism_config": {"parallelism_config_dp_shard_size": 4}}, [], "dp_shard_size = 4, and 2 processes"),
+    ({"fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": 3}}, [],
+     "fsdp_reshard_after_forward = 3 is not a part of the 2 processes that share weights. Write true, false"),
+    ({"parallelism_config": {"parallelism_config_tp_size": 2}}, [], "parallelism_config_tp_size = 2 is not"),
+    ({"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}, [], "Use --num_processes 4"),
+    ({}, ["--precision", "fp16"], "FSDP does not go together with precision = fp16. Use --precision bf16"),
+    ({}, ["--torch_compile", "model"], "torch_compile = model (--torch_compile). Use --torch_compile blocks"),
+])  # fmt: skip
 def test_what_it_refuses(read, content, flags, said):
     check_refusal([said, "own.yaml"], read, {**OWN, **content}, *flags)
 

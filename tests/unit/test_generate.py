@@ -79,10 +79,9 @@ def generate(capsys):
 def talk(generate, monkeypatch):
     """Several lines to `--chat`, as they come through a pipe."""
 
-    def run(*lines_and_flags: object, expect: int = 0):
-        lines = [str(line) for line in lines_and_flags[0]]
+    def run(lines: list[str], *flags: object, expect: int = 0):
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-        return generate("--chat", *lines_and_flags[1:], expect=expect)
+        return generate("--chat", *flags, expect=expect)
 
     return run
 
@@ -100,16 +99,16 @@ def test_greedy_is_what_transformers_writes(tmp_path, tokenizer, generate, famil
 
 
 def test_a_seed_repeats_what_was_drawn(model, generate):
-    def drawn(*flags) -> str:
-        done = generate("--model", model, "--prompt", "The", "The", "--max_new_tokens", 12, "--top_k", 11, *flags)
-        assert f"temperature 1.5, top_k 11, top_p 1, seed {flags[-1]}" in done.err
+    def drawn(seed: int) -> str:
+        flags = ("--max_new_tokens", 12, "--top_k", 11, "--temperature", 1.5, "--seed", seed)
+        done = generate("--model", model, "--prompt", "The", "The", *flags)
+        assert f"temperature 1.5, top_k 11, top_p 1, seed {seed}" in done.err
         return done.out
 
-    first = drawn("--temperature", 1.5, "--seed", 7)
-    assert drawn("--temperature", 1.5, "--seed", 7) == first
-    assert drawn("--temperature", 1.5, "--seed", 8) != first
-    one, two = first.splitlines()[0], first.splitlines()[1]
-    assert one != two, "each prompt draws for itself"
+    first = drawn(7)
+    assert drawn(7) == first
+    assert drawn(8) != first
+    assert len(set(first.splitlines())) > 1, "each prompt draws for itself"
 
 
 def test_files_of_prompts(model, generate, given, tmp_path, template, tokenizer):
@@ -124,10 +123,9 @@ def test_files_of_prompts(model, generate, given, tmp_path, template, tokenizer)
     output = tmp_path / "out.jsonl"
     generate("--model", model, "--prompt_file", records, "--max_new_tokens", 2, "--chat_template", template,
              "--output", output)  # fmt: skip
-    assert [tokenizer.decode(ids) for ids in given.ids[3:]] == [
-        "<user>one<assistant>",
-        "<user>hi<assistant>lo<|endoftext|><user>ho<assistant>",
-    ]
+    first, second = (tokenizer.decode(ids) for ids in given.ids[3:])
+    assert first == "<user>one<assistant>"
+    assert second == "<user>hi<assistant>lo<|endoftext|><user>ho<assistant>"
     written = [json.loads(line) for line in output.read_text().splitlines()]
     assert [sorted(line) for line in written] == [["generated", "prompt"], ["generated", "messages"]]
     assert written[1]["messages"] == turns[:3]
@@ -135,7 +133,6 @@ def test_files_of_prompts(model, generate, given, tmp_path, template, tokenizer)
 
 def test_what_a_tokenizer_puts_after_a_text_is_not_continued(tmp_path, generate, given):
     """[CLS] a [SEP]: after the end there is nothing to go on with."""
-
     marked = small_tokenizer(tmp_path, pairs=True)
     save_writer(tmp_path / "model", marked)
     generate("--model", tmp_path / "model", "--prompt", "the loss", "--max_new_tokens", 3)
@@ -187,9 +184,8 @@ def test_it_never_asks_for_more_than_the_models_positions(model, generate, given
 
 
 def test_a_conversation_has_its_history_in_the_prompt(model, talk, given, template, tokenizer):
-    done = talk(
-        ["hi", "ho", "/reset", "he", "", "never"], "--model", model, "--chat_template", template, "--max_new_tokens", 4
-    )
+    lines = ["hi", "ho", "/reset", "he", "", "never"]
+    done = talk(lines, "--model", model, "--chat_template", template, "--max_new_tokens", 4)
     prompts = [tokenizer.decode(ids) for ids in given.ids]
     assert len(prompts) == 3
     assert prompts[0] == "<user>hi<assistant>"
@@ -269,9 +265,8 @@ def test_an_adapter_by_itself_on_its_base_and_merged(model, adapter, generate, t
     assert merged != written("--model", model), "the adapter does nothing: the test would show nothing"
     assert written("--model", adapter) == merged
     assert written("--model", model, "--adapter", adapter) == merged
-    assert generate("--model", adapter, "--prompt", "a", "--max_new_tokens", 1).err == (
-        f"model {model} with the adapter {adapter} in float32 on cpu\n"
-    )
+    said = generate("--model", adapter, "--prompt", "a", "--max_new_tokens", 1).err
+    assert said == f"model {model} with the adapter {adapter} in float32 on cpu\n"
 
 
 def test_a_model_that_does_not_write(tmp_path, generate):
@@ -316,8 +311,7 @@ def test_prompt_files_that_are_refused(generate, model, tmp_path, content, words
     file = tmp_path / "prompts.jsonl"
     file.write_text(content)
     message = generate("--model", model, "--prompt_file", file, expect=2).err
-    for word in words:
-        assert word in message, message
+    assert not [word for word in words if word not in message], message
 
 
 # ------------------------------------------------------------------------------------------------- where a text is cut
@@ -337,12 +331,7 @@ def test_a_launch_without_training_takes_the_stored_length(flags):
     assert longest({"max_new_tokens": 40}, "--train_file", "a.jsonl") == 128
 
 
-def test_generate_says_where_an_answer_is_cut(tmp_path, capsys):
-    from zerofit.tools.generate.generate import main
-
-    save_blenderbot(tmp_path / "pairs", small_tokenizer(tmp_path))
-    assert main(["--model", str(tmp_path / "pairs"), "--prompt", "hello", "--max_new_tokens", "2"]) == 0
-    assert "note: the text is cut at max_new_tokens = 2" in capsys.readouterr().err
-    save_writer(tmp_path / "text", small_tokenizer(tmp_path))
-    assert main(["--model", str(tmp_path / "text"), "--prompt", "hello", "--max_new_tokens", "2"]) == 0
-    assert "cut" not in capsys.readouterr().err, "a text that is continued has no end"
+def test_generate_says_where_an_answer_is_cut(blenderbot, model, generate):
+    flags = ("--prompt", "hello", "--max_new_tokens", 2)
+    assert "note: the text is cut at max_new_tokens = 2" in generate("--model", blenderbot, *flags).err
+    assert "cut" not in generate("--model", model, *flags).err, "a text that is continued has no end"

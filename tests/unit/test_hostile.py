@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tests.helpers import Harmful, refusal, tiny_model
+from zerofit.checkpoint import directory
 from zerofit.checkpoint.directory import SaveReason, find_damage, write_manifest
 from zerofit.data.megatron import INDEX_FOLDER
 from zerofit.data.text import tokenize_texts
@@ -52,9 +53,7 @@ def corpus(tmp_path, corpora) -> str:
     return corpora.write_corpus(tmp_path / "x", corpora.random_documents(0, 60))
 
 
-def test_an_index_lies_in_the_users_cache_and_nothing_beside_the_corpus_is_read(
-    corpora, corpus, tmp_path, monkeypatch
-):
+def test_an_index_beside_a_corpus_is_not_read(corpora, corpus, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache of the user"))
     expected = corpora.samples_of(corpus, 20, cache_root(None) / INDEX_FOLDER)[3]["input_ids"].tolist()
     assert not Path(f"{corpus}/cache").exists()
@@ -125,8 +124,6 @@ def test_a_manifest_names_files_of_its_own_folder(tmp_path, name):
     name = name.format(tmp_path)
     write_manifest(folder, SaveReason.REQUESTED, {})
     assert find_damage(folder) is None
-    import zerofit.checkpoint.directory as directory
-
     files = {name: directory.manifest_entry(tmp_path / "outside")}
     (folder / "manifest.json").write_text(directory._manifest({"why": SaveReason.REQUESTED, "files": files}))
     assert "manifest.json" in (find_damage(folder) or "")
@@ -146,8 +143,6 @@ def test_a_refused_pickle_is_refused_in_our_own_words(tmp_path):
 
 
 DEEP = "[" * 100_000
-
-
 ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi")
 )
@@ -179,18 +174,14 @@ def test_json_that_is_nested_too_deeply(tmp_path):
 
 @pytest.fixture
 def tokenizer():
-    words = models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>")
-    backend = Tokenizer(words)
+    backend = Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
 
 
 def test_a_text_that_takes_more_memory_than_there_is(tokenizer, tmp_path, monkeypatch):
     table = Dataset.from_dict({"text": ["a " * 10**5, "a a"]})
-    assert [len(row) for row in tokenize_texts(table, tokenizer, True, tmp_path)["input_ids"]] == [
-        10**5 + 1,
-        3,
-    ]
+    assert [len(row) for row in tokenize_texts(table, tokenizer, True, tmp_path)["input_ids"]] == [10**5 + 1, 3]
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=30 << 20))
     assert "200,000 characters" in refusal(tokenize_texts, table, tokenizer, False, tmp_path)
 

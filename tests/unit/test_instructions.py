@@ -25,43 +25,40 @@ def form_of(record: dict, **options) -> RecordForm | None:
     return find_form(ClmRecipe(**options), Dataset.from_list([record]))
 
 
-@pytest.mark.parametrize(
-    ("record", "options", "expected"),
-    [
-        ({"instruction": "x", "output": "y"}, {}, RecordForm("instruction", "instruction", "output")),
-        ({"instruction": "x", "input": "z", "output": "y", "text": "all of it"}, {},
-         RecordForm("instruction", "instruction", "output", "input")),
-        ({"instruction": "x", "output": "y", "text": "z"}, {"text_column": "text"}, None),
-        ({"instruction": "x", "context": "z", "response": "y", "category": "qa"}, {},
-         RecordForm("instruction", "instruction", "response", "context")),  # Dolly
-        ({"instruction": "x", "input": "", "output": "y", "system": "s", "history": [["a", "b"]]}, {},
-         RecordForm("instruction", "instruction", "output", "input", "history", "system")),  # LLaMA-Factory
-        ({"prompt": "x", "completion": "y"}, {}, RecordForm("prompt", "prompt", "completion", plain=True)),
-        ({"instruction": "x", "answer": "y"}, {}, RecordForm("instruction", "instruction", "answer")),
-        ({"inputs": "x", "targets": "y"}, {}, RecordForm("prompt", "inputs", "targets", plain=True)),  # FLAN
-        ({"input": "x", "output": "y"}, {}, RecordForm("prompt", "input", "output", plain=True)),
-        ({"prompt": "x", "input": "z", "output": "y"}, {}, RecordForm("instruction", "prompt", "output", "input")),
-        ({"user": "x", "assistant": "y", "id": "1"}, {}, RecordForm("prompt", "user", "assistant", plain=True)),
-        ({"user": "x", "text": "z", "target": "y"}, {}, None),  # of tweets
-        ({"query": "x", "text": "z", "target": "y"}, {}, None),
-        ({"question": "x", "answer": ["y", "z"]}, {}, RecordForm("prompt", "question", "answer")),  # NQ-open
-        ({"query": "x", "response": "y", "history": [["a", "b"]]}, {},
-         RecordForm("prompt", "query", "response", history="history")),  # ms-swift
-        ({"system_prompt": "s", "question": "x", "response": "y"}, {},
-         RecordForm("prompt", "question", "response", system="system_prompt", plain=True)),  # OpenOrca
-        ({"type": "t", "query": "x", "response": "y"}, {}, RecordForm("prompt", "query", "response", plain=True)),
-        ({"messages": TURNS, "prompt": "x", "completion": "y"}, {}, RecordForm("messages", "messages")),
-        ({"conversations": SHAREGPT, "id": "1"}, {"system_prompt": "s"},
-         RecordForm("messages", "conversations", system_prompt="s")),
-        ({"conversation": [{"assistant": "y", "human": "x"}]}, {}, RecordForm("messages", "conversation")),
-        ({"dialogue": [{"speaker": "Ann", "text": "Hi?"}], "text": "x"}, {}, None),
-        ({"id": "1", "context": "z", "question": "x", "answers": {"text": ["y"], "answer_start": [0]}}, {},
-         RecordForm("instruction", "question", "answers", "context")),  # SQuAD
-        ({"messages": TURNS, "label": True}, {}, RecordForm("messages", "messages", verdict="label")),
-        ({"conversations": {"from": ["human", "gpt"], "value": ["Hi", "Ho"]}}, {},
-         RecordForm("messages", "conversations")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("record", "options", "expected"), [
+    ({"instruction": "x", "output": "y"}, {}, RecordForm("instruction", "instruction", "output")),
+    ({"instruction": "x", "input": "z", "output": "y", "text": "all of it"}, {},
+     RecordForm("instruction", "instruction", "output", "input")),
+    ({"instruction": "x", "output": "y", "text": "z"}, {"text_column": "text"}, None),
+    ({"instruction": "x", "context": "z", "response": "y", "category": "qa"}, {},
+     RecordForm("instruction", "instruction", "response", "context")),  # Dolly
+    ({"instruction": "x", "input": "", "output": "y", "system": "s", "history": [["a", "b"]]}, {},
+     RecordForm("instruction", "instruction", "output", "input", "history", "system")),  # LLaMA-Factory
+    ({"prompt": "x", "completion": "y"}, {}, RecordForm("prompt", "prompt", "completion", plain=True)),
+    ({"instruction": "x", "answer": "y"}, {}, RecordForm("instruction", "instruction", "answer")),
+    ({"inputs": "x", "targets": "y"}, {}, RecordForm("prompt", "inputs", "targets", plain=True)),  # FLAN
+    ({"input": "x", "output": "y"}, {}, RecordForm("prompt", "input", "output", plain=True)),
+    ({"prompt": "x", "input": "z", "output": "y"}, {}, RecordForm("instruction", "prompt", "output", "input")),
+    ({"user": "x", "assistant": "y", "id": "1"}, {}, RecordForm("prompt", "user", "assistant", plain=True)),
+    ({"user": "x", "text": "z", "target": "y"}, {}, None),  # of tweets
+    ({"query": "x", "text": "z", "target": "y"}, {}, None),
+    ({"question": "x", "answer": ["y", "z"]}, {}, RecordForm("prompt", "question", "answer")),  # NQ-open
+    ({"query": "x", "response": "y", "history": [["a", "b"]]}, {},
+     RecordForm("prompt", "query", "response", history="history")),  # ms-swift
+    ({"system_prompt": "s", "question": "x", "response": "y"}, {},
+     RecordForm("prompt", "question", "response", system="system_prompt", plain=True)),  # OpenOrca
+    ({"type": "t", "query": "x", "response": "y"}, {}, RecordForm("prompt", "query", "response", plain=True)),
+    ({"messages": TURNS, "prompt": "x", "completion": "y"}, {}, RecordForm("messages", "messages")),
+    ({"conversations": SHAREGPT, "id": "1"}, {"system_prompt": "s"},
+     RecordForm("messages", "conversations", system_prompt="s")),
+    ({"conversation": [{"assistant": "y", "human": "x"}]}, {}, RecordForm("messages", "conversation")),
+    ({"dialogue": [{"speaker": "Ann", "text": "Hi?"}], "text": "x"}, {}, None),
+    ({"id": "1", "context": "z", "question": "x", "answers": {"text": ["y"], "answer_start": [0]}}, {},
+     RecordForm("instruction", "question", "answers", "context")),  # SQuAD
+    ({"messages": TURNS, "label": True}, {}, RecordForm("messages", "messages", verdict="label")),
+    ({"conversations": {"from": ["human", "gpt"], "value": ["Hi", "Ho"]}}, {},
+     RecordForm("messages", "conversations")),
+])  # fmt: skip
 def test_forms_that_are_found(record, options, expected):
     found = form_of(record, **options)
     assert found == expected
@@ -89,8 +86,8 @@ def test_an_instruction():
     with_input = {**asked, "content": "Add.\n\n1 2", "input": "1 2"}
     own = {"role": "system", "content": "Count."}
     assert INSTRUCTION.read(instruction(input="1 2", system="Count.")) == [own, with_input, three]
-    past = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"},
-            {"role": "user", "content": "c?"}, {"role": "assistant", "content": "d"}]  # fmt: skip
+    turns = (("user", "a?"), ("assistant", "b"), ("user", "c?"), ("assistant", "d"))
+    past = [{"role": role, "content": text} for role, text in turns]
     assert INSTRUCTION.read(instruction(history=[["a?", "b"], ["c?", "d"]])) == [default, *past, asked, three]
     assert INSTRUCTION.read(instruction(history=past)) == [default, *past, asked, three]
     of_a_csv = instruction(history="[['a?', 'b'], ['c?', 'd']]")
@@ -106,10 +103,8 @@ def test_an_instruction():
 
 def test_a_prompt():
     """Text is kept to the last space: what stands between prompt and answer is the data's."""
-    assert PROMPT.read({"prompt": "The sky is", "completion": " blue."}) == [
-        {"role": "user", "content": "The sky is"},
-        {"role": "assistant", "content": " blue."},
-    ]
+    messages = PROMPT.read({"prompt": "The sky is", "completion": " blue."})
+    assert messages == [{"role": "user", "content": "The sky is"}, {"role": "assistant", "content": " blue."}]
     lists = {"prompt": [SYSTEM, *TURNS, QUESTION], "completion": [ANSWER, QUESTION, ANSWER]}
     given = {**ANSWER, "trained": False}
     assert PROMPT.read(lists) == [SYSTEM, QUESTION, given, QUESTION, ANSWER, QUESTION, ANSWER]
@@ -156,11 +151,7 @@ def test_a_system_text():
         (CHAT, {"messages": [QUESTION, SYSTEM, ANSWER]}, "turn 2 is the system's, which can only be the first"),
         (CHAT, {"messages": [QUESTION, {"role": "ann", "content": "x"}]}, "turn 2 .* the role 'ann'.*user: user, h"),
         (CHAT, {"messages": [QUESTION, RESULT, ANSWER]}, "turn 2 is the tool's, where one of the assistant was due"),
-        (
-            CHAT,
-            {"messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": [1]}]},
-            "turn 2 of its messages",
-        ),
+        (CHAT, {"messages": [QUESTION, {**ANSWER, "content": None, "tool_calls": [1]}]}, "turn 2 of its messages"),
         (RATED, {"messages": TURNS, "label": False}, r"its answer is a rejected one \(label: false\)"),
         (CHAT, {"messages": [QUESTION, {"role": "assistant", "content": " "}]}, r"turn 2 of its messages \(assistant"),
     ],
@@ -270,7 +261,5 @@ def test_a_small_text_beside_lists_is_not_the_text(record):
 
 
 def test_a_text_beside_small_lists():
-    assert (
-        text_column(Dataset.from_list([{"content": "a long text", "tags": ["a"], "meta": {"n": 1}}]), None)
-        == "content"
-    )
+    record = {"content": "a long text", "tags": ["a"], "meta": {"n": 1}}
+    assert text_column(Dataset.from_list([record]), None) == "content"

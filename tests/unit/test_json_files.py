@@ -105,9 +105,8 @@ def test_a_file_of_one_record_is_no_table(tmp_path, cache, record, indent):
 
 def test_keys_have_the_order_of_the_first_record(tmp_path, cache):
     """The first language of a translation is its source."""
-    (tmp_path / "a.jsonl").write_text(
-        '{"translation": {"en": "a", "de": "b"}}\n{"translation": {"de": "d", "en": "c"}}'
-    )
+    first, second = '{"translation": {"en": "a", "de": "b"}}', '{"translation": {"de": "d", "en": "c"}}'
+    (tmp_path / "a.jsonl").write_text(f"{first}\n{second}")
     (table,) = read_data(Seq2SeqRecipe(train_file=[str(tmp_path / "a.jsonl")], cache_dir=cache)).parts.values()
     assert split_translation_columns(table).to_dict() == {"en": ["a", "c"], "de": ["b", "d"]}
     assert list(table.features["translation"]) == ["en", "de"]

@@ -42,10 +42,8 @@ def folders(tmp_path_factory):
     spm = pytest.importorskip("sentencepiece")
     root = tmp_path_factory.mktemp("translation")
     (root / "text.txt").write_text("\n".join(f"{pair['source']} {pair['target']}" for pair in TALK) + "\n")
-    spm.SentencePieceTrainer.train(
-        input=str(root / "text.txt"), model_prefix=str(root / "sp"), vocab_size=40, hard_vocab_limit=False,
-        minloglevel=2,
-    )  # fmt: skip
+    how = {"vocab_size": 40, "hard_vocab_limit": False, "minloglevel": 2}
+    spm.SentencePieceTrainer.train(input=str(root / "text.txt"), model_prefix=str(root / "sp"), **how)
     model = spm.SentencePieceProcessor(model_file=str(root / "sp.model"))
     pieces = [model.IdToPiece(number) for number in range(3, model.GetPieceSize())]
     names = {"m2m": [*MARKS, *pieces], "marian": ["</s>", "<unk>", *pieces, ">>deu<<", ">>fra<<", "<pad>"]}
@@ -53,16 +51,13 @@ def folders(tmp_path_factory):
         (root / f"{name}.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
     from transformers.models.m2m_100.tokenization_m2m_100 import FAIRSEQ_LANGUAGE_CODES, M2M100Tokenizer
 
+    codes = [f"__{code}__" for code in FAIRSEQ_LANGUAGE_CODES["m2m100"]]
     spm_file, scored = str(root / "sp.model"), [(token, 0.0 if token in MARKS else -2.0) for token in MARKS + LETTERS]
     made = {
         "nllb": NllbTokenizer(vocab={token: number for number, (token, _) in enumerate(scored)}, merges=[]),
         "mbart": MBartTokenizer(vocab=scored),
         "mbart50": MBart50Tokenizer(vocab=scored),
-        "m2m": M2M100Tokenizer(
-            vocab_file=str(root / "m2m.json"),
-            spm_file=spm_file,
-            additional_special_tokens=[f"__{code}__" for code in FAIRSEQ_LANGUAGE_CODES["m2m100"]],
-        ),
+        "m2m": M2M100Tokenizer(vocab_file=str(root / "m2m.json"), spm_file=spm_file, additional_special_tokens=codes),
         "marian": MarianTokenizer(source_spm=spm_file, target_spm=spm_file, vocab=str(root / "marian.json")),
     }
     for name, tokenizer in made.items():
@@ -158,9 +153,8 @@ def test_sources_that_bring_marians_code_need_no_option(folders, cache, tmp_path
     data = prepare_pairs(recipe_of(folders["marian"], cache, file), config_of("marian"))
     first = AutoTokenizer.from_pretrained(folders["marian"]).convert_tokens_to_ids(">>fra<<")
     assert data.train[0]["input_ids"][0] == first
-    prefix = recipe_of(
-        folders["marian"], cache, write_records(tmp_path / "b.jsonl", TALK), "--source_prefix", ">>deu<< "
-    )
+    file = write_records(tmp_path / "b.jsonl", TALK)
+    prefix = recipe_of(folders["marian"], cache, file, "--source_prefix", ">>deu<< ")
     assert prepare_pairs(prefix, config_of("marian")).train[0]["input_ids"][0] == first - 1
 
 

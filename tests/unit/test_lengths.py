@@ -53,10 +53,7 @@ def test_auto_is_each_1024_up_to_the_models_positions():
         (["--lengths", "auto", "8k"], "lengths = auto 8k: say auto alone, or lengths"),
         (["--batch_sizes", "auto", "8"], "batch_sizes = auto 8: say auto alone, or sizes"),
         (["--lengths", "1k", "--block_size", "64"], "--block_size and --lengths: keep one of the two"),
-        (
-            ["--lengths", "1k", "--global_batch_size", "3"],
-            "global_batch_size = 3 (--global_batch_size) is not a multiple",
-        ),
+        (["--lengths", "1k", "--global_batch_size", "3"], "global_batch_size = 3 (--global_batch_size) is not a"),
     ],
 )
 def test_a_mistake_ends_a_plan_with_code_2(capsys, flags, words):

@@ -6,7 +6,7 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
-from helpers import NOT_SHARDED, TINY, check_refusal, refusal, small_sizes, tiny_model
+from helpers import NOT_SHARDED, TINY, check_refusal, refusal, small_sizes
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
@@ -46,15 +46,11 @@ def bases(tmp_path_factory) -> dict[str, str]:
     """Folders of random weights, by family."""
     folders = {}
     for family, (_, auto_class, _, _) in FAMILIES.items():
-        folder = tmp_path_factory.mktemp(family)
+        folders[family] = str(tmp_path_factory.mktemp(family))
         torch.manual_seed(0)
-        if family in TINY:
-            model = tiny_model(family)
-        else:
-            sizes = small_sizes(family, vocab_size=97)
-            model = auto_class.from_config(AutoConfig.for_model(family, **{**sizes, **MORE.get(family, {})}))
-        model.save_pretrained(folder)
-        folders[family] = str(folder)
+        sizes = TINY.get(family) or {**small_sizes(family), **MORE.get(family, {})}
+        model = auto_class.from_config(AutoConfig.for_model(family, vocab_size=97, **sizes))
+        model.save_pretrained(folders[family])
     return folders
 
 
