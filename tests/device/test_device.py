@@ -31,11 +31,9 @@ def test_the_device_and_parts_of_the_product_on_it(device):
     assert "skipped" not in done.stdout
 
 
-@pytest.mark.parametrize(
-    "strategy", ["ddp", *(pytest.param(each, marks=pytest.mark.long) for each in ("single", "zero3"))]
-)
-def test_a_run_on_the_device_is_the_run_on_the_cpu(runs, strategy):
-    lines, output = runs("device", strategy)
+def test_a_run_on_the_device_is_the_run_on_the_cpu(runs):
+    """Under the other strategies: test_strategies.py."""
+    lines, output = runs("device", "ddp")
     assert "device: simgpu" in (output / "strategy.yaml").read_text()
     reference, _ = runs("cpu", "single")
     largest = differences(lines, reference)

@@ -46,13 +46,9 @@ class Machine:
         line = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"']
         with log.open("ab") as file:
             process = subprocess.Popen(
-                [*line, self.name, *map(str, command)],
-                cwd=ROOT,
-                env=environment(GLOO_SOCKET_IFNAME="eth0", **variables),
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-            )
+                [*line, self.name, *map(str, command)], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL, env=environment(GLOO_SOCKET_IFNAME="eth0", **variables),
+            )  # fmt: skip
         self.started.append(process)
         return process
 

@@ -84,9 +84,6 @@ def test_another_metric_is_never_compared_with_the_old_value(flags, tmp_path):
     assert best(output) == f"update_{min(later, key=later.get):08}"
 
 
-# ---------------------------------------------------------------------------------------------------------- references
-
-
 @pytest.mark.long
 def test_what_was_measured_before_a_kill_is_not_measured_again(llama, material, tmp_path, monkeypatch):
     pairs, measured = pairs_of_answers(tmp_path, material), []

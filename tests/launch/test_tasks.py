@@ -36,9 +36,6 @@ def predictions(output: Path, name: str = "predictions.jsonl") -> list[dict]:
     return [json.loads(line) for line in (output / name).read_text().splitlines()]
 
 
-# ------------------------------------------------------------------------------------------------------------- SST-2
-
-
 @pytest.fixture(scope="module")
 def trained(material, cache, tmp_path_factory):
     """(metrics, output folder) of a small BERT's run that evaluates three times."""
@@ -115,9 +112,6 @@ def alike(ours: list[dict], theirs: list[dict]) -> bool:
     return texts[0] == texts[1] and numbers[0] == pytest.approx(numbers[1], abs=1e-6)
 
 
-# ----------------------------------------------------------------------------------------------- several labels a text
-
-
 @pytest.fixture(scope="module")
 def labelled_sets(cache, tmp_path_factory):
     """(metrics, output folder) of a run on texts with any number of labels, the held-out ones a .jsonl file."""
@@ -183,9 +177,6 @@ def test_a_stored_model_reads_its_inputs_as_in_training(labelled_sets, cache, tm
     assert [row["id"] for row in predictions(tmp_path / "asked")] == [row["id"] for row in rows]
 
 
-# ------------------------------------------------------------------------------------- other data, other families
-
-
 def test_mnli_has_two_held_out_parts_and_training_stops_early(cache, tmp_path):
     """At a learning rate of 0 nothing gets better: two evaluations after the first, training stops."""
     header = "index\tpromptID\tsentence1\tsentence2\tgold_label\n"
@@ -208,9 +199,6 @@ def test_mnli_has_two_held_out_parts_and_training_stops_early(cache, tmp_path):
     assert len(predictions(output)) == 7
     assert len(predictions(output, "predictions_mismatched.jsonl")) == 11
     assert (output / "checkpoints" / "best").resolve().name == "update_00000002"
-
-
-# ----------------------------------------------------------------------------------------------- published commands
 
 
 def run_published(command: str, folder: Path, *launcher: str) -> None:

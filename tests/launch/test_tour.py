@@ -15,6 +15,15 @@ STEP = re.compile(r"^```bash\n(.*?)^```\n(?:\n```\n(.*?)^```)?", re.MULTILINE | 
 VARIES = re.compile(r"\d[\d,]*[.:]\d[\d.:]*(e[-+]\d+)?[kMG]?|[\d,]+(?= tokens/s| +\d+\.\dM)")
 
 
+def typed(commands: str, folder) -> str:
+    """What commands print, all of which have to end well."""
+    place = environment(PATH=f"{BIN}:{os.environ['PATH']}", PYTHONPATH=str(ROOT))
+    done = subprocess.run(["bash", "-e"], input=commands, cwd=folder, env=place, text=True, timeout=1200,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    assert done.returncode == 0, f"{commands}\n{done.stdout}"
+    return done.stdout
+
+
 def lines_of(text: str, exact: bool) -> list[str]:
     return [" ".join((line if exact else VARIES.sub("#", line)).split()) for line in text.splitlines()]
 
@@ -23,17 +32,12 @@ def lines_of(text: str, exact: bool) -> list[str]:
 def test_the_tour_is_as_the_page_says(tmp_path):
     steps = STEP.findall((ROOT / "docs" / "tour.md").read_text())
     assert len(steps) >= 6
-    place = environment(PATH=f"{BIN}:{os.environ['PATH']}", PYTHONPATH=str(ROOT))
     for commands, shown in steps:
-        done = subprocess.run(
-            ["bash", "-e"], input=commands, cwd=tmp_path, env=place, text=True, timeout=1200,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        assert done.returncode == 0, f"{commands}\n{done.stdout}"
+        said = typed(commands, tmp_path)
         exact = commands.startswith("zerofit plan")
-        printed = iter(lines_of(done.stdout, exact))
+        printed = iter(lines_of(said, exact))
         missing = [line for line in lines_of(shown, exact) if line != "..." and line not in printed]
-        assert not missing, f"{commands}\n{done.stdout}"
+        assert not missing, f"{commands}\n{said}"
 
 
 @pytest.mark.long
@@ -60,14 +64,9 @@ def test_the_guides_commands_run_one_after_the_other(llama, material, tmp_path):
         if record["output"] != other["output"]
     ]
     write_records(tmp_path / "pairs.jsonl", pairs)
-    place = environment(PATH=f"{BIN}:{os.environ['PATH']}", PYTHONPATH=str(ROOT))
-    for command in (train, f"echo 'What is a list?' | zerofit generate{chat}", preferences):
-        done = subprocess.run(
-            ["bash", "-e"], input=command, cwd=tmp_path, env=place, text=True, timeout=1200,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        assert done.returncode == 0, f"{command}\n{done.stdout}"
-    assert "outputs/assistant/model, trained on" in done.stdout
+    typed(train, tmp_path)
+    typed(f"echo 'What is a list?' | zerofit generate{chat}", tmp_path)
+    assert "outputs/assistant/model, trained on" in typed(preferences, tmp_path)
     first = updates(metrics(tmp_path / "outputs" / "preferred"))[0]
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-3), "the reference is base and adapter"
     settings = json.loads((tmp_path / "outputs" / "preferred" / "model" / "adapter_config.json").read_text())

@@ -71,8 +71,6 @@ def pair(name: str) -> str:
     return f"--config_file accelerate_configs/{name}.yaml"
 
 
-# -------------------------------------------------------------------------------------------------------------- errors
-
 REAL = """
 import resource, sys, torch
 sys.path.insert(0, {root!r})
@@ -115,9 +113,6 @@ def test_errors_by_their_text(error, where):
     assert is_out_of_memory(wrapped) == where
 
 
-# ------------------------------------------------------------------------------------------------------------ remedies
-
-
 def test_at_most_five_remedies_come_by_what_they_save():
     assert options(shortage()) == {
         "--gradient_checkpointing": pytest.approx(26 - 26 / 24), pair("zero3"): 8 + 8 + 16 - (8 + 8 + 24) / 4,
@@ -149,9 +144,6 @@ def test_pairs_that_are_proposed_fit_the_run_and_exist(strategy, quantised, pair
     named = re.findall(r"--config_file (\S+)", " ".join(found))
     assert sorted(named) == [f"accelerate_configs/{name}.yaml" for name in pairs]
     assert all((ROOT / name).is_file() for name in named)
-
-
-# ---------------------------------------------------------------------------------------------------- of a real engine
 
 
 @pytest.fixture
@@ -196,9 +188,6 @@ def test_the_command_at_the_end_is_a_plan_of_this_run(tiny_run, capsys):
     assert words[:8] == ["zerofit", "plan", "--task", "clm", "--block_size", "64", "--config_name", "gpt2"]
     assert plan_main([*words[2:], "--strategies", "single", "--batch_sizes", "1", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["predictions"]
-
-
-# ------------------------------------------------------------------------------------------- before there is an engine
 
 
 def test_host_memory_beside_a_device_and_before_there_is_an_engine(tiny_run, monkeypatch):

@@ -101,7 +101,8 @@ class Scene:
         """A checkpoint with its part of the record."""
         self.folder.path.mkdir(exist_ok=True)
         self.folder.written.add(NAMES)
-        (self.folder.path / "recipe.yaml").write_text(yaml.safe_dump({**self.recipe.to_dict(), **self.identity}))
+        identity = identity_options(self.recipe, 8)
+        (self.folder.path / "recipe.yaml").write_text(yaml.safe_dump({**self.recipe.to_dict(), **identity}))
         self.folder.metrics.add({"update": update})
         partial = self.directory.partial(update)
         (partial / "state").mkdir(parents=True)
@@ -109,10 +110,6 @@ class Scene:
         (partial / "state" / "progress.json").write_text(json.dumps({"updates": update, "best": {"update": best}}))
         (partial / "model" / "weights").write_bytes(bytes([update]) * 1000)
         self.directory.finish(update, SaveReason.REQUESTED, best == update, {})
-
-    @property
-    def identity(self) -> dict:
-        return identity_options(self.recipe, 8)
 
     def there(self) -> list[int]:
         """The updates of the checkpoints in the store that are whole."""
@@ -217,9 +214,6 @@ def test_a_store_that_never_answers_stops_nothing(scene, faults, monkeypatch):
     assert "0 checkpoints mirrored, 20 not" in summary
 
 
-# ------------------------------------------------------------------------------------------------ two writers
-
-
 def test_it_stops_where_another_run_writes_too(scene, tmp_path):
     mirror = scene.mirror()
     scene.save(1)
@@ -235,9 +229,6 @@ def test_it_stops_where_another_run_writes_too(scene, tmp_path):
     assert "another run writes there" in said[0]
     assert "1 checkpoint mirrored, 1 not" in said[-1]
     assert scene.there() == [1, 7]
-
-
-# --------------------------------------------------------------------------------------------------- restoring
 
 
 @pytest.fixture
@@ -274,9 +265,8 @@ def test_the_one_before_a_damaged_one(lost, file, harm):
 def test_a_mirror_without_a_whole_one_is_not_overwritten_in_silence(lost):
     for path in lost.place.glob("checkpoints/*/model/weights"):
         path.write_bytes(b"")
-    check_refusal(
-        ["weights is not what was written", "no checkpoint can be used", "--overwrite_output_dir"], lost.restored
-    )
+    words = ["weights is not what was written", "no checkpoint can be used", "--overwrite_output_dir"]
+    check_refusal(words, lost.restored)
     assert not list(lost.folder.path.glob("checkpoints/*"))
 
 

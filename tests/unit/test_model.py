@@ -240,9 +240,6 @@ def test_the_stated_kinds_of_layers_stay(tmp_path):
     check_refusal(["config_overrides = 'num_hidden_layers=8'", "layer_types"], load_configuration, recipe)
 
 
-# ------------------------------------------------------------------------------ vocabulary files that have other names
-
-
 def test_vocabulary_files_of_any_name(data, tmp_path):
     """GPT-2's two files as Megatron's guide and others call them."""
     config = AutoConfig.for_model("llama")  # which says nothing of them
@@ -261,9 +258,6 @@ def test_vocabulary_files_of_any_name(data, tmp_path):
     assert load_tokenizer(folder, AutoConfig.for_model("gpt2"))(text)["input_ids"] == named(text)["input_ids"]
 
 
-# ---------------------------------------------------------------------------------------- weights that are not numbers
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_weights_that_are_no_numbers_are_named_as_they_are_loaded(tmp_path, dtype):
     model = tiny_model("gpt2").to(dtype)
@@ -276,9 +270,6 @@ def test_weights_that_are_no_numbers_are_named_as_they_are_loaded(tmp_path, dtyp
     assert "2 of its 28 weights hold NaN or infinity: transformer.wte.weight, transformer.h.1.ln_1.bias" in said
     said = refusal(read_model, AutoModelForCausalLM, "model", str(tmp_path), model.config, precision=None)
     assert "2 of its 28 weights hold NaN" in said
-
-
-# ------------------------------------------------------------------------------------ names that other programs stored
 
 
 def stored_as(folder, rename, family: str = "llama"):
@@ -432,9 +423,6 @@ def test_layers_that_are_skipped_at_random_are_refused_on_several_processes(proc
 def test_a_value_of_another_kind_is_refused(family, given):
     """Also where the configuration's class checks no type: T5's, and what stands in rope_parameters."""
     assert given.partition("=")[0] in refusal(apply_overrides, AutoConfig.for_model(family), given)
-
-
-# ------------------------------------------------------------------------------------------------------------ families
 
 
 @pytest.mark.parametrize(("model_type", "sizes", "positions"), [

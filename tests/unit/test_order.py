@@ -68,9 +68,6 @@ def test_sizes_of_updates_that_grow():
     assert [plain.consumed(updates) for updates in (0, 3)] == [0, 72]
 
 
-# ------------------------------------------------------------------------------------------- samples, drawn or grouped
-
-
 G = 8  # of all layouts
 SAMPLES = 333  # divided by nothing
 LENGTHS = np.random.default_rng(0).integers(1, 500, SAMPLES)

@@ -81,9 +81,6 @@ def test_concatenation_is_group_texts(documents, size):
     assert blocks.stats.truncated == 18 % size
 
 
-# ------------------------------------------------------------------------------------------------------- micro-batches
-
-
 def example(length: int, label) -> dict[str, np.ndarray]:
     ids = np.arange(1, length + 1)
     return {"input_ids": ids, "token_type_ids": ids % 2, "label": label}

@@ -5,6 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import check_chunked_loss, loss_and_gradients
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 import zerofit.model.chunked_loss as chunked_module
 from zerofit.data.collate import ExampleCollator
@@ -27,8 +29,6 @@ PAIRS = {
 
 
 def pair_model(name: str, **settings):
-    from transformers import AutoConfig, AutoModelForSeq2SeqLM
-
     torch.manual_seed(0)
     family, sizes = PAIRS[name]
     config = AutoConfig.for_model(family, vocab_size=VOCAB, use_cache=False, **sizes)
@@ -75,13 +75,7 @@ def test_the_memory_saving_loss_is_the_plain_one(name, chunk_bytes, monkeypatch)
 
 def test_rows_that_fill_a_batch_up_do_not_disturb_mbart():
     """Its decoder begins with the last token of the target, the language, of which a filler has none."""
-    from transformers import AutoConfig, AutoModelForSeq2SeqLM
-
-    config = AutoConfig.for_model(
-        "mbart", vocab_size=VOCAB, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, dropout=0.0,
-    )  # fmt: skip
-    model = AutoModelForSeq2SeqLM.from_config(config).eval()
+    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("mbart", vocab_size=VOCAB, **BART)).eval()
     labels = torch.tensor([[5, 6, 2, 9], [7, 2, 9, IGNORE], [IGNORE] * 4])
     assert shift_right(model, labels)[:2].tolist() == [[9, 5, 6, 2], [9, 7, 2, 9]]
     inputs = {"input_ids": torch.tensor([[5, 6], [7, 8], [9, 1]]), "labels": labels}
@@ -94,16 +88,11 @@ def test_rows_that_fill_a_batch_up_do_not_disturb_mbart():
 @pytest.mark.parametrize(("source", "target"), [(16, 16), (48, 8), (8, 48)])
 def test_flops_are_those_that_torch_counts(name, source, target):
     """A third of a trained token's are the forward pass's."""
-    from torch.utils.flop_counter import FlopCounterMode
-
     model = pair_model(name, attn_implementation="eager")  # the fused kernels of a CPU are not counted
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=torch.full((1, source), 5), labels=torch.full((1, target), 5))
     expected = 3 * counter.get_total_flops() / (source + target)
     assert flops_per_pair_token(model, source, target) == pytest.approx(expected, rel=1e-6)
-
-
-# ------------------------------------------------------------------------------------------------------ classification
 
 
 @pytest.mark.parametrize(("weights", "smoothing"), [(None, 0.1), ([0.5, 3.0, 1.0], 0.0), ([0.5, 3.0, 1.0], 0.2)])

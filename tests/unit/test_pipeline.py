@@ -124,9 +124,6 @@ def test_what_does_not_go_together_is_refused_in_one_message():
     assert message.count("does not go together") == 1, "compiled layers under ZeRO-3"
 
 
-# ------------------------------------------------------------------------------------------------------ a ported model
-
-
 def model_of(folder: Path) -> torch.nn.Module:
     """The model with weights that are not zero or one; its family is known from then on."""
     spec = importlib.util.spec_from_file_location("family_of_the_page", folder / "family.py")
@@ -149,7 +146,7 @@ def folder(tmp_path):
     FAMILY_BY_MODEL_TYPE.pop("rms_gpt2", None)
 
 
-def test_stages_of_a_pipeline_find_what_the_model_finds(folder):
+def test_stages_of_a_ported_model_find_what_it_finds(folder):
     whole, stages = model_of(folder), [model_of(folder) for _ in range(2)]
     for stage, model in enumerate(stages):
         keep_stage(model, stage, 2, torch.float32)
@@ -159,9 +156,6 @@ def test_stages_of_a_pipeline_find_what_the_model_finds(folder):
     hidden = stages[0].base_model(input_ids=ids).last_hidden_state
     loss = stages[1](inputs_embeds=hidden, labels=ids)
     torch.testing.assert_close(loss, whole(input_ids=ids, labels=ids), rtol=1e-6, atol=0)
-
-
-# ----------------------------------------------------------------------------------------------------- places of ranks
 
 
 def test_places_are_deepspeeds():

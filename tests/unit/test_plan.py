@@ -7,44 +7,21 @@ import torch
 import transformers
 from helpers import recipe_of
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM
 
 from zerofit.cli import main
 from zerofit.estimate.allocations import MATRIX, unused_bytes
 from zerofit.estimate.peak import trace_cache
 from zerofit.estimate.planned_model import read_planned_model
-from zerofit.estimate.planned_rows import PlannedRows
-from zerofit.estimate.tracer import TRACED_ATTENTION, Tracer, TraceSettings
+from zerofit.estimate.planned_strategy import PlannedStrategy
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.tasks import Seq2SeqRecipe
+from zerofit.strategy.layout import ParallelLayout
 from zerofit.tools.plan import planner as planner_module
 
 ON_GPUS = ["--gpu", "a100-40gb", "--num_gpus", "16"]
-NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 RECIPE = ["--task", "clm", "--config_name", "gpt2", "--block_size", "32", "--precision", "bf16",
           "--config_overrides", "n_layer=3,n_head=2,n_embd=32,n_positions=32,vocab_size=512"]  # fmt: skip
-
-
-# ---------------------------------------------------------------------------------------------------------- the traces
-
-
-def tracer(config, rows: PlannedRows, **settings) -> Tracer:
-    with torch.device("meta"):
-        full = AutoModelForCausalLM.from_config(config)
-
-    def build(config):
-        model = AutoModelForCausalLM.from_config(config, dtype=settings["dtype"], attn_implementation=TRACED_ATTENTION)
-        rows.install(model)
-        return model
-
-    common = {"dtype": torch.float32, "autocast": None, "on_gpu": False, "loss": rows.loss_kind}
-    return Tracer(config, full, build, rows, TraceSettings(**(common | settings)))
-
-
-def gpt2(layers: int = 4) -> GPT2Config:
-    return GPT2Config(
-        n_layer=layers, n_head=4, n_embd=64, n_positions=48, vocab_size=256, use_cache=False, **NO_DROPOUT
-    )
 
 
 @pytest.mark.parametrize(("blocks", "held", "needed"), [
@@ -61,9 +38,6 @@ def test_what_the_allocator_holds_beyond_tensors(blocks, held, needed):
     """MiB; CUDACachingAllocator.cpp's sizes of segments, best fit, splitting and joining, by hand."""
     found = unused_bytes(tuple(int(size * 2**20) for size in blocks))
     assert (found.held, found.needed) == (held * 2**20, needed * 2**20)
-
-
-# --------------------------------------------------------------------------------------------------------- the command
 
 
 def planned(capsys, *flags: str) -> dict:
@@ -134,27 +108,17 @@ def test_a_model_from_scratch_has_the_vocabulary_of_the_named_tokenizer(byte_tok
         read_planned_model(recipe, "clm", on_gpu=False)
 
 
-# ---------------------------------------------------------------------------------------------------------------- time
-
-
-LARGER = ["--block_size", "512", "--config_overrides",
-          "n_layer=3,n_head=16,n_embd=2048,n_positions=512,vocab_size=8192"]  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------------------ the operations
-
-
 def test_traced_products_are_those_of_a_real_pass():
-    model = AutoModelForCausalLM.from_config(gpt2(3), attn_implementation="sdpa")
+    sizes = "n_layer=3,n_head=4,n_embd=64,n_positions=48,vocab_size=256,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
+    recipe = recipe_of(config_name="gpt2", config_overrides=sizes, block_size=48, loss="full")
+    planned_model = read_planned_model(recipe, "clm", on_gpu=False)
+    model = AutoModelForCausalLM.from_config(planned_model.config, attn_implementation="sdpa")
     ids = torch.zeros(2, 48, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids).loss.backward()
-    steps = tracer(gpt2(3), PlannedRows("clm", 48, loss_kind="full"), dtype=torch.float32).steps(2)
+    steps = planned_model.tracer(PlannedStrategy("single", ParallelLayout(), "fp32", None)).steps(2)
     traced = sum(one.flops for step in steps for one in step.operations if one.kind == MATRIX)
     assert traced == counter.get_total_flops() > 0  # it does not know a CPU's attention
-
-
-# --------------------------------------------------------------------------------------------------------- the command
 
 
 def test_the_parts_of_a_time_add_up_and_a_cpu_has_none(capsys):
@@ -164,6 +128,10 @@ def test_the_parts_of_a_time_add_up_and_a_cpu_has_none(capsys):
     assert found["bound"] in found["seconds"]
     flags = "--gpu cpu --gpu_memory 400MiB --num_gpus 2 --strategies ddp --batch_sizes 4".split()
     assert planned(capsys, *flags)["predictions"][0]["seconds_per_update"] is None
+
+
+LARGER = ["--block_size", "512", "--config_overrides",
+          "n_layer=3,n_head=16,n_embd=2048,n_positions=512,vocab_size=8192"]  # fmt: skip
 
 
 def test_the_fastest_come_first(capsys):
@@ -185,24 +153,17 @@ def test_padded_rows_take_the_time_of_their_mean_length_and_the_memory_of_the_lo
     assert short["tokens_per_s"] == pytest.approx(128 * 4 * 16 / short["seconds_per_update"])
 
 
-# ---------------------------------------------------------------------------------------------------------- generation
-
-
 SMALL = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 3, "encoder_attention_heads": 4,
          "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 90}  # fmt: skip
-MODELS = {
-    "blenderbot": transformers.BlenderbotConfig(**SMALL),
-    "bart": transformers.BartConfig(**SMALL),
-    "t5": transformers.T5Config(
-        d_model=32, d_kv=16, d_ff=64, num_layers=3, num_heads=4, vocab_size=90, decoder_start_token_id=0
-    ),
-}
+T5 = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 3, "num_heads": 4, "vocab_size": 90,
+      "decoder_start_token_id": 0}  # fmt: skip
+MODELS = [transformers.BlenderbotConfig(**SMALL), transformers.BartConfig(**SMALL), transformers.T5Config(**T5)]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_keys_and_values_are_those_of_a_search(name):
+@pytest.mark.parametrize("config", MODELS, ids=lambda config: config.model_type)
+def test_keys_and_values_are_those_of_a_search(config):
     batch, beams, source, target = 3, 2, 7, 5
-    model = transformers.AutoModelForSeq2SeqLM.from_config(MODELS[name]).eval()
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config).eval()
     written = model.generate(
         torch.full((batch, source), 8), num_beams=beams, min_new_tokens=target, max_new_tokens=target,
         return_dict_in_generate=True,
@@ -211,7 +172,7 @@ def test_keys_and_values_are_those_of_a_search(name):
     layers = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     with torch.device("meta"):
-        counted = trace_cache(transformers.AutoModelForSeq2SeqLM.from_config(MODELS[name]))
+        counted = trace_cache(transformers.AutoModelForSeq2SeqLM.from_config(config))
     recipe = Seq2SeqRecipe(max_source_length=source, max_target_length=target)
     parts = counted.parts(recipe, batch * beams, 4)
     assert parts["keys and values"] == held

@@ -34,9 +34,6 @@ def exchanged(steps, kind: str, phase: str) -> list[int]:
     return [one.bytes for step in steps if step.phase == phase for one in step.operations if one.kind == kind]
 
 
-# ------------------------------------------------------------------------------------------------- one rank of several
-
-
 @pytest.mark.parametrize("flags", [GPT2, LLAMA])
 def test_products_and_tokens_are_shared_and_layers_meet_eight_times(flags):
     """Korthikanti et al. 2022: two all-gathers and two reduce-scatters of (B, T, H) a layer in each pass."""
@@ -54,9 +51,6 @@ def test_products_and_tokens_are_shared_and_layers_meet_eight_times(flags):
     norms = (2 * layers + 1) * (1 if flags is LLAMA else 2)  # a weight, or a weight and a bias
     assert exchanged(shared, ALL_REDUCE, "backward") == norms * [64 * 4]
     assert not exchanged(alone, ALL_REDUCE, "forward")
-
-
-# ------------------------------------------------------------------------------------------------------------- degrees
 
 
 def test_degrees_divide_the_processes_of_a_machine(monkeypatch):

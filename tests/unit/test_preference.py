@@ -76,17 +76,17 @@ def test_the_loss_and_its_gradients_are_those_of_the_formula(kind, loss, monkeyp
     monkeypatch.setattr(chunked_loss, "CHUNK_BYTES", 4 * VOCAB * 7)
     monkeypatch.setattr(chunked_loss, "MIN_CHUNK_ROWS", 1)  # several chunks
     model = tiny_model("llama")
-    expected = plain_loss(kind, copy.deepcopy(model), DEFAULT_BETA[kind], 0.5, 0.2 if kind == "dpo" else 0.0)
     plain = copy.deepcopy(model)
-    plain_loss(kind, plain, DEFAULT_BETA[kind], 0.5, 0.2 if kind == "dpo" else 0.0).backward()
+    settings = DEFAULT_BETA[kind], 0.5, 0.2 if kind == "dpo" else 0.0
+    expected = plain_loss(kind, plain, *settings)
+    expected.backward()
     install_loss(model, loss)
-    found = PreferenceLoss(kind, DEFAULT_BETA[kind], 0.5, 0.2 if kind == "dpo" else 0.0)(model, batch())
+    found = PreferenceLoss(kind, *settings)(model, batch())
     found.backward()
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters()):
-        torch.testing.assert_close(
-            ours.grad, theirs.grad, rtol=1e-4, atol=2e-6 * float(theirs.grad.abs().max()), msg=name
-        )
+        limit = 2e-6 * float(theirs.grad.abs().max())
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=limit, msg=name)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from helpers import ROOT, refusal
+from helpers import ROOT, refusal, write_records
 from transformers import AutoTokenizer, GPT2Config, LlamaConfig
 
 from zerofit.cli import main
@@ -43,15 +43,12 @@ def texts(data) -> list[str]:
     """Over a thousand, among them an empty one, one of white space, and some that are not English."""
     japanese = json.loads(data("instruct/japanese.json").read_text())[:40]
     other = [record["instruction"] + record["input"] + record["output"] for record in japanese]
-    english = [
-        text for name in ("valid", "train") for text in data(f"text/{name}.txt").read_text().split("\n") if text
-    ]
-    return [" \n", *english[:1000], "", *other]
+    english = "\n".join(data(f"text/{name}.txt").read_text() for name in ("valid", "train")).split("\n")
+    return [" \n", *list(filter(None, english))[:1000], "", *other]
 
 
-def write_lines(path: Path, texts: list[str], key: str = "text") -> Path:
-    path.write_text("".join(json.dumps({"id": 0, key: text}) + "\n" for text in texts), encoding="utf-8")
-    return path
+def write_lines(path: Path, texts: list[str]) -> Path:
+    return write_records(path, [{"id": 0, "text": text} for text in texts])
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +143,7 @@ def test_a_slow_tokenizer_and_a_large_vocabulary():
     native.pre_tokenizer = pre_tokenizers.Whitespace()
     large = PreTrainedTokenizerFast(tokenizer_object=native, eos_token="w1", unk_token="w0")
     encoder = pickle.loads(pickle.dumps(encoder_of(large, options)))
-    assert (isinstance(encoder.tokenizer, Tokenizer), encoder.dtype) == (True, "int32")
+    assert isinstance(encoder.tokenizer, Tokenizer)
     (row,) = encoder.ids(["w3 w69999  x"])
     assert np.frombuffer(row, np.int32).tolist() == [3, 69_999, 0]
 
@@ -190,12 +187,11 @@ def test_all_kinds_of_input_give_one_corpus(byte_tokenizer, tmp_path):
     (tmp_path / "[a]").symlink_to(tree)
     packed = tmp_path / "packed.json.gz"
     packed.write_bytes(gzip.compress(b"\n" + whole.read_bytes().replace(b"\n", b"\r\n") + b"\n\n"))
-    parquet.write_table(
-        pyarrow.table({"id": [1, 2, 3, 4, 5], "text": SAYINGS}), tmp_path / "table.parquet", row_group_size=2
-    )
+    table = pyarrow.table({"id": [1, 2, 3, 4, 5], "text": SAYINGS})
+    parquet.write_table(table, tmp_path / "table.parquet", row_group_size=2)
     expected = content(prepared(tmp_path, whole, byte_tokenizer, "--workers", 1))
     twice = [tree / "AA", tree / "AB" / "wiki_00", tree, f"{tree}/AC/*"]
-    for source in ([tree], [tmp_path / "[a]"], [f"{tree}/**/wiki_*"], [packed], [tmp_path / "table.parquet"], twice):
+    for source in (tree, tmp_path / "[a]", f"{tree}/**/wiki_*", packed, tmp_path / "table.parquet", twice):
         made = prepared(tmp_path, source, byte_tokenizer, "--workers", 1, "--overwrite")
         assert content(made) == expected, source
 
@@ -322,9 +318,7 @@ def workers_of(job: subprocess.Popen) -> list:
 
 def started(source: Path, byte_tokenizer: Path, output: Path) -> subprocess.Popen:
     """A job of two workers that has begun to write, and has much left to do."""
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell's background jobs ignore it, and so would the job
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     job = subprocess.Popen(
         [sys.executable, "-m", "zerofit.cli", "prepare", "--input", str(source), "--output_prefix", str(output),
          "--tokenizer", str(byte_tokenizer), "--workers", "2"],
@@ -399,9 +393,8 @@ def test_a_worker_that_dies_ends_the_job(byte_tokenizer, tmp_path, large):
 
 
 def test_joined_is_one_pass(byte_tokenizer, tmp_path, texts):
-    halves = [
-        write_lines(tmp_path / f"{name}.jsonl", part) for name, part in (("a", texts[-200:-90]), ("b", texts[-90:]))
-    ]
+    parts_of_texts = {"a": texts[-200:-90], "b": texts[-90:]}
+    halves = [write_lines(tmp_path / f"{name}.jsonl", part) for name, part in parts_of_texts.items()]
     whole = prepared(tmp_path, halves, byte_tokenizer, "--append_eod")
     parts = []
     for half in halves:
@@ -430,9 +423,8 @@ def test_what_is_not_joined(data, tokenizers, byte_tokenizer, tmp_path, made, ca
 
 
 def test_several_keys_become_several_corpora(byte_tokenizer, tmp_path):
-    records = [{"text": "one", "title": "1"}, {"text": "two", "title": "2"}]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    made = prepared(tmp_path, tmp_path / "a.jsonl", byte_tokenizer, "--json_keys", "text", "title", "--append_eod")
+    file = write_records(tmp_path / "a.jsonl", [{"text": "one", "title": "1"}, {"text": "two", "title": "2"}])
+    made = prepared(tmp_path, file, byte_tokenizer, "--json_keys", "text", "title", "--append_eod")
     tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer)
     assert texts_in(made, tokenizer) == [f"one{END_OF_TEXT}", f"two{END_OF_TEXT}"]
     assert texts_in(tmp_path / "made_title_document", tokenizer) == [f"1{END_OF_TEXT}", f"2{END_OF_TEXT}"]

@@ -101,9 +101,6 @@ def test_the_store_of_one_machine_listens_on_the_loopback_interface_only():
     assert f"has not reached machine 0 at 127.0.0.1:{free}" in refusal(open_store, "127.0.0.1", int(free), 0.1)
 
 
-# --------------------------------------------------------------------------------------------------------------- ranks
-
-
 def test_machines_are_named_and_other_code_is_noted():
     rank = RankRendezvous(TORCHRUN)
     rank.rendezvous = Rendezvous(HashStore(), "rank", 0, 2, limit_s=1.0)
@@ -154,9 +151,6 @@ def test_a_rank_that_fails_before_the_process_group_ends_the_other_machine():
     (line,) = [line for line in other.splitlines() if line.startswith("error:")]
     assert "rank 0 of machine 0" in line
     assert "train_file is missing" in line
-
-
-# ----------------------------------------------------------------------------------------------------------- launchers
 
 
 @pytest.fixture
@@ -229,9 +223,6 @@ def test_who_does_not_restart_tells_why_and_all_end_with_one_code(port):
 )
 def test_the_code_of_a_run(codes, code):
     assert code_of_run(codes) == code == code_of_run(codes[::-1])
-
-
-# ------------------------------------------------------------------------------------------------- what machines share
 
 
 def test_the_machine_that_differs_is_named(monkeypatch):

@@ -197,12 +197,11 @@ def test_a_damaged_record_is_passed_over_or_refused_in_a_sentence(tmp_path, name
 
 
 def test_a_launch_that_died_before_its_first_update_does_not_claim_the_folder(tmp_path):
-    other = a_run(tmp_path / "other").path
-    for begun_at, resumed_from in ((0, None), (4, other)):
+    earlier = a_run(tmp_path / "other").path
+    for begun_at, resumed_from in ((0, None), (4, earlier)):
         path = tmp_path / f"run-{begun_at}"
-        RunFolder(path).start(
-            recipe("--learning_rate", "1e-3"), 8, {"options_given_for": 2}, {}, begun_at, resumed_from=resumed_from
-        )
+        other = recipe("--learning_rate", "1e-3")
+        RunFolder(path).start(other, 8, {"options_given_for": 2}, {}, begun_at, resumed_from=resumed_from)
         RunFolder(path).metrics.add({"update": begun_at, "eval_loss": 1.0})
         assert plan(path) == []
         RunFolder(path).metrics.add({"update": begun_at + 1, "loss": 1.0})
@@ -356,15 +355,11 @@ def test_the_curves_of_a_run(monkeypatch, tmp_path, updates):
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_the_updates_at_which_a_run_was_resumed_are_kept(tmp_path, elsewhere):
     """Also where a copy of the run in another folder goes on, and of one that goes back."""
-    from helpers import recipe_of
-
-    from zerofit.record.run_folder import RunFolder
-
     here, before = RunFolder(tmp_path / "run"), None
     for place, (updates, expected) in enumerate([(0, []), (4, [4]), (9, [4, 9]), (6, [4, 6])]):
         folder = RunFolder(tmp_path / f"run{place}") if elsewhere else here
         environment = {}
-        folder.start(recipe_of(), 8, {}, environment, updates, resumed_from=before)
+        folder.start(recipe(), 8, {}, environment, updates, resumed_from=before)
         assert environment.get("resumed_after", []) == expected
         assert folder.environment().get("resumed_after", []) == expected
         folder.metrics.close()

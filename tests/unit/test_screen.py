@@ -67,13 +67,7 @@ def test_a_line_of_one_source_says_which():
 
 
 WIDE = [
-    (
-        "strategy",
-        "samples/s at 1,024",
-        "best batch",
-        "evaluation samples/s",
-        *(f"a long column {n}" for n in range(9)),
-    ),
+    ("strategy", "samples/s at 1,024", "best batch", "evaluation samples/s", *(f"a column {n}" for n in range(9))),
     ("zero3_offload_optimizer:per_device_eval_batch_size=40", "1,234", "16", "12.5", *["123,456 GiB"] * 9),
 ]
 
@@ -112,9 +106,6 @@ def test_columns_have_the_names_of_the_file(task, head, described, tmp_path):
     source = read_source(DataOptions.of(recipe))
     columns = find_columns(recipe, source.first)
     assert source.describe(columns) == described
-
-
-# ---------------------------------------------------------------------------------------------------- a run's progress
 
 
 FIGURES = {"loss": 3.21, "learning_rate": 3e-4, "tokens_per_s": 1234567.0}

@@ -94,9 +94,8 @@ def test_tokens_are_cached_until_a_file_an_option_or_the_tokenizer_changes(tmp_p
     def store(rows: list[str]) -> dict:
         if kind == "saved":
             shutil.rmtree(tmp_path / "saved", ignore_errors=True)
-            DatasetDict({"train": Dataset.from_dict({"text": rows, "n": [1] * len(rows)})}).save_to_disk(
-                tmp_path / kind
-            )
+            table = Dataset.from_dict({"text": rows, "n": [1] * len(rows)})
+            DatasetDict({"train": table}).save_to_disk(tmp_path / kind)
             return {"dataset_name": str(tmp_path / kind)}
         path = tmp_path / kind
         lines = {
@@ -108,13 +107,9 @@ def test_tokens_are_cached_until_a_file_an_option_or_the_tokenizer_changes(tmp_p
 
     def stored(**options) -> set[str]:
         tables._TABLE_KEYS.clear()
-        common = {
-            "config_name": "gpt2",
-            "train_tokenizer_vocab_size": 280,
-            "block_size": 32,
-            "cache_dir": tmp_path / "c",
-        }
-        recipe = ClmRecipe(**{**common, "validation_split_percentage": 25, **marks, **options})
+        common = {"config_name": "gpt2", "train_tokenizer_vocab_size": 280, "block_size": 32,
+                  "cache_dir": tmp_path / "c", "validation_split_percentage": 25}  # fmt: skip
+        recipe = ClmRecipe(**{**common, **marks, **options})
         prepare_causal_data(recipe, load_configuration(recipe))
         return {path.name for path in (tmp_path / "c").rglob("tokens-*.arrow")}
 

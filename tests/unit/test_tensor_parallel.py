@@ -136,9 +136,6 @@ def test_random_weights_of_any_code_are_those_of_one_process(ranks, family):
         assert all(torch.equal(each, expected[name]) for name, each in rank["received"][family].items())
 
 
-# -------------------------------------------------------------------------------------------------------------- shards
-
-
 SHAPES = {"columns": (12, 5), "rows": (6, 8), "fused": (4, 24), "bias": (24,), "norm": (7,), "vocabulary": (13, 3)}
 
 
@@ -193,9 +190,6 @@ def test_a_share_that_is_missing_is_noticed(tmp_path):
         ShardReader(tmp_path).weight("rows")
 
 
-# ----------------------------------------------------------------------------------------------------- what is refused
-
-
 @pytest.mark.parametrize(("family", "changes", "size", "said"), [
     ("llama", {}, 4, ["does not divide the model's num_key_value_heads = 2", "Possible: the divisors of 2"]),
     ("llama", {"num_key_value_heads": 1}, 2, ["num_key_value_heads = 1", "Use a strategy without it"]),
@@ -214,9 +208,6 @@ def test_models_that_cannot_be_split(family, changes, size, said):
 
 if __name__ == "__main__":
     share(int(os.environ["RANK"]), sys.argv[1])
-
-
-# ----------------------------------------------------------------------------------------------- rows that ranks split
 
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 6, "long_factor": [2.0] * 6,

@@ -59,9 +59,6 @@ def test_files_that_documents_name_exist(file):
     assert not missing, f"{file.relative_to(ROOT)}: {missing}"
 
 
-# -------------------------------------------------------------------------------------------- pages that scripts write
-
-
 @pytest.mark.parametrize("script", ["options_reference", "recipes_index", "licences"])
 def test_the_page_is_current(script):
     command = [sys.executable, ROOT / "scripts" / f"{script}.py", "--check"]
