@@ -13,7 +13,7 @@ from helpers import ROOT, environment, tiny_model
 from torch.distributed import DistBackendError
 
 from zerofit.estimate.remedies import Shortage, find_remedies, state_setup
-from zerofit.health.out_of_memory import explain, is_out_of_memory, measure
+from zerofit.health.out_of_memory import explain, find_exhausted_memory, measure
 from zerofit.model.loss import install_loss
 from zerofit.recipe import ClmRecipe
 from zerofit.record.terminal import size
@@ -76,13 +76,13 @@ import resource, sys, torch
 sys.path.insert(0, {root!r})
 import psutil
 from zerofit.record.terminal import size
-from zerofit.health.out_of_memory import asked_for, is_out_of_memory
+from zerofit.health.out_of_memory import asked_for, find_exhausted_memory
 resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**28,) * 2)
 for make in (lambda: torch.empty(2**30), lambda: bytearray(2**32), lambda: torch.arange(2**12).numpy().repeat(2**18)):
     try:
         make()
     except BaseException as error:
-        print(is_out_of_memory(error), asked_for(error))
+        print(find_exhausted_memory(error), asked_for(error))
 """
 
 
@@ -107,10 +107,10 @@ def test_real_errors_of_the_host_are_recognised():
     (RuntimeError("CUDA error: an illegal memory access was encountered"), None),
 ])  # fmt: skip
 def test_errors_by_their_text(error, where):
-    assert is_out_of_memory(error) == where
+    assert find_exhausted_memory(error) == where
     wrapped = RuntimeError("DataLoader worker failed")
     wrapped.__cause__ = error
-    assert is_out_of_memory(wrapped) == where
+    assert find_exhausted_memory(wrapped) == where
 
 
 def test_at_most_five_remedies_come_by_what_they_save():

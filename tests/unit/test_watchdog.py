@@ -26,8 +26,8 @@ from zerofit.health.watchdog_process import (
     MemoryReading,
     RankStatus,
     Watch,
-    cause,
     cgroups,
+    find_cause,
     headroom,
     read_memory,
 )
@@ -186,11 +186,11 @@ PLENTY = MemoryReading(2 * GIB, 20 * GIB, 32 * GIB, 5)
     (signal.SIGKILL, PLENTY, 6, "out-of-memory killer", True),
     (signal.SIGKILL, PLENTY, 5, "somebody killed it (SIGKILL)", False),
     (None, PLENTY, 5, "SIGKILL, or a crash in native code", False),
-    (signal.SIGKILL, PLENTY._replace(limit=8 * GIB, left=GIB // 8), 5, "very likely for want of memory", True),
+    (signal.SIGKILL, PLENTY._replace(limit=8 * GIB, left=GIB // 8), 5, "very likely because memory ran out", True),
     (signal.SIGABRT | 128, PLENTY, 5, "SIGABRT, a crash in native code", False),  # 128: a core was dumped
 ])  # fmt: skip
 def test_the_cause(status, last, kills, words, for_memory):
-    text, memory = cause(status, [last, last], last._replace(oom_kills=kills), RankStatus(1, 42))
+    text, memory = find_cause(status, [last, last], last._replace(oom_kills=kills), RankStatus(1, 42))
     assert words in text
     assert memory == for_memory
 
@@ -198,9 +198,9 @@ def test_the_cause(status, last, kills, words, for_memory):
 def test_under_nccl_an_abort_points_to_the_other_ranks():
     alone = RankStatus(1, 42, machine="machine 0 (node0)")
     many = alone.after('{"world_size": 16, "backend": "nccl", "machines": ["machine 0 (node0)", "machine 1 (node1)"]}')
-    assert "native code" in cause(signal.SIGABRT, [PLENTY], PLENTY, alone)[0]
-    assert "machine 1 (node1)" in cause(signal.SIGABRT, [PLENTY], PLENTY, many)[0]
-    assert "native code" in cause(signal.SIGSEGV, [PLENTY], PLENTY, many)[0]
+    assert "native code" in find_cause(signal.SIGABRT, [PLENTY], PLENTY, alone)[0]
+    assert "machine 1 (node1)" in find_cause(signal.SIGABRT, [PLENTY], PLENTY, many)[0]
+    assert "native code" in find_cause(signal.SIGSEGV, [PLENTY], PLENTY, many)[0]
 
 
 # ------------------------------------------------------------------------------------------------------------- cgroups
@@ -299,11 +299,11 @@ def test_records_of_nccl_are_read(tmp_path):
         record = {"version": "2.10", "pg_config": config, "entries": of_nccl(*of_rank)}
         (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(record))
     (tmp_path / "rank_3").write_bytes(pickle.dumps(subprocess.run))
-    (line,) = flight.describe(flight.read_flight_records(str(tmp_path)))
+    (line,) = flight.describe_waits(flight.read_flight_records(str(tmp_path)))
     assert line == ("nccl:_reduce_scatter_base of [[16]], number 2 in group default_pg: rank 0, 1 waits, rank 2 has "
                     "not come to it, rank 3 has left no record"), "a record runs no code"  # fmt: skip
     assert flight.read_flight_records(str(tmp_path), since=time.time() + 60) == {}, "of a launch before"
-    assert flight.describe({2: {"pg_config": config, "entries": of_nccl("completed")}}) == []
+    assert flight.describe_waits({2: {"pg_config": config, "entries": of_nccl("completed")}}) == []
 
 
 # ---------------------------------------------------------------------------------------------------------- slow ranks

@@ -41,7 +41,7 @@ UNIT_BYTES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
 REQUEST_PATTERN = re.compile(rf"(?:[Tt]ried|Unable) to allocate {SIZE_PATTERN}")  # torch's allocators; numpy
 
 
-def is_out_of_memory(error: BaseException) -> str | None:
+def find_exhausted_memory(error: BaseException) -> str | None:
     """`device` or `host` if an error, or what it came from, says that memory ran out there; else None."""
     for one in causes_of(error):
         if type(one).__name__ == "OutOfMemoryError":
@@ -50,12 +50,12 @@ def is_out_of_memory(error: BaseException) -> str | None:
             return "host"
         frames = traceback.extract_tb(one.__traceback__)  # the line of the program knows of pinned memory
         text = f"{frames[-1].line if frames else ''}\n{one}"
-        if isinstance(one, RuntimeError) and (where := memory_in(text)):
+        if isinstance(one, RuntimeError) and (where := exhausted_memory_in(text)):
             return where
     return None
 
 
-def memory_in(text: str) -> str | None:
+def exhausted_memory_in(text: str) -> str | None:
     """`device` or `host`, if a text says that memory ran out there; else None."""
     if HOST_PATTERN.search(text):
         return "host"
@@ -118,7 +118,7 @@ def measure(error: BaseException, phase: str, run: "Run") -> Shortage:
     recipe = run.recipe
     strategy = run.strategy
     on_cpu = engine.device.type == "cpu" if engine is not None else not torch.accelerator.is_available()
-    on_host = None if on_cpu else is_out_of_memory(error) != "device"
+    on_host = None if on_cpu else find_exhausted_memory(error) != "device"
     setup = state_setup(strategy, recipe, run.parameters, engine)
     layers = logits = 0
     tokens = run.row_tokens or sum(getattr(recipe, name, None) or 0 for name in LENGTH_FLAGS)
@@ -211,7 +211,7 @@ DISTRIBUTED_ERRORS = (
 def explain_failure(error: Exception, run: "Run") -> int | None:
     """Tell of memory that ran out, and of a process that is gone. Returns the exit code; None: nothing is known."""
     phase, update = run.watchdog.at
-    if is_out_of_memory(error):
+    if find_exhausted_memory(error):
         frames = traceback.extract_tb(error.__traceback__)
         if phase == "forward" and any("cross_entropy" in frame.name for frame in frames):
             phase = "loss"

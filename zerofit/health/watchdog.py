@@ -1,9 +1,9 @@
-"""The watchdog of a rank: a small process beside it, which tells how the rank ended when the rank itself cannot.
+"""The watchdog of a rank: a small child process that reports how the rank ended when the rank itself cannot.
 
-A rank that the kernel's out-of-memory killer ends says nothing, and one that waits for a dead rank hangs
-forever. The watchdog process (watchdog_process.py) learns of the first by the end of a pipe, of the second by
-silence. It costs a rank some milliseconds at the start and one small write a phase. Where it cannot be started, or
-dies, the run continues without it.
+A rank that the kernel's out-of-memory killer ends prints nothing, and a rank that waits for a dead rank hangs forever.
+The watchdog process (watchdog_process.py) detects the first by the end of a pipe and the second by silence. It costs a
+rank some milliseconds at the start and one small write per phase. If it cannot be started, or dies, the run continues
+without it.
 """
 
 import atexit
@@ -23,31 +23,37 @@ from typing import Any
 
 from zerofit.health import flight
 
-PIPE_BYTES = 2**20  # the watchdog process reads twice a second: room for some 40,000 messages
+PIPE_BYTES = 2**20  # some 40,000 messages, of which the watchdog process reads those of half a second
 STDERR = 2
 
 
 class Watchdog:
-    """The rank's side: says where the rank is. Nothing here raises or blocks."""
+    """The rank's side of its watchdog, which reports where the rank is. It never raises and never blocks.
+
+    Args:
+        limit_seconds: without a sign of life for this long, the rank prints its stacks and is ended; None: never.
+        machine: the name of this machine in messages.
+    """
 
     def __init__(self, rank: int, limit_seconds: float | None, machine: str = ""):
         self.machine = machine
         self.machines = [machine]
         self.world_size = 1
         self.rank = rank
-        # Without a sign of life for so long, the rank's stacks are printed and it is ended; None: never.
         self.limit_seconds = math.inf if limit_seconds is None else limit_seconds
-        self.at: tuple[str, int | None] = ("start", None)  # phase and update
-        self.first_patience = 1.0  # of the first of each phase of an update, in which layers may be compiled
-        self._entered: set[str] = set()  # phases of an update
+        self.at: tuple[str, int | None] = ("start", None)  # (phase, update)
+        self.first_patience = (
+            1.0  # the patience when an update enters a phase for the first time: layers may be compiled
+        )
+        self._entered: set[str] = set()  # the phases that updates have entered
         self._pid = os.getpid()
         self._began = time.time()
         self._pipe: int | None = None
         self._child: subprocess.Popen[bytes] | None = None
-        self._flight: str | None = None
+        self._flight: str | None = None  # the folder of the flight recorder's records
 
     def start(self) -> None:
-        """Start the watchdog process; once, as early as the rank is known."""
+        """Start the watchdog process. This is called once, as soon as the rank is known."""
         with contextlib.suppress(OSError, ValueError):
             faulthandler.enable(file=STDERR)
             faulthandler.register(signal.SIGUSR2, file=STDERR, all_threads=True)
@@ -69,18 +75,18 @@ class Watchdog:
         with contextlib.suppress(OSError, AttributeError):  # Linux
             fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self._pipe = writer
-        # A launcher that asks its ranks to end knows why. faulthandler tells the watchdog of it even while the main
-        # thread waits in native code, and then lets the signal do what it would have done. A handler of Python's that
-        # is set later takes its place.
+        # A launcher that sends SIGTERM to its ranks knows why, so the watchdog must not report it. faulthandler writes
+        # to the watchdog even while the main thread waits in native code, and then lets the signal have its usual
+        # effect. A Python handler that is set later replaces it.
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
                 faulthandler.register(signal.SIGTERM, file=writer, all_threads=False, chain=True)
-        atexit.register(self.leave)  # whoever leaves through the interpreter has told why
-        os.register_at_fork(after_in_child=self._forget)  # workers would keep the pipe open, and speak for the rank
+        atexit.register(self.leave)  # a rank that leaves through the interpreter has reported why
+        os.register_at_fork(after_in_child=self._forget)  # a worker would keep the pipe open, and write for the rank
 
     def phase(self, name: str, update: int | None = None, patience: float = 1.0) -> None:
-        """Say where the rank is now, as a sign of life. `patience`: times the limit may pass in this phase; math.inf
-        where nobody can say how long it takes."""
+        """Report that the rank enters a phase, as a sign of life. `patience`: how many times the limit may pass in
+        this phase; math.inf: the phase may take any time."""
         if update is not None and name not in self._entered:
             self._entered.add(name)
             patience = max(patience, self.first_patience)
@@ -88,43 +94,42 @@ class Watchdog:
         self._send(phase=name, update=update, patience=patience)
 
     def alive(self) -> None:
-        """Give a sign of life within the phase."""
+        """Give a sign of life within a phase."""
         self._send()
 
     def stop_requested(self, signal_name: str) -> None:
-        """Say that the rank has been asked to stop; should it be killed before it has, one line says so."""
+        """Report that the rank has been asked to stop. If it is killed before it stops, the report is one line."""
         self._send(stop_requested=signal_name)
 
     def record_collectives(self, folder: Path, world_size: int, backend: str, machines: list[str]) -> None:
-        """Let this rank, which has a process group now, write down where it stands in its collectives when the
-        watchdog asks for it, from a thread, since the main thread waits. `machines`: all of them, in words; each has
-        as many ranks as this one."""
+        """Let this rank write its flight record whenever the watchdog asks for it. A thread writes it, since the main
+        thread waits then. `machines`: the names of all machines; each machine has the same number of ranks."""
         if self._child is None or self._child.stdout is None:
             return
         self.machines = machines
         self.world_size = world_size
         self._flight = records = str(folder.absolute() / flight.FLIGHT_FOLDER)
-        asked = self._child.stdout.fileno()
+        requests = self._child.stdout.fileno()
 
         def write_records() -> None:
             with contextlib.suppress(OSError, ValueError):
-                while os.read(asked, 64):
+                while os.read(requests, 64):
                     flight.write_record(records, self.rank)
 
         threading.Thread(target=write_records, daemon=True).start()
         self._send(flight=records, world_size=world_size, backend=backend, machines=machines)
 
     def waits_for(self) -> list[str]:
-        """Write this rank's record, and return lines on the collective that it has failed in."""
+        """Write this rank's record, and return lines on the collective in which it has failed."""
         if self._flight is None:
             return []
         flight.write_record(self._flight, self.rank)
         records = flight.read_flight_records(self._flight, self._began)
-        waits = flight.describe(records, self.world_size, self.machines)
-        return waits or (flight.last(records[self.rank]) if self.rank in records else [])
+        waits = flight.describe_waits(records, self.world_size, self.machines)
+        return waits or (flight.describe_last(records[self.rank]) if self.rank in records else [])
 
     def leave(self) -> None:
-        """End the watchdog process without a word, since the rank leaves in order."""
+        """End the watchdog process without a report, since the rank leaves in order."""
         if self._child is None or os.getpid() != self._pid:
             return
         self._child.kill()
@@ -133,7 +138,7 @@ class Watchdog:
         self._forget()
 
     def _send(self, **message: Any) -> None:
-        """Send fields of RankStatus that have changed."""
+        """Send the fields of RankStatus that have changed."""
         if self._pipe is not None:
             with contextlib.suppress(OSError):  # the pipe is full, or the watchdog is gone
                 os.write(self._pipe, f"{json.dumps(message)}\n".encode())
@@ -142,6 +147,6 @@ class Watchdog:
         if self._pipe is None:
             return
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            faulthandler.unregister(signal.SIGTERM)  # or it would write to whatever has the pipe's number next
+            faulthandler.unregister(signal.SIGTERM)  # or it would write to the next file with the pipe's number
         os.close(self._pipe)
         self._pipe = None

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from zerofit.health.flight import listed
+from zerofit.health.flight import join_names
 from zerofit.launch.runs import number_in
 from zerofit.recipe.errors import EXIT_FAILED, EXIT_USER_ERROR, UserError, first_line, leave, print_last, record_code
 from zerofit.recipe.files import digest_of_code
@@ -155,7 +155,7 @@ class Rendezvous:
             # A machine that never came may be a mistake. One that was there may come again with the same command.
             have_come = store.check([f"{number}/machine" for number in missing])
             is_lost = self.kind == "rank" or self.again or have_come
-            names = listed([self._describe(number) for number in missing])
+            names = join_names([self._describe(number) for number in missing])
             raise self._end_all(
                 f"no sign of life within {self.limit_s / 60:g} minutes from {names}. Start all machines, each with "
                 "the same --num_machines, its own --machine_rank and the address of machine 0, and look at the output "

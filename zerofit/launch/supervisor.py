@@ -17,7 +17,7 @@ if __name__ == "__main__":  # started alone: the package's folder is not on the 
 
 import psutil
 
-from zerofit.health.shutdown import SIGNALS, end_with_parent, heard_signals
+from zerofit.health.shutdown import SIGNALS, end_with_parent, signals_to_handle
 from zerofit.launch.exit_code import ExitCode, Restarts
 from zerofit.recipe.errors import EXIT_INTERRUPTED, EXIT_TO_BE_RESUMED, EXIT_USER_ERROR, UserError
 from zerofit.record.terminal import outlive_the_terminal
@@ -36,7 +36,7 @@ class Supervisor:
         if self._exit_code is not None:
             self._exit_code.forget()
             outlive_the_terminal()
-        self._handlers = {number: signal.signal(number, self._receive) for number in heard_signals()}
+        self._handlers = {number: signal.signal(number, self._receive) for number in signals_to_handle()}
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

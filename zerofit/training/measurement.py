@@ -24,7 +24,7 @@ from torch.profiler import profile
 
 from zerofit.data.collate import Batch
 from zerofit.data.pack import Sample
-from zerofit.health.out_of_memory import is_out_of_memory
+from zerofit.health.out_of_memory import find_exhausted_memory
 from zerofit.recipe.errors import EXIT_OUT_OF_MEMORY, UserError
 from zerofit.recipe.files import atomic_file
 from zerofit.record.metrics import add_line
@@ -211,7 +211,7 @@ class Measurement:
 
     def explain(self, error: Exception, phase: str) -> int | None:
         """Report an out-of-memory error to answers.jsonl and stderr. Returns the exit code; None: another error."""
-        where = is_out_of_memory(error)
+        where = find_exhausted_memory(error)
         if where is None:
             return None
         where = where if self.device.type != "cpu" else "host"

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from zerofit.estimate.peak import CUDA_CONTEXT_BYTES
-from zerofit.health.out_of_memory import memory_in
+from zerofit.health.out_of_memory import exhausted_memory_in
 from zerofit.launch.runs import LaunchedRun, RunningLaunch, failure, kill_launch, mistake
 from zerofit.model.adapter_folder import find_base, open_adapter
 from zerofit.model.configuration import is_adapter, known_architectures
@@ -185,7 +185,7 @@ def recipe_without_weights(values: dict[str, Any]) -> dict[str, Any]:
 
 PROGRESS_S = 60.0  # without an answer, after which a line says that the launch is still at work
 KERNEL_KILL_PATTERN = re.compile(
-    r"^\s*cause +(the kernel's out-of-memory killer|killed, very likely for want of memory)", re.M
+    r"^\s*cause +(the kernel's out-of-memory killer|killed, very likely because memory ran out)", re.M
 )
 KILLED_RANK_PATTERN = re.compile(r"exitcode\s*:\s*-(6|7|9|11)\b")
 # The launcher itself; or a rank, as the launcher ends with its code: SIGABRT, SIGBUS, SIGKILL, SIGSEGV.
@@ -311,7 +311,7 @@ def find_outcome(launch: RunningLaunch) -> dict[str, Any]:
         return {"outcome": "failed", "text": "it ended without a result"}
     if refused := mistake(launch):
         return {"outcome": "refused", "text": refused}
-    if where := "host" if KERNEL_KILL_PATTERN.search(text) else memory_in(text):
+    if where := "host" if KERNEL_KILL_PATTERN.search(text) else exhausted_memory_in(text):
         return {"outcome": "out_of_memory", "where": where}
     if code in KILLED_EXIT_CODES or KILLED_RANK_PATTERN.search(text):
         return {"outcome": "killed", "text": "a process was killed (SIGKILL), or crashed"}
