@@ -76,13 +76,13 @@ import resource, sys, torch
 sys.path.insert(0, {root!r})
 import psutil
 from zerofit.record.terminal import size
-from zerofit.health.out_of_memory import asked_for, find_exhausted_memory
+from zerofit.health.out_of_memory import requested_bytes, find_exhausted_memory
 resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**28,) * 2)
 for make in (lambda: torch.empty(2**30), lambda: bytearray(2**32), lambda: torch.arange(2**12).numpy().repeat(2**18)):
     try:
         make()
     except BaseException as error:
-        print(find_exhausted_memory(error), asked_for(error))
+        print(find_exhausted_memory(error), requested_bytes(error))
 """
 
 

@@ -90,8 +90,8 @@ def end_with_parent() -> None:
 def listen(receive: Callable[[int], None]) -> None:
     """Call `receive` at every signal of SIGNALS, instead of the function that was called before.
 
-    It is called in a thread, since the main thread may wait in native code (for a rank that is gone, for instance), and
-    Python calls its own handlers only in the main thread.
+    It is called in a thread. Python calls its own handlers only in the main thread, which may wait in native code, for
+    a rank that is gone for instance.
     """
     _RECEIVERS.append(receive)
     if len(_RECEIVERS) > 1:
