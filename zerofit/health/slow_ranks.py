@@ -89,13 +89,8 @@ class RankClock:
 
 
 class SlowRanks:
-    """The comparison of the ranks' seconds in intervals of updates.
-
-    Args:
-        interval: updates.
-        place_of: returns where a rank runs, for messages.
-        measures: the part of an update that RankSeconds.local covers, for messages.
-    """
+    """The comparison of the ranks' seconds in intervals of updates. `place_of` returns where a rank runs; `measures`
+    is the part of an update in which RankSeconds.local is measured."""
 
     def __init__(self, layout: ParallelLayout, interval: int, place_of: Callable[[int], str], measures: str):
         self.measures = measures

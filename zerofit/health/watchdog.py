@@ -28,12 +28,8 @@ STDERR = 2
 
 
 class Watchdog:
-    """The rank's side of its watchdog, which reports where the rank is. It never raises and never blocks.
-
-    Args:
-        limit_seconds: without a sign of life for this long, the rank prints its stacks and is ended; None: never.
-        machine: the name of this machine in messages.
-    """
+    """The rank's side of its watchdog, which reports where the rank is. It never raises and never blocks. Without a
+    sign of life for `limit_seconds` the rank prints its stacks and is ended; None: never."""
 
     def __init__(self, rank: int, limit_seconds: float | None, machine: str = ""):
         self.machine = machine

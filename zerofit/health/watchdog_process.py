@@ -243,8 +243,7 @@ class Watch:
             self.stopped_at = None
             return
         self.message_at = now
-        if self.stopped_at is None:
-            self.stopped_at = now
+        self.stopped_at = self.stopped_at or now
         if now - self.stopped_at > self.limit_s:
             self.stopped_at = math.inf
             write_log(

@@ -1,13 +1,12 @@
 """The exit code of a run, and the failures after which a run is started again.
 
 The code is in environment.json of the run's folder, where a job script reads it, since some launchers end with their
-own codes. zerofit/launch/__init__.py says which process writes it, and when. A launch that has left no code has
-crashed.
+own codes. zerofit/launch/__init__.py says which process writes it. A launch that has left no code has crashed.
 
-`zerofit launch --max_restarts` (agent.py) and the batch script of `zerofit submit slurm` start a run again. They never
-do it after a mistake of the user, an anomaly or out of memory, since the same command would end in the same way, after
-a signal to the launcher itself, or after two failures at the same update. They always do it after processes that have
-saved and left (85), which does not count as a restart.
+`zerofit launch --max_restarts` and `zerofit submit slurm` never start a run again after a mistake of the user, an
+anomaly or out of memory, since the same command would end in the same way, after a signal to the launcher itself, or
+after two failures at the same update. They always do after processes that have saved and left (85), which is not
+counted.
 """
 
 import contextlib

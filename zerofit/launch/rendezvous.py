@@ -30,14 +30,8 @@ from zerofit.strategy.launch import SINGLE_ENV
 BEAT_S = 1.0
 RENDEZVOUS_LIMIT_S = 600.0  # without a sign of life; `zerofit launch --rendezvous_minutes` sets another limit
 RENDEZVOUS_LIMIT_VARIABLE = "ZEROFIT_RENDEZVOUS_S"  # in which `zerofit launch` gives its ranks the limit
-# The machine with the store waits this long for others to read why it ends: they may still be importing torch.
-KNOWN_S = 30.0
+KNOWN_S = 30.0  # in which others read why the machine with the store ends: they may still be importing torch
 STORE_TIMEOUT_S = 60.0  # for an answer of the store
-
-
-def describe_machine(number: int, host: str) -> str:
-    """Return the name of a machine in messages."""
-    return f"machine {number} ({host})"
 
 
 class Ended(UserError):
@@ -165,7 +159,7 @@ class Rendezvous:
 
     def stop(self, message: str, code: int) -> None:
         """Write why this member ends, unless another has ended before. Returns when the others can know it."""
-        member = describe_machine(self.machine, platform.node())
+        member = f"machine {self.machine} ({platform.node()})"
         member = f"rank {self.number} of {member}" if self.kind == "rank" else member
         self._end_all(f"{member} has stopped: {message.removeprefix('error: ')}", code, self.machine)
 
@@ -256,7 +250,6 @@ def store_of_one_process() -> Any:
 # --------------------------------------------------------------------------------------------------------------- ranks
 
 T = TypeVar("T")
-RANK_REMEDY = "Unset it, since a launcher sets it"
 CONNECT_TIMEOUT_S = 20.0  # for a rank that ends before it has come, and connects to say why
 LAUNCHER_STOP_S = 40.0  # within which a launcher ends the ranks of its machine
 
@@ -266,13 +259,13 @@ class RankRendezvous:
     UserError: a variable of the launcher is not a number."""
 
     def __init__(self, environment: Mapping[str, str] = os.environ):
-        self.rank = number_in(environment, "RANK", RANK_REMEDY)
-        self.count = number_in(environment, "WORLD_SIZE", RANK_REMEDY, default=1, minimum=1)
-        self.local_rank = number_in(environment, "LOCAL_RANK", RANK_REMEDY, minimum=-1)
-        self.local_count = number_in(environment, "LOCAL_WORLD_SIZE", RANK_REMEDY, default=self.count, minimum=1)
+        self.rank = number_in(environment, "RANK")
+        self.count = number_in(environment, "WORLD_SIZE", default=1, minimum=1)
+        self.local_rank = number_in(environment, "LOCAL_RANK", minimum=-1)
+        self.local_count = number_in(environment, "LOCAL_WORLD_SIZE", default=self.count, minimum=1)
         self.machine = self.rank // self.local_count
         self.address = environment.get("MASTER_ADDR", "")
-        self.port = number_in(environment, "MASTER_PORT", RANK_REMEDY)
+        self.port = number_in(environment, "MASTER_PORT")
         self.serves = self.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self.limit_s = float(environment.get(RENDEZVOUS_LIMIT_VARIABLE, RENDEZVOUS_LIMIT_S))
         self.attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -335,8 +328,8 @@ class RankRendezvous:
     def machines(self) -> list[str]:
         """The names of all machines; before they have met, that of this machine only."""
         met = [] if self.rendezvous is None else self.rendezvous.machines
-        names = [describe_machine(machine["machine"], machine["host"]) for machine in met]
-        return names or [describe_machine(self.machine, platform.node())]
+        names = [f"machine {machine['machine']} ({machine['host']})" for machine in met]
+        return names or [f"machine {self.machine} ({platform.node()})"]
 
     def place_of(self, rank: int, device: str) -> str:
         """Return where a rank runs: its machine, and there its GPU unless `device` is cpu."""

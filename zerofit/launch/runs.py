@@ -33,6 +33,7 @@ FIRST_DERIVED_PORT = 20_000
 NUM_DERIVED_PORTS = 12_000
 THIS_MACHINE = "or use this machine alone: --num_machines 1"
 MACHINES_REMEDY = "Set --num_machines and --machine_rank"
+RANK_REMEDY = "Unset it, since a launcher sets it"
 GENERIC = "environment; WORLD_SIZE is read as the number of machines"
 # {scheduler: its variables of the number of machines, of this machine's number, of the first machine's address (which
 # may begin a list), of that machine's port, and of the job's name}
@@ -69,7 +70,9 @@ class Machines:
 ONE_MACHINE = Machines(1)
 
 
-def number_in(environment: Mapping[str, str], name: str, remedy: str, *, default: int = 0, minimum: int = 0) -> int:
+def number_in(
+    environment: Mapping[str, str], name: str, remedy: str = RANK_REMEDY, *, default: int = 0, minimum: int = 0
+) -> int:
     """Return the number in an environment variable. Raises UserError: it is not a number, or below `minimum`."""
     text = environment.get(name, str(default))
     with suppress(ValueError):
