@@ -25,9 +25,8 @@ TOOLS = (
     "{%- endfor %}{{ '\\n</tools><|im_end|>\\n' }}{%- endif %}"
 )
 QWEN2_5 = (
-    TOOLS + "{%- for m in messages %}{%- if m.role == 'tool' %}{%- if messages[loop.index0 - 1].role != 'tool' %}"
-    "{{ '<|im_start|>user' }}{%- endif %}{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}"
-    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{%- endif %}"
+    TOOLS + "{%- for m in messages %}{%- if m.role == 'tool' %}"
+    "{{ '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}"
     "{%- elif m.tool_calls %}{{ '<|im_start|>assistant' }}{%- if m.content %}{{ '\\n' + m.content }}{%- endif %}"
     "{%- for call in m.tool_calls %}{%- set call = call.function or call %}"
     "{{ '\\n<tool_call>\\n{\"name\": \"' + call.name + '\", \"arguments\": ' + (ARGUMENTS) + '}\\n</tool_call>' }}"
@@ -37,7 +36,7 @@ QWEN2_5 = (
 )
 HERMES = QWEN2_5.replace("ARGUMENTS", "call.arguments | tojson")
 QWEN3 = (
-    TOOLS + "{%- set ns = namespace(last=-1) %}{%- for m in messages %}{%- if m.role == 'user' %}"
+    "{%- set ns = namespace(last=-1) %}{%- for m in messages %}{%- if m.role == 'user' %}"
     "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
     "{%- for m in messages %}{%- if m.role == 'assistant' %}{%- set content = m.content %}{%- set reasoning = '' %}"
     "{%- if m.reasoning_content is string %}{%- set reasoning = m.reasoning_content %}"
@@ -47,13 +46,8 @@ QWEN3 = (
     "{%- if loop.index0 > ns.last and (loop.last or reasoning) %}"
     "{{ '<|im_start|>assistant\\n<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}"
     "{%- else %}{{ '<|im_start|>assistant\\n' + content }}{%- endif %}"
-    "{%- for call in m.tool_calls or [] %}{%- set call = call.function or call %}"
-    '{{ \'\\n<tool_call>\\n{"name": "\' + call.name + \'", "arguments": \' }}'
-    "{%- if call.arguments is string %}{{ call.arguments }}{%- else %}{{ call.arguments | tojson }}{%- endif %}"
-    "{{ '}\\n</tool_call>' }}{%- endfor %}{{ '<|im_end|>\\n' }}"
-    "{%- elif m.role == 'tool' %}"
-    "{{ '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}"
-    "{%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
+    "{{ '<|im_end|>\\n' }}{%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+    "{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
     "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
     "{%- endif %}"

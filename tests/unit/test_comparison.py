@@ -146,11 +146,11 @@ def test_strategies_and_what_they_override(monkeypatch):
 # ------------------------------------------------------------------------------------------------------------- machine
 
 
-def machine(devices=(), memory=24 * GIB, available=20 * GIB) -> TrialMachine:
+def machine(devices=()) -> TrialMachine:
     environment = {"hardware": {"cpu": "a CPU", "cores": 2}, "packages": {"torch": "2.13"}, "python": "3.11",
                    "zerofit_commit": "0123456789abcdef", "zerofit_changed": False}  # fmt: skip
     kind = "cuda" if devices else "cpu"
-    return TrialMachine(kind, tuple(devices), 2, memory, available, environment=environment)
+    return TrialMachine(kind, tuple(devices), 2, 24 * GIB, 20 * GIB, environment=environment)
 
 
 GPU = Device("GPU", 80 * GIB, 79 * GIB)
@@ -195,18 +195,14 @@ def tried(size, peak=None, rate=1.0):
             "loss": 2.5, "seconds": [1.0], "load": [0.5, 1.0], "cores": 2, "about": ABOUT}  # fmt: skip
 
 
-def rows():
-    of_each = {
-        "ddp": [tried(4, 500, 8.0), tried(8, 600, 10.0), tried(9)],
-        "zero2": [tried(8, 400, 9.0), tried(32, 800, 12.0), tried(40, 900, 9.5), tried(41)],
-        "zero3|x": [tried(1)],
-    }
-    return [StrategyRow(name, trials) for name, trials in of_each.items()]
-
-
 def test_the_report_has_all_of_it(tmp_path):
+    rows = [
+        StrategyRow("ddp", [tried(4, 500, 8.0), tried(8, 600, 10.0), tried(9)]),
+        StrategyRow("zero2", [tried(8, 400, 9.0), tried(32, 800, 12.0), tried(40, 900, 9.5), tried(41)]),
+        StrategyRow("zero3|x", [tried(1)]),
+    ]
     options = SimpleNamespace(source=lambda name: "recipes/clm/x.yaml", task="clm", num_processes=2, steps=5)
-    done = SimpleNamespace(timer=None, rows=rows, machine=machine([GPU]), options=options, limit=1000 * MIB)
+    done = SimpleNamespace(timer=None, rows=lambda: rows, machine=machine([GPU]), options=options, limit=1000 * MIB)
     report = ComparisonReport(done, "zerofit compare --config <x>", ["left out"])
     report.write(tmp_path)
     page = (tmp_path / "report.html").read_text()

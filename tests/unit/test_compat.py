@@ -21,6 +21,10 @@ def uses():
 
 def test_private_parts_stand_in_compat_alone(uses):
     assert len(uses) > 30
+    overridden = "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._monitor_workers"
+    found = {use.name for use in uses}
+    assert {"torch._C._storage_Use_Count", "deepspeed.initialize", "is_remote_code", overridden} <= found
+    assert "huggingface_hub.constants.HF_HUB_OFFLINE" in found
     elsewhere = [use for use in uses if not use.is_in_compat and not use.is_of_device]
     assert not elsewhere, "a private part of another library: look for a public one, else move it into zerofit/compat"
 
@@ -28,18 +32,10 @@ def test_private_parts_stand_in_compat_alone(uses):
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("from torch import _C", "torch._C"),
-        ("import torch\nx = torch._C.function()", "torch._C"),
         ("def f(engine): return getattr(engine, '_step', None)", "_step"),
-        ("import deepspeed\ndeepspeed.initialize = None", "deepspeed.initialize"),
         ("import torch\npatch.object(torch.distributed, 'get_rank', f)", "torch.distributed.get_rank"),
         ("import importlib\nx = importlib.import_module('a.b')\nx.c = 1", "a.b.c"),
         ("from transformers.activations import ACT2FN\nACT2FN['gelu'] = 1", "transformers.activations.ACT2FN[...]"),
-        ("def f(config): config.save_pretrained = lambda path: None", "save_pretrained"),
-        (
-            "from torch.utils.data import DataLoader\nclass A(DataLoader):\n def _get_iterator(self): pass",
-            "torch.utils.data.DataLoader._get_iterator",
-        ),
         # Its own parts, Python's, and what is documented.
         ("class A:\n def _f(self): return self._g\n def g(self, other): self._g = other._f", None),
         ("import torch\ntorch.backends.cuda.matmul.allow_tf32 = True", None),

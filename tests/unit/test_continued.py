@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from folders import VOCABULARY, save_adapter, save_base, save_blenderbot, small_tokenizer
+from folders import VOCABULARY, answer, save_adapter, save_base, save_blenderbot, small_tokenizer
 from helpers import NOT_SHARDED, Harmful, check_refusal, refusal, tiny_deberta
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -22,7 +22,8 @@ from zerofit.recipe.tasks import TASKS
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of peft
 CLASSES = {"clm": AutoModelForCausalLM, "cls": AutoModelForSequenceClassification, "seq2seq": AutoModelForSeq2SeqLM}
-IDS = torch.arange(3, 35).reshape(2, 16)
+
+
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 
@@ -52,12 +53,6 @@ def made(tmp_path, tokenizer):
         return tmp_path / "adapter", answer(adapted)
 
     return make
-
-
-def answer(model) -> torch.Tensor:
-    inputs = {"decoder_input_ids": IDS[:, :6]} if model.config.is_encoder_decoder else {}
-    with torch.no_grad():
-        return model.eval()(input_ids=IDS, **inputs).logits.float()
 
 
 def read(folder: Path, *flags: str, task: str = "clm"):
@@ -121,10 +116,14 @@ def load_again(folder: Path, base: Path | None):
     return load_with_adapter(adapter, find_base(adapter, str(base) if base else None))[0].get_base_model()
 
 
-def to_pickle(folder: Path, change=lambda tensors: tensors) -> None:
+def to_pickle(folder: Path, rename=str) -> None:
     file = folder / "adapter_model.safetensors"
-    torch.save(change(load_file(file)), folder / "adapter_model.bin")
+    torch.save({rename(name): tensor for name, tensor in load_file(file).items()}, folder / "adapter_model.bin")
     file.unlink()
+
+
+def named_in_state_dict(name: str) -> str:
+    return f"{name}.default.weight" if name.endswith("vector") else name.replace(".weight", ".default.weight")
 
 
 def renamed(rename):
@@ -138,13 +137,7 @@ def renamed(rename):
 BARE = "base_model.model."
 FORMS = {
     "pickled": to_pickle,
-    "pickled state_dict": lambda folder: to_pickle(
-        folder,
-        lambda tensors: {
-            f"{name}.default.weight" if name.endswith("vector") else name.replace(".weight", ".default.weight"): tensor
-            for name, tensor in tensors.items()
-        },
-    ),
+    "pickled state_dict": lambda folder: to_pickle(folder, named_in_state_dict),
     "compiled": renamed(lambda name: f"_orig_mod.{name}"),
     "compiled base": renamed(lambda name: name.replace(BARE, f"{BARE}_orig_mod.")),
     "compiled layers": renamed(lambda name: name.replace(".layers.1.", ".layers.1._orig_mod.")),
@@ -167,7 +160,7 @@ def test_files_of_others_are_read(made, form):
 def test_a_pickle_with_more_than_tensors_is_refused(made, contents, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder, _ = made()
-    to_pickle(folder, lambda tensors: tensors)
+    to_pickle(folder)
     if contents is None:
         (folder / "adapter_model.bin").write_bytes(b"PK\x03\x04 cut off")
     else:

@@ -108,15 +108,14 @@ def test_records_that_hold_no_pair(columns, record, words):
         columns.read(record)
 
 
-def keyed(number: int) -> dict:
-    content = [{"message": f"{turn} ({number})", "agent": f"agent_{n % 2}"} for n, turn in enumerate(TURNS)]
-    return {"article_url": "", "config": "C", "content": content}
-
-
 def test_conversations_by_their_name(tmp_path):
     """The form of Topical-Chat."""
     for part in (0, 1):
-        (tmp_path / f"{part}.json").write_text(json.dumps({f"t_{part}{n}": keyed(10 * part + n) for n in range(3)}))
+        talks = {}
+        for n in range(10 * part, 10 * part + 3):
+            content = [{"message": f"{turn} ({n})", "agent": f"agent_{k % 2}"} for k, turn in enumerate(TURNS)]
+            talks[f"t_{n:02}"] = {"article_url": "", "config": "C", "content": content}
+        (tmp_path / f"{part}.json").write_text(json.dumps(talks))
     recipe = Seq2SeqRecipe(train_file=[str(tmp_path / "*.json")], cache_dir=tmp_path)
     table = read_data(recipe).parts["train"]
     columns = find_columns(recipe, table)

@@ -2,14 +2,13 @@
 
 import copy
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import recipe_of, tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import zerofit.model.chunked_loss as chunked_module
 from zerofit.data.collate import Batch
@@ -78,26 +77,19 @@ def test_loss_and_gradients(terms, kind, monkeypatch):
     assert torch.equal(evaluated, plain(**inputs)), "an evaluation has the plain loss"
 
 
-def test_a_plan_counts_the_teacher(teacher):
+def test_a_plan_counts_the_teacher(byte_tokenizer, tmp_path):
     """Its weights and its logits; and refuses it where a process does not hold what it computes with."""
+    AutoTokenizer.from_pretrained(byte_tokenizer).save_pretrained(tmp_path)
+    teacher = tiny_model("gpt_neox", vocab_size=304)
+    teacher.save_pretrained(tmp_path)
     recipe = recipe_of(
-        config_name="gpt2", tokenizer_name=str(teacher), distill_divergence="forward", teacher=str(teacher),
+        config_name="gpt2", tokenizer_name=str(tmp_path), distill_divergence="forward", teacher=str(tmp_path),
         config_overrides="n_layer=2,n_head=2,n_embd=32,vocab_size=304",
     )  # fmt: skip
     model = read_planned_model(recipe, "clm", on_gpu=True)
-    weights = AutoModelForCausalLM.from_pretrained(teacher).parameters()
-    assert model.teacher_weights == sum(each.numel() for each in weights)
+    assert model.teacher_weights == sum(each.numel() for each in teacher.parameters())
     for strategy, refused in (({}, False), ({"tensor": 2}, True), ({"shards_parameters": True}, True)):
         defaults = {"tensor": 1, "pipeline": 1, "sequence": 1, "shards_parameters": False, "fully_shards": False}
         made = SimpleNamespace(**defaults | strategy, source="the pair")
         with pytest.raises(UserError, match="teacher") if refused else nullcontext():
             check_teacher(recipe, made)
-
-
-@pytest.fixture(scope="module")
-def teacher(byte_tokenizer, tmp_path_factory) -> Path:
-    """A small GPT-NeoX with its tokenizer."""
-    folder, tokenizer = tmp_path_factory.mktemp("teacher"), AutoTokenizer.from_pretrained(byte_tokenizer)
-    tiny_model("gpt_neox", vocab_size=len(tokenizer) + 4).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder

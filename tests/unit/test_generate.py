@@ -249,14 +249,10 @@ def test_an_encoder_decoder_answers_as_it_was_trained(blenderbot, talk, generate
     assert tokenizer.decode(given.ids[-1]) == "one<|endoftext|>"
 
 
-@pytest.fixture
-def adapter(model, tmp_path) -> Path:
-    """An adapter for `model`, without a tokenizer beside it."""
-    save_adapter(tmp_path / "adapter", AutoModelForCausalLM.from_pretrained(model), model, target_modules=["q_proj"])
-    return tmp_path / "adapter"
+def test_an_adapter_by_itself_on_its_base_and_merged(model, generate, tmp_path):
+    adapter = tmp_path / "adapter"  # without a tokenizer beside it
+    save_adapter(adapter, AutoModelForCausalLM.from_pretrained(model), model, target_modules=["q_proj"])
 
-
-def test_an_adapter_by_itself_on_its_base_and_merged(model, adapter, generate, tmp_path):
     def written(*flags) -> str:
         return generate(*flags, "--prompt", "The loss", "--max_new_tokens", 12).out
 

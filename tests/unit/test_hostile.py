@@ -172,14 +172,10 @@ def test_json_that_is_nested_too_deeply(tmp_path):
     assert "prompts.jsonl" in refusal(read_prompts, SimpleNamespace(prompt_file=str(tmp_path / "prompts.jsonl")))
 
 
-@pytest.fixture
-def tokenizer():
+def test_a_text_that_takes_more_memory_than_there_is(tmp_path, monkeypatch):
     backend = Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
-
-
-def test_a_text_that_takes_more_memory_than_there_is(tokenizer, tmp_path, monkeypatch):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
     table = Dataset.from_dict({"text": ["a " * 10**5, "a a"]})
     assert [len(row) for row in tokenize_texts(table, tokenizer, True, tmp_path)["input_ids"]] == [10**5 + 1, 3]
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=30 << 20))

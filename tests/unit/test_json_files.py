@@ -24,6 +24,7 @@ def call(**arguments) -> dict:
 
 
 TALK = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+ONE, TWO = ({"a": number, "b": None} for number in (1, 2))
 DIFFERENT = [
     ([{"label": None}], [{"label": "a"}], [None, "a"]),
     ([{"label": 1}], [{"label": "007"}], ["1", "007"]),
@@ -43,11 +44,7 @@ DIFFERENT = [
     ([{"label": {"a": 1}}], [{"label": {"a": "x"}}], [{"a": "1"}, {"a": "x"}]),
     ([{"label": {"a": 1}}], [{"label": "x"}], [{"a": 1}, "x"]),
     ([{"label": TALK["messages"]}], [{"label": [call(x=1)]}], [TALK["messages"], [call(x=1)]]),
-    (
-        [{"label": [{"a": 1, "b": None}] * 2}],
-        [{"label": [{"a": 2, "b": None}]}],
-        [[{"a": 1, "b": None}] * 2, [{"a": 2, "b": None}]],
-    ),
+    ([{"label": [ONE, ONE]}], [{"label": [TWO]}], [[ONE, ONE], [TWO]]),
     ([{"label": [call(x=1)]}], [{"label": [call(y="z")]}], [[call(x=1)], [call(y="z")]]),
 ]
 

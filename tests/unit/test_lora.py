@@ -6,6 +6,7 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
+from folders import answer
 from helpers import NOT_SHARDED, TINY, check_refusal, refusal, small_sizes
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -71,13 +72,6 @@ def moved(model) -> dict[str, torch.Tensor]:
         for parameter in trained.values():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     return {name: parameter.detach().clone() for name, parameter in trained.items()}
-
-
-def answer(model) -> torch.Tensor:
-    ids = torch.arange(3, 35).reshape(2, 16)
-    inputs = {"decoder_input_ids": ids[:, :6]} if model.config.is_encoder_decoder else {}
-    with torch.no_grad():
-        return model.eval()(input_ids=ids, **inputs).logits
 
 
 @pytest.mark.parametrize("family", FAMILIES)
