@@ -10,10 +10,10 @@ from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.strategy import launch as launch_module
 from zerofit.strategy.launch import (
     check_launch,
-    environment_of,
     find_launch,
     find_strategies,
     fsdp_problems,
+    launch_variables,
     read_fsdp,
 )
 from zerofit.strategy.read import read_strategy
@@ -49,7 +49,7 @@ def test_the_variables_are_those_of_accelerate(path, monkeypatch):
     kind = yaml.safe_load(path.read_text())["distributed_type"]
     monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
     theirs = launcher_variables(path)
-    ours = environment_of(yaml.safe_load(path.read_text()), str(path))
+    ours = launch_variables(yaml.safe_load(path.read_text()), str(path))
     without_effect = {"ACCELERATE_CONFIG_DS_FIELDS", "ACCELERATE_CPU_AFFINITY"}
     theirs = {name: value for name, value in theirs.items()
               if name not in without_effect and not name.startswith("ACCELERATE_DYNAMO")}  # fmt: skip
@@ -187,7 +187,7 @@ def test_a_variable_of_a_precision_in_upper_case(torchrun):
 
 
 def test_the_first_yamls_of_accelerate_are_read_as_it_reads_them():
-    assert environment_of({"fp16": True}, "")["ACCELERATE_MIXED_PRECISION"] == "fp16"
+    assert launch_variables({"fp16": True}, "")["ACCELERATE_MIXED_PRECISION"] == "fp16"
 
 
 @pytest.mark.parametrize("text", [

@@ -1,12 +1,9 @@
-"""Which strategy a launcher, or `--strategy`, names, from which files, and how many processes there are.
+"""Read the launcher's side of a run: the strategy that it or `--strategy` names, the files, the number of processes.
 
-A strategy that the program's own command line names: `--strategy zero1`, or `--strategy FILE.json`.
+`accelerate launch` turns a YAML into environment variables, which the Accelerator reads. torchrun reads no YAML, so
+with `--strategy NAME` or `--strategy FILE.json` the variables are set here (accelerate/utils/launch.py, 1.15).
 
-torchrun reads no YAML. `accelerate launch` makes environment variables of one, which the Accelerator reads; under
-torchrun they are made here (accelerate/utils/launch.py, 1.15).
-
-FSDP2's settings are read from the YAML, or the flags of its launcher: accelerate would pass most of them on, but not
-SYNC_KEY and REDUCE_DTYPE, which it does not know.
+FSDP2's settings are read from the YAML or the launcher's flags: accelerate does not know SYNC_KEY and REDUCE_DTYPE.
 """
 
 import contextlib
@@ -39,12 +36,15 @@ GROUP_SIZES = [str(size) for size in range(1, 1025)]
 WRAP_KEY = "fsdp_transformer_layer_cls_to_wrap"
 ONLY_SIZE_1 = ("parallelism_config_cp_", "parallelism_config_sp_")  # here their size is always 1
 FSDP_ALONE = "fsdp2 with one process: there is nobody to share with, so nothing is sharded"
-FSDP_VALUES: dict[str, Sequence[str]] = {  # the values of each key that a run honours, the usual one first
+FSDP_VALUES: dict[str, Sequence[str]] = {  # the supported values of each key, the usual one first
     FSDP_VERSION: ("2",),
-    RESHARD_KEY: (*BOOLEANS, *GROUP_SIZES[1:]),  # true; false: weights stay until the backward pass; or sharers
+    RESHARD_KEY: (
+        *BOOLEANS,
+        *GROUP_SIZES[1:],
+    ),  # false: weights stay gathered until the backward pass; or a group size
     REDUCE_DTYPE: ("fp32", "bf16"),
     SYNC_KEY: BOOLEANS,  # false reduces gradients once an update, from full gradients
-    IGNORED_MODULES: (EXPERTS,),  # which are divided among the ranks then
+    IGNORED_MODULES: (EXPERTS,),  # the experts are divided among the ranks
     "fsdp_auto_wrap_policy": ("transformer_based_wrap",),
     "fsdp_state_dict_type": ("sharded_state_dict", "full_state_dict"),  # of accelerate's own checkpoints
     "fsdp_cpu_ram_efficient_loading": BOOLEANS,
@@ -60,7 +60,7 @@ FSDP_VALUES: dict[str, Sequence[str]] = {  # the values of each key that a run h
 
 
 def read_fsdp(environment: Mapping[str, str], content: Mapping[str, Any]) -> dict[str, str] | None:
-    """The settings, in lower case, of an accelerate YAML and of its launcher's flags; None: FSDP is not used."""
+    """Return the FSDP settings of an accelerate YAML, in lower case; None if FSDP is not used."""
     if environment.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return None
     settings = {FSDP_VERSION: "1"}  # accelerate's default
@@ -72,18 +72,18 @@ def read_fsdp(environment: Mapping[str, str], content: Mapping[str, Any]) -> dic
 
 
 def check_replicas(settings: Mapping[str, str], world_size: int, source: str) -> None:
-    """Raises UserError where the processes cannot form the replicas that are asked for, or groups that share weights
-    between the passes, or where replicas and divided experts are asked for."""
+    """Check that the processes can form the replicas, and the groups that keep weights sharded between the passes.
+    Raises UserError where they cannot, and where both replicas and expert parallelism are asked for."""
     if world_size == 1:
         return
     replicas = int(settings.get(REPLICAS_KEY, "1"))
     shards = int(settings.get(SHARDS_KEY, "1"))
-    among = settings.get(RESHARD_KEY, "true")
-    sharers = world_size // replicas
-    if among.isdigit() and (sharers % int(among) or int(among) >= sharers):
-        possible = [str(size) for size in range(2, sharers) if sharers % size == 0]
+    group_size = settings.get(RESHARD_KEY, "true")
+    shard_size = world_size // replicas
+    if group_size.isdigit() and (shard_size % int(group_size) or int(group_size) >= shard_size):
+        possible = [str(size) for size in range(2, shard_size) if shard_size % size == 0]
         raise UserError(
-            f"{source}: {RESHARD_KEY} = {among} is not a part of the {sharers} processes that share weights. "
+            f"{source}: {RESHARD_KEY} = {group_size} is not a part of the {shard_size} processes that share weights. "
             f"Write {', '.join((*possible, *BOOLEANS))}"
         )
     stated = f"{source}: {REPLICAS_KEY} = {replicas}"
@@ -94,26 +94,25 @@ def check_replicas(settings: Mapping[str, str], world_size: int, source: str) ->
             f"{stated} needs a multiple of it as num_processes, {2 * replicas} or more, and there are {world_size}. "
             f"Use --num_processes {2 * replicas}, or write another size"
         )
-    if shards not in (1, sharers):
+    if shards not in (1, shard_size):
         raise UserError(
             f"{source}: {SHARDS_KEY} = {shards}, and {world_size} processes in {counted(replicas, 'replica')} are "
-            f"{sharers} each. Remove it"
+            f"{shard_size} each. Remove it"
         )
 
 
 def fsdp_problems(settings: dict[str, str], content: Mapping[str, Any], source: str) -> list[str]:
-    """Return a problem for each setting that a run would not honour."""
+    """Return a message for each FSDP setting that a run would not honour."""
     if settings[FSDP_VERSION] == "1":
-        translate = "accelerate to-fsdp2 --config_file FILE --output_file NEW_FILE"
         return [
             f"{source}: {FSDP_VERSION} = 1 is not supported. Write 2; of FSDP1's keys this makes those of 2: "
-            f"{translate}"
+            "accelerate to-fsdp2 --config_file FILE --output_file NEW_FILE"
         ]
     problems = []
     for key, value in settings.items():
-        if value not in (honoured := FSDP_VALUES[key]):
-            number = (*filter(BOOLEANS.__contains__, honoured), "a number of processes")
-            words = honoured if len(honoured) < 4 else number
+        if value not in (supported := FSDP_VALUES[key]):
+            number = (*filter(BOOLEANS.__contains__, supported), "a number of processes")
+            words = supported if len(supported) < 4 else number
             remedy = f"Write {' or '.join(words)}, or use another strategy, such as zero3_offload, tp or sp"
             if key.startswith("fsdp_activation_checkpointing"):
                 remedy = "Write false, and say --gradient_checkpointing"
@@ -128,7 +127,7 @@ def fsdp_problems(settings: dict[str, str], content: Mapping[str, Any], source: 
     return [f"{source}: {problem}" for problem in problems]
 
 
-# {key of deepspeed_config: what accelerate launch calls it in the environment}
+# {key of deepspeed_config: the environment variable that accelerate launch sets, without ACCELERATE_}
 DEEPSPEED_ENV = {
     "zero_stage": "DEEPSPEED_ZERO_STAGE",
     "gradient_accumulation_steps": "GRADIENT_ACCUMULATION_STEPS",
@@ -140,7 +139,7 @@ DEEPSPEED_ENV = {
     "deepspeed_config_file": "DEEPSPEED_CONFIG_FILE",
     "deepspeed_moe_layer_cls_names": "DEEPSPEED_MOE_LAYER_CLS_NAMES",
 }
-# Other keys of deepspeed_config that accelerate 1.15 reads; it ignores any other without a word.
+# Other keys of deepspeed_config that accelerate 1.15 reads; it silently ignores the rest.
 UNMAPPED_KEYS = (
     "deepspeed_hostfile",
     "deepspeed_exclusion_filter",
@@ -149,8 +148,8 @@ UNMAPPED_KEYS = (
     "offload_optimizer_nvme_path",
     "offload_param_nvme_path",
 )
-JSON_EXTRAS = ("deepspeed_config_file", "zero3_init_flag", "deepspeed_moe_layer_cls_names")  # others are in it
-SECTION_TYPES = {  # and the distributed_type that each is for
+JSON_EXTRAS = ("deepspeed_config_file", "zero3_init_flag", "deepspeed_moe_layer_cls_names")  # allowed beside a JSON
+SECTION_TYPES = {  # the sections of a YAML, and the distributed_type of each
     "deepspeed_config": "DEEPSPEED",
     "fsdp_config": "FSDP",
     "parallelism_config": "FSDP",
@@ -161,14 +160,14 @@ USE_FLAGS = {"use_deepspeed": "DEEPSPEED", "use_fsdp": "FSDP", "use_megatron_lm"
 LAUNCH_TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "DEEPSPEED", "FSDP")
 PRECISION_NAMES = ("no", "fp16", "bf16", "fp8")
 FP8_BACKEND = "AO"
-FP8_KEYS = {"backend", "pad_inner_dim", "enable_fsdp_float8_all_gather"}  # of torchao, in accelerate 1.15
+FP8_KEYS = {"backend", "pad_inner_dim", "enable_fsdp_float8_all_gather"}  # what accelerate 1.15 reads for torchao
 SINGLE_ENV = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
-def take_named(recipe: Recipe) -> str | None:
-    """Take the strategy that the recipe's flags name out of the recipe, which says what is trained, and not how.
-    Returns the file of its accelerate YAML, or of a DeepSpeed JSON alone; None: no strategy is named.
-    Raises UserError where a recipe's file names one, or there is no such strategy."""
+def take_strategy_flag(recipe: Recipe) -> str | None:
+    """Remove `--strategy` from the recipe, which says what is trained and not how, and return its file: an accelerate
+    YAML or a DeepSpeed JSON; None without the flag. Raises UserError if a recipe's file sets `strategy`, or the
+    strategy does not exist."""
     value = getattr(recipe, "strategy", None)
     if not value:
         return None
@@ -182,39 +181,40 @@ def take_named(recipe: Recipe) -> str | None:
         return str(find_strategies([value])[value])
     if not Path(value).is_file():
         raise UserError(f"--strategy {value!r}: there is no such file. Name a DeepSpeed JSON, as in ds_configs/")
-    return str(value)
+    return value
 
 
-def export_environment(named: str, config_file: str | None) -> None:
-    """Put the strategy of this YAML, or JSON, into this process' environment, as accelerate launch would have.
+def export_environment(strategy_file: str, config_file: str | None) -> None:
+    """Set this process's environment variables for the strategy of a YAML or JSON, as accelerate launch would.
     `config_file`: the YAML that an accelerate launch above this process has read. Raises UserError where that has
     another strategy."""
     environment = os.environ
-    told = config_file or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    if told and Path(told).is_file() and Path(told).samefile(named):
+    launcher_file = config_file or environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if launcher_file and Path(launcher_file).is_file() and Path(launcher_file).samefile(strategy_file):
         return
-    if told or "true" in (environment.get("ACCELERATE_USE_DEEPSPEED"), environment.get("ACCELERATE_USE_FSDP")):
-        kept = "leave --config_file out" if named.endswith(".json") else f"accelerate launch --config_file {named}"
+    is_json = strategy_file.endswith(".json")
+    if launcher_file or "true" in map(environment.get, ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP")):
         raise UserError(
-            f"--strategy {named}, and accelerate launch was told {told or 'to use DeepSpeed or FSDP'}: keep one. "
-            f"To have the first: {kept}"
+            f"--strategy {strategy_file}, and accelerate launch was told "
+            f"{launcher_file or 'to use DeepSpeed or FSDP'}: keep one. To have the first: "
+            f"{'leave --config_file out' if is_json else f'accelerate launch --config_file {strategy_file}'}"
         )
-    if named.endswith(".json"):
-        made = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": named}
+    if is_json:
+        variables = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": strategy_file}
     else:
-        made = environment_of(read_yaml(Path(named)) or {}, named)
+        variables = launch_variables(read_yaml(Path(strategy_file)) or {}, strategy_file)
     if environment.get("ACCELERATE_MIXED_PRECISION", "no") != "no":
-        made.pop("ACCELERATE_MIXED_PRECISION", None)  # a flag of the launcher goes before the file
-    environment.update(made)
-    if "ACCELERATE_USE_DEEPSPEED" in made and "RANK" not in environment:  # a single process, without any launcher
+        variables.pop("ACCELERATE_MIXED_PRECISION", None)  # a flag of the launcher overrides the file
+    environment.update(variables)
+    if "ACCELERATE_USE_DEEPSPEED" in variables and "RANK" not in environment:  # a single process without a launcher
         with socket.socket() as free:
             free.bind((SINGLE_ENV["MASTER_ADDR"], 0))
             environment.update(SINGLE_ENV, MASTER_PORT=str(free.getsockname()[1]))
 
 
-def environment_of(content: Mapping[str, Any], source: str) -> dict[str, str]:
-    """Return the variables that accelerate launch makes of a YAML; not those of processes, which torchrun has made.
-    Raises UserError where it asks for what only accelerate launch can do."""
+def launch_variables(content: Mapping[str, Any], source: str) -> dict[str, str]:
+    """Return the variables that accelerate launch makes of a YAML, without those of the processes, which torchrun
+    sets. Raises UserError where the YAML asks for what only accelerate launch can do."""
     kind = str(content.get("distributed_type", "NO"))
     world = int(os.environ.get("WORLD_SIZE", "1"))
     problems = problems_of_yaml(content, source)
@@ -223,23 +223,22 @@ def environment_of(content: Mapping[str, Any], source: str) -> dict[str, str]:
     if problems:
         raise UserError(problems)
     precision = content.get("mixed_precision") or ("fp16" if content.get("fp16") else "no")
-    made = {"ACCELERATE_MIXED_PRECISION": str(precision).lower()}
+    variables = {"ACCELERATE_MIXED_PRECISION": str(precision).lower()}
     if content.get("use_cpu"):
-        made["ACCELERATE_USE_CPU"] = "true"
+        variables["ACCELERATE_USE_CPU"] = "true"
+    if kind in ("DEEPSPEED", "FSDP"):
+        variables[f"ACCELERATE_USE_{kind}"] = "true"
     if kind == "DEEPSPEED":
-        made["ACCELERATE_USE_DEEPSPEED"] = "true"
         for key, value in (content.get("deepspeed_config") or {}).items():
             if key in DEEPSPEED_ENV and value is not None:
                 is_name = key in ("deepspeed_config_file", "deepspeed_moe_layer_cls_names")
-                made[f"ACCELERATE_{DEEPSPEED_ENV[key]}"] = str(value) if is_name else str(value).lower()
-    if kind == "FSDP":
-        made["ACCELERATE_USE_FSDP"] = "true"
-    return made
+                variables[f"ACCELERATE_{DEEPSPEED_ENV[key]}"] = str(value) if is_name else str(value).lower()
+    return variables
 
 
 def problems_of_yaml(content: Any, source: str) -> list[str]:
-    """Return a problem for each thing in an accelerate YAML that is not a strategy here, or that accelerate would
-    stumble over."""
+    """Return a message for each setting of an accelerate YAML that is not supported here, or that accelerate would
+    ignore or misread."""
     import torch
     from accelerate.commands.config.config_args import ClusterConfig
 
@@ -248,10 +247,10 @@ def problems_of_yaml(content: Any, source: str) -> list[str]:
     if not isinstance(content, dict):
         return [f"{source}: expected `key: value` lines, as in accelerate_configs/ddp.yaml"]
     choices = {"distributed_type": LAUNCH_TYPES, "mixed_precision": PRECISION_NAMES, "downcast_bf16": ("no", "yes")}
-    for key, words in choices.items():
+    for key, values in choices.items():
         if isinstance(content.get(key), bool):  # YAML 1.1's no, off, yes and on
-            meant = f'"{words[0]}" in quotes' if content[key] is False else f"one of {', '.join(words)}"
-            problems.append(f"{key} = {str(content[key]).lower()}, as YAML reads no and yes: write {meant}")
+            remedy = f'"{values[0]}" in quotes' if content[key] is False else f"one of {', '.join(values)}"
+            problems.append(f"{key} = {str(content[key]).lower()}, as YAML reads no and yes: write {remedy}")
     kind = content.get("distributed_type", "NO")
     precision = content.get("mixed_precision")
     known = (*ClusterConfig.__dataclass_fields__, "fp16", "dynamo_backend")  # the last two in its older files
@@ -277,16 +276,16 @@ def problems_of_yaml(content: Any, source: str) -> list[str]:
 
 
 def _problems_of_sections(content: dict[str, Any], kind: str) -> Iterator[str]:
-    """Yield the problems of what is nested in a YAML."""
+    """Yield a message for each problem in the nested sections of an accelerate YAML."""
     sections = {name: content.get(name) or {} for name in (*SECTION_TYPES, "fp8_config")}
     for name, section in sections.items():
         if not isinstance(section, dict):
             yield f"{name} = {section!r}: expected indented `key: value` lines"
             sections[name] = {}
         elif section and kind in LAUNCH_TYPES and kind != SECTION_TYPES.get(name, kind):
-            other = ". Or use --strategy tp, sp or hsdp" if name == "parallelism_config" else ""
+            alternative = ". Or use --strategy tp, sp or hsdp" if name == "parallelism_config" else ""
             stated = f"{name} ({', '.join(map(str, section))}) has no effect with distributed_type = {kind}"
-            yield f"{stated}. Write {SECTION_TYPES[name]}, or remove it{other}"
+            yield f"{stated}. Write {SECTION_TYPES[name]}, or remove it{alternative}"
     for key, value in sections["deepspeed_config"].items():
         if key not in (*DEEPSPEED_ENV, *UNMAPPED_KEYS):
             yield f"deepspeed_config has the unknown key {key}. {did_you_mean(key, (*DEEPSPEED_ENV, *UNMAPPED_KEYS))}"
@@ -301,27 +300,24 @@ def _problems_of_sections(content: dict[str, Any], kind: str) -> Iterator[str]:
         yield "fp8_config has no effect without mixed_precision: fp8. Remove it"
 
 
-def with_flags(content: dict[str, Any], words: Sequence[str]) -> tuple[dict[str, Any], str]:
-    """Return (a YAML's content with what the flags of accelerate launch state beside it, these flags). accelerate
-    hands no flag down that is for another distributed_type, or stands beside a DeepSpeed JSON.
-
-    Args:
-        words: the command line; what stands behind the script is the script's.
-    """
-    script = next((place for place, word in enumerate(words) if word.endswith(".py") and place > 1), 0)
+def merge_flags(content: dict[str, Any], command: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """Return (a YAML's content with the flags of accelerate launch added, the names of these flags). `command`: the
+    launcher's command line. accelerate itself drops flags of another distributed_type, and those beside a JSON."""
+    script = next((place for place, word in enumerate(command) if word.endswith(".py") and place > 1), 0)
+    launcher_words = list(command[:script])  # what follows the script's name are its own options
     content = dict(content)
     flags = []
-    for name in filter(None, map(option_named, words[:script])):
+    for name in filter(None, map(option_named, launcher_words)):
         prefix = next(filter(name.startswith, PREFIXES), "")
         section = "deepspeed_config" if name in (*DEEPSPEED_ENV, *UNMAPPED_KEYS) else PREFIXES.get(prefix, "")
-        value = flag_value(list(words[:script]), name)
-        beside = content.get(section) or {}
+        value = flag_value(launcher_words, name)
+        settings = content.get(section) or {}
         if name in USE_FLAGS:
             content["distributed_type"] = USE_FLAGS[name]
         elif name == "dynamo_backend":
             content[name] = value
-        elif section and isinstance(beside, dict):
-            content[section] = {**beside, name: value}
+        elif section and isinstance(settings, dict):
+            content[section] = {**settings, name: value}
         else:
             continue
         flags.append(f"--{name}")
@@ -329,23 +325,22 @@ def with_flags(content: dict[str, Any], words: Sequence[str]) -> tuple[dict[str,
 
 
 def find_strategies(names: list[str]) -> dict[str, Path]:
-    """Find the accelerate YAML of each name: one in accelerate_configs/, or a .yaml file. Raises UserError where there
-    is none, or it is not a strategy here."""
+    """Return {name: its accelerate YAML}: a file of accelerate_configs/, or a name that ends in .yaml. Raises
+    UserError where a file is missing or is not supported as a strategy."""
     folder = configs()
     files = {name: Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml" for name in names}
     known = sorted(path.stem for path in folder.glob("*.yaml"))
-    missing = []
+    problems = []
     for name, path in files.items():
         if name.endswith(".json"):
-            missing.append(
+            problems.append(
                 f"strategy {name!r}: a JSON alone is for torchrun. Name a YAML that names it, as zero2.yaml"
             )
         elif not path.is_file():
             remedy = did_you_mean(name, known, f"There are {', '.join(known)}")
-            missing.append(f"strategy {name!r}: there is no file {path}. {remedy}")
-    if missing:
-        raise UserError(missing)
-    problems = [each for path in files.values() for each in problems_of_yaml(read_yaml(path), str(path))]
+            problems.append(f"strategy {name!r}: there is no file {path}. {remedy}")
+        else:
+            problems += problems_of_yaml(read_yaml(path), str(path))
     if problems:
         raise UserError(problems)
     return files
@@ -354,7 +349,7 @@ def find_strategies(names: list[str]) -> dict[str, Path]:
 SHARES_DEVICES = "ZEROFIT_SHARES_DEVICES"  # set by `zerofit compare`: processes may share a device
 ACCELERATE_PRECISIONS = {"no": None, "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
 
-UNSUPPORTED_VARIABLES = (  # variables of accelerate, the values that change nothing here, and the option to use
+UNSUPPORTED_VARIABLES = (  # variables of accelerate, their values without effect here, and the option to use
     ("ACCELERATE_MIXED_PRECISION", ACCELERATE_PRECISIONS, "precision"),
     ("ACCELERATE_DYNAMO_BACKEND", ("no",), "torch_compile"),
     ("ACCELERATE_FP8_BACKEND", ("no", "ao"), "float8"),
@@ -365,7 +360,7 @@ UNSUPPORTED_VARIABLES = (  # variables of accelerate, the values that change not
 
 @dataclass
 class Launch:
-    """The launcher's side of a run, read from the environment before anything heavy is imported."""
+    """The launcher's side of a run: processes, files and settings, read before torch is imported."""
 
     world_size: int
     rank: int
@@ -375,9 +370,9 @@ class Launch:
     config_file: str | None  # accelerate YAML, where it can be found out
     yaml: dict[str, Any] = field(default_factory=dict)
     command: list[str] = field(default_factory=list)
-    flags: str = ""  # those of the launcher that `yaml` has, too
+    flags: str = ""  # the launcher's flags that are merged into `yaml`
     fsdp: dict[str, str] | None = None  # FSDP's settings; None: it is not used
-    threads_are_the_users: bool = False  # OMP_NUM_THREADS was set before the launcher, which would set it to 1
+    threads_are_the_users: bool = False  # the user set OMP_NUM_THREADS; else the launcher sets it to 1
 
     @property
     def strategy_name(self) -> str | None:
@@ -392,12 +387,11 @@ class Launch:
 
 
 def find_launch(named: str | None = None) -> Launch:
-    """Read the environment that `accelerate launch` made, and the YAML file behind it. `named`: the YAML or JSON that
-    the program's own command line names: the environment is made of it here. Raises UserError where the launcher names
-    another strategy."""
+    """Read the environment that `accelerate launch` made, and its YAML file. `named`: the YAML or JSON of
+    `--strategy`, from which the environment is made here. Raises UserError where the launcher has another strategy."""
     environment = os.environ
-    # Before torch is imported: OpenMP's threads sleep while they wait. Those that spin, as they do by default, make a
-    # run ten times slower as soon as another process wants the same cores.
+    # OpenMP's threads, which read this as torch is imported, sleep while they wait. By default they spin, and a run is
+    # ten times slower as soon as another process uses the same cores.
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     use_expandable_segments()
     launcher = find_launcher()
@@ -405,10 +399,10 @@ def find_launch(named: str | None = None) -> Launch:
     threads_are_the_users = "OMP_NUM_THREADS" in environment
     command = [] if launcher is None else launcher.command
     if launcher is not None:
-        told = flag_value(command, "config_file") or default_config()
-        config_file = told if told and Path(told).is_file() else None
+        path = flag_value(command, "config_file") or default_config()
+        config_file = path if path and Path(path).is_file() else None
         threads_are_the_users = launcher.has_threads or bool(flag_value(command, "num_cpu_threads_per_process"))
-    elif "TORCHELASTIC_RUN_ID" in environment:  # torchrun, which sets it to 1 where nobody has
+    elif "TORCHELASTIC_RUN_ID" in environment:  # torchrun, which sets it to 1 where the user has not
         with contextlib.suppress(psutil.Error):
             threads_are_the_users = "OMP_NUM_THREADS" in psutil.Process().parent().environ()
     if named is not None:
@@ -417,7 +411,7 @@ def find_launch(named: str | None = None) -> Launch:
     content = (read_yaml(Path(config_file)) if config_file else None) or {}
     flags = ""
     if isinstance(content, dict):
-        content, flags = with_flags(content, command)
+        content, flags = merge_flags(content, command)
     return Launch(
         world_size=int(environment.get("WORLD_SIZE", "1")),
         rank=int(environment.get("RANK", "0")),
@@ -434,8 +428,8 @@ def find_launch(named: str | None = None) -> Launch:
 
 
 def check_launch(launch: Launch) -> None:
-    """Raises UserError where the YAML holds nested keys that accelerate would ignore, or names a strategy that is not
-    supported."""
+    """Check the YAML, flags and variables of a launch. Raises UserError where accelerate would ignore a setting, or
+    the strategy is not supported."""
     source = f"{launch.source} with {launch.flags}" if launch.flags else launch.source
     problems = problems_of_yaml(launch.yaml, source)
     if launch.fsdp is not None:
@@ -450,8 +444,8 @@ def check_launch(launch: Launch) -> None:
         kind = launch.yaml.get("distributed_type")
         asked = flag_value(launch.command, "num_processes")
         asked = asked or (kind != "NO" and str(launch.yaml.get("num_processes"))) or "1"
-        leaves_out = kind in ("DEEPSPEED", "FSDP") and not (launch.deepspeed or launch.fsdp)
-        if leaves_out or (asked.isdigit() and int(asked) > 1 == launch.world_size):
+        is_ignored = kind in ("DEEPSPEED", "FSDP") and not (launch.deepspeed or launch.fsdp)
+        if is_ignored or (asked.isdigit() and int(asked) > 1 == launch.world_size):
             problems.append(
                 f"{source}: distributed_type = {kind} and num_processes = {asked}, and accelerate launch has started "
                 "one process of its own kind. Remove --cpu, use_cpu and MULTI_CPU: the CPU is found without them"
@@ -461,9 +455,8 @@ def check_launch(launch: Launch) -> None:
 
 
 def tell_deepspeed_of_a_cpu() -> None:
-    """Tell DeepSpeed, before it is imported, what it finds out for itself on a host without a GPU: that there is none,
-    of which it warns on every rank; and the number of processes that share the CPU, for which ZeRO-3 starts `numactl`
-    with every bucket of gradients (zero/stage3.py)."""
+    """Tell DeepSpeed, before it is imported, that a host has no GPU, and how many processes share its CPU. Else it
+    warns on every rank, and ZeRO-3 starts `numactl` for every bucket of gradients (zero/stage3.py)."""
     import torch
 
     if not torch.accelerator.is_available():
@@ -477,13 +470,13 @@ class Launcher:
     """The `accelerate launch` above this process."""
 
     command: list[str]
-    started: float  # when it was started, as time.time()
-    has_threads: bool  # OMP_NUM_THREADS was set before it, which sets it to 1 otherwise
+    started: float  # time of its start, as time.time()
+    has_threads: bool  # the user set OMP_NUM_THREADS; else the launcher sets it to 1
 
 
 def find_launcher() -> Launcher | None:
-    """Find the launcher of this process. `zerofit launch` names itself in a variable. accelerate hands its settings
-    down as variables, without the file that they come from: its command line is read. None: neither of them."""
+    """Return the launcher above this process; None if it is neither `zerofit launch` nor accelerate. The first names
+    itself in a variable. accelerate passes no file name on: its command line is read."""
     if LAUNCHER_VARIABLE in os.environ:
         return Launcher(**json.loads(os.environ[LAUNCHER_VARIABLE]))
     if "ACCELERATE_MIXED_PRECISION" not in os.environ:  # accelerate always sets it
@@ -499,8 +492,8 @@ def find_launcher() -> Launcher | None:
 
 
 def default_config() -> str | None:
-    """The file that accelerate reads where no --config_file is given, if there is one."""
+    """Return the file that accelerate reads without --config_file; None if there is none."""
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     home = Path(os.environ.get("HF_HOME", f"{cache}/huggingface")).expanduser()
-    files = (home / "accelerate" / f"default_config.{ending}" for ending in ("json", "yaml"))
+    files = (home / "accelerate" / f"default_config.{extension}" for extension in ("json", "yaml"))
     return next((str(file) for file in files if file.is_file()), None)

@@ -14,7 +14,15 @@ from zerofit.strategy.batches import resolve_batches
 from zerofit.strategy.deepspeed_config import resolve_config
 from zerofit.strategy.deepspeed_json import read_deepspeed_config, stated_precision
 from zerofit.strategy.gpus import check_devices
-from zerofit.strategy.launch import FSDP_ALONE, WRAP_KEY, Launch, check_launch, check_replicas, find_launch, take_named
+from zerofit.strategy.launch import (
+    FSDP_ALONE,
+    WRAP_KEY,
+    Launch,
+    check_launch,
+    check_replicas,
+    find_launch,
+    take_strategy_flag,
+)
 from zerofit.strategy.layout import (
     OFFLOAD_KEYS,
     PIPELINE_KEY,
@@ -180,7 +188,7 @@ def read_strategy(recipe: TrainingRecipe, on_layout: OnLayout = lambda layout: F
     Raises:
         UserError: all contradictions, with both values and both sources; a GPU that torch does not see.
     """
-    launch = find_launch(take_named(recipe))
+    launch = find_launch(take_strategy_flag(recipe))
     problems = Problems()
     with problems.collected():
         check_launch(launch)
