@@ -35,7 +35,6 @@ BOOLEANS = ("true", "false")
 GROUP_SIZES = [str(size) for size in range(1, 1025)]
 WRAP_KEY = "fsdp_transformer_layer_cls_to_wrap"
 ONLY_SIZE_1 = ("parallelism_config_cp_", "parallelism_config_sp_")  # here their size is always 1
-FSDP_ALONE = "fsdp2 with one process: there is nobody to share with, so nothing is sharded"
 FSDP_VALUES: dict[str, Sequence[str]] = {  # the supported values of each key, the usual one first
     FSDP_VERSION: ("2",),
     RESHARD_KEY: (

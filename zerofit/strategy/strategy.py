@@ -1,4 +1,4 @@
-"""The strategy of a run: everything that can be checked is checked before data is read or a process group made."""
+"""The strategy of a run: its processes, batches and precision, and what is sharded over which ranks."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ SHARED_FOLDER_REMEDY = "output_dir must be on a file system that all machines sh
 
 
 def all_gather_objects(value: Any) -> list[Any]:
-    """Gather a small object from each rank on every rank; a list of one without a process group."""
+    """Gather a small object from each rank on every rank. Without a process group the list has one item."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values = [None] * dist.get_world_size()
@@ -41,27 +41,27 @@ def all_gather_objects(value: Any) -> list[Any]:
 
 
 def check_same(facts: dict[str, Any], remedy: str) -> None:
-    """Check that all ranks have the same. All of them call it together. `facts`: {what it is, in words: what this rank
-    has}. `remedy`: what to do where they differ. Raises UserError on all ranks, naming the first rank that differs
-    from rank 0, and its machine."""
-    ranks = all_gather_objects((platform.node(), facts))
-    (first, expected), *others = ranks
-    for rank, (machine, facts_there) in enumerate(others, 1):
+    """Check that all ranks have the same values; all call it together. `facts`: {noun for the message: the value of
+    this rank}. `remedy`: what to do where they differ. Raises UserError on all ranks, naming the first rank that
+    differs from rank 0, and its machine."""
+    (first_machine, expected), *rest = all_gather_objects((platform.node(), facts))
+    for rank, (machine, values) in enumerate(rest, 1):
         for name in expected:
-            if facts_there.get(name) != expected[name]:
+            if values.get(name) != expected[name]:
                 raise UserError(
-                    f"rank {rank}, on machine {machine}, has another {name} than rank 0, on machine {first}: "
-                    f"{_shown(facts_there.get(name))}, and there {_shown(expected[name])}. {remedy}"
+                    f"rank {rank}, on machine {machine}, has another {name} than rank 0, on machine {first_machine}: "
+                    f"{_shorten(values.get(name))}, and there {_shorten(expected[name])}. {remedy}"
                 )
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
+    """Return a value as text, without the middle of a long one."""
     text = str(value)
     return text if len(text) < 300 else f"{text[:140]} ... {text[-140:]}"
 
 
 class PrecisionSetting(NamedTuple):
-    """A precision, and the place that states it; None: it is left open there."""
+    """A precision, and the flag or file that states it; a value of None leaves it open."""
 
     value: str | None
     source: str
@@ -88,7 +88,7 @@ class Strategy:
 
     @property
     def layout(self) -> ParallelLayout:
-        """The part of the model, and the samples, that this process works on."""
+        """The parallel layout: this process's part of the model and of the samples."""
         degrees = self.tensor, self.pipeline, self.sequence, int((self.fsdp or {}).get(REPLICAS_KEY, "1"))
         return ParallelLayout(self.launch.world_size, self.launch.rank, *degrees)
 
@@ -109,34 +109,34 @@ class Strategy:
 
     @property
     def zero_stage(self) -> int:
-        """The stage of ZeRO that says how much is sharded: 0 to 3."""
+        """The stage of ZeRO, 0 to 3, that shards as much as this strategy; 3 for FSDP2."""
         return 3 if self.fully_shards else self.zero.get("stage", 0)
 
     @property
     def reshards(self) -> bool | int:
-        """Under FSDP2: whether the forward pass forgets the weights that it has gathered; or how many ranks share them
-        between a block's two passes."""
+        """Under FSDP2: whether gathered weights are freed after the forward pass; a number: they stay sharded over so
+        many ranks until the backward pass."""
         value = (self.fsdp or {}).get(RESHARD_KEY, "true")
         return value == "true" if value in BOOLEANS or self.launch.world_size == 1 else int(value)
 
     @property
     def reduces_in_half(self) -> bool:
-        """Under FSDP2: whether gradients travel, and are summed up, in bf16."""
+        """True if FSDP2 reduces gradients in bf16."""
         return (self.fsdp or {}).get(REDUCE_DTYPE) == "bf16"
 
     @property
     def syncs_each_batch(self) -> bool:
-        """Under FSDP2: whether gradients are reduced in each micro-batch, so that no rank keeps full ones."""
+        """True if FSDP2 reduces gradients in each micro-batch, so that no rank keeps full gradients."""
         return (self.fsdp or {}).get(SYNC_KEY, "true") == "true"
 
     @property
     def divides_experts(self) -> bool:
-        """Under FSDP2: whether each rank has some of the experts in full (expert parallelism)."""
+        """True under expert parallelism: each rank has some of the experts in full."""
         return (self.fsdp or {}).get(IGNORED_MODULES) == EXPERTS
 
     @property
     def optimizer_device(self) -> str:
-        """Return where DeepSpeed keeps the optimizer's state: cpu or nvme; none: with the weights."""
+        """Where DeepSpeed keeps the optimizer's state: "cpu", "nvme", or "none" for the weights' device."""
         return offload_device(self.zero, "offload_optimizer")
 
     @property
@@ -146,7 +146,7 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """The strategy's name, else what the launcher's file or flags come to."""
+        """The strategy's name: of its YAML, else made of what is sharded."""
         if self.launch.strategy_name:
             return self.launch.strategy_name
         if self.deepspeed is not None:
@@ -159,22 +159,21 @@ class Strategy:
 
     @property
     def describe(self) -> str:
-        """One line for the log."""
-        b = self.batches
-        warmup = f" (first {b.warmup.first}, grows for {b.warmup_updates} updates)" if b.warmup else ""
-        rows = b.row_tokens or 1
-        unit = " tokens" if b.row_tokens else ""
-        sizes = (
-            f"global batch {rows * b.global_batch:,}{unit}{warmup} = {rows * b.micro_batch:,} x {b.accumulation} "
-            f"accumulation x {b.replicas}"
+        """The layout and the batch sizes, as one line for the log."""
+        sizes = self.batches
+        warmup = f" (first {sizes.warmup.first}, grows for {sizes.warmup_updates} updates)" if sizes.warmup else ""
+        row = sizes.row_tokens or 1
+        unit = " tokens" if sizes.row_tokens else ""
+        return (
+            f"{self.describe_layout}, global batch {row * sizes.global_batch:,}{unit}{warmup} = "
+            f"{row * sizes.micro_batch:,} x {sizes.accumulation} accumulation x {sizes.replicas}"
         )
-        return f"{self.describe_layout}, {sizes}"
 
     @property
     def describe_layout(self) -> str:
-        """One line for the log, without the batches of training."""
-        processes = self.launch.world_size
+        """The name, processes, degrees and precision, as one line for the log."""
         launch = self.launch
+        processes = launch.world_size
         file = launch.config_file or (launch.json_path if self.deepspeed is not None else None)
         name = self.name if launch.strategy_name or not file else f"{self.name} ({file})"
         degrees = {"tensor": self.tensor, "pipeline": self.pipeline, "sequence": self.sequence}
@@ -183,15 +182,15 @@ class Strategy:
         return ", ".join([name, f"{processes} process{'es' if processes > 1 else ''}", *split, self.precision])
 
     def check_precision(self) -> None:
-        """Raises UserError where there is no device for the precision."""
+        """Raises UserError for fp16 without a GPU."""
         if self.precision == "fp16" and not torch.accelerator.is_available():
-            sources = " and ".join(each.source for each in self.stated)
+            sources = " and ".join(setting.source for setting in self.stated)
             raise UserError(
                 f"precision = fp16 ({sources}) needs a GPU: loss scaling has no CPU kernels. Use bf16 or fp32"
             )
 
     def with_precision(self, precision: str) -> "Strategy":
-        """Return a copy in another precision."""
+        """Return a copy of the strategy in another precision."""
         config = self.deepspeed
         if config is not None:
             halves = {half: {**config.get(half, {}), "enabled": precision == half} for half in ("bf16", "fp16")}
@@ -200,12 +199,12 @@ class Strategy:
 
     @property
     def model_dtype(self) -> torch.dtype:
-        """The dtype that weights have here: DeepSpeed casts the model itself; others keep fp32."""
+        """The dtype of the model's weights: DeepSpeed casts the model itself; other engines keep fp32."""
         return self.compute_dtype if self.deepspeed is not None else torch.float32
 
     @property
     def autocasts(self) -> bool:
-        """True if weights in fp32 are cast product by product: in half precision, of one process and of DDP."""
+        """True if autocast casts fp32 weights in each product: one process and DDP, in half precision."""
         return self.precision != "fp32" and self.deepspeed is None and not self.fully_shards
 
     @property
@@ -218,9 +217,8 @@ class Strategy:
 
     @property
     def device_of_weights(self) -> torch.device | None:
-        """Return where pretrained weights are put as they are read, and not on the host first, by every rank of it:
-        the device; None for the CPU, where each rank keeps a part of them only, and before the processes have
-        started."""
+        """The device onto which pretrained weights are read directly, without a copy on the host. None: they are read
+        on the CPU, since each rank keeps only a part of them, or the processes have not started yet."""
         from accelerate.state import PartialState, is_initialized
 
         shards = self.shards_parameters or self.fully_shards
@@ -231,16 +229,17 @@ class Strategy:
 
     @property
     def lacks_bf16(self) -> bool:
-        """True if there is a device, and it does not compute in bf16."""
+        """True if torch says that the device does not compute in bf16."""
         return has_bf16(accelerator()) is False
 
     @contextlib.contextmanager
     def gathered(self, parameter: torch.Tensor, written: bool = True) -> Iterator[None]:
-        """The context in which a parameter is whole on every rank, and what all ranks write into it is kept."""
+        """The context in which every rank has the full parameter. `written`: all ranks write the same into it, which
+        is kept; else it is only read."""
         if self.fully_shards and hasattr(parameter, "cut"):
             parameter.data = torch.cat(self.gather(parameter.data))
             yield
-            parameter.data = parameter.cut.of(parameter.data)  # of keep_rows
+            parameter.data = parameter.cut.of(parameter.data)  # the rows of this rank: see keep_rows
         elif self.shards_parameters and hasattr(parameter, "ds_id"):
             import deepspeed
 
@@ -250,20 +249,19 @@ class Strategy:
             yield
 
     def read_from_outside(self, module: torch.nn.Module, parameter: torch.Tensor) -> None:
-        """Let ZeRO-3 know that `module` reads a parameter that is not its own; else it would find it empty."""
+        """Tell ZeRO-3 that `module` reads a parameter of another module, which it would find empty otherwise."""
         if self.shards_parameters:
             import deepspeed
 
             deepspeed.zero.register_external_parameter(module, parameter)
 
     def sharded_init_reason(self, num_parameters: int) -> str | None:
-        """Say why random weights are drawn shard by shard; None: they are drawn in full. Under ZeRO-3, weights drawn
-        shard by shard differ from those of every other strategy at the same seed. So where each process of this
-        machine can hold the full model for a moment, it is drawn in full, and then sharded."""
+        """Return the reason for drawing random weights shard by shard; None: they are drawn in full. Under ZeRO-3,
+        weights drawn shard by shard differ from those of every other strategy at the same seed. So the full model is
+        drawn, and then sharded, where all processes of this machine can hold it for a moment."""
         if not self.shards_parameters or self.tensor > 1:
             return None
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        needed = 4 * num_parameters * local
+        needed = 4 * num_parameters * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         available = host_memory()[0]
         if needed < available / 2:
             return None
@@ -273,7 +271,7 @@ class Strategy:
         )
 
     def building_from_scratch(self, num_parameters: int) -> AbstractContextManager[Any]:
-        """The context in which random weights are drawn: in full, where there is room for them."""
+        """The context in which random weights are drawn: in full, unless `sharded_init_reason` has a reason."""
         in_full = self.shards_parameters and self.sharded_init_reason(num_parameters) is None
         return without_sharding() if in_full else contextlib.nullcontext()
 
@@ -283,14 +281,14 @@ class Strategy:
         return without_sharding() if self.tensor > 1 and self.shards_parameters else contextlib.nullcontext()
 
     def tensor_group(self) -> "TensorGroup":
-        """The ranks that share each layer. All ranks of the run call it together, once the processes have started."""
+        """Return the group of ranks that share each layer. All ranks call it together, after their start."""
         groups = model_groups(self.layout)
         return TensorGroup(groups.get_slice_parallel_group(), groups.get_slice_parallel_rank(), self.tensor)
 
 
 @contextlib.contextmanager
 def without_sharding() -> Iterator[None]:
-    """Let transformers forget for a while that ZeRO-3 is on (accelerate's zero3_init_flag does not reach it)."""
+    """The context in which transformers does not know of ZeRO-3 (accelerate's zero3_init_flag does not reach it)."""
     from accelerate.state import AcceleratorState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
