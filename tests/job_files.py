@@ -63,11 +63,6 @@ def head(script: str) -> tuple[dict[str, str], list[str]]:
     return found, late
 
 
-def words_of_script(script: str) -> list[str]:
-    """What a script gives to `zerofit launch`: its array `run`."""
-    return shlex.split(re.search(r"^run=\(\n(.*?)^\)$", script, re.MULTILINE | re.DOTALL)[1])
-
-
 def _of_script(text: str, nodes: int) -> Iterator[str]:
     parsed = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
     if parsed.returncode or not text.startswith("#!/bin/bash\n"):
@@ -87,9 +82,8 @@ def _of_script(text: str, nodes: int) -> Iterator[str]:
     if step is None:
         yield "no step"
         return
-    if "--kill-on-bad-exit=1 --wait=60 " not in lines[step] or not lines[step].endswith(
-        ' "${zerofit[@]}" launch "${run[@]}"'
-    ):
+    launch = ' "${zerofit[@]}" launch "${run[@]}"'
+    if "--kill-on-bad-exit=1 --wait=60 " not in lines[step] or not lines[step].endswith(launch):
         yield lines[step]
 
 
@@ -124,9 +118,8 @@ def _of_jobset(found: list[dict], nodes: int) -> Iterator[str]:
     yield from _of_jobset_spec(spec, name)
     job = spec["replicatedJobs"][0]["template"]["spec"]
     (container,) = job["template"]["spec"]["containers"]
-    if {job["parallelism"], job["completions"]} != {nodes} or value_of("--num_machines", container["args"]) != str(
-        nodes
-    ):
+    named = value_of("--num_machines", container["args"])
+    if {job["parallelism"], job["completions"]} != {nodes} or named != str(nodes):
         yield "not so many machines"
     if nodes > 1 and value_of("--main_process_ip", container["args"]) != f"{name}-node-0-0.{name}":
         yield "no address"
@@ -164,8 +157,8 @@ def value_of(option: str, words: list[str]) -> str | None:
 
 def words_of(kind: str, text: str) -> list[str]:
     """What a node gives to `zerofit launch`."""
-    if kind == "slurm":
-        return words_of_script(text)
+    if kind == "slurm":  # its array `run`
+        return shlex.split(re.search(r"^run=\(\n(.*?)^\)$", text, re.MULTILINE | re.DOTALL)[1])
     last = documents(text)[-1]
     if kind == "skypilot":
         return shlex.split(last["run"].replace("\\\n", " "))[2:]

@@ -92,9 +92,8 @@ class Job:
         Args:
             before: what they had printed by then is left out.
         """
-        new = [
-            log.removeprefix(old) for log, old in zip(self.logs(), before or [""] * len(self.machines), strict=True)
-        ]
+        earlier = before or [""] * len(self.machines)
+        new = [log.removeprefix(old) for log, old in zip(self.logs(), earlier, strict=True)]
         return "\n".join(line for log in new for line in log.splitlines() if not line.startswith(("  File", "Thread")))
 
     def last_update(self) -> int:

@@ -122,9 +122,8 @@ def test_a_folder_or_a_file_that_is_not_shared_is_named(job, tmp_path, material,
 
 @pytest.mark.long
 def test_two_hundred_healthy_updates_without_an_alarm(job):
-    run = job(
-        "run", steps=200, options=["--watchdog_minutes", WATCHDOG_MINUTES], flags=["--max_restarts", 1]
-    ).start_all()
+    options = ["--watchdog_minutes", WATCHDOG_MINUTES]
+    run = job("run", steps=200, options=options, flags=["--max_restarts", 1]).start_all()
     assert run.ends(600) == [0, 0], run.said()[-6000:]
     said = "\n".join(line for line in run.said().splitlines() if not line.startswith("accelerate launch "))
     assert not any(word in said for word in ("restart", "watchdog", "slower", "error", "Traceback"))

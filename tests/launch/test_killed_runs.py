@@ -78,9 +78,8 @@ def test_another_metric_is_never_compared_with_the_old_value(flags, tmp_path):
     killed(output, 7, *flags, "accuracy")
     done = completed(output, *flags, "loss", **HOW)
     assert "metric_for_best_model was accuracy, and is loss now" in done.stdout
-    later = {
-        line["update"]: line["eval_loss"] for line in metrics(output) if line["update"] > 7 and "eval_loss" in line
-    }
+    evaluated = [line for line in metrics(output) if line["update"] > 7 and "eval_loss" in line]
+    later = {line["update"]: line["eval_loss"] for line in evaluated}
     assert best(output) == f"update_{min(later, key=later.get):08}"
 
 

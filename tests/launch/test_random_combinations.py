@@ -314,9 +314,7 @@ def compare(run: Run, ours: Path, reference: Path, on_the_host: bool) -> None:
             figures = {name for name in figures if name[:5] != "eval_" or name[5:] in ("loss", "perplexity")}
         for name in figures:
             least = SUMS.get(name, 1e-3 if name[:5] == "eval_" else 1e-12)
-            if (
-                half
-            ):  # where predictions are nearly right their errors have few digits, and so has what follows of them
+            if half:  # where predictions are nearly right, their errors have few digits
                 least = max(least, *(0.1 * abs(one[name]) for one in expected if name in one))
             difference = abs(line[name] - other[name]) / max(abs(other[name]), least)
             limit = max(TOLERANCE[half], ON_THE_HOST if on_the_host else 0.0)

@@ -54,9 +54,8 @@ def test_the_run_folder(scratch):
     recipe = yaml.safe_load((output / "recipe.yaml").read_text())
     assert recipe["learning_rate"] == 1e-3
     assert recipe["precision"] == "fp32"
-    assert parse_recipe(ClmRecipe, ["--config", str(output / "recipe.yaml")]).to_dict() == recipe, (
-        "it can be run again"
-    )
+    again = parse_recipe(ClmRecipe, ["--config", str(output / "recipe.yaml")])
+    assert again.to_dict() == recipe, "it can be run again"
     assert "auto" not in (output / "strategy.yaml").read_text()
     environment = json.loads((output / "environment.json").read_text())
     assert environment["packages"]["torch"] == torch.__version__

@@ -161,17 +161,15 @@ def test_a_stored_model_reads_its_inputs_as_in_training(labelled_sets, cache, tm
     """Without --max_length, which has another default; with it, that is said."""
     lines, folder = labelled_sets
     model = ("--model_name_or_path", folder / "run", "--cache_dir", cache)
-    done = completed(
-        tmp_path / "again", *model, "--evaluate_only", "--validation_file", folder / "held.jsonl", task="cls"
-    )
+    held_out = ("--evaluate_only", "--validation_file", folder / "held.jsonl")
+    done = completed(tmp_path / "again", *model, *held_out, task="cls")
     assert "as in training: max_length = 12" in done.stdout
     figures = {name: value for name, value in lines[-1].items() if name.startswith("eval_f1") or name == "eval_loss"}
     assert {name: metrics(tmp_path / "again")[-1][name] for name in figures} == pytest.approx(figures, rel=1e-6)
     asked = [f"{row['id']};{row['text']}" for row in predictions(folder / "run")]
     (tmp_path / "asked.csv").write_text("\n".join(["id;text", *asked]) + "\n")
-    done = completed(
-        tmp_path / "asked", *model, "--predict_file", tmp_path / "asked.csv", "--max_length", "32", task="cls"
-    )
+    asked = ("--predict_file", tmp_path / "asked.csv", "--max_length", "32")
+    done = completed(tmp_path / "asked", *model, *asked, task="cls")
     assert "max_length = 32 (--max_length): the model was trained with 12" in done.stdout
     rows = predictions(folder / "run")
     assert [row["id"] for row in predictions(tmp_path / "asked")] == [row["id"] for row in rows]
@@ -179,13 +177,11 @@ def test_a_stored_model_reads_its_inputs_as_in_training(labelled_sets, cache, tm
 
 def test_mnli_has_two_held_out_parts_and_training_stops_early(cache, tmp_path):
     """At a learning rate of 0 nothing gets better: two evaluations after the first, training stops."""
-    header = "index\tpromptID\tsentence1\tsentence2\tgold_label\n"
+    header = "index\tpromptID\tsentence1\tsentence2\tgold_label"
     names = ("entailment", "neutral", "contradiction")
     for name, rows in (("train", 60), ("matched", 7), ("mismatched", 11)):
-        lines = [
-            f"{i}\t{i}\tthe cat number {i} sat\tit {'stood' * (i % 3)} {i}\t{names[i % 3]}\n" for i in range(rows)
-        ]
-        (tmp_path / f"{name}.tsv").write_text(header + "".join(lines))
+        lines = (f"{i}\t{i}\tthe cat number {i} sat\tit {'stood' * (i % 3)} {i}\t{names[i % 3]}" for i in range(rows))
+        (tmp_path / f"{name}.tsv").write_text("\n".join([header, *lines]) + "\n")
     bert = [{"2000": "280", "3e-3": "0"}.get(word, word) for word in SMALL_BERT]
     output = tmp_path / "run"
     lines = launch(
@@ -292,9 +288,8 @@ def test_the_published_dialogue_command(material, tmp_path, capfd):
 
 def test_a_t5_trains_in_bf16_in_place_of_fp16_and_the_record_says_so(material, cache, tmp_path):
     tiny_t5(tmp_path / "t5", material / "tokenizers" / "blenderbot")
-    pairs = write_records(
-        tmp_path / "pairs.jsonl", [{"source": f"say {number}", "target": f"it is {number}"} for number in range(16)]
-    )
+    rows = [{"source": f"say {number}", "target": f"it is {number}"} for number in range(16)]
+    pairs = write_records(tmp_path / "pairs.jsonl", rows)
     done = completed(
         tmp_path / "run", "--model_name_or_path", tmp_path / "t5", "--train_file", pairs, "--precision", "fp16",
         "--max_train_steps", "1", "--save_strategy", "no", "--predict_with_generate", "false", "--cache_dir", cache,

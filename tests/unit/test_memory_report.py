@@ -90,9 +90,7 @@ for make in (lambda: torch.empty(2**30), lambda: bytearray(2**32), lambda: torch
 def test_real_errors_of_the_host_are_recognised():
     done = subprocess.run([sys.executable, "-c", REAL.format(root=str(ROOT))], capture_output=True, text=True,
                           env=environment(), timeout=60)  # fmt: skip
-    assert done.stdout.splitlines() == [
-        "host 4294967296", "host 0", "host 8589934592",
-    ], done.stderr  # fmt: skip
+    assert done.stdout.splitlines() == ["host 4294967296", "host 0", "host 8589934592"], done.stderr
 
 
 @pytest.mark.parametrize(("error", "where"), [

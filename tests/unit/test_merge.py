@@ -118,9 +118,8 @@ def test_the_merged_folder_is_base_and_adapter(build, family, capsys):
     assert "read back" in shown.out
     assert not shown.err
     assert not (output / "adapter_config.json").exists()
-    assert {"README.md", "config.json", "generation_config.json", "model.safetensors"} <= {
-        file.name for file in output.iterdir()
-    }
+    written = {file.name for file in output.iterdir()}
+    assert {"README.md", "config.json", "generation_config.json", "model.safetensors"} <= written
     card = (output / "README.md").read_text()
     assert f"base_model: {case.base.name}" in card
     assert str(case.base.parent) not in card, "no path of this machine"

@@ -66,9 +66,6 @@ def test_generation():
     assert compute("generation", truth, truth) == pytest.approx(dict.fromkeys(GENERATION_FIGURES, 100.0))
 
 
-# ---------------------------------------------------------------------------------------------------------------- best
-
-
 def judged(best: BestMetricTracker, values: list[float]) -> list[bool]:
     return [best.record_evaluation(10 * n, {f"eval_{best.metric}": value}) for n, value in enumerate(values, 1)]
 
@@ -115,9 +112,8 @@ def test_figures_of_each_class(tmp_path):
     truth, answers = draw.integers(0, 2, 200), draw.integers(0, 3, 200)  # nothing is of the last class
     folder, part = RunFolder(tmp_path / "run"), HeldOut(SimpleNamespace(labels=truth), [], "")
     folder.path.mkdir()
-    folder.write_predictions(
-        {"label": names[label], "prediction": names[answer]} for label, answer in zip(truth, answers)
-    )
+    rows = ({"label": names[label], "prediction": names[answer]} for label, answer in zip(truth, answers))
+    folder.write_predictions(rows)
     heading, table = report_classes(folder, Labels(names), [part])
     assert "200 held-out examples" in heading
     expected = sk.precision_recall_fscore_support(truth, answers, labels=range(3), zero_division=0)

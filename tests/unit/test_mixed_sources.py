@@ -98,9 +98,8 @@ def test_pairs_are_mixed(tmp_path, pairs_tokenizer):
     write_records(tmp_path / "asked.jsonl", [{"question": f"what is {n}?", "answer": f"{n}"} for n in range(60)])
     sources = ("3", tmp_path / "said.jsonl", "1", tmp_path / "asked.jsonl")
     flags = ("--model_type", "t5", "--tokenizer_name", pairs_tokenizer, "--cache_dir", tmp_path)
-    recipe = parse_recipe(
-        Seq2SeqRecipe, [*map(str, (*flags, "--train_file", *sources)), "--validation_split_percentage", "10"]
-    )
+    words = (*flags, "--train_file", *sources, "--validation_split_percentage", "10")
+    recipe = parse_recipe(Seq2SeqRecipe, [*map(str, words)])
     data = prepare_pairs(recipe, T5Config())
     assert [len(each) for each in data.train.sets] == [36, 54]
     assert {name: len(part) for name, part in data.sources.items()} == {"said": 4, "asked": 6}

@@ -99,17 +99,12 @@ def test_the_same_under_accelerate_launch(torchrun, monkeypatch):
 def test_two_strategies_are_refused(torchrun, monkeypatch):
     accelerate_launch(monkeypatch, "--config_file", "accelerate_configs/zero2.yaml")
     said = refusal(read_strategy, recipe("--strategy", "zero1"))
-    assert (
-        "--strategy accelerate_configs/zero1.yaml, and accelerate launch was told accelerate_configs/zero2.yaml"
-        in said
-    )
+    told = "accelerate launch was told accelerate_configs/zero2.yaml"
+    assert f"--strategy accelerate_configs/zero1.yaml, and {told}" in said
     assert "accelerate launch --config_file accelerate_configs/zero1.yaml" in said
     accelerate_launch(monkeypatch, "--use_deepspeed")
     torchrun["ACCELERATE_USE_DEEPSPEED"] = "true"
     assert "was told to use DeepSpeed" in refusal(read_strategy, recipe("--strategy", "ds_configs/zero1.json"))
-
-
-# ------------------------------------------------------------------------------------- accelerate YAMLs of other kinds
 
 
 @pytest.mark.parametrize(("content", "words"), [

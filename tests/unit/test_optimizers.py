@@ -55,9 +55,8 @@ class Other(Alone):
 
     def __init__(self, optim: str, seed: int = 0, width: int = 640):
         super().__init__(seed, width)
-        self.torch_optimizer = make_optimizer(
-            self.module, recipe("--optim", optim, "--learning_rate", "1e-2"), torch.device("cpu")
-        )
+        options = recipe("--optim", optim, "--learning_rate", "1e-2")
+        self.torch_optimizer = make_optimizer(self.module, options, torch.device("cpu"))
         self.state = ReplicatedOptimizerState(self, optim)
 
 
@@ -87,9 +86,8 @@ def test_a_run_does_not_resume_with_another_optimizer(tmp_path):
     assert "optim was 'adamw', now 'adafactor'" in refusal(earlier.plan, now, 8, folder)
     named = SimpleNamespace(**{**vars(now), "resume": "RUN"})
     named.to_dict, named.names_with = now.to_dict, now.names_with
-    assert "one optimizer cannot read what another has kept" in refusal(
-        differences_from, named, 8, identity_options(recipe(), 8)
-    )
+    said = refusal(differences_from, named, 8, identity_options(recipe(), 8))
+    assert "one optimizer cannot read what another has kept" in said
 
 
 @pytest.mark.parametrize(("kind", "refused"), [
@@ -129,10 +127,7 @@ def test_groups_keep_their_rates_in_proportion(rates, common, scales):
 
 
 def test_a_scheduler_of_transformers_is_a_function_of_the_update():
-    groups = [
-        {"params": [torch.nn.Parameter(torch.ones(3))]},
-        {"params": [torch.nn.Parameter(torch.ones(3))], "lr": 1e-4},
-    ]
+    groups = [{"params": [torch.nn.Parameter(torch.ones(3))], **rate} for rate in ({}, {"lr": 1e-4})]
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
     scheduler = get_scheduler("linear", optimizer, num_warmup_steps=2, num_training_steps=4)
     assert [rates_of(scheduler)(update) for update in range(5)] == pytest.approx([0, 5e-4, 1e-3, 5e-4, 0])
@@ -140,9 +135,6 @@ def test_a_scheduler_of_transformers_is_a_function_of_the_update():
     assert [group.get("lr_scale") for group in optimizer.param_groups] == [None, pytest.approx(0.1)]
     with pytest.raises(UserError, match="a factor for each group"):
         rates_of(LambdaLR(optimizer, [lambda update: 1.0, lambda update: 0.5]))
-
-
-# ---------------------------------------------------------------------------------------------------------------- Muon
 
 
 FLAGS = ("--optim", "muon", "--learning_rate", "1e-2", "--weight_decay", "0.1")
@@ -165,7 +157,7 @@ class Alternating(Alone):
         self.state = ReplicatedState(self)
 
 
-def test_a_step_is_torch_s(monkeypatch):
+def test_a_step_of_muon_is_torch_s(monkeypatch):
     """In half precision, and in fp32, which torch's own has not."""
     for precision in ("bf16", "fp32"):
         ours, theirs = model_with("llama"), model_with("llama")
@@ -192,7 +184,7 @@ def test_a_step_is_torch_s(monkeypatch):
             torch.testing.assert_close(parameter, every[name], rtol=1e-6, atol=1e-6, msg=name)
 
 
-def test_the_matrices_of_the_blocks_take_it():
+def test_the_matrices_of_the_blocks_take_muon():
     llama = hidden_matrices(model_with("llama", tie_word_embeddings=False))
     assert len(llama) == 2 * 7
     assert {tuple(each.shape) for each in llama.values()} == {(16, 16), (24, 16), (16, 24)}
@@ -202,9 +194,6 @@ def test_the_matrices_of_the_blocks_take_it():
     gpt2 = model_with("gpt2")
     assert len(hidden_matrices(gpt2)) == 2 * 4
     assert all(each.dim() == 2 for each in hidden_matrices(gpt2).values())
-
-
-# --------------------------------------------------------------------------------------------- the mean of the weights
 
 
 ENGINES = {"adamw": Alone, "muon": Alternating, "adafactor": lambda seed=0: Other("adafactor", seed)}
@@ -221,7 +210,7 @@ def average(engine: Alone, updates: range) -> list[list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("optim", ENGINES)
-def test_it_is_the_mean_of_what_there_was_and_resumes_to_the_bit(tmp_path, optim):
+def test_the_mean_of_the_weights_is_exact_and_resumes_to_the_bit(tmp_path, optim):
     engine, undisturbed = ENGINES[optim](), ENGINES[optim]()
     by_hand = [each.detach().clone() for each in engine.module.parameters()]
     engine.state.start_ema()
@@ -250,9 +239,6 @@ def test_a_mean_that_never_moves_is_refused():
     assert "ema_decay" in refusal(recipe, "--ema_decay", "1")
 
 
-# ----------------------------------------------------------------------------------------------------------- on a disk
-
-
 def test_without_libaio_a_run_ends_with_the_remedy(monkeypatch):
     monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda self, verbose: False)
     assert "Install them (apt install libaio-dev), or use --strategy zero3_offload" in refusal(check_async_io)
@@ -271,17 +257,15 @@ def test_a_process_has_a_folder_of_its_own_and_clears_up_after_the_dead(tmp_path
         folder.mkdir()
         (folder / "state.swp").write_text("")
         folder.with_suffix(".lock").touch()
-    strangers = disk / "mine"
-    strangers.mkdir()
+    (disk / "mine").mkdir()
     with alive.with_suffix(".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         third = own_folder(str(disk))
-    assert {path.name for path in disk.iterdir() if path.is_dir()} == {
-        one.name, other.name, third.name, alive.name, strangers.name
-    }  # fmt: skip
+    kept = {one, other, third, alive, disk / "mine"}
+    assert {path for path in disk.iterdir() if path.is_dir()} == kept
     assert (one / "state.swp").read_text() == "kept"
     assert not killed.with_suffix(".lock").exists()
 
     for folder in (one, other, third):
         remove_disk_folder(folder)
-    assert {path.name for path in disk.iterdir()} == {alive.name, f"{alive.name}.lock", strangers.name}
+    assert {path.name for path in disk.iterdir()} == {alive.name, f"{alive.name}.lock", "mine"}

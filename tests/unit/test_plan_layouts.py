@@ -64,9 +64,8 @@ def test_degrees_divide_the_processes_of_a_machine(monkeypatch):
     assert degrees("zero3", 8, 8, 24) == [Degrees()]
     assert degrees("accelerate_configs/tp.yaml", 8, 8, 24) == [Degrees(tensor=2)]
     assert [one.pipeline for one in degrees("pp", 16, 8, 6)] == [2, 4]  # no more stages than layers
-    assert {(one.tensor, one.pipeline) for one in degrees("3d", 16, 8, 24)} == {
-        (2, 2), (2, 4), (2, 8), (4, 2), (4, 4), (8, 2),
-    }  # fmt: skip
+    three_axes = {(one.tensor, one.pipeline) for one in degrees("3d", 16, 8, 24)}
+    assert three_axes == {(2, 2), (2, 4), (2, 8), (4, 2), (4, 4), (8, 2)}
 
 
 def planned(capsys, *flags: str) -> dict:

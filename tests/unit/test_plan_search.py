@@ -29,9 +29,8 @@ SHAPE = "n_layer={},n_head=4,n_embd={},n_positions=256,vocab_size=2048,resid_pdr
 
 
 def planner_of(*flags) -> Planner:
-    options, _ = read_with_recipe(
-        PlanOptions, ["--task", "clm", "--config_name", "gpt2", *map(str, flags)], prog="plan"
-    )
+    words = ["--task", "clm", "--config_name", "gpt2", *map(str, flags)]
+    options, _ = read_with_recipe(PlanOptions, words, prog="plan")
     budget, model = make_budget(options), read_planned_model(options, "clm", True)
     return Planner(options, model, budget, make_timing(options, model, budget, {True})[0])
 
@@ -94,9 +93,6 @@ def test_the_rows_were_predicted_by_this_tree():
     (outcome,) = planner.layouts(row.strategy)
     rel = 1e-3 if torch.__version__ >= "2.13" else 2e-2  # torch 2.11 has other operations in a pass
     assert planner.speed(outcome.resolved, row.micro_batch).time.seconds == pytest.approx(row.predicted, rel=rel)
-
-
-# ----------------------------------------------------------------------------------------------------- what is written
 
 
 DATA = ["--train_tokenizer_vocab_size", "512", "--dataset_name", "stdlib-docstrings", "--loss", "full"]

@@ -115,9 +115,6 @@ def test_dropout_is_off():
     torch.testing.assert_close(model(**inputs), model.eval()(**inputs))
 
 
-# ------------------------------------------------------------------------------------------------------------- records
-
-
 def user(text: str) -> dict:
     return {"role": "user", "content": text}
 

@@ -97,9 +97,6 @@ def texts_in(prefix: object, tokenizer) -> list[str]:
     return [tokenizer.decode(ids) for ids in np.split(np.array(corpus.ids()), np.cumsum(corpus.lengths)[:-1])]
 
 
-# ------------------------------------------------------------------------------------------------------ the same bytes
-
-
 @pytest.fixture(scope="module")
 def made(lines, texts, tokenizers, data, tmp_path_factory) -> dict[str, tuple[Path, Path]]:
     """{tokenizer: (our corpus, the reference)}."""
@@ -148,9 +145,6 @@ def test_a_slow_tokenizer_and_a_large_vocabulary():
     assert np.frombuffer(row, np.int32).tolist() == [3, 69_999, 0]
 
 
-# ---------------------------------------------------------------------------------------------------------- tokenizers
-
-
 def test_names_of_tokenizers(data, tokenizers, tmp_path):
     same = {
         "gpt2": [data("tokenizers/gpt2")],
@@ -165,9 +159,6 @@ def test_names_of_tokenizers(data, tokenizers, tmp_path):
             assert found.eos_token_id == tokenizers[name].eos_token_id
             assert found("One <s>two</s>")["input_ids"] == tokenizers[name]("One <s>two</s>")["input_ids"]
     assert len({tokenizer_fingerprint(one) for one in tokenizers.values()}) == len(tokenizers)
-
-
-# --------------------------------------------------------------------------------------------------------------- input
 
 
 SAYINGS = ["First one.", "Second\n\none, two lines.", " third ", "Fourth: naïve café", "Fifth"]
@@ -293,9 +284,6 @@ def test_input_that_is_refused(byte_tokenizer, tmp_path, capsys):
     assert sorted(tmp_path.iterdir()) == before
 
 
-# ---------------------------------------------------------------------------------------------------- whole or nothing
-
-
 def test_what_is_there_is_kept(byte_tokenizer, tmp_path, capsys):
     source = write_lines(tmp_path / "a.jsonl", ["one"])
     made = prepared(tmp_path, source, byte_tokenizer, "--workers", 1)
@@ -387,9 +375,6 @@ def test_a_worker_that_dies_ends_the_job(byte_tokenizer, tmp_path, large):
     assert "a worker was killed" in said
     assert "--workers" in said
     assert not list(tmp_path.iterdir())
-
-
-# ------------------------------------------------------------------------------------------------------ merge and info
 
 
 def test_joined_is_one_pass(byte_tokenizer, tmp_path, texts):

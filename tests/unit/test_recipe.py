@@ -108,9 +108,7 @@ def test_what_one_says_twice_is_refused(tmp_path, text, flags, words):
 
 
 def test_forms_of_flags():
-    recipe = parse(
-        "--gradient-checkpointing", "--learning_rate=3e-4", "--train_file", "a.txt", "b.txt", "--append_eos", "no"
-    )
+    recipe = parse(*"--gradient-checkpointing --learning_rate=3e-4 --train_file a.txt b.txt --append_eos no".split())
     assert recipe.gradient_checkpointing
     assert recipe.learning_rate == 3e-4
     assert recipe.train_file == ["a.txt", "b.txt"]
@@ -171,9 +169,8 @@ def test_a_text_is_what_is_written(tmp_path, text):
 
 
 def test_all_problems_come_together(tmp_path):
-    message = refusal(
-        parse, *recipe_file(tmp_path, "learnin_rate: 1\nseed: x\n"), "--block_size", "no", "--max_grad_norm", "-1"
-    )
+    file = recipe_file(tmp_path, "learnin_rate: 1\nseed: x\n")
+    message = refusal(parse, *file, "--block_size", "no", "--max_grad_norm", "-1")
     assert message.startswith("error: 4 problems")
     for word in ("learnin_rate", "seed", "block_size", "max_grad_norm"):
         assert word in message
@@ -226,9 +223,6 @@ def test_what_is_published_has_no_folder_of_this_machine():
     assert (published["model_name_or_path"], published["tokenizer_name"]) == ("llama", "org/name")
     assert (published["output_dir"], published["sample_prompt"]) == ("outputs/x", "/etc is")
     assert published.keys() == recipe.to_dict().keys()
-
-
-# ---------------------------------------------------------------------------------------------------------------- null
 
 
 @pytest.mark.parametrize("cls", [RECIPES["clm"], RECIPES["cls"]])

@@ -36,9 +36,8 @@ def members(monkeypatch):
 
         def work(place: int):
             number = place if numbers is None else numbers[place]
-            return acts[place](
-                Rendezvous(PrefixStore("test", store), "rank", number, count or len(acts), limit_s=limit_s)
-            )
+            size = count or len(acts)
+            return acts[place](Rendezvous(PrefixStore("test", store), "rank", number, size, limit_s=limit_s))
 
         return at_once(*(partial(work, number) for number in range(len(acts))))
 

@@ -82,9 +82,6 @@ def left(path: Path, names: tuple[str, ...]) -> list[str]:
     return [name for name in names if (path / name).is_file() and (path / name).read_text() == "mine"]
 
 
-# --------------------------------------------------------------------------------------------------- nothing is lost
-
-
 @pytest.mark.parametrize(("name", "content"), [
     ("metrics.jsonl", None), ("metrics.jsonl", ""), ("metrics.jsonl", '{"update": 1, "lo'),
     ("metrics.jsonl", '{"update": 1}\nnot json\n[1]\n{"update": 2}\n'), ("recipe.yaml", None), ("recipe.yaml", ""),
@@ -124,9 +121,6 @@ def test_a_run_that_left_no_state_may_start_over(tmp_path):
     with RunFolder(tmp_path).new_model() as model:
         (model / "weights").write_text("1")
     assert START_OVER_OPTIONS in refusal(plan, tmp_path)
-
-
-# ------------------------------------------------------------------------------------------------------------ damage
 
 
 def damaged(content: bytes) -> dict[str, bytes]:
@@ -228,9 +222,6 @@ def test_a_runs_own_recipe_is_one_for_every_tool(tmp_path, task, monkeypatch):
     assert name_of_recipe(None, task) == task
 
 
-# -------------------------------------------------------------------------------------------------- files of the user
-
-
 @pytest.mark.parametrize("names", [USERS, *((name,) for name in (*USERS, "recipe.yaml"))])
 def test_a_folder_of_other_files_is_refused(tmp_path, names):
     put(tmp_path, names)
@@ -275,9 +266,6 @@ def test_a_record_that_names_files_elsewhere_removes_none(tmp_path):
     assert left(tmp_path, ("victim", "run/keep")) == ["victim", "run/keep"]
 
 
-# -------------------------------------------------------------------------------------------------------------- links
-
-
 @pytest.mark.parametrize("name", ["recipe.yaml", "strategy.yaml", "environment.json", "metrics", "metrics.jsonl",
                                   "anomalies.jsonl", "predictions", "predictions.jsonl", "loss.png"])  # fmt: skip
 def test_no_link_in_the_folder_is_written_through(tmp_path, name):
@@ -313,9 +301,6 @@ def test_a_folder_that_is_a_link_is_neither_emptied_nor_filled(tmp_path, name):
     assert left(tmp_path, ("victims/config.json",))
 
 
-# ------------------------------------------------------------------------------------------------------------ figures
-
-
 def test_the_table_of_fields_is_current():
     named = {"held_out": "eval_...", "own": "..."}
     rows = [f"| `{named.get(each.name, each.name)}` | {each.metadata['meaning']} |" for each in fields(UpdateMetrics)]
@@ -326,9 +311,6 @@ def test_the_table_of_fields_is_current():
 def test_a_figure_of_ones_own_has_a_name_of_its_own():
     with pytest.raises(UserError, match=r"has loss, seconds: name your figure otherwise"):
         UpdateMetrics(update=1, epoch=0.0, consumed_samples=1, own={"seconds": 1.0, "loss": 0.0, "mine": 2.0})
-
-
-# ------------------------------------------------------------------------------------------------------------ loss.png
 
 
 @pytest.mark.parametrize("updates", [1, 5, 300])

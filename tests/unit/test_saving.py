@@ -228,9 +228,6 @@ def test_a_full_disk_in_the_middle_of_a_save_harms_nothing(small_files, capfd):
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
-# ----------------------------------------------------------------------------------------------------- whole or absent
-
-
 def write(checkpoints: CheckpointDirectory, update: int, why: str = SaveReason.REQUESTED, best: bool = False) -> None:
     partial = checkpoints.partial(update)
     (partial / "model").mkdir(parents=True)

@@ -250,9 +250,6 @@ def test_records_without_text_are_left_out(tmp_path, cache):
     assert records(cache, path, validation_split_percentage=0).train["text"][:] == ["a", "b"]
 
 
-# ------------------------------------------------------------------------------- marks, packed files, names of files
-
-
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.tsv"])
 def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path, cache, name, encoding):

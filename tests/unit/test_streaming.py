@@ -139,10 +139,8 @@ def test_a_stream_is_the_same_however_long_the_run(prepared, tmp_path):
     assert len(long.known) <= 1
     samples_at(short, 0, 160)
     named = tmp_path / "run" / "checkpoints" / "update_00000010"
-    run = tmp_path / "longer"
-    resumed = prepared(
-        folder / "*.jsonl", streaming="2KiB", max_train_steps=500, resume=str(named), output_dir=str(run)
-    )
+    how = {"resume": str(named), "output_dir": str(tmp_path / "longer")}
+    resumed = prepared(folder / "*.jsonl", streaming="2KiB", max_train_steps=500, **how)
     assert len(resumed.train.known) > 2, "it finds its window by the file of the run that it resumes"
     assert data_fingerprint(resumed.train, "none") == data_fingerprint(long, "none")
     for other in (

@@ -60,17 +60,14 @@ def test_further_options(written, kind):
         "slurm": ("--cpus_per_node", 64, "--time", "1-00:00:00"),
         "skypilot": ("--accelerator", "A100-80GB", "--spot", "--mounts", "/data=s3://b/data,/runs=s3://b/runs"),
     }.get(kind, ("--image", "registry/z:1", "--claim", "lustre", "--folder", "/data", "--restarts", 0))
-    odd = (
-        "--global_batch_size", "32", "--learning_rate", "1e-4", "--seed", "7", "--report_name", 'it\'s a # "test"',
-        "--weight_decay", ".1",
-    )  # fmt: skip
-    text, notes = written(
-        kind, RECIPE, "--nodes", 2, "--gpus_per_node", 4, "--num_processes", 4, "--name", "trial", *further, *odd
-    )
+    odd = {"--global_batch_size": "32", "--learning_rate": "1e-4", "--seed": "7", "--weight_decay": ".1",
+           "--report_name": 'it\'s a # "test"'}  # fmt: skip
+    common = ("--nodes", 2, "--gpus_per_node", 4, "--num_processes", 4, "--name", "trial")
+    text, notes = written(kind, RECIPE, *common, *further, *(word for pair in odd.items() for word in pair))
     assert problems(kind, text, 2) == []
     assert notes == ""
     words = words_of(kind, text)
-    for name, value in zip(odd[::2], odd[1::2], strict=True):
+    for name, value in odd.items():
         assert words[words.index(name) + 1] == value
     assert words[words.index("--num_processes") + 1] == "4"
     if kind == "skypilot":
@@ -119,9 +116,8 @@ def job(written, tmp_path):
     site = tmp_path / "site.sh"
     site.write_text("#SBATCH --account=a123\n# modules\nmodule() { echo loaded $2; }\nmodule load 'cuda/13'\n")
     program = f"{sys.executable} -m zerofit.cli"
-    text, _ = written(
-        "slurm", ROOT / RECIPE, "--nodes", 2, "--site", site, "--program", program, "--output_dir", "run"
-    )
+    words = ("--nodes", 2, "--site", site, "--program", program, "--output_dir", "run")
+    text, _ = written("slurm", ROOT / RECIPE, *words)
     (tmp_path / "job.sh").write_text(text)
     (tmp_path / "bin").mkdir()
     for name, content in (("srun", SRUN), ("scontrol", SCONTROL)):
@@ -168,9 +164,8 @@ def test_the_runs_own_code_where_srun_has_killed_its_other_tasks(job):
 
 def test_a_sites_lines_are_kept(written, tmp_path):
     site = tmp_path / "site.sh"
-    site.write_text(
-        "#!/bin/bash\n#SBATCH --partition=gpu\n\nmodule  load cuda\nexport A='$B  c'\n#SBATCH --account=x\n"
-    )
+    lines = "#SBATCH --partition=gpu\n\nmodule  load cuda\nexport A='$B  c'\n#SBATCH --account=x\n"
+    site.write_text(f"#!/bin/bash\n{lines}")
     text, _ = written("slurm", RECIPE, "--nodes", 2, "--site", site)
     assert problems("slurm", text, 2) == []
     assert head(text)[0].items() >= {("partition", "gpu"), ("account", "x")}
@@ -207,9 +202,8 @@ def test_it_is_handed_to_the_scheduler(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     words = [str(ROOT / RECIPE), "--nodes", "2", "--gpus_per_node", "1", "--run"]
-    assert "sbatch is not installed here. Where it is, type: sbatch stdlib-gpt2.sh" in refusal(
-        submit.main, ["slurm", *words]
-    )
+    said = refusal(submit.main, ["slurm", *words])
+    assert "sbatch is not installed here. Where it is, type: sbatch stdlib-gpt2.sh" in said
     for kind, expected in {
         "slurm": ["sbatch", "stdlib-gpt2.sh"],
         "jobset": ["kubectl", "apply", "-f", "stdlib-gpt2.yaml"],

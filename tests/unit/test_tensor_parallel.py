@@ -182,9 +182,8 @@ def test_what_one_layout_writes_any_other_reads(tmp_path, written, read):
 
 def test_a_share_that_is_missing_is_noticed(tmp_path):
     shards = shards_of(2, 1, 0, 0, owned=True)
-    write_shard(
-        tmp_path, 0, shards, {f"{kind}/{each.name}": values_of(kind, each) for each in shards for kind in STATE_KINDS}
-    )
+    tensors = {f"{kind}/{each.name}": values_of(kind, each) for each in shards for kind in STATE_KINDS}
+    write_shard(tmp_path, 0, shards, tensors)
     assert torch.equal(ShardReader(tmp_path).weight("norm"), torch.arange(7.0))
     with pytest.raises(RuntimeError, match="of weight of rows, 24 elements are missing"):
         ShardReader(tmp_path).weight("rows")

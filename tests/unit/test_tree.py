@@ -82,11 +82,7 @@ def test_one_statement_one_assignment():
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
                 targets = [target for target in node.targets if isinstance(target, ast.Tuple)]
-                swaps = [
-                    target
-                    for target in targets
-                    if {*map(ast.unparse, target.elts)} == {*map(ast.unparse, node.value.elts)}
-                ]
-                if len(targets) > len(swaps):
+                values = {*map(ast.unparse, node.value.elts)}
+                if not all({*map(ast.unparse, target.elts)} == values for target in targets):  # what swaps
                     folded.append(f"{file.relative_to(ROOT)}:{node.lineno}")
     assert not folded

@@ -28,9 +28,6 @@ def without(lines: list[dict], update: int) -> list[dict]:
     return [line for line in lines if line["update"] != update]
 
 
-# ---------------------------------------------------------------------------------------------------------- comparison
-
-
 def outcome(lines=LINES, ledger=LEDGER, **more) -> ComparedRun:
     difference = compare_records(lines, ledger, LINES, LEDGER, 5)
     return ComparedRun("zero2", [2], difference=difference, **more)
@@ -81,9 +78,6 @@ def test_samples_repeated_and_skipped():
         assert found.problems == [f"{expected[2]} updates have other samples than they should have"]
     with pytest.raises(ValueError, match="no samples"):
         compare_records(LINES, LEDGER, LINES, [], 5)
-
-
-# ------------------------------------------------------------------------------------------------- options and recipe
 
 
 def options_of(*flags: str):
@@ -139,9 +133,6 @@ def test_what_is_not_a_proof_is_not_replaced(tmp_path):
     (tmp_path / "recipe.yaml").write_text("")
     check_folder_of(tmp_path, "recipe.yaml", "proof")
     check_folder_of(tmp_path / "new", "recipe.yaml", "proof")
-
-
-# ----------------------------------------------------------------------------------------------------- kills, launches
 
 
 SLEEPER = "import subprocess, sys, time; subprocess.Popen(['sleep', '600'], start_new_session=True); " \

@@ -61,9 +61,6 @@ def watchdog_is_gone(done: subprocess.CompletedProcess) -> bool:
     return True
 
 
-# ------------------------------------------------------------------------------------------------------ real processes
-
-
 @pytest.mark.parametrize(("end", "code"), [
     ("watchdog.leave(); os._exit(7)", 7),
     ("sys.exit(4)", 4),
@@ -133,8 +130,6 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert "phase backward of update 17" in done.stderr
 
 
-# -------------------------------------------------------------------------------------------- a watch by another clock
-
 QUIET = ((0.5, None),)
 ALIVE = ((0.5, "{}\n"),)
 SAVES = ((0.5, '{"phase": "save", "patience": 10}\n'),)
@@ -177,8 +172,6 @@ def test_signs_of_life_and_patience(monkeypatch, steps, signals):
     assert sent == signals
 
 
-# -------------------------------------------------------------------------------------------------------------- causes
-
 PLENTY = MemoryReading(2 * GIB, 20 * GIB, 32 * GIB, 5)
 
 
@@ -189,7 +182,7 @@ PLENTY = MemoryReading(2 * GIB, 20 * GIB, 32 * GIB, 5)
     (signal.SIGKILL, PLENTY._replace(limit=8 * GIB, left=GIB // 8), 5, "very likely because memory ran out", True),
     (signal.SIGABRT | 128, PLENTY, 5, "SIGABRT, a crash in native code", False),  # 128: a core was dumped
 ])  # fmt: skip
-def test_the_cause(status, last, kills, words, for_memory):
+def test_the_cause_of_an_end(status, last, kills, words, for_memory):
     text, memory = find_cause(status, [last, last], last._replace(oom_kills=kills), RankStatus(1, 42))
     assert words in text
     assert memory == for_memory
@@ -201,9 +194,6 @@ def test_under_nccl_an_abort_points_to_the_other_ranks():
     assert "native code" in find_cause(signal.SIGABRT, [PLENTY], PLENTY, alone)[0]
     assert "machine 1 (node1)" in find_cause(signal.SIGABRT, [PLENTY], PLENTY, many)[0]
     assert "native code" in find_cause(signal.SIGSEGV, [PLENTY], PLENTY, many)[0]
-
-
-# ------------------------------------------------------------------------------------------------------------- cgroups
 
 
 def test_cgroups_of_version_2(tmp_path):
@@ -221,9 +211,6 @@ def test_cgroups_of_version_2(tmp_path):
     assert read_memory(os.getpid(), groups).oom_kills == 2
 
 
-# ---------------------------------------------------------------------------------------------------- errors of others
-
-
 @pytest.mark.parametrize(("error", "elsewhere"), [
     (RuntimeError("NCCL error: remote process exited or there was a network error, NCCL version 2.29"), True),
     (RuntimeError("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"), True),
@@ -238,8 +225,6 @@ def test_errors_that_tell_of_another_process(error, elsewhere):
     wrapped.__context__ = error
     assert died_elsewhere(wrapped) == elsewhere
 
-
-# ----------------------------------------------------------------------------------------------------- flight recorder
 
 HANGING = """
 import sys, time
@@ -304,9 +289,6 @@ def test_records_of_nccl_are_read(tmp_path):
                     "not come to it, rank 3 has left no record"), "a record runs no code"  # fmt: skip
     assert flight.read_flight_records(str(tmp_path), since=time.time() + 60) == {}, "of a launch before"
     assert flight.describe_waits({2: {"pg_config": config, "entries": of_nccl("completed")}}) == []
-
-
-# ---------------------------------------------------------------------------------------------------------- slow ranks
 
 
 def seconds(data: float = 0.01, own: float = 0.5, positions: float = 512, total: float = 1.0) -> RankSeconds:
