@@ -20,12 +20,11 @@ from zerofit.recipe import ClmRecipe, ClsRecipe, Seq2SeqRecipe, parse_recipe
 from zerofit.record.run_folder import RunFolder
 from zerofit.training.run_configuration import refuse_a_training_run, refuse_other_answers
 
-FROM_SCRATCH = "model_type: bert\nconfig_overrides: hidden_size=16\ntrain_tokenizer_vocab_size: 300\nlora_r: 4\n"
-
 
 def test_the_recipe_of_a_run_from_scratch_serves_as_it_is(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text(FROM_SCRATCH + "train_file: gone.csv\nlearning_rate: 3e-3\nglobal_batch_size: 7\n")
+    from_scratch = "model_type: bert\nconfig_overrides: hidden_size=16\ntrain_tokenizer_vocab_size: 300\nlora_r: 4\n"
+    file.write_text(from_scratch + "train_file: gone.csv\nlearning_rate: 3e-3\nglobal_batch_size: 7\n")
     flags = ["--config", str(file), "--evaluate_only", "--validation_file", "a.csv", "--max_train_steps", "9"]
     recipe = parse_recipe(ClsRecipe, [*flags, "--model_name_or_path", "outputs/run"])
     assert not recipe.trains

@@ -110,12 +110,12 @@ FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 def test_samples_are_those_of_megatron(prefixes, tmp_path, weights, split, samples, size, flags):
     chosen = prefixes[: len(weights)]
     words = [str(word) for pair in zip(weights, chosen) for word in pair if word is not None]
-    given = [text for name in flags for text in (f"--{name}",)]
+    given = [f"--{name}" for name in flags]
     recipe = recipe_of("--data_path", *words, "--split", split, "--cache_dir", str(tmp_path / "cache"), *given)
     corpora = [open_corpus("data_path", prefix) for prefix in chosen]
     blend = Blend(corpora, None if weights[0] is None else weights, recipe.split, size, seed=5)
     blend.check()
-    held_out = 0 if split in ("1",) else min(7, blend.max_samples_without_repeats(1))
+    held_out = 0 if split == "1" else min(7, blend.max_samples_without_repeats(1))
     train, validation = build_samples(blend, samples, held_out, VOCABULARY, EOD, **indices(recipe))
     theirs = megatrons(words, split, size, samples, held_out, 5, {name: name in flags for name in FLAGS})
     compared = 0

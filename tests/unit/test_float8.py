@@ -72,9 +72,8 @@ def test_what_the_machine_lacks(monkeypatch):
     recipe = recipe_of(float8=True)
     monkeypatch.setattr(compilation.importlib.util, "find_spec", lambda name: None)
     assert "needs torchao: pip install '.[float8]'" in refusal(compilation.check_float8, recipe)
-    assert "compute capability 8.9 or more (L40S, H100), and there is none" in refusal(
-        compilation.check_float8_device, recipe
-    )
+    said = refusal(compilation.check_float8_device, recipe)
+    assert "compute capability 8.9 or more (L40S, H100), and there is none" in said
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "NVIDIA A100")
