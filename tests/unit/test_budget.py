@@ -26,7 +26,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/launch": 1_472,  # 1,300
     "zerofit/tools": 10_133,  # 10,600
     "benchmarks": 1_852,  # 1,800
-    "tests": 24_449,  # 21,500
+    "tests": 24_446,  # 21,500
 }
 
 
