@@ -103,9 +103,7 @@ def test_the_store_of_one_machine_listens_on_the_loopback_interface_only():
 def test_machines_are_named_and_other_code_is_noted():
     rank = RankRendezvous(TORCHRUN)
     rank.rendezvous = Rendezvous(HashStore(), "rank", 0, 2, limit_s=1.0)
-    rank.rendezvous.machines = [
-        {"machine": number, "host": f"gpu0{number}", "code": f"{number}"} for number in range(2)
-    ]
+    rank.rendezvous.machines = [{"machine": n, "host": f"gpu0{n}", "code": f"{n}"} for n in range(2)]
     assert rank.machines == ["machine 0 (gpu00)", "machine 1 (gpu01)"]
     assert rank.place_of(rank.local_count, "cuda") == "machine 1 (gpu01), GPU 0"
     rank._met.set()

@@ -114,6 +114,7 @@ def test_schedulers(variables, machines):
     ({"LOCAL_RANK": "0", "WORLD_SIZE": "8"}, "a launcher has started this command"),
     ({**SLURM, "SLURM_STEP_NUM_TASKS": "12"}, "SLURM_STEP_NUM_TASKS = 12 on 3 machines"),
     ({"SLURM_NNODES": "2", "SLURM_NODEID": "0"}, "srun --ntasks-per-node=1 zerofit launch"),
+    ({"WORLD_SIZE": "0"}, "WORLD_SIZE = '0' in the environment: expected a number, 1 or more"),
     ({**SLURM, **SKYPILOT}, "two schedulers contradict each other: SLURM_STEP_NUM_NODES = 3"),
 ])  # fmt: skip
 def test_an_environment_of_something_else_is_refused(variables, said):

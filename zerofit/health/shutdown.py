@@ -209,9 +209,8 @@ class ShutdownHandler:
         self._received_at = 0.0 if number == signal.SIGHUP else time.time()
         self._on_signal(self._reason.text)
         if number == signal.SIGINT and is_first_rank() and EXIT.code is None:
-            os.write(
-                sys.stderr.fileno(), b"\nCtrl-C: this update is finished and saved; a second Ctrl-C leaves at once\n"
-            )
+            message = b"\nCtrl-C: this update is finished and saved; a second Ctrl-C leaves at once\n"
+            os.write(sys.stderr.fileno(), message)
 
     def reason(self) -> StopReason:
         """Return the reason why this rank has to stop."""
