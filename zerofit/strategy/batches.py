@@ -1,4 +1,4 @@
-"""Micro-batch, accumulation and global batch: any two and the number of processes give the third."""
+"""Micro-batch, accumulation and global batch: two of them and the number of processes determine the third."""
 
 import math
 from dataclasses import dataclass, replace
@@ -9,8 +9,8 @@ import numpy as np
 from zerofit.recipe.data_options import BatchOptions, Warmup, read_warmup
 from zerofit.recipe.errors import UserError
 
-RESUMED_RUN = "the run that resumes"  # the source of a size that follows from its global batch
-MAX_SHOWN_NUMBERS = 12  # in a message
+RESUMED_RUN = "the run that resumes"  # the source, in messages, of a size that follows from its global batch
+MAX_SHOWN_NUMBERS = 12  # numbers of processes in a message
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,8 @@ class BatchSizes:
     micro_batch: int
     accumulation: int
     replicas: int  # data-parallel
-    # batch-size warm-up, the same in every layout. None: every update takes the global batch
-    warmup: Warmup | None = None
-    # of a row of full length, where batches are by tokens: sizes then count such rows
-    row_tokens: int | None = None
+    warmup: Warmup | None = None  # batch-size warm-up; None: every update takes the global batch
+    row_tokens: int | None = None  # tokens of a full row, if batches are by tokens: sizes then count such rows
 
     @property
     def global_batch(self) -> int:
@@ -34,25 +32,25 @@ class BatchSizes:
         return self.micro_batch * self.replicas
 
     def samples_in_update(self, update: int) -> int:
-        """Samples of an update, counted from 1."""
+        """Return the number of samples of an update; updates are counted from 1."""
         return self.warmup(update) if self.warmup else self.global_batch
 
     @property
     def warmup_updates(self) -> int:
-        """The updates before those that take the global batch."""
+        """The number of updates before the first that takes the global batch."""
         return self.warmup.updates if self.warmup else 0
 
     def accumulation_of(self, update: int) -> int:
-        """Micro-batches of an update, counted from 1."""
+        """Return the number of micro-batches of an update; updates are counted from 1."""
         return self.samples_in_update(update) // self.samples_per_micro_step
 
     def consumed(self, updates: int) -> int:
-        """The number of samples in the first `updates` updates."""
+        """Return the number of samples in the first `updates` updates."""
         warm = min(updates, self.warmup_updates)
         return int(self._while_warming_up[warm]) + (updates - warm) * self.global_batch
 
     def num_updates(self, samples: int) -> int:
-        """The number of updates that consume this number of samples; the last may have fewer than its size."""
+        """Return the number of updates that consume `samples` samples; the last may have fewer than its size."""
         if samples <= self._while_warming_up[-1]:
             return int(np.searchsorted(self._while_warming_up, samples))
         return self.warmup_updates - int(self._while_warming_up[-1] - samples) // self.global_batch
@@ -66,11 +64,11 @@ class BatchSizes:
 def resolve_batches(
     recipe: BatchOptions, replicas: int, replica_size: int = 1, total_stays: bool = False
 ) -> BatchSizes:
-    """The sizes that the recipe states, checked against each other. `replica_size`: processes of each replica.
-    `total_stays`: the global batch is that of a run that resumes. Where it is not a multiple of what one pass takes,
-    the recipe adopts the largest smaller micro-batch with which it is. Raises UserError where global_batch_size is no
-    multiple of what one pass over all processes takes, or contradicts the accumulation, or where a warm-up begins with
-    what is not whole passes."""
+    """Return the recipe's batch sizes, checked against each other. `replica_size`: the processes of each replica.
+    `total_stays`: the global batch is that of the run that resumes; if it is not a multiple of the samples of a
+    micro-step, the recipe adopts the largest micro-batch, below its own, with which it is. Raises UserError where
+    global_batch_size is not a multiple of the samples of a micro-step, or contradicts the accumulation, or where a
+    warm-up does not begin with whole micro-steps."""
     if total_stays:
         _fit_micro_batch(recipe, replicas, replica_size)
     micro = recipe.per_device_train_batch_size
@@ -114,7 +112,7 @@ def resolve_batches(
 
 
 def _fit_micro_batch(recipe: BatchOptions, replicas: int, replica_size: int) -> None:
-    """Let the recipe adopt a micro-batch of which whole passes make the global batch, and the first of a growing one.
+    """Let the recipe adopt a micro-batch whose micro-steps divide the global batch, and the first batch of a warm-up.
     Raises UserError where the replicas cannot share the samples evenly."""
     total = recipe.global_batch_size
     warmup = read_warmup(recipe.global_batch_warmup or "")

@@ -1,8 +1,7 @@
-"""Builds of torch extensions, which DeepSpeed's operations are: their folders, and locks that a killed build has left.
+"""Builds of torch extensions, such as DeepSpeed's operations: their folders, and the locks of killed builds.
 
-torch holds `lock` in the extension's folder open while it builds, and every other process that needs the extension
-waits until the file is gone, without a limit. A build that was killed leaves the file behind, and then all wait for
-ever (torch/utils/cpp_extension.py and file_baton.py, torch 2.13).
+While torch builds an extension it holds the file `lock` in its folder open, and other processes wait until the file is
+removed. A build that was killed leaves the file, and they hang (torch/utils/cpp_extension.py, file_baton.py, 2.13).
 """
 
 import getpass
@@ -20,13 +19,13 @@ from zerofit.recipe.paths import untrusted_folder_reason
 
 
 def extensions_folder() -> str:
-    """The folder of compiled extensions, as torch.utils.cpp_extension.get_default_build_root has it."""
+    """Return the folder of compiled extensions, as torch.utils.cpp_extension.get_default_build_root does."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
 
 
 def describe_build(extension: str) -> str | None:
-    """A note where DeepSpeed will compile an extension when it first uses it; None where it is there already."""
+    """Return a note if DeepSpeed will compile an extension at its first use; None if it is compiled already."""
     from deepspeed.git_version_info import installed_ops
 
     if installed_ops.get(extension) or glob.glob(os.path.join(extensions_folder(), "*", extension, f"{extension}.so")):
@@ -35,33 +34,33 @@ def describe_build(extension: str) -> str | None:
 
 
 def lock_files() -> list[str]:
-    """The lock files of all extensions of this user."""
+    """Return the lock files of all extensions of this user."""
     patterns = (("*", "lock"), ("*", "*", "lock"))
     return [path for pattern in patterns for path in sorted(glob.glob(os.path.join(extensions_folder(), *pattern)))]
 
 
 def drop_abandoned_locks() -> list[str]:
-    """Remove the locks that no process holds open, and return their paths. Where other machines see the file system
-    nothing is removed. Another run may do the same and begin to build: the lock that it makes is another file."""
-    made = {path: os.stat(path).st_mtime for path in map(os.path.realpath, lock_files()) if os.path.exists(path)}
-    if not made or is_shared(Path(extensions_folder())):
+    """Remove the locks that no process holds open, and return their paths. On a shared file system nothing is removed.
+    If another run does the same and begins to build, its lock is a new file, and is kept."""
+    times = {path: os.stat(path).st_mtime for path in map(os.path.realpath, lock_files()) if os.path.exists(path)}
+    if not times or is_shared(Path(extensions_folder())):
         return []
-    held = set()
+    open_files = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
-            held |= {file.path for file in process.open_files()}
+            open_files |= {file.path for file in process.open_files()}
     dropped = []
-    for lock in made.keys() - held:
+    for lock in times.keys() - open_files:
         with suppress(FileNotFoundError):
-            if os.stat(lock).st_mtime == made[lock]:
+            if os.stat(lock).st_mtime == times[lock]:
                 os.unlink(lock)
                 dropped.append(lock)
     return dropped
 
 
 def check_compiled_code() -> None:
-    """Raises UserError where others may write to a folder in which torch, DeepSpeed and Triton find compiled code, and
-    run it."""
+    """Raises UserError where other users can write to a folder from which torch, DeepSpeed or Triton run compiled
+    code."""
     triton = os.path.join(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache")
     user = "unknown"
     with suppress(KeyError, OSError):  # in a container a user may have no name

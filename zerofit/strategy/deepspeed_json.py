@@ -1,6 +1,6 @@
-"""The DeepSpeed JSON of a strategy, read and checked by itself: known keys, types, values that cannot be used.
+"""Read the DeepSpeed JSON of a strategy and check its keys, types and values.
 
-deepspeed_config.py fills "auto" in from the recipe, and refuses contradictions.
+deepspeed_config.py then replaces "auto" by the recipe's values, and refuses contradictions.
 """
 
 import json
@@ -27,56 +27,56 @@ KNOWN_KEYS = {
     "load_from_fp32_weights", "sequence_parallel_size", "seq_parallel_communication_data_type", "tensor_parallel",
     "pipeline",
 }  # fmt: skip
-_RANKS = "every process is a data-parallel one here, and would count samples that others count too"
-_ORDER = "the order of samples is this program's"
-_ROUNDS = "it rounds to 8 bits or fewer, so that a run would not agree with one process"
-_NOT_FP32 = "the optimizer would not keep fp32, in which checkpoints are exact"
-_SCALES = "DeepSpeed's ZeRO scales gradients as they are reduced"
-_SECOND = "it would open a second run, without the figures of metrics.jsonl"
-_LATER = "it updates most weights later, so that a run would not agree with one process"
-_UNTRIED = "checkpoints have not been tried with it"
+_REASON_RANKS = "every process is a data-parallel one here, and would count samples that others count too"
+_REASON_ORDER = "the order of samples is this program's"
+_REASON_ROUNDING = "it rounds to 8 bits or fewer, so that a run would not agree with one process"
+_REASON_FP32 = "the optimizer would not keep fp32, in which checkpoints are exact"
+_REASON_SCALING = "DeepSpeed's ZeRO scales gradients as they are reduced"
+_REASON_TRACKER = "it would open a second run, without the figures of metrics.jsonl"
+_REASON_DELAY = "it updates most weights later, so that a run would not agree with one process"
+_REASON_UNTESTED = "checkpoints have not been tried with it"
 REQUIRED_VALUES = {  # keys: (the only value that can be used, what would go wrong)
-    "bf16.bf16_master_weights_and_grads": (False, _NOT_FP32),
-    "bf16.bf16_optimizer_states": (False, _NOT_FP32),
-    "comet.enabled": (False, f"{_SECOND}: say --with_tracking --report_to comet_ml"),
+    "bf16.bf16_master_weights_and_grads": (False, _REASON_FP32),
+    "bf16.bf16_optimizer_states": (False, _REASON_FP32),
+    "comet.enabled": (False, f"{_REASON_TRACKER}: say --with_tracking --report_to comet_ml"),
     "compile.deepcompile": (False, "the blocks are compiled by --torch_compile"),
-    "csv_monitor.enabled": (False, _SECOND),
-    "curriculum_learning": (None, _ORDER),
-    "data_efficiency": (None, _ORDER),
-    "expert_parallel": (None, _RANKS),
-    "fp16.fp16_master_weights_and_grads": (False, _NOT_FP32),
-    "gradient_predivide_factor": (1, _SCALES),
-    "optimizer.params.fp32_optimizer_states": (True, _NOT_FP32),
-    "prescale_gradients": (False, _SCALES),
-    "tensorboard.enabled": (False, f"{_SECOND}: say --with_tracking --report_to tensorboard"),
+    "csv_monitor.enabled": (False, _REASON_TRACKER),
+    "curriculum_learning": (None, _REASON_ORDER),
+    "data_efficiency": (None, _REASON_ORDER),
+    "expert_parallel": (None, _REASON_RANKS),
+    "fp16.fp16_master_weights_and_grads": (False, _REASON_FP32),
+    "gradient_predivide_factor": (1, _REASON_SCALING),
+    "optimizer.params.fp32_optimizer_states": (True, _REASON_FP32),
+    "prescale_gradients": (False, _REASON_SCALING),
+    "tensorboard.enabled": (False, f"{_REASON_TRACKER}: say --with_tracking --report_to tensorboard"),
     "torch_autocast.enabled": (False, "the recipe says in which precision: --precision bf16"),
-    "use_data_before_expert_parallelism": (None, _RANKS),
-    "wandb.enabled": (False, f"{_SECOND}: say --with_tracking --report_to wandb"),
-    "weight_quantization": (None, _ROUNDS),
-    "zenflow": (None, _LATER),
+    "use_data_before_expert_parallelism": (None, _REASON_RANKS),
+    "wandb.enabled": (False, f"{_REASON_TRACKER}: say --with_tracking --report_to wandb"),
+    "weight_quantization": (None, _REASON_ROUNDING),
+    "zenflow": (None, _REASON_DELAY),
     "zero_optimization.compute_grad_norm": (True, "without the gradient's norm no update can be refused"),
     "zero_optimization.legacy_stage1": (False, "DeepSpeed has removed it"),
-    "zero_optimization.offload_optimizer.pipeline_read": (False, _UNTRIED),
-    "zero_optimization.offload_optimizer.pipeline_write": (False, _UNTRIED),
-    "zero_optimization.offload_optimizer.ratio": (1, _UNTRIED),
-    "zero_optimization.offload_optimizer.super_offload": (False, _UNTRIED),
-    "zero_optimization.zenflow": (None, _LATER),
-    "zero_optimization.zero_quantized_gradients": (False, _ROUNDS),
-    "zero_optimization.zero_quantized_nontrainable_weights": (False, _ROUNDS),
-    "zero_optimization.zero_quantized_weights": (False, _ROUNDS),
+    "zero_optimization.offload_optimizer.pipeline_read": (False, _REASON_UNTESTED),
+    "zero_optimization.offload_optimizer.pipeline_write": (False, _REASON_UNTESTED),
+    "zero_optimization.offload_optimizer.ratio": (1, _REASON_UNTESTED),
+    "zero_optimization.offload_optimizer.super_offload": (False, _REASON_UNTESTED),
+    "zero_optimization.zenflow": (None, _REASON_DELAY),
+    "zero_optimization.zero_quantized_gradients": (False, _REASON_ROUNDING),
+    "zero_optimization.zero_quantized_nontrainable_weights": (False, _REASON_ROUNDING),
+    "zero_optimization.zero_quantized_weights": (False, _REASON_ROUNDING),
 }
-ROUND_ROBIN = "round_robin_gradients"
+ROUND_ROBIN_KEY = "round_robin_gradients"
 QUOTED_VALUE = re.compile(r"true|false|[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
-OBJECTS = ("data_types", "bf16", "fp16", "zero_optimization", "optimizer", "tensor_parallel", "pipeline", "scheduler")
+SECTIONS = ("data_types", "bf16", "fp16", "zero_optimization", "optimizer", "tensor_parallel", "pipeline", "scheduler")
 
 
 def read_deepspeed_config(launch: Launch, collected: Problems | None = None) -> tuple[dict[str, Any], str, list[str]]:
-    """Return (configuration, name of its source, notes): the JSON file, or what the accelerate YAML alone says. Raises
-    UserError where it cannot be used; `collected` takes the problems of one that is whole but for them."""
+    """Return (configuration, name of its source, notes) of the JSON file, or of the accelerate YAML without one.
+    Raises UserError where it cannot be used. `collected`: takes the problems instead, if all sections can be read."""
     if launch.json_path is None:
         config = _from_yaml_alone(launch.yaml.get("deepspeed_config") or {})
         zero = config["zero_optimization"]
-        _, problems = read_section(zero, models_of_sections()["zero_optimization"], "deepspeed_config")
+        _, problems = read_section(zero, section_models()["zero_optimization"], "deepspeed_config")
         if problems := problems or _disk_problems(zero):
             raise UserError(f"{launch.source}: {problem}" for problem in problems)
         return config, launch.source, []
@@ -92,9 +92,9 @@ def read_deepspeed_config(launch: Launch, collected: Problems | None = None) -> 
         raise UserError(f"{path}: not valid JSON: {error}. {hint}") from None
     if not isinstance(config, dict):
         raise UserError(f"{path}: expected an object with DeepSpeed's settings")
-    notes, problems = _read_whole(config)
+    notes, problems = _read_settings(config)
     if problems:
-        has_sections = all(isinstance(config.get(name, {}), dict) for name in OBJECTS)
+        has_sections = all(isinstance(config.get(name, {}), dict) for name in SECTIONS)
         problems = [f"{path}: {problem}" for problem in problems]
         if collected is None or not has_sections or "zero_optimization" not in config:
             raise UserError(problems)
@@ -102,8 +102,9 @@ def read_deepspeed_config(launch: Launch, collected: Problems | None = None) -> 
     return config, str(path), [f"{path}: {note}" for note in notes]
 
 
-def _read_whole(config: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Put a file's content into the form that is used from here on. Returns (notes, problems)."""
+def _read_settings(config: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Check a file's content, and translate it in place into DeepSpeed's present names and types. Returns (notes,
+    problems)."""
     notes = read_quoted(config)
     if config.get("activation_checkpointing"):
         notes.append(
@@ -120,26 +121,26 @@ def _read_whole(config: dict[str, Any]) -> tuple[list[str], list[str]]:
             problems.append(f"{key} is not supported, and would be ignored. {did_you_mean(key, KNOWN_KEYS)}")
         elif isinstance(value, str) and value != "auto" and not key.endswith("data_type"):
             problems.append(f'{key} = "{value}": expected a number, true or false, or an object')
-    for name in OBJECTS:
+    for name in SECTIONS:
         if not isinstance(config.get(name, {}), dict):
             problems.append(f"{name} = {json.dumps(config[name])}: expected an object, as in ds_configs/3d.json")
-    for name, model in models_of_sections().items():
+    for name, model in section_models().items():
         if isinstance(section := config.get(name), dict):
-            translated, found = read_section(section, model, name)
-            notes = notes + translated
-            problems = problems + found
-            if name == "zero_optimization" and not found:
+            section_notes, section_problems = read_section(section, model, name)
+            notes += section_notes
+            problems += section_problems
+            if name == "zero_optimization" and not section_problems:
                 problems += _disk_problems(section)
-    for key, (usable, why) in REQUIRED_VALUES.items():
+    for key, (usable, reason) in REQUIRED_VALUES.items():
         stated: Any = config
         for name in key.split("."):
             stated = stated.get(name, usable) if isinstance(stated, dict) else usable
         if stated not in (usable, "auto"):
-            problems.append(f"{key} = {json.dumps(stated)}: {why}. Remove it")
+            problems.append(f"{key} = {json.dumps(stated)}: {reason}. Remove it")
     zero = config.get("zero_optimization")
-    if isinstance(zero, dict) and zero.pop(ROUND_ROBIN, False):
+    if isinstance(zero, dict) and zero.pop(ROUND_ROBIN_KEY, False):
         notes.append(
-            f"zero_optimization.{ROUND_ROBIN} is left out: with it DeepSpeed's record of where it keeps each "
+            f"zero_optimization.{ROUND_ROBIN_KEY} is left out: with it DeepSpeed's record of where it keeps each "
             "weight is wrong, and checkpoints and Muon rely on that record"
         )
     if "zero_optimization" not in config:
@@ -148,24 +149,24 @@ def _read_whole(config: dict[str, Any]) -> tuple[list[str], list[str]]:
 
 
 def read_quoted(config: dict[str, Any], prefix: str = "") -> list[str]:
-    """Put numbers and truth values in the place of strings that look like them: published files have some, and
-    DeepSpeed reads only those of some sections. Returns a note on each."""
+    """Replace strings that look like numbers or booleans by these, in place: published files have such strings, and
+    DeepSpeed converts them in some sections only. Returns a note for each."""
     notes = []
     for key, value in config.items():
         if isinstance(value, dict):
             notes += read_quoted(value, f"{prefix}{key}.")
         elif isinstance(value, str) and QUOTED_VALUE.fullmatch(value.strip()):
-            is_number = value.strip().lower() not in ("true", "false")
-            config[key] = float(value) if is_number else value.strip().lower() == "true"
-            if is_number and config[key].is_integer():
+            text = value.strip().lower()
+            config[key] = text == "true" if text in ("true", "false") else float(text)
+            if isinstance(config[key], float) and config[key].is_integer():
                 config[key] = int(config[key])
             notes.append(f'{prefix}{key} = "{value}" is a string, read as {json.dumps(config[key])}')
     return notes
 
 
 def _from_yaml_alone(section: dict[str, Any]) -> dict[str, Any]:
-    """Read accelerate's own environment variables into the form of a DeepSpeed JSON. `section`: the YAML's, of which
-    accelerate hands down all but the paths."""
+    """Return a DeepSpeed configuration from accelerate's environment variables. `section`: the deepspeed_config of the
+    YAML, for the paths, which accelerate does not pass on."""
 
     def variable(name: str) -> str | None:
         value = os.environ.get(f"ACCELERATE_{name}", "none")
@@ -189,9 +190,10 @@ def _from_yaml_alone(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def _disk_problems(zero: dict[str, Any]) -> list[str]:
-    """The problems of a zero_optimization section that puts something on disk."""
+    """Return the problems of offload to NVMe in a zero_optimization section."""
     problems = []
-    weights, optimizer = (zero.get(part) for part in ("offload_param", "offload_optimizer"))
+    weights = zero.get("offload_param")
+    optimizer = zero.get("offload_optimizer")
     if isinstance(weights, dict) and weights.get("device") == "nvme":
         problems.append(
             'zero_optimization.offload_param.device = "nvme" is not supported: a resumed run could not restore '
@@ -209,8 +211,8 @@ def _disk_problems(zero: dict[str, Any]) -> list[str]:
     return problems
 
 
-def models_of_sections() -> dict[str, Any]:
-    """{section: DeepSpeed's own pydantic model of it, which knows its fields, their other names and older ones}."""
+def section_models() -> dict[str, Any]:
+    """Return {section: DeepSpeed's own pydantic model of it, with the fields' aliases and deprecated names}."""
     tell_deepspeed_of_a_cpu()
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
@@ -227,17 +229,17 @@ def models_of_sections() -> dict[str, Any]:
 
 
 def read_section(section: dict[str, Any], model: Any, where: str) -> tuple[list[str], list[str]]:
-    """Put a section into the form that DeepSpeed's model of it has: each setting under its present name, with a value
-    of its type. Returns (notes, problems)."""
+    """Translate a section in place into the form of DeepSpeed's model of it: each setting has its present name and a
+    value of its type. Returns (notes, problems)."""
     from pydantic import ValidationError
 
     try:
-        read = model(**section)  # without what is "auto"
+        parsed = model(**section)  # the model drops "auto"
     except ValidationError as error:
         return [], [_problem_of(detail, model, where) for detail in error.errors()]
-    except AssertionError as error:  # a deprecated name and the one that has replaced it
+    except AssertionError as error:  # both a deprecated name and its replacement are given
         return [], [f"{where}: {error}. Remove the first"]
-    made = read.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    values = parsed.model_dump(mode="json", by_alias=True, exclude_unset=True)
     notes = []
     for name, value in list(section.items()):
         field = model.model_fields.get(name)  # None: the name is an alias
@@ -248,16 +250,18 @@ def read_section(section: dict[str, Any], model: Any, where: str) -> tuple[list[
         if value == "auto":
             section |= {} if old.get("deprecated") else {public: value}
             continue
-        is_used = old.get("set_new_param", True) and (made[public] is not None or value is None)
-        section |= {public: made[public]} if is_used else {}
-        if old.get("deprecated") or json.dumps(made.get(public)) != json.dumps(value):
-            read_as = f"read as {public} = {json.dumps(made[public])}" if is_used else f"without effect: see {public}"
+        is_used = old.get("set_new_param", True) and (values[public] is not None or value is None)
+        section |= {public: values[public]} if is_used else {}
+        if old.get("deprecated") or json.dumps(values.get(public)) != json.dumps(value):
+            read_as = (
+                f"read as {public} = {json.dumps(values[public])}" if is_used else f"without effect: see {public}"
+            )
             notes.append(f"{where}.{name} = {json.dumps(value)} is {read_as}")
     return notes, []
 
 
 def _problem_of(detail: Any, model: Any, where: str) -> str:
-    """One of pydantic's findings in words; it may be about a field, or about the section as a whole."""
+    """Return the message for one of pydantic's errors, which is about a field or about the whole section."""
     from pydantic import BaseModel
 
     path = [str(step) for step in detail["loc"]]
@@ -266,7 +270,7 @@ def _problem_of(detail: Any, model: Any, where: str) -> str:
         return f'{full} = {json.dumps(detail["input"], default=str)}: expected an object, e.g. {{"device": "cpu"}}'
     if detail["type"] != "extra_forbidden":
         return f"{full} = {json.dumps(detail['input'], default=str)}: {detail['msg'].lower()}"
-    for name in path[:-1]:  # to the model of the section within
+    for name in path[:-1]:  # go to the model of the nested section
         kinds = (model.model_fields[name].annotation, *typing.get_args(model.model_fields[name].annotation))
         model = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
     fields = {field.alias or name: field.json_schema_extra or {} for name, field in model.model_fields.items()}
@@ -275,10 +279,14 @@ def _problem_of(detail: Any, model: Any, where: str) -> str:
 
 
 def stated_precision(config: dict[str, Any], source: str) -> str | None:
-    """The precision that a DeepSpeed configuration states; None if it leaves it open. Raises UserError if bf16 and
-    fp16 are both on."""
-    on = [name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled") is True]
-    off = [name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled") is False]
-    if len(on) == 2:
+    """Return the precision that a DeepSpeed configuration states; None if it leaves it open. Raises UserError if bf16
+    and fp16 are both enabled."""
+    bf16 = config.get("bf16", {}).get("enabled")
+    fp16 = config.get("fp16", {}).get("enabled")
+    if bf16 is True and fp16 is True:
         raise UserError(f'{source}: bf16 and fp16 are both enabled. Keep one, or write "auto" in both')
-    return on[0] if on else ("fp32" if len(off) == 2 else None)
+    if bf16 is False and fp16 is False:
+        return "fp32"
+    if bf16 is True:
+        return "bf16"
+    return "fp16" if fp16 is True else None

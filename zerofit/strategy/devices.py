@@ -1,4 +1,4 @@
-"""Abilities of this machine's devices, asked of torch and not of a list of names; and the host's threads."""
+"""What this machine's devices can do, found out through torch and not from a list of names; and the CPU's threads."""
 
 import functools
 import os
@@ -41,13 +41,13 @@ def accelerator() -> torch.device:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what it was asked for, so that a clock tells of it."""
+    """Wait until the device has finished its work, before a time is taken."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
 
 
 def device_name(device: torch.device) -> str | None:
-    """Return the name of a device, as it has it itself; None for the CPU."""
+    """Return the name that a device reports; None for the CPU."""
     if device.type == "cpu":
         return None
     name_of = getattr(torch.get_device_module(device), "get_device_name", None)
@@ -55,7 +55,7 @@ def device_name(device: torch.device) -> str | None:
 
 
 def has_bf16(device: torch.device) -> bool | None:
-    """Return whether the device computes in bf16 and does not only emulate it; None where torch does not say."""
+    """Return whether the device computes in bf16 without emulation; None where torch does not say."""
     ask = getattr(torch.get_device_module(device), "is_bf16_supported", None)
     if ask is None:
         return None
@@ -97,9 +97,9 @@ def bf16_slowdown() -> float | None:
 
 
 def use_threads_of_share() -> None:
-    """Let this rank compute on its share of the host's cores: to each of several processes torchrun leaves one thread.
-    DeepSpeed's CPU Adam is parallel through OpenMP, as torch is: it has torch's runtime where both have the same name
-    (libgomp.so.1), and else one that is loaded later and reads the environment then."""
+    """Let this rank use its share of the host's cores: with several processes torchrun sets one thread for each.
+    DeepSpeed's CPU Adam uses OpenMP, as torch does: either torch's runtime, if both have the same name (libgomp.so.1),
+    or one that is loaded later and reads the environment then."""
     threads = max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)

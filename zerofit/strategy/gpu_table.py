@@ -1,4 +1,4 @@
-"""Known GPUs: what each calls itself, its memory, and what its maker says of its speed."""
+"""The table of known GPUs: device name, memory, and the maker's figures of speed and bandwidth."""
 
 import re
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from zerofit.recipe.errors import UserError, did_you_mean
 TERA = 1e12
 GIGA = 1e9
 PCIE = {3: 16 * GIGA, 4: 31 * GIGA, 5: 63 * GIGA}  # 16 lanes, one direction
-# A laptop's or export card, a slower or faster one with the same number, a vGPU (A40-12Q), a name that two GPUs have.
+# Variants without figures: laptop and export cards, Ti and SUPER, vGPUs (A40-12Q), names that two GPUs share.
 UNLISTED_VARIANT = re.compile(r"\b(Laptop|Max-Q|D|Ti|SUPER|HBM2e)\b|-\d+[ABCQ]\b|MI250X/|H800 PCIe")
 MIG_MARK = " MIG "
 # What torch's matrix products and attention reach of the peak in training. Fitted on published runs of V100, A100,
@@ -30,12 +30,11 @@ NO_PEAK = "the table of GPUs has no peak of {}; its data sheet has (dense matrix
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device. Bandwidths are in bytes/s, those of links in one direction; None: no source was found."""
+    """A GPU. Bandwidths are in bytes/s, those of links in one direction; None: no source was found."""
 
     name: str  # of `--gpu`
     usable_bytes: float  # what torch reports as the device's memory (ECC and the driver's own share are taken off)
-    # what a device's name contains; GPUs that differ only in memory share it. Empty: no figures are known
-    model: str = ""
+    model: str = ""  # a part of the device's name, which GPUs of different memory share; empty: no figures are known
     # FLOP/s of dense matrix products in fp16, with sums in fp32, and in bf16 where `has_bf16`
     half_flops_per_s: float | None = None
     fp32_flops_per_s: float | None = None  # without tensor cores, as torch multiplies fp32 matrices by default
@@ -48,9 +47,8 @@ class Gpu:
     of_peak: float = MATMUL_OF_PEAK  # what large matrix products reach of `half_flops_per_s` in training
     # the same of flash attention, without the half that a causal mask takes off
     attention_of_peak: float = ATTENTION_OF_PEAK
-    # what products reach where one card trains; None: not measured, `of_peak` is taken
-    alone_of_peak: float | None = None
-    is_newer: bool = False  # Hopper or Blackwell: it has attention kernels of its own, and stands in a newer host
+    alone_of_peak: float | None = None  # `of_peak` if a single GPU trains; None: not measured, `of_peak` is used
+    is_newer: bool = False  # Hopper or Blackwell: newer attention kernels, and a newer host
 
 
 FIELD_UNITS = {
@@ -133,19 +131,19 @@ CPU = "cpu"
 
 
 def gpu_of(device_name: str) -> Gpu | None:
-    """The GPU of a device that calls itself so, or of which it is a MIG slice; None if it is not in the table."""
-    whole = device_name.partition(MIG_MARK)[0]
-    if UNLISTED_VARIANT.search(whole):
+    """Return the GPU with this device name, or the one that it is a MIG slice of; None if it is not in the table."""
+    name = device_name.partition(MIG_MARK)[0]
+    if UNLISTED_VARIANT.search(name):
         return None
-    named = (
-        gpu for gpu in GPUS.values() if gpu.model and re.search(rf"(?<![A-Za-z0-9]){gpu.model}(?![A-Za-z0-9])", whole)
+    matches = (
+        gpu for gpu in GPUS.values() if gpu.model and re.search(rf"(?<![A-Za-z0-9]){gpu.model}(?![A-Za-z0-9])", name)
     )
-    return max(named, key=lambda gpu: len(gpu.model), default=None)
+    return max(matches, key=lambda gpu: len(gpu.model), default=None)
 
 
 def peak_flops_of(device_name: str, num_sms: int | None = None) -> float | None:
-    """FLOP/s in half precision of a device that calls itself so; None where that is not known. `num_sms`: of the
-    device; a MIG slice reaches as much of the whole as it has of its multiprocessors."""
+    """Return the peak FLOP/s in half precision of a device name; None if it is not known. `num_sms`: the streaming
+    multiprocessors of the device, of which a MIG slice has a part, and reaches that part of the peak."""
     gpu = gpu_of(device_name)
     if gpu is None or MIG_MARK not in device_name:
         return gpu.half_flops_per_s if gpu else None
@@ -153,7 +151,7 @@ def peak_flops_of(device_name: str, num_sms: int | None = None) -> float | None:
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of that name, upper or lower case. Raises UserError if it is not in the table."""
+    """Return the GPU with a name of the table, in upper or lower case. Raises UserError if there is none."""
     gpu = GPUS.get(name.lower())
     if gpu is None:
         remedy = did_you_mean(name.lower(), GPUS, f"Known are {', '.join(GPUS)} and {CPU}")

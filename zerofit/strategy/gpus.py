@@ -1,9 +1,8 @@
-"""The GPUs of a machine. A run is refused where there is one that torch does not see.
+"""Find the GPUs of a machine, and refuse a run where torch does not see them.
 
-A CPU build of torch (chosen on a login node, say) or a driver that is too old leaves torch without the machine's GPU,
-and all else works: slowly, and without a word.
+With a CPU build of torch (chosen on a login node, say) or a driver that is too old, a run would silently use the CPU.
 
-scripts/setup.sh runs this file before anything is installed: the top of it imports Python's own library only.
+scripts/setup.sh runs this file before anything is installed: its top imports the standard library only.
 """
 
 import ctypes
@@ -12,16 +11,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path("/")  # tests have their own
+ROOT = Path("/")  # tests replace it
 VISIBLE = {"NVIDIA": "CUDA_VISIBLE_DEVICES", "AMD": "HIP_VISIBLE_DEVICES"}
 ALSO_VISIBLE = {"NVIDIA": ("NVIDIA_VISIBLE_DEVICES",), "AMD": ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")}
 TORCH_BUILD_HINT = "TORCH='torch --index-url URL' make setup, with the URL from pytorch.org/get-started"
-NO_DEVICE = ("", "-1", "none", "void", "NoDevFiles")  # what users, containers and SLURM write where none may be seen
+NO_DEVICE = ("", "-1", "none", "void", "NoDevFiles")  # values of users, containers and SLURM that hide all GPUs
 # The variables of torch's allocator, the one for all devices first.
 ALLOCATOR_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
 VIRTUAL_MEMORY_MANAGEMENT = 102  # cuda.h: CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-SMALLEST_AMD_BYTES = 6 * 2**30  # less has a processor's own graphics, which ROCm does not serve
+SMALLEST_AMD_BYTES = 6 * 2**30  # integrated graphics, which ROCm does not support, have less
 
 
 def gpus_of_the_machine() -> dict[str, int]:
@@ -39,8 +38,8 @@ def gpus_of_the_machine() -> dict[str, int]:
 
 
 def check_devices() -> None:
-    """Raises UserError where torch finds no GPU and the machine has one, unless the CPU is asked for: `--cpu` or
-    `use_cpu: true` of accelerate, or an empty CUDA_VISIBLE_DEVICES."""
+    """Raises UserError where the machine has a GPU that torch does not find, unless the CPU is asked for: by
+    accelerate's `--cpu` or `use_cpu: true`, or an empty CUDA_VISIBLE_DEVICES."""
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1"):
         return
     for maker, count in gpus_of_the_machine().items():
@@ -67,10 +66,10 @@ def check_devices() -> None:
 
 
 def use_expandable_segments() -> None:
-    """Before CUDA's first allocation: let torch's allocator grow its segments page by page, so that fewer bytes lie in
-    pieces too small to use. Only with NVIDIA's driver on Linux, where it maps memory so (some virtual GPUs and WSL do
-    not), and where the user has set nothing of the allocator. Tensors that processes share through CUDA need the right
-    to trace each other then (pytorch/pytorch#165685); here no process shares any."""
+    """Let torch's CUDA allocator grow its segments page by page, against fragmentation; called before the first
+    allocation. Only with NVIDIA's driver on Linux, where it maps pages (some virtual GPUs and WSL do not), and if the
+    user has not configured the allocator. Sharing CUDA tensors between processes would need ptrace rights then
+    (pytorch/pytorch#165685); here no process does."""
     if any(name in os.environ for name in ALLOCATOR_CONF) or sys.platform != "linux" or (ROOT / "dev/dxg").exists():
         return
     if "NVIDIA" in gpus_of_the_machine() and _maps_memory():
@@ -78,21 +77,21 @@ def use_expandable_segments() -> None:
 
 
 def has_expandable_segments() -> bool:
-    """Return whether the allocator of CUDA's memory grows its segments."""
+    """Return whether torch's CUDA allocator uses expandable segments."""
     return any(EXPANDABLE_SEGMENTS in os.environ.get(name, "") for name in ALLOCATOR_CONF)
 
 
 def _maps_memory() -> bool:
-    """Return whether the driver maps a GPU's memory page by page, asked of CUDA's driver interface."""
+    """Return whether CUDA's driver maps a GPU's memory page by page."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return False
     device = ctypes.c_int()
-    answer = ctypes.c_int()
+    is_supported = ctypes.c_int()
     failed = cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0)
-    failed = failed or cuda.cuDeviceGetAttribute(ctypes.byref(answer), VIRTUAL_MEMORY_MANAGEMENT, device)
-    return not failed and bool(answer.value)
+    failed = failed or cuda.cuDeviceGetAttribute(ctypes.byref(is_supported), VIRTUAL_MEMORY_MANAGEMENT, device)
+    return not failed and bool(is_supported.value)
 
 
 def num_devices() -> int:
@@ -111,15 +110,15 @@ def describe_device(device: Any) -> str:
     if device.type == "cpu":
         threads = torch.get_num_threads()
         return f"CPU, {threads} thread{'s' if threads > 1 else ''} per process"
-    there = torch.accelerator.device_count()
-    used = min(there, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    line = f"{used} x {device_name(device)}" + (f" of the {there} that this machine has" if used < there else "")
+    total = torch.accelerator.device_count()
+    used = min(total, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    line = f"{used} x {device_name(device)}" + (f" of the {total} that this machine has" if used < total else "")
     segments = "expandable segments" if device.type == "cuda" and has_expandable_segments() else None
     return ", ".join(filter(None, [line, cudnn(), segments]))
 
 
 def cudnn() -> str | None:
-    """The version of cuDNN, 91500 for 9.15.0: attention is slower with an older one. None without CUDA."""
+    """Return the version of cuDNN, 91500 for 9.15.0; None without CUDA. Attention is slower with an older version."""
     import torch
 
     number = torch.backends.cudnn.version() if torch.version.cuda and torch.backends.cudnn.is_available() else None

@@ -1,6 +1,5 @@
-"""The parallel layout: the part of the model, and the samples, that each process works on; its degrees in a DeepSpeed
-JSON, under DeepSpeed's own names; and DeepSpeed's process groups of a layout in which several ranks hold one copy of
-the model."""
+"""The parallel layout: the part of the model and the samples that each process works on; its degrees in a DeepSpeed
+JSON; and DeepSpeed's process groups where several ranks hold one copy of the model."""
 
 import contextlib
 import functools
@@ -17,8 +16,8 @@ OFFLOAD_KEYS = ("offload_optimizer", "offload_param")
 SEQUENCE_KEY = "sequence_parallel_size"
 TENSOR_KEY = "tensor_parallel"
 PIPELINE_KEY = "pipeline"
-PIPELINE_VALUES = {  # and the only value that the engine has a use for
-    "use_reentrant": False,  # transformers recomputes activations, as option gradient_checkpointing says
+PIPELINE_VALUES = {  # keys of the pipeline section, and the only supported value
+    "use_reentrant": False,  # transformers recomputes activations: --gradient_checkpointing
     "pipe_partitioned": False,  # DeepSpeed remembers the shape of the first micro-batch, and rows differ in length
     "grad_partitioned": False,
 }
@@ -26,19 +25,18 @@ PIPELINE_VALUES = {  # and the only value that the engine has a use for
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """world_size = pipeline x data x sequence x tensor, and the place of `rank` in it. Ranks are numbered as DeepSpeed
-    numbers them: tensor-parallel neighbours stand side by side, then come sequence, data and pipeline. The processes
-    that hold one copy of the model together are a *replica*. All of them read the same samples, so whatever counts
-    samples, sums a loss or draws a seed asks for `data_rank` and `data_size`, and whatever counts processes (files of
-    a checkpoint, who prints) for `rank` and `world_size`."""
+    """The degrees, world_size = pipeline x data x sequence x tensor, and the coordinates of `rank`. Ranks are numbered
+    as in DeepSpeed: tensor-parallel ranks are neighbours, then come sequence, data and pipeline. The processes that
+    hold one copy of the model together are a *replica*, and read the same samples. So code that counts samples, sums a
+    loss or draws a seed uses `data_rank` and `data_size`, and code that counts processes (files of a checkpoint, who
+    prints) uses `rank` and `world_size`."""
 
     world_size: int = 1
     rank: int = 0
     tensor: int = 1  # ranks that split each layer
     pipeline: int = 1  # stages, each with some of the layers
     sequence: int = 1  # ranks that split each row
-    # groups of ranks, each with a sharded copy of its own of what is sharded (HSDP); neighbours share
-    dp_replicate: int = 1
+    dp_replicate: int = 1  # HSDP: groups of neighbouring ranks, each with a full sharded copy
 
     def __post_init__(self) -> None:
         if self.world_size % self.replica_size:
@@ -50,17 +48,17 @@ class ParallelLayout:
 
     @property
     def replica_size(self) -> int:
-        """Ranks that hold one copy of the model together."""
+        """The number of ranks that hold one copy of the model together."""
         return self.tensor * self.pipeline * self.sequence
 
     @property
     def model_size(self) -> int:
-        """Ranks that share the layers: each has about one part in `model_size` of the weights."""
+        """The number of ranks over which tensor and pipeline parallelism divide the weights."""
         return self.tensor * self.pipeline
 
     @property
     def data_size(self) -> int:
-        """Replicas: each reads samples of its own."""
+        """The number of replicas: each reads its own samples."""
         return self.world_size // self.replica_size
 
     @property
@@ -70,7 +68,7 @@ class ParallelLayout:
 
     @property
     def tensor_rank(self) -> int:
-        """The place of this rank among those that split each layer."""
+        """The index of this rank among those that split each layer."""
         return self.rank % self.tensor
 
     @property
@@ -80,35 +78,35 @@ class ParallelLayout:
 
     @property
     def sequence_rank(self) -> int:
-        """The place of this rank among those that split each row."""
+        """The index of this rank among those that split each row."""
         return self.rank // self.tensor % self.sequence
 
     @property
     def shard_rank(self) -> int:
-        """The place of this rank among those that shard the same weights."""
+        """The index of this rank among those that shard the same weights."""
         return self.rank // self.tensor % self.shard_size
 
     @property
     def shard_size(self) -> int:
-        """Ranks that shard the same weights."""
+        """The number of ranks that shard the same weights."""
         return self.data_size * self.sequence // self.dp_replicate
 
     @property
     def is_main(self) -> bool:
-        """True if this rank speaks for the run."""
+        """True if this rank prints and writes for the run."""
         return self.rank == 0
 
     @property
     def loss_ranks(self) -> list[int]:
-        """One rank of each replica, in the order of the replicas: the first of its last stage, which has the loss.
-        What is counted or summed over the run is counted there, and so once."""
+        """The first rank of each replica's last stage, which has the loss, in the order of the replicas. Sums and
+        counts over the run are taken on these ranks, so that each sample counts once."""
         first = self.world_size // self.pipeline * (self.pipeline - 1)
         return [*range(first, self.world_size, self.tensor * self.sequence)]
 
     @property
     def dropout_seed_key(self) -> tuple[int, ...]:
-        """Tells this rank's random numbers (dropout) from those of others: another key for each replica, each stage,
-        each part of a row, and each share of a layer, which has heads and tokens of its own."""
+        """The key from which this rank seeds dropout: another one for each replica, each stage, each part of a row,
+        and each part of a layer, since these have different heads and tokens."""
         shared = (
             (self.pipeline_stage, self.pipeline),
             (self.sequence_rank, self.sequence),
@@ -117,7 +115,7 @@ class ParallelLayout:
         return (self.data_rank, *(place for place, size in shared if size > 1))
 
     def stage_of(self, rank: int) -> int:
-        """The number of a rank's pipeline stage."""
+        """Return the number of a rank's pipeline stage."""
         return rank // (self.world_size // self.pipeline)
 
 
@@ -128,7 +126,7 @@ def offload_device(zero: dict[str, Any], part: str) -> str:
 
 @functools.cache
 def sequence_groups(layout: ParallelLayout) -> Any:
-    """DeepSpeed's module of the groups that split rows; the first call makes them, on all ranks together."""
+    """Return DeepSpeed's module of the groups that split rows. All ranks make the first call together."""
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
     parallel_state_sp.initialize_sequence_parallel(layout.sequence)
@@ -137,7 +135,7 @@ def sequence_groups(layout: ParallelLayout) -> Any:
 
 @functools.cache
 def model_groups(layout: ParallelLayout) -> Any:
-    """DeepSpeed's grid of the groups that share layers; the first call makes them, on all ranks together."""
+    """Return DeepSpeed's grid of the groups that share layers. All ranks make the first call together."""
     from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
     topology = PipeModelDataParallelTopology(num_pp=layout.pipeline, num_mp=layout.tensor, num_dp=layout.data_size)
@@ -146,25 +144,25 @@ def model_groups(layout: ParallelLayout) -> Any:
 
 
 def initializing_deepspeed(layout: ParallelLayout) -> AbstractContextManager[Any]:
-    """The context in which accelerate builds the engine: DeepSpeed learns there which ranks hold the same weights."""
-    if layout.replica_size == 1 or layout.pipeline > 1:  # a pipeline's module brings the groups itself
+    """The context in which accelerate builds the engine: DeepSpeed gets the groups of ranks with the same weights."""
+    if layout.replica_size == 1 or layout.pipeline > 1:  # a pipeline's module has the groups itself
         return contextlib.nullcontext()
     return initializing_with(model_groups(layout) if layout.tensor > 1 else sequence_groups(layout))
 
 
 def take_degrees(config: dict[str, Any], source: str) -> tuple[int, int, int]:
-    """Return (tensor, pipeline, sequence): the ranks that share each layer, the layers, and each row.
-    `tensor_parallel` is taken out: DeepSpeed would replace layers by its own (AutoTP), which know neither GPT-2 nor a
-    tied vocabulary that is cut. What DeepSpeed reads beside the stages is filled in. `sequence_parallel_size` stays:
-    DeepSpeed reads it where ZeRO-3 shards a new model. Raises UserError where one is not a number of processes, or
-    there are settings beside it that have no effect or do harm."""
+    """Return (tensor, pipeline, sequence): the numbers of ranks that share each layer, the layers, and each row.
+    `tensor_parallel` is removed from the configuration: DeepSpeed would replace layers by its own (AutoTP), which
+    support neither GPT-2 nor a tied vocabulary that is split. The other keys of `pipeline` are added, and
+    `sequence_parallel_size` stays: DeepSpeed reads it where ZeRO-3 shards a new model. Raises UserError where a degree
+    is not a number of processes, or other settings of the section are not supported."""
     problems = []
     degrees = {}
-    for name, key, others in ((TENSOR_KEY, "autotp_size", {}), (PIPELINE_KEY, "stages", PIPELINE_VALUES)):
+    for name, key, usable in ((TENSOR_KEY, "autotp_size", {}), (PIPELINE_KEY, "stages", PIPELINE_VALUES)):
         section = config.get(name, {key: 1})
-        for other in sorted(section.keys() - {key}):
-            if section[other] is not others.get(other):
-                problems.append(f"{source}: {name}.{other} = {json.dumps(section[other])} is not supported. Remove it")
+        for extra in sorted(section.keys() - {key}):
+            if section[extra] is not usable.get(extra):
+                problems.append(f"{source}: {name}.{extra} = {json.dumps(section[extra])} is not supported. Remove it")
         degrees[f"{name}.{key}"] = section.get(key)
     degrees[SEQUENCE_KEY] = config.get(SEQUENCE_KEY, 1)
     problems += [
@@ -182,7 +180,7 @@ def take_degrees(config: dict[str, Any], source: str) -> tuple[int, int, int]:
 
 
 def with_degrees(config: dict[str, Any], tensor: int, pipeline: int, sequence: int) -> dict[str, Any]:
-    """A copy of a configuration, with these degrees in place of those that it has. It gets no other kind of them."""
+    """Return a copy of a configuration with these degrees, for those kinds of parallelism that it has."""
     degrees = {
         TENSOR_KEY: {"autotp_size": tensor},
         SEQUENCE_KEY: sequence,

@@ -17,10 +17,10 @@ from zerofit.strategy.launch import SHARES_DEVICES, tell_deepspeed_of_a_cpu
 from zerofit.strategy.state import check_async_io
 from zerofit.strategy.strategy import Strategy
 
-# Longer than anything takes for which ranks wait for one of them: data that another machine prepares, a checkpoint
-# that is read or written, an export. A rank that hangs is found by its watchdog.
+# Longer than any work of one rank for which others wait: preparing data, reading or writing a checkpoint, an export.
+# The watchdog finds a rank that hangs.
 COLLECTIVE_TIMEOUT = timedelta(hours=24)
-# What launchers set in a rank's environment, with the value of a process that is alone.
+# Variables that launchers set for each rank, with their value for a single process.
 RANK_DEFAULTS = {
     "WORLD_SIZE": "1",
     "OMPI_COMM_WORLD_SIZE": "1",
@@ -36,11 +36,11 @@ def make_accelerator(
 ) -> tuple[Accelerator, list[str]]:
     """Start the process group and build the Accelerator.
 
-    Returns: it, and notes for the log.
+    Returns: the Accelerator, and notes for the log.
 
     Raises:
         UserError: fp16 without a GPU; more processes than devices; no launcher has started several.
-        RuntimeError: the processes do not find each other (each would train alone, without a word).
+        RuntimeError: the processes do not find each other (each would silently train alone).
     """
     # DeepSpeed calls collectives by names that torch 2.13 deprecates, once for every layer of every update.
     warnings.filterwarnings("ignore", message="`torch.distributed.*deprecated", category=FutureWarning)
@@ -61,7 +61,7 @@ def make_accelerator(
         if os.environ.get("LOCAL_RANK", "0") == "0":
             notes += [f"{lock} was left by a build that was killed: removed" for lock in drop_abandoned_locks()]
             notes += filter(None, [describe_build("cpu_adam") if strategy.offloads_optimizer else None])
-        # accelerate would compare the YAML with the resolved configuration, and take that for a second opinion.
+        # accelerate would compare the YAML with the resolved configuration, and refuse the difference.
         os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
         init = os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true") == "true" and strategy.shards_parameters
         kwargs["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=strategy.deepspeed, zero3_init_flag=init)
@@ -74,8 +74,7 @@ def make_accelerator(
     for name in ("FSDP", "PARALLELISM_CONFIG"):  # the engine shards, and transformers would load on one rank only
         os.environ.pop(f"ACCELERATE_USE_{name}", None)
     os.environ.pop("ACCELERATE_FP8_BACKEND", None)  # accelerate would convert layers of its own choice, the head too
-    sums = without_shared_memory() if strategy.deepspeed is not None else contextlib.nullcontext()
-    with sums:
+    with without_shared_memory() if strategy.deepspeed is not None else contextlib.nullcontext():
         accelerator = Accelerator(
             cpu=on_cpu and strategy.deepspeed is None,
             mixed_precision={"fp32": "no"}.get(strategy.precision, strategy.precision),
@@ -83,9 +82,9 @@ def make_accelerator(
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout, **backend), ddp],
             **kwargs,
         )
-    everyone = torch.distributed.group.WORLD
-    if shared and everyone is not None:  # DeepSpeed has bound it to a device, and gloo cannot split such a group
-        everyone.bound_device_id = None
+    world = torch.distributed.group.WORLD
+    if shared and world is not None:  # DeepSpeed has bound it to a device, and gloo cannot split such a group
+        world.bound_device_id = None
     if accelerator.num_processes != launch.world_size:
         raise RuntimeError(
             f"the launcher started {launch.world_size} processes, and accelerate sees "
@@ -98,13 +97,13 @@ def make_accelerator(
 
 
 def _check_started() -> None:
-    """Raises UserError where variables name other processes, and no launcher has said where they meet."""
-    several = [(name, os.environ[name]) for name, lone in RANK_DEFAULTS.items() if os.environ.get(name, lone) != lone]
-    if several and "MASTER_ADDR" not in os.environ:
-        name, value = several[0]
+    """Raises UserError where variables are those of several processes, and no launcher has set MASTER_ADDR."""
+    changed = [name for name, default in RANK_DEFAULTS.items() if os.environ.get(name, default) != default]
+    if changed and "MASTER_ADDR" not in os.environ:
+        name = changed[0]
         raise UserError(
-            f"{name} = {value} is set, and MASTER_ADDR is not: no launcher has started this process. Use zerofit "
-            f"launch, accelerate launch or torchrun, or unset {name}"
+            f"{name} = {os.environ[name]} is set, and MASTER_ADDR is not: no launcher has started this process. "
+            f"Use zerofit launch, accelerate launch or torchrun, or unset {name}"
         )
 
 
