@@ -97,8 +97,7 @@ def resolve_batches(
     assert warmup is not None  # the recipe's own check has read it
     first, updates = warmup
     total = sizes.global_batch
-    one_pass = samples_per_micro_step
-    possible = [size for size in range(one_pass, total, one_pass) if total % size == 0]
+    possible = [size for size in range(samples_per_micro_step, total, samples_per_micro_step) if total % size == 0]
     if first not in possible:
         stated = f"global_batch_warmup = {recipe.global_batch_warmup} ({recipe.source('global_batch_warmup')})"
         remedy = (
@@ -106,7 +105,7 @@ def resolve_batches(
         )
         raise UserError(
             f"{stated}: updates cannot begin with {first} samples and grow in steps of {first} to {total}, of passes "
-            f"of per_device_train_batch_size * {what} = {one_pass}. {remedy}"
+            f"of per_device_train_batch_size * {what} = {samples_per_micro_step}. {remedy}"
         )
     return replace(sizes, warmup=Warmup(first, total, updates))
 

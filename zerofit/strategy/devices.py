@@ -3,6 +3,7 @@
 import functools
 import os
 import time
+import timeit
 
 import torch
 
@@ -81,12 +82,11 @@ def bf16_slowdown() -> float | None:
         factors = [torch.ones(128, 384, dtype=dtype, requires_grad=True), torch.ones(384, 384, dtype=dtype)]
         factors[1].requires_grad_()
 
-        def once() -> float:
-            began = time.thread_time()  # the time that other programs take does not count
+        def run() -> None:
             torch.nn.functional.linear(*factors).sum().backward()
-            return time.thread_time() - began
 
-        return min(once() for _ in range(3))
+        # thread_time leaves out the time that other programs take
+        return min(timeit.repeat(run, timer=time.thread_time, repeat=3, number=1))
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several would oversubscribe the cores where the machine is busy

@@ -50,8 +50,7 @@ def make_accelerator(
     launch = strategy.launch
     on_cpu = not torch.accelerator.is_available()
     notes: list[str] = []
-    if on_cpu:
-        tell_deepspeed_of_a_cpu()
+    tell_deepspeed_of_a_cpu()
     if (on_cpu or strategy.offloads_optimizer) and not launch.threads_are_the_users:
         use_threads_of_share()
     grouped = launch.world_size > 1 or strategy.deepspeed is not None
