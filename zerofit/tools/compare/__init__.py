@@ -1,1 +1,1 @@
-"""`zerofit compare`: how large a batch each strategy holds, and how fast it is, found out by running it."""
+"""`zerofit compare`: the largest batch and the speed of each strategy, measured by running it."""

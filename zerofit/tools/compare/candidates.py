@@ -1,4 +1,5 @@
-"""The options of a comparison; its strategies, each with its changes of the recipe; the recipe of their trials."""
+"""The options of `zerofit compare`, its candidates (a strategy with overrides of the recipe), and the trials'
+recipe."""
 
 import re
 import tempfile
@@ -70,12 +71,12 @@ class CompareOptions(BatchSizesOptions, LaunchedStrategiesOptions):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One candidate of the comparison: a strategy, with options that it changes in the recipe.
+    """A candidate of the comparison: a strategy, with the options of the recipe that it overrides.
 
     Args:
         name: as the user wrote it, e.g. zero2 or zero2:lora=true.
         config: the strategy's accelerate YAML.
-        overrides: options of the recipe that this line sets, as texts.
+        overrides: {option of the recipe: its value as text}.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Candidate:
 
     @property
     def flags(self) -> list[str]:
+        """The overrides as command-line flags."""
         return [word for name, text in self.overrides.items() for word in (f"--{name}", text)]
 
     @property
@@ -94,34 +96,38 @@ class Candidate:
 
     @property
     def folder_name(self) -> str:
+        """The name with - in place of characters that a folder's name should not have."""
         return re.sub(r"[^\w.=-]+", "-", Path(self.name).name)
 
 
 def read_candidates(names: list[str]) -> list[Candidate]:
     """Parse `STRATEGY` or `STRATEGY:option=value:option=value`. Raises UserError: an unknown strategy, or an override
     that sets nothing."""
-    parts = {name: re.split(r":(?=[^:=]+(?:=|$|:))", name) for name in names}
+    strategies_and_overrides = {name: re.split(r":(?=[^:=]+(?:=|$|:))", name) for name in names}
     invalid = [
-        (name, text) for name, (_, *pairs) in parts.items() for text in pairs if not re.match(r"[\w-]+=.", text)
+        (name, text)
+        for name, (_, *texts) in strategies_and_overrides.items()
+        for text in texts
+        if not re.match(r"[\w-]+=.", text)
     ]
     if invalid:
         raise UserError(
             [f"strategy {name!r}: {text!r} sets nothing, as zero2:lora=true does" for name, text in invalid]
         )
-    configs = find_strategies([strategy for strategy, *_ in parts.values()])
+    configs = find_strategies([strategy for strategy, *_ in strategies_and_overrides.values()])
     candidates = []
-    for name, (strategy, *pairs) in parts.items():
-        overrides = dict(text.split("=", 1) for text in pairs)
+    for name, (strategy, *texts) in strategies_and_overrides.items():
+        overrides = dict(text.split("=", 1) for text in texts)
         overrides = {option.replace("-", "_"): value for option, value in overrides.items()}
         candidates.append(Candidate(name, configs[strategy], overrides))
     return candidates
 
 
 def make_recipe(options: CompareOptions, cls: type[TaskRecipe]) -> tuple[dict[str, Any], list[str]]:
-    """Return (the user's recipe without the options that a trial does not use, notes on what differs). Raises
-    UserError: a flag sets one of those."""
-    without_use = SET_BY_EACH_RUN if options.finish else OPTIONS_NOT_COMPARED - {"global_batch_size"}
-    useless = [name for name in sorted(without_use) if options.source(name) == f"--{name}"]
+    """Return (the values of the user's recipe without the options that a trial does not use, notes on what differs).
+    Raises UserError: a flag sets an option that has no effect."""
+    unused = SET_BY_EACH_RUN if options.finish else OPTIONS_NOT_COMPARED - {"global_batch_size"}
+    useless = [name for name in sorted(unused) if options.source(name) == f"--{name}"]
     if useless:
         raise UserError(
             [f"--{name} has no effect in a comparison. {SET_BY_EACH_RUN.get(name, 'Remove it')}" for name in useless]

@@ -78,16 +78,16 @@ def main(argv: list[str]) -> int:
     to_finish = make_finish_recipe(options, cls) if options.finish else None
     if to_finish:
         check_overrides(candidates, to_finish, cls)
-    real = None
+    real_machine = None
     device = options.simulate or options.memory_limit
     if not options.simulate or options.source("steps") or options.finish:  # updates are timed on this machine
-        real = inspect_trial_machine()
-    if real is not None and real.devices and not options.simulate:
-        machine = real
+        real_machine = inspect_trial_machine()
+    if real_machine is not None and real_machine.devices and not options.simulate:
+        machine = real_machine
         timer = None
     elif device:
         machine = simulated_machine(device, options.num_processes)
-        timer = real
+        timer = real_machine
         values = recipe_without_weights(values)
         notes = [*notes, NOT_COUNTED]
     else:
@@ -141,9 +141,8 @@ MARKERS = "os^Dv<>ph"
 def plot_memory(rows: list[StrategyRow], limit: int | None) -> Figure:
     """Plot the peak memory of the rank that needs most against the batch size: a line for predictions, points for
     measurements, and a cross where memory ran out."""
-    shown = [peak_bytes(line) for row in rows for line in row.fitting] + ([limit] if limit else [])
-    top = max(shown, default=2**20)
-    unit, name = (2**30, "GiB") if top >= 2 * 2**30 else (2**20, "MiB")
+    max_bytes = max([peak_bytes(line) for row in rows for line in row.fitting] + [limit or 0]) or 2**20
+    unit, name = (2**30, "GiB") if max_bytes >= 2 * 2**30 else (2**20, "MiB")
     figure, axes = _figure("batch size", f"peak memory of a process, {name}")
     for index, row in enumerate(rows):
         style = _style(index)
@@ -159,15 +158,20 @@ def plot_memory(rows: list[StrategyRow], limit: int | None) -> Figure:
         )
         if fails:
             axes.plot(
-                [fails["size"]], [(limit or top) / unit], "x", color=style["color"], markersize=9, markeredgewidth=2
+                [fails["size"]],
+                [(limit or max_bytes) / unit],
+                "x",
+                color=style["color"],
+                markersize=9,
+                markeredgewidth=2,
             )
     if limit:
         axes.axhline(limit / unit, color="#555555", linestyle="--", linewidth=1, label="limit (x: does not fit)")
     if any(row.predicted for row in rows):
         axes.plot([], [], color="#555555", linewidth=1.2, label="predicted (points: measured)")
-    tried = [line["size"] for row in rows for line in row.trials]
-    axes.set_xlim(0, 1.05 * max(tried, default=1))  # predictions may go further
-    axes.set_ylim(0, 1.08 * top / unit)  # from 0, so that heights are in proportion
+    largest_tried = max((line["size"] for row in rows for line in row.trials), default=1)
+    axes.set_xlim(0, 1.05 * largest_tried)  # predictions may go further
+    axes.set_ylim(0, 1.08 * max_bytes / unit)  # from 0, so that heights are in proportion
     return _with_legend(figure, axes)
 
 
@@ -195,7 +199,7 @@ def _style(index: int) -> dict[str, Any]:
 
 
 def _figure(x: str, y: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(5.6, 3.4), layout="constrained")  # its text can be read at the width of a phone
+    figure = Figure(figsize=(5.6, 3.4), layout="constrained")  # readable at the width of a phone
     axes = figure.subplots()
     axes.set(xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
@@ -236,7 +240,7 @@ class ComparisonReport:
 
     Args:
         command: the command that made it.
-        notes: lines for the list of what was done.
+        notes: notes on how the trials differ from the recipe, for the list below the tables.
     """
 
     def __init__(self, comparison: Comparison, command: str, notes: list[str]):
@@ -249,19 +253,19 @@ class ComparisonReport:
         self.finished: list[FinishedRun] = []  # the runs of --finish
 
     def write(self, output: Path) -> None:
-        """Write all files into the folder."""
+        """Write the report, the plots and results.csv into the folder."""
         figures = {"memory": plot_memory(self.rows, self.comparison.limit)}
         if any(row.timed for row in self.rows):
             figures["throughput"] = plot_throughput(self.rows)
         pictures = {}
         for name, figure in figures.items():
-            with rc_context({"svg.hashsalt": "zerofit"}):  # the same each time
+            with rc_context({"svg.hashsalt": "zerofit"}):  # equal files for equal results
                 figure.savefig(output / f"{name}.svg", metadata={"Date": None})
             pictures[name] = (output / f"{name}.svg").read_bytes()
         parts = self._parts()
         (output / "report.md").write_text(escape_controls(render_markdown(parts, [*pictures])), encoding="utf-8")
         (output / "report.html").write_text(render_html(parts, pictures), encoding="utf-8")
-        lines: list[dict[str, Any]] = []  # empty is what a size that does not fit, or was not timed, does not have
+        lines: list[dict[str, Any]] = []  # a cell is empty where a size does not fit, or was not timed
         for row in self.rows:
             for trial in row.trials:
                 cells = {"strategy": row.name, "batch_size": trial["size"], "outcome": trial["outcome"]}
@@ -283,17 +287,17 @@ class ComparisonReport:
         return "\n".join([table(self.results_table(), screen_width()), "", *problems, summarize_results(self.rows)])
 
     def results_table(self) -> list[tuple[str, ...]]:
-        """Return a head and a row for each candidate; each is compared with the first."""
-        columns = [self._cells(row) for row in self.rows]
-        names = [name for name in columns[0] if any(cells[name] != "-" for cells in columns)]
-        return [tuple(names), *(tuple(cells[name] for name in names) for cells in columns)]
+        """Return the column names and a row for each candidate, whose factor and speed-up are against the first."""
+        rows = [self._cells(row) for row in self.rows]
+        names = [name for name in rows[0] if any(cells[name] != "-" for cells in rows)]
+        return [tuple(names), *(tuple(cells[name] for name in names) for cells in rows)]
 
     def _cells(self, row: StrategyRow) -> dict[str, str]:
         first = self.rows[0]
         largest = row.at(row.largest)
         common = row.at(self.common)
         best = row.best
-        faster = compute_speed_up(row, first)
+        speed_up = compute_speed_up(row, first)
         return {
             "strategy": row.name,
             "largest batch": row.limit_text,
@@ -307,7 +311,7 @@ class ComparisonReport:
             "spread": format_spread(best) if best else "-",
             "load": format_load(best) if best else "-",
             "tokens/s there": rounded(best["tokens_per_s"]) if best else "-",
-            "speed-up": f"{faster:.2f}" if faster else "-",
+            "speed-up": f"{speed_up:.2f}" if speed_up else "-",
             "an epoch": duration(row.about["num_samples"] / best["samples_per_s"]) if best and row.about else "-",
         }
 
@@ -334,28 +338,28 @@ class ComparisonReport:
                 sentences.append(f"Timed on {timer.describe()} without a memory limit, in {precision}{because}.")
         parts += [self.results_table(), " ".join(sentences)]
         if self.finished:
-            of_runs = (
+            about_runs = (
                 "A run of the task for each strategy, as the recipe says, at its best batch and without the limit of "
                 "the trials. Training is the sum of all updates' seconds, an evaluation the one of median duration."
             )
             parts += [
                 "## Trained to the end",
                 finished_table(self.finished),
-                " ".join([of_runs, *self._about_finished()]),
+                " ".join([about_runs, *self._about_finished()]),
             ]
         machine = self.comparison.machine
         limit = self.comparison.limit
         environment = machine.environment
-        packages = machine.environment["packages"]
+        packages = environment["packages"]
         versions = ", ".join(f"{name} {packages[name]}" for name in REPORTED_PACKAGES if name in packages)
         changed = ", with changes that are not committed" if environment["zerofit_changed"] else ""
         launches = sum(row.launches for row in self.rows)
         seconds = sum(row.seconds for row in self.rows)
-        limited = f"{size(limit)} for each process, of what its allocator reserves" if limit else "none"
+        limit_text = f"{size(limit)} for each process, of what its allocator reserves" if limit else "none"
         provenance = [
             f"Command: `{self.command}`",
             f"Hardware: {machine.describe()}",
-            f"Limit: {limited}; what the driver takes for each process (CUDA: 640 MiB) is extra",
+            f"Limit: {limit_text}; what the driver takes for each process (CUDA: 640 MiB) is extra",
             f"Versions: zerofit {(environment['zerofit_commit'] or 'unknown')[:12]}{changed}, Python "
             f"{environment['python']}, {versions}",
             f"Launches: {launches}, {seconds / 60:.1f} minutes; {self.options.steps} timed updates of each size",
@@ -364,9 +368,10 @@ class ComparisonReport:
         return [*parts, provenance]
 
     def _about_finished(self) -> list[str]:
-        agree = describe_agreement(self.finished)
+        """Return sentences on the agreement and the problems of the finished runs."""
+        agreement = describe_agreement(self.finished)
         problems = [f"{run.name}: {run.problem}" for run in self.finished if run.problem]
-        return [f"{agree}.", *problems] if agree else problems
+        return [f"{agreement}.", *problems] if agreement else problems
 
 
 def render_markdown(parts: list[ReportSection], pictures: list[str]) -> str:
@@ -377,8 +382,8 @@ def render_markdown(parts: list[ReportSection], pictures: list[str]) -> str:
             texts.append(part)
         elif isinstance(part[0], tuple):
             head, *body = [[cell.replace("|", "\\|") for cell in row] for row in part]
-            marks = [":--", *["--:"] * (len(head) - 1)]
-            texts.append("\n".join("| " + " | ".join(row) + " |" for row in (head, marks, *body)))
+            alignment = [":--", *["--:"] * (len(head) - 1)]
+            texts.append("\n".join("| " + " | ".join(row) + " |" for row in (head, alignment, *body)))
             texts += [f"![{name} against batch size]({name}.svg)" for name in pictures]
             pictures = []
         else:
@@ -387,7 +392,7 @@ def render_markdown(parts: list[ReportSection], pictures: list[str]) -> str:
 
 
 def render_html(parts: list[ReportSection], pictures: dict[str, bytes]) -> str:
-    """Return the parts as one page, with each picture, by its name, as SVG."""
+    """Return the parts as one HTML page. `pictures`: {name: SVG file}, embedded after the first table."""
     title = next(part for part in parts if isinstance(part, str)).lstrip("# ")
     lines = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
@@ -400,10 +405,11 @@ def render_html(parts: list[ReportSection], pictures: dict[str, bytes]) -> str:
             tag = f"h{level}" if level else "p"
             lines.append(f"<{tag}>{_escape_html(part.lstrip('# '))}</{tag}>")
         elif isinstance(part[0], tuple):
+            # "1.2 MiB" stays on one line
             unbroken = [[re.sub(r"(?<=\d) (?=\S+$)", "\N{NO-BREAK SPACE}", cell) for cell in row] for row in part]
-            names, *body = [[_escape_html(cell) for cell in row] for row in unbroken]  # 1.2 MiB stays on one line
+            names, *body = [[_escape_html(cell) for cell in row] for row in unbroken]
             rows = ["".join(f"<th>{name}</th>" for name in names)]
-            for row in body:  # each cell has the name of its column, which is shown on a narrow screen
+            for row in body:  # a narrow screen shows the name of its column next to each cell
                 rows.append("".join(f'<td data-label="{name}">{cell}</td>' for name, cell in zip(names, row)))
             lines.append(f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>")
             for name, content in pictures.items():

@@ -1,4 +1,4 @@
-"""The comparison itself, launch after launch, and its results as numbers."""
+"""All launches of a comparison: the search for the largest batch, timed updates, and the results as numbers."""
 
 import statistics
 from dataclasses import dataclass, field, replace
@@ -23,18 +23,18 @@ from zerofit.tools.compare.trial import (
 )
 from zerofit.tools.tool_recipe import read_with_recipe
 
-BUSY_LOAD_FACTOR = 2  # a load average above this many times the cores, or the ranks, is that of other programs too
+BUSY_LOAD_FACTOR = 2  # a load average above this many times the cores (or ranks) means that other programs run, too
 TIMING_FIELDS = ("samples_per_s", "tokens_per_s", "seconds", "load", "cores")
 
 
 @dataclass
 class StrategyRow:
-    """The results of one candidate. Memory is in bytes; batch sizes are those of one process.
+    """The results of a candidate. Memory is in bytes; batch sizes are per process.
 
     Args:
-        trials: the results of the journal, one for each size that was tried, ascending.
+        trials: the result lines of the journal, one per size that was tried, ascending.
         problem: why there is no result; empty: there is one.
-        predicted: {size: peak} of the sizes that `zerofit plan` predicted.
+        predicted: {size: peak} as predicted by `zerofit plan`.
     """
 
     name: str
@@ -46,7 +46,7 @@ class StrategyRow:
 
     @property
     def peaks(self) -> dict[int, int | None]:
-        """{size: peak in bytes, None where it does not fit} of the sizes that were tried."""
+        """{size that was tried: peak in bytes; None: it does not fit}."""
         return {line["size"]: peak_bytes(line) if "ranks" in line else None for line in self.trials}
 
     @property
@@ -65,12 +65,12 @@ class StrategyRow:
         return [line for line in self.trials if line["size"] <= self.largest]
 
     def at(self, size: int | None) -> dict[str, Any] | None:
-        """The trial of a size that fits."""
+        """The trial of this size; None: it was not tried, or does not fit."""
         return next((line for line in self.fitting if line["size"] == size), None)
 
     @property
     def about(self) -> dict[str, Any]:
-        """The values that all its trials have in common: numbers of samples, parameters and so on."""
+        """The values that all trials share: numbers of samples, parameters and so on; empty: nothing was measured."""
         return next((line["about"] for line in self.trials if "about" in line), {})
 
     @property
@@ -80,7 +80,7 @@ class StrategyRow:
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The trial with the most samples a second."""
+        """The trial with the most samples per second; None: nothing was timed."""
         return max(self.timed, key=lambda line: line["samples_per_s"], default=None)
 
     @property
@@ -93,11 +93,11 @@ class StrategyRow:
         return f"{self.largest}" if self.smallest_misfit else f"{self.largest} or more"
 
     def predicted_peak(self, size: int) -> float:
-        """The peak of a size, on the line through the two predicted sizes that are nearest to it."""
-        near = sorted(sorted(self.predicted, key=lambda predicted: abs(predicted - size))[:2])
-        low = self.predicted[near[0]]
-        high = self.predicted[near[-1]]
-        return low + (size - near[0]) * (high - low) / max(1, near[-1] - near[0])
+        """Interpolate the peak of a size between the two nearest predicted sizes."""
+        nearest = sorted(sorted(self.predicted, key=lambda predicted: abs(predicted - size))[:2])
+        low = self.predicted[nearest[0]]
+        high = self.predicted[nearest[-1]]
+        return low + (size - nearest[0]) * (high - low) / max(1, nearest[-1] - nearest[0])
 
 
 def describe_outcome(line: dict[str, Any]) -> str:
@@ -109,17 +109,18 @@ def describe_outcome(line: dict[str, Any]) -> str:
 
 
 def find_common_size(rows: list[StrategyRow]) -> int | None:
-    """The largest batch that fits under every candidate; those that hold no batch at all are not counted."""
+    """Return the largest batch that fits under every candidate that holds any batch; None: no candidate holds one."""
     return min((row.largest for row in rows if row.largest), default=None)
 
 
 def compute_speed_up(row: StrategyRow, first: StrategyRow) -> float | None:
-    """Return samples per second as a multiple of the first row's, each at its best batch."""
+    """Return the row's samples per second divided by those of `first`, each at its best batch; None: one was not
+    timed."""
     return row.best["samples_per_s"] / first.best["samples_per_s"] if row.best and first.best else None
 
 
 def find_rate_range(line: dict[str, Any]) -> tuple[float, float]:
-    """Return (samples a second of the slowest timed update, of the fastest)."""
+    """Return (samples per second of the slowest timed update, of the fastest)."""
     samples = line["samples_per_s"] * statistics.median(line["seconds"])
     return samples / max(line["seconds"]), samples / min(line["seconds"])
 
@@ -165,29 +166,26 @@ def summarize_results(rows: list[StrategyRow]) -> str:
         )
     elif timed:
         fastest, best = max(timed, key=lambda pair: pair[1]["samples_per_s"])
-        faster = compute_speed_up(fastest, rows[0])
-        against = f", {rounded(faster)} times {rows[0].name} at its best" if faster and fastest is not rows[0] else ""
+        speed_up = compute_speed_up(fastest, rows[0])
+        against = (
+            f", {rounded(speed_up)} times {rows[0].name} at its best" if speed_up and fastest is not rows[0] else ""
+        )
         rate = f"{rounded(best['samples_per_s'])} samples/s{against}"
         sentences.append(f"The fastest is {fastest.name} at {best['size']} per process: {rate}.")
         low = find_rate_range(best)[0]
-        near = [row.name for row, line in timed if row is not fastest and find_rate_range(line)[1] >= low]
-        if near:
+        similar = [row.name for row, line in timed if row is not fastest and find_rate_range(line)[1] >= low]
+        if similar:
             sentences.append(
-                f"From {' and '.join(near)} it differs by no more than the timed updates do among themselves."
+                f"From {' and '.join(similar)} it differs by no more than the timed updates do among themselves."
             )
     if failed:
         sentences.append(f"{', '.join(failed)}: failed, without a result.")
     return " ".join(sentences)
 
 
-MAX_BATCH_SIZE = 4096  # no larger batch is tried, unless it is named
-CODE_OUTSIDE_TRIALS = (
-    "tools/compare/",
-    "tools/plan/",
-    "tools/verify.py",
-    "estimate/",
-    "cli.py",
-)  # code that a trial does not run
+MAX_BATCH_SIZE = 4096  # no larger batch is tried, unless --batch_sizes names it
+# a change of this code leaves the results of trials valid
+CODE_OUTSIDE_TRIALS = ("tools/compare/", "tools/plan/", "tools/verify.py", "estimate/", "cli.py")
 
 
 @dataclass
@@ -198,7 +196,7 @@ class Comparison:
         limit: bytes that a rank may use of its device; None: all of it.
         recipe: the file of the trials' recipe.
         output: the folder of journal, trials and report.
-        timer: the real machine, which times updates where devices are simulated; None: nothing is timed there.
+        timer: the machine that times updates where devices are simulated; None: devices are real, or nothing is timed.
     """
 
     options: CompareOptions
@@ -212,7 +210,7 @@ class Comparison:
     def __post_init__(self) -> None:
         options = self.options
         machine = self.machine
-        self.room = self.limit or min(device.total for device in machine.devices)  # largest peak that fits, in bytes
+        self.max_bytes = self.limit or min(device.total for device in machine.devices)  # largest peak that fits
         self.journal = Journal(self.output / "journal.jsonl")
         self.sizes = options.micro_batches or [*range(options.granularity, MAX_BATCH_SIZE + 1, options.granularity)]
         self.problems: dict[str, str] = {}
@@ -233,15 +231,14 @@ class Comparison:
         }
 
     def run(self) -> None:
-        """Launch until every result is known. Raises UserError: no candidate gives one, for a mistake in the
-        recipe."""
+        """Launch trials until every result is known. Raises UserError: no candidate has a result."""
         if self.journal.end_interrupted_launches():
             log_lines("resumes where it was interrupted")
         for candidate in self.candidates:
             self._search(candidate)
         if len(self.problems) == len(self.candidates):
             raise UserError(list(dict.fromkeys(self.problems.values())))
-        while True:  # until no limit changes: the sizes of --batch_sizes without a result, and the largest of all
+        while True:  # try sizes of --batch_sizes without a result, and the common size, until no limit changes
             rows = self.rows()
             common = find_common_size(rows)
             for candidate, row in zip(self.candidates, rows):
@@ -256,12 +253,12 @@ class Comparison:
             self._time_updates(self.timer)
 
     def rows(self) -> list[StrategyRow]:
-        """The results of each candidate so far."""
+        """Return the results of each candidate so far."""
         return [self._row(candidate) for candidate in self.candidates]
 
     def _row(self, candidate: Candidate) -> StrategyRow:
         key = self.keys[candidate.name]
-        predictions = self.journal.lines_of(self.keys[candidate.name], "prediction")
+        predictions = self.journal.lines_of(key, "prediction")
         results = self.journal.results(key, 60 * self.options.trial_minutes)
         trials = [line for size, line in results.items() if size in self.sizes]
         if self.machine.simulated:  # rates are those of the trials that were timed at these sizes
@@ -285,20 +282,24 @@ class Comparison:
 
     def _search(self, candidate: Candidate) -> None:
         """Find the largest batch of a candidate, and log it. `zerofit plan` predicts where the search begins, unless
-        something is known of it."""
+        the journal has results."""
         row = self._row(candidate)
         if not (self.options.micro_batches or row.predicted or row.trials):
             try:
-                peaks = predict_peaks(candidate, self.options, self.recipe, self.machine, self.room, sizes=self.sizes)
+                peaks = predict_peaks(
+                    candidate, self.options, self.recipe, self.machine, self.max_bytes, sizes=self.sizes
+                )
             except Exception as error:  # what cannot be predicted is searched
                 log_lines(f"{candidate.name}: not predicted: {first_line(error)}")
             else:
                 self.journal.add("prediction", key=self.keys[candidate.name], peaks=peaks)
                 row = self._row(candidate)
-        guess = max((size for size, peak in row.predicted.items() if peak <= self.room), default=0)
+        guess = max((size for size, peak in row.predicted.items() if peak <= self.max_bytes), default=0)
         per_sample = row.predicted_peak(guess + 1) - row.predicted_peak(guess) if len(row.predicted) > 1 else None
         while candidate.name not in self.problems:
-            size = choose_next_size(self.sizes, self._row(candidate).peaks, self.room, guess, per_sample=per_sample)
+            size = choose_next_size(
+                self.sizes, self._row(candidate).peaks, self.max_bytes, guess, per_sample=per_sample
+            )
             if size is None:
                 break
             self._try(candidate, size)
@@ -315,11 +316,12 @@ class Comparison:
         log_lines(f"{row.name}: {result} ({row.launches} launches, {duration(row.seconds)})")
 
     def _try(self, candidate: Candidate, size: int) -> None:
-        """Measure a size; the result, or why the candidate has none, is known afterwards."""
-        steps = 1 if self.machine.simulated else self.options.steps  # only the peak counts there, not the time
-        result = self._launch(candidate, size, self.keys[candidate.name], self.machine, steps)
-        if result["outcome"] == "killed":
-            result = self._launch(candidate, size, self.keys[candidate.name], self.machine, steps)
+        """Measure a size. The result goes into the journal, or the reason why there is none into `problems`."""
+        steps = 1 if self.machine.simulated else self.options.steps  # simulated: only the peak counts
+        key = self.keys[candidate.name]
+        result = self._launch(candidate, size, key, self.machine, steps)
+        if result["outcome"] == "killed":  # once more: what kills it twice is taken for a lack of host memory
+            result = self._launch(candidate, size, key, self.machine, steps)
             if result["outcome"] == "killed":
                 result = {**result, "outcome": "out_of_memory", "where": "host"}
         if result["outcome"] in ("refused", "failed"):
@@ -327,7 +329,7 @@ class Comparison:
             self.problems[candidate.name] = f"{at}{result['text']}"
             log_lines(f"{candidate.name}: {self.problems[candidate.name]}")
             return
-        self.journal.add("size", key=self.keys[candidate.name], size=size, **result)
+        self.journal.add("size", key=key, size=size, **result)
         message = describe_outcome(result)
         if result["outcome"] == "fits":
             limit = f" of {self.limit / 2**20:,.0f}" if self.limit else ""
@@ -336,7 +338,7 @@ class Comparison:
         log_lines(f"  {candidate.name}  {size:>5}  {message}")
 
     def _time_updates(self, timer: TrialMachine) -> None:
-        """Time updates on the real machine, at the largest batch that all hold and at each candidate's own."""
+        """Time updates on the real machine, at the common size and at each candidate's largest batch."""
         for candidate, row in zip(self.candidates, self.rows()):
             if not row.largest:
                 continue
@@ -368,13 +370,13 @@ class Comparison:
         *,
         flags: tuple[str, ...] = (),
     ) -> dict[str, Any]:
-        """Launch one trial and write it into the journal. Returns what run_trial returns."""
+        """Launch a trial and write its begin and end into the journal. Returns what run_trial returns."""
         options = self.options
         launch = self.journal.begin(key=key, candidate=candidate.name, size=size)
         folder = self.output / "trials" / f"{launch['launch']:03}-{candidate.folder_name}-{size}"
-        evaluated = candidate.overrides.get("per_device_eval_batch_size")  # its own: trials evaluate one batch of it
+        eval_batch = candidate.overrides.get("per_device_eval_batch_size")  # a trial evaluates one such batch
         flags = (*candidate.flags, *flags, "--per_device_train_batch_size", str(size))
-        flags += ("--max_eval_samples", str(limit_eval_samples(options, int(evaluated)))) if evaluated else ()
+        flags += ("--max_eval_samples", str(limit_eval_samples(options, int(eval_batch)))) if eval_batch else ()
         result = run_trial(
             LaunchedRun(options.task, candidate.config, self.recipe, folder / "run", flags),
             options.num_processes,
@@ -390,8 +392,8 @@ class Comparison:
 def predict_peaks(
     candidate: Candidate, options: CompareOptions, recipe: Path, machine: TrialMachine, limit: int, *, sizes: list[int]
 ) -> list[tuple[int, int]]:
-    """Return (size, peak as the limit counts it) of the sizes that `zerofit plan` looks at to find the largest that
-    fits."""
+    """Return [(size, predicted peak in bytes)] of the sizes that `zerofit plan` tries to find the largest that fits
+    `limit`."""
     from zerofit.estimate.planned_model import read_planned_model
     from zerofit.tools.plan.plan_options import PlanOptions, resolve_layout
     from zerofit.tools.plan.planner import MemoryBudget, Planner, search
@@ -409,7 +411,9 @@ def predict_peaks(
     def predict(size: int) -> SimpleNamespace:
         peak = planner.predict(resolved, size).peak
         # The limit counts what an allocator reserves; a simulated one has neither workspaces nor unused blocks.
-        counted = peak.needed - (peak.device - peak.reserved) if on_cuda else peak.allocated - CUBLAS_WORKSPACE_BYTES
-        return SimpleNamespace(size=size, device_bytes=counted, fits=counted <= limit)
+        counted_bytes = (
+            peak.needed - (peak.device - peak.reserved) if on_cuda else peak.allocated - CUBLAS_WORKSPACE_BYTES
+        )
+        return SimpleNamespace(size=size, device_bytes=counted_bytes, fits=counted_bytes <= limit)
 
     return [(prediction.size, prediction.device_bytes) for prediction in search(sizes, predict, limit)]

@@ -1,4 +1,4 @@
-"""`zerofit compare --finish`: each strategy trained to the end of the recipe at its best batch, by runs of the task.
+"""`zerofit compare --finish`: train each strategy to the end of the recipe at its best batch.
 
 Each run has its own folder, whose name has a hash of its settings. A finished run is not repeated; an interrupted one
 resumes from its last checkpoint. Then their times, throughput and held-out figures are compared.
@@ -22,8 +22,8 @@ from zerofit.tools.tool_recipe import recipe_values
 
 
 def make_finish_recipe(options: CompareOptions, cls: type[TaskRecipe]) -> dict[str, Any]:
-    """The user's recipe without the options that each run sets for itself. A global batch sets the accumulation.
-    Raises UserError: it does not divide by the processes."""
+    """Return the user's recipe without the options that each run sets for itself. A global batch determines the
+    accumulation. Raises UserError: the global batch is not a multiple of the processes."""
     size = options.global_batch_size
     processes = options.num_processes
     if size and size % processes:
@@ -35,12 +35,12 @@ def make_finish_recipe(options: CompareOptions, cls: type[TaskRecipe]) -> dict[s
 
 
 def choose_micro_batch(best: int, global_batch: int | None, num_processes: int) -> int:
-    """The micro-batch of the run: the best one. With a global batch, the largest one up to it that divides its part of
-    a process."""
+    """Return the micro-batch of a run: `best`, or with a global batch the largest size up to `best` that divides the
+    samples per process."""
     if not global_batch:
         return best
-    of_process = global_batch // num_processes
-    return next(size for size in range(min(best, of_process), 0, -1) if of_process % size == 0)
+    samples_per_process = global_batch // num_processes
+    return next(size for size in range(min(best, samples_per_process), 0, -1) if samples_per_process % size == 0)
 
 
 FINISHED_COLUMNS = (
@@ -54,11 +54,11 @@ class FinishedRun:
     """A run that was trained to its end, read from its folder.
 
     Args:
-        micro_batch: samples of one process.
+        micro_batch: samples per process.
         lines: the lines of metrics.jsonl.
-        figures: held-out figures of the weights in model/.
-        recipe: the options of the run.
-        problem: why it failed; empty: it did not.
+        figures: held-out figures of the exported model.
+        recipe: the options of the run, from its recipe.yaml.
+        problem: why it failed; empty: it finished.
     """
 
     name: str
@@ -83,19 +83,19 @@ class FinishedRun:
 
     @property
     def training_s(self) -> float:
-        """Seconds of all updates together, without evaluations and checkpoints."""
+        """The sum of the seconds of all updates, without evaluations and checkpoints."""
         return sum(line["seconds"] for line in self.lines if "seconds" in line)
 
     @property
     def evaluation(self) -> dict[str, float] | None:
-        """The evaluation whose duration is the median; None: nothing is held out."""
+        """The metrics line of the evaluation with the median duration; None: nothing was evaluated."""
         lines = [line for line in self.lines if "evaluation_seconds" in line]
         lines.sort(key=lambda line: line["evaluation_seconds"])
         return lines[(len(lines) - 1) // 2] if lines else None
 
 
 def finished_table(runs: list[FinishedRun]) -> list[tuple[str, ...]]:
-    """Return a head and a row for each strategy."""
+    """Return the column names and a row for each run."""
     names = list(dict.fromkeys(name for run in runs for name in run.figures))
     rows: list[tuple[str, ...]] = [(*FINISHED_COLUMNS, *(name.removeprefix("eval_") for name in names))]
     for run in runs:
@@ -111,11 +111,11 @@ def finished_table(runs: list[FinishedRun]) -> list[tuple[str, ...]]:
             str(run.micro_batch),
             str(run.global_batch),
             f"{last['update']:,}",
-            _time(seconds),
-            _time(seconds / last["epoch"]),
+            _format_seconds(seconds),
+            _format_seconds(seconds / last["epoch"]),
             rounded(last["consumed_samples"] / seconds),
             str(run.recipe.get("per_device_eval_batch_size")),
-            _time(evaluation["evaluation_seconds"]) if evaluation else "-",
+            _format_seconds(evaluation["evaluation_seconds"]) if evaluation else "-",
             rounded(evaluation["evaluation_samples_per_s"]) if evaluation else "-",
             size(max(line["peak_memory_bytes"] for line in trained)),
             decimals(trained[-1]["loss"]),
@@ -124,12 +124,13 @@ def finished_table(runs: list[FinishedRun]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _time(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     return duration(seconds) if seconds >= 60 else f"{rounded(seconds)} s"
 
 
 def describe_agreement(runs: list[FinishedRun]) -> str:
-    """Return whether the figures of the runs are comparable, and by how much they differ."""
+    """Return a sentence on whether the runs are comparable and by how much their figures differ; empty: fewer than two
+    runs finished."""
     runs = [run for run in runs if not run.problem]
     if len(runs) < 2:
         return ""
@@ -138,7 +139,7 @@ def describe_agreement(runs: list[FinishedRun]) -> str:
         return f"The global batches differ ({', '.join(map(str, batches))}). Set --global_batch_size to compare them"
     first, *others = runs
     differences = {
-        name: max(abs(run.figures.get(name, float("nan")) - value) / max(abs(value), 1e-12) for run in others)
+        name: max(abs(run.figures.get(name, math.nan) - value) / max(abs(value), 1e-12) for run in others)
         for name, value in first.figures.items()
     }
     if not differences:
@@ -152,8 +153,12 @@ def describe_agreement(runs: list[FinishedRun]) -> str:
 
 
 def train_to_the_end(comparison: Comparison, recipe: Path, candidate: Candidate, best: int) -> FinishedRun:
-    """Train under a strategy that holds a batch of `best` samples on each process. `recipe`: the file of the runs'
-    recipe."""
+    """Train a candidate to the end of the recipe, unless it has finished before.
+
+    Args:
+        recipe: the file of the runs' recipe.
+        best: the fastest batch of the candidate, per process.
+    """
     options = comparison.options
     machine = comparison.timer or comparison.machine
     size = choose_micro_batch(best, options.global_batch_size, options.num_processes)
