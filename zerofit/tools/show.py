@@ -1,4 +1,4 @@
-"""`zerofit show`: runs side by side, while they train and afterwards.
+"""`zerofit show`: a table of runs, while they train and afterwards.
 
     zerofit show                                       # the runs in outputs/, once
     zerofit show --watch outputs/small outputs/large   # again and again, until every run has ended
@@ -28,11 +28,11 @@ from zerofit.recipe.paths import why_no_model
 from zerofit.record.run_folder import RunFolder, is_count
 from zerofit.record.terminal import decimals, duration, log_lines, rounded, screen_width, shortened, size, table
 
-NUM_RECENT_UPDATES = 20  # updates whose median is the speed
-# a run without a new line for longer than both is silent
+NUM_RECENT_UPDATES = 20  # the speed is a median over these
+# a run without a new line for longer than both of these is silent
 SILENT_AFTER_S = 60
 SILENT_AFTER_UPDATES = 10
-GONE_AFTER_S = 10  # the same for a run whose process does not exist, or is in another container
+GONE_AFTER_S = 10  # instead of SILENT_AFTER_S, for a run whose process does not exist
 STATE_RUNNING = "running"
 STATE_SILENT = "silent"
 STATE_KILLED = "killed"
@@ -41,7 +41,7 @@ STATE_EXIT = "exit"
 
 
 class WatchedRun:
-    """One run, as its folder is now.
+    """A run, as read from its folder.
 
     Attributes:
         lines: {update: its line in metrics.jsonl}.
@@ -58,21 +58,22 @@ class WatchedRun:
         self.recipe, self.strategy = (read_record(path / f"{name}.yaml") for name in ("recipe", "strategy"))
 
     def last(self, name: str) -> Any:
-        """A figure of the latest update that has it; None: there is none."""
+        """Return a figure of the latest update that has it; None: there is none."""
         return next((line[name] for line in reversed(self.lines.values()) if name in line), None)
 
     def median(self, name: str) -> float | None:
-        """The median of a figure over the latest updates; None: there is none."""
+        """Return the median of a figure over the latest updates; None: there is none."""
         values = [line[name] for line in list(self.lines.values())[-NUM_RECENT_UPDATES:] if name in line]
         return statistics.median(values) if values else None
 
     @property
     def updates(self) -> int:
+        """The number of the latest update."""
         return max(self.lines, default=0)
 
     @property
     def num_updates(self) -> int | None:
-        """The updates of the whole run; None: it cannot be told yet."""
+        """The number of updates of the whole run; None: not known yet."""
         total = self.recipe.get("max_train_steps")
         epochs = self.recipe.get("num_train_epochs")
         if total is None and (epoch := self.last("epoch")) and isinstance(epochs, (int, float)):
@@ -81,16 +82,16 @@ class WatchedRun:
 
     @property
     def metric(self) -> str:
-        """The name of the held-out figure that the run is judged by."""
+        """The name of the held-out figure that chooses the best checkpoint."""
         return str(self.recipe.get("metric_for_best_model") or "loss").removeprefix("eval_")
 
     @property
     def held_out(self) -> float | None:
-        """The latest held-out figure by which the run is judged; None: there is none."""
+        """The latest value of `metric`; None: there is none."""
         return self.last(f"eval_{self.metric}")
 
     def state(self, now: float) -> str:
-        """The state of the run in words: how long it is silent, or its exit code, with it. `now`: seconds since
+        """Return the state of the run in words, with the time of its silence or its exit code. `now`: seconds since
         1970."""
         code = self.environment.get("exit_code")
         silent_s = now - self.written_at
@@ -102,28 +103,28 @@ class WatchedRun:
         return f"{STATE_SILENT} {duration(silent_s)}" if silent_s > max(SILENT_AFTER_S, patience_s) else STATE_RUNNING
 
     def seconds_left(self) -> float | None:
-        """Seconds to the end at the speed of the latest updates, without evaluations and checkpoints."""
+        """Return the seconds to the end at the speed of the latest updates, without evaluations and checkpoints."""
         seconds = self.median("seconds")
         total = self.num_updates
         return seconds * (total - self.updates) if seconds and total else None
 
     def _process_is_gone(self) -> bool:
-        """Check whether the run's process was on this machine and has ended without an exit code. To ask for its lock
-        would tell as well, but may keep the run from starting again at that moment."""
-        with contextlib.suppress(OSError, ValueError):  # there is no lock, or another one
+        """Return whether the run's process was on this machine and no longer exists. (To try its lock would tell as
+        well, but may keep the run from starting again at that moment.)"""
+        with contextlib.suppress(OSError, ValueError):  # there is no lock, or it names no process
             owner = re.match(r"process (\d+) of (.*)", (self.path / ".lock").read_text())
             return owner is not None and owner[2] == platform.node() and not psutil.pid_exists(int(owner[1]))
         return False
 
 
 def find_runs(paths: Iterable[str]) -> dict[str, WatchedRun]:
-    """Return {name: run} of folders of runs, or folders of such folders, in their order. Raises UserError: there is no
-    such folder, or no run in any."""
+    """Return {name: run} of the given folders of runs, or folders that contain them, in their order. Raises UserError:
+    a folder does not exist, or there is no run in any."""
     folders = [Path(path).expanduser() for path in paths]
     if missing := [str(folder) for folder in folders if not folder.is_dir()]:
         raise UserError(f"{missing[0]!r} is not a folder. Name the folder of a run, or one with runs in it")
-    below = [[folder] if _is_run(folder) else filter(_is_run, sorted(folder.iterdir())) for folder in folders]
-    run_paths = list(dict.fromkeys(path.resolve() for runs in below for path in runs))
+    runs_by_folder = [[folder] if _is_run(folder) else filter(_is_run, sorted(folder.iterdir())) for folder in folders]
+    run_paths = list(dict.fromkeys(path.resolve() for runs in runs_by_folder for path in runs))
     if not run_paths:
         why = why_no_model(str(folders[0])) or "there is no run. Name the folder of a run, or its parent"
         raise UserError(f"{folders[0]}: {why}")
@@ -135,13 +136,13 @@ def find_runs(paths: Iterable[str]) -> dict[str, WatchedRun]:
 
 
 def _is_run(path: Path) -> bool:
-    """Check whether a run has begun there; a launch that failed before leaves an exit code and no more."""
+    """Return whether a run has begun there; a launch that failed before its run leaves only an exit code."""
     begun = "zerofit_commit" in RunFolder(path).environment()
     return begun or (path / "metrics.jsonl").is_file() or (path / "recipe.yaml").is_file()
 
 
 POLL_S = 2.0
-MAX_STRATEGY_WIDTH = 12  # columns of a strategy's name
+MAX_STRATEGY_WIDTH = 12  # characters of a strategy's name
 
 
 @dataclass
@@ -154,7 +155,7 @@ class ShowOptions(Recipe):
 def read_show_options(argv: list[str]) -> tuple[ShowOptions, list[str]]:
     """Return (options, folders)."""
     words, other_words = take_words(ShowOptions, argv)
-    words += [word for word in other_words if word.startswith("-")]  # which are reported
+    words += [word for word in other_words if word.startswith("-")]  # unknown options: the parser reports them
     options = parse_recipe(ShowOptions, words, prog="zerofit show [FOLDER ...]", tool=True)
     return options, [word for word in other_words if not word.startswith("-")] or ["outputs"]
 
@@ -167,7 +168,7 @@ def main(argv: list[str]) -> int:
         width = screen_width()
         now = time.time()
         is_watched = options.watch and width is not None
-        sys.stdout.write("\x1b[H\x1b[J" if is_watched else "")  # from the top of an empty screen
+        sys.stdout.write("\x1b[H\x1b[J" if is_watched else "")  # clear the screen
         log_lines(make_runs_table(runs, width, now))
         if not is_watched or not any(
             run.state(now).startswith((STATE_RUNNING, STATE_SILENT)) for run in runs.values()
@@ -177,8 +178,8 @@ def main(argv: list[str]) -> int:
 
 
 def make_runs_table(runs: dict[str, WatchedRun], width: int | None, now: float) -> str:
-    """Return a line for each run, below the names of the columns; `width` in columns, `now` in seconds since 1970."""
-    metrics = {run.metric for run in runs.values()}  # that they are judged by
+    """Return the table of runs as text. `width`: characters of the screen; `now`: seconds since 1970."""
+    metrics = {run.metric for run in runs.values()}
     column = f"eval_{min(metrics)}" if len(metrics) == 1 else "held-out"
     head = ("run", "state", "update", "loss", column, "tokens/s", "memory", "left", "strategy")
     rows: list[tuple[str, ...]] = [head]

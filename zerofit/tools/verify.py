@@ -1,4 +1,4 @@
-"""`zerofit verify`: shows on a shortened recipe that the strategies agree and that a killed run loses nothing.
+"""`zerofit verify`: show on a shortened recipe that the strategies agree and that a killed run loses nothing.
 
     zerofit verify --config recipes/clm/stdlib-gpt2.yaml
     zerofit verify --config recipes/cls/sst2-small.yaml --strategies zero2,zero3 --num_processes 4 --kills 8
@@ -54,9 +54,9 @@ class Difference:
 
     Args:
         largest: the largest relative difference of each figure in any update; NaN where a figure is not a number.
-        problems: updates that are missing, repeated, only in one of the runs, or have other samples.
-        repeated: how often samples were trained on more than in the reference.
-        skipped: how often less.
+        problems: messages on updates that are missing, unexpected, repeated, or have other samples.
+        repeated: number of samples that were trained on more often than in the reference.
+        skipped: number of samples that were trained on less often.
     """
 
     largest: dict[str, float]
@@ -69,7 +69,7 @@ def compare_records(
     metrics: Lines, samples: Lines, metrics_of_reference: Lines, samples_of_reference: Lines, num_updates: int
 ) -> Difference:
     """Compare metrics.jsonl and samples.jsonl of updates 1 to `num_updates` with those of a reference. Raises
-    ValueError: that has no samples, so that everything would agree."""
+    ValueError: the reference has no samples, so that every run would agree with it."""
     problems: list[str] = []
     expected = range(1, num_updates + 1)
     for lines, owner in ((metrics, ""), (metrics_of_reference, " of the reference")):
@@ -80,35 +80,37 @@ def compare_records(
             "more than once": [update for update, number in counts.items() if number > 1],
         }
         problems += [
-            f"updates {fault}{owner}: {', '.join(map(str, updates[:5]))}"
-            for fault, updates in wrong_updates.items()
+            f"updates {problem}{owner}: {', '.join(map(str, updates[:5]))}"
+            for problem, updates in wrong_updates.items()
             if updates
         ]
-    ours, theirs = ({line["update"]: line for line in lines} for lines in (metrics, metrics_of_reference))
+    by_update, reference_by_update = (
+        {line["update"]: line for line in lines} for lines in (metrics, metrics_of_reference)
+    )
     largest = {}
     for figure in COMPARED_FIGURES:
         differences = [
-            relative_difference(ours[update].get(figure), theirs[update].get(figure))
-            for update in ours.keys() & theirs.keys()
+            relative_difference(by_update[update].get(figure), reference_by_update[update].get(figure))
+            for update in by_update.keys() & reference_by_update.keys()
         ]
         is_number = differences and not any(map(math.isnan, differences))
         largest[figure] = max(differences) if is_number else math.nan
-    trained, due = (
+    trained, expected_samples = (
         Counter(index for line in run for index in line["samples"]) for run in (samples, samples_of_reference)
     )
-    if not due:
+    if not expected_samples:
         raise ValueError("the reference has no samples")
-    of_updates, of_reference = (
+    in_updates, in_reference = (
         Counter((line["update"], *sorted(line["samples"])) for line in run) for run in (samples, samples_of_reference)
     )
-    elsewhere = {update for update, *_ in (of_updates - of_reference) | (of_reference - of_updates)}
-    if elsewhere:
-        problems.append(f"{len(elsewhere)} updates have other samples than they should have")
-    return Difference(largest, problems, (trained - due).total(), (due - trained).total())
+    different = {update for update, *_ in (in_updates - in_reference) | (in_reference - in_updates)}
+    if different:
+        problems.append(f"{len(different)} updates have other samples than they should have")
+    return Difference(largest, problems, (trained - expected_samples).total(), (expected_samples - trained).total())
 
 
 def relative_difference(value: float | None, expected: float | None) -> float:
-    """|value - expected| / |expected|; 0 if they are equal, NaN if one of them is not a finite number."""
+    """Return |value - expected| / |expected|; 0 if they are equal, NaN if one of them is not a finite number."""
     if value is None or expected is None or not (math.isfinite(value) and math.isfinite(expected)):
         return math.nan
     if value == expected:
@@ -120,7 +122,7 @@ DROPOUT_OPTION = re.compile(r"(dropout|pdrop|dropout_prob|dropout_rate|layerdrop
 # The proof sets max_train_steps and global_batch_size instead of the last two.
 OPTIONS_NOT_VERIFIED = KEPT_RUN_OPTIONS | {"num_train_epochs", "gradient_accumulation_steps"}
 VERIFIED_RUN_VALUES = QUIET_RUN_VALUES | {"logging_steps": 1, "predict_with_generate": False, "record_samples": True}
-MAX_EVAL_RECORDS = 16  # held-out records in the one evaluation at the end, which cannot be turned off
+MAX_EVAL_RECORDS = 16  # held-out records of the evaluation at the end, which cannot be turned off
 TOLERANCES = {"fp32": 1e-5, "bf16": 5e-2, "fp16": 5e-2}
 
 
@@ -140,12 +142,13 @@ class VerifyOptions(LaunchedStrategiesOptions):
 
     @property
     def saved_every(self) -> int:
-        """save_steps of a run that is killed; a recipe's own may be more than all updates of the proof."""
+        """The save_steps of a run that is killed. The recipe's value is not used: it may exceed the updates of the
+        proof."""
         return (self.save_steps if self.is_flag("save_steps") else None) or max(1, self.updates // 6)
 
     @property
     def largest_difference(self) -> float:
-        """The largest relative difference of figures that agree."""
+        """The largest relative difference up to which figures agree."""
         return self.tolerance or TOLERANCES[precision_of(self)]
 
     def problems(self) -> list[str]:
@@ -161,7 +164,7 @@ class VerifyOptions(LaunchedStrategiesOptions):
 
 
 def shorten(recipe: VerifyOptions, cls: type[TaskRecipe]) -> tuple[dict[str, Any], list[str]]:
-    """Return (a shortened recipe, notes on what changes the numbers) of one that is both `cls` and VerifyOptions.
+    """Return (the values of the shortened recipe, notes on changes that affect the numbers). `recipe` is a `cls`, too.
     Raises UserError: the global batch does not divide by the processes; the model's configuration cannot be loaded."""
     values = recipe_values(recipe, cls, OPTIONS_NOT_VERIFIED, VERIFIED_RUN_VALUES)
     batches = resolve_batches(recipe, recipe.num_processes)
@@ -175,45 +178,46 @@ def shorten(recipe: VerifyOptions, cls: type[TaskRecipe]) -> tuple[dict[str, Any
     values["precision"] = precision_of(recipe)
     if recipe.precision not in (None, values["precision"]):
         changes.append(f"precision {values['precision']} instead of {recipe.precision} (unless --precision is given)")
-    longest = recipe.updates // 3
-    if recipe.num_warmup_steps > longest:
-        values["num_warmup_steps"] = longest
-        changes.append(f"num_warmup_steps {longest} instead of {recipe.num_warmup_steps}")
+    max_warmup_steps = recipe.updates // 3
+    if recipe.num_warmup_steps > max_warmup_steps:
+        values["num_warmup_steps"] = max_warmup_steps
+        changes.append(f"num_warmup_steps {max_warmup_steps} instead of {recipe.num_warmup_steps}")
     _, config = with_base_configuration(recipe)
-    noisy = sorted(  # dropout: its noise depends on the number of processes
+    dropout_options = sorted(  # the noise of dropout depends on the number of processes
         name
         for name, value in config.to_dict().items()
         if DROPOUT_OPTION.search(name) and type(value) in (int, float) and value > 0
     )
-    if noisy:
-        overrides = [recipe.config_overrides, *(f"{name}=0" for name in noisy)]
+    if dropout_options:
+        overrides = [recipe.config_overrides, *(f"{name}=0" for name in dropout_options)]
         values["config_overrides"] = ",".join(text for text in overrides if text)
     if recipe.lora_dropout:
         values["lora_dropout"] = 0.0
-        noisy.append("lora_dropout")
-    return values, [*changes, f"no dropout ({', '.join(noisy)} = 0)"] if noisy else changes
+        dropout_options.append("lora_dropout")
+    if dropout_options:
+        changes.append(f"no dropout ({', '.join(dropout_options)} = 0)")
+    return values, changes
 
 
 def precision_of(recipe: VerifyOptions) -> str:
-    """The value of the --precision flag, else fp32: a recipe's half precision would hide differences."""
+    """Return the value of the --precision flag, else fp32: a recipe's half precision would hide differences."""
     return recipe.precision if recipe.source("precision") == "--precision" and recipe.precision else "fp32"
 
 
-# of the run with one process: its folder, its strategy
-REFERENCE_FOLDER = "reference"
+REFERENCE_FOLDER = "reference"  # of the run with one process
 REFERENCE_STRATEGY = "single"
 
 
 @dataclass
 class ComparedRun:
-    """The result of a run, compared with the run that it must equal.
+    """The result of a run, compared with its reference.
 
     Args:
         num_processes: the number of processes of each launch.
         failure: why it cannot be compared; None: it can.
-        kills: how often it was killed; None: it was to run undisturbed.
-        kills_resumed: kills after which a launch resumed from a checkpoint.
-        resumes: launches that resumed from a checkpoint; the others started from the beginning.
+        kills: number of kills; None: an undisturbed run.
+        kills_resumed: number of kills after which a launch resumed from a checkpoint.
+        resumes: number of launches that resumed from a checkpoint; the others started from the beginning.
     """
 
     strategy: str
@@ -225,50 +229,51 @@ class ComparedRun:
     resumes: int = 0
 
     def problems(self, tolerance: float) -> list[str]:
-        """The problems of a run as messages; empty if it equals the other run and, if it was killed, has resumed."""
+        """Return messages on the problems of a run; empty: it equals its reference and, if it was killed, has
+        resumed."""
         if self.failure or self.difference is None:
             return [self.failure or "it was not compared"]
         problems = list(self.difference.problems)
-        largest = self.difference.largest
-        for name, value in largest.items():
+        for name, value in self.difference.largest.items():
             if not value <= tolerance:
-                fault = (
+                problem = (
                     "is not a number in some update" if math.isnan(value) else f"differs by more than {tolerance:g}"
                 )
-                problems.append(f"its {COMPARED_FIGURES[name]} {fault}")
+                problems.append(f"its {COMPARED_FIGURES[name]} {problem}")
         if self.kills is not None and not self.kills_resumed:
             problems.append("no kill was followed by a resume: set more --updates, or smaller --save_steps")
         return problems
 
 
 def moment_to_kill(index: int, update: int, delay_s: float, start_s: float) -> Callable[[RunningLaunch], bool]:
-    """The moment of a kill, once there is a checkpoint; before that nothing would be resumed. By the index it comes
-    some time after an update was printed, while a checkpoint is written, after an update, or after the launch. It is
-    called every few milliseconds."""
-    printed: list[float] = []
+    """Return a function that tells when to kill a launch; it is called every few milliseconds. It waits for a
+    checkpoint,
+    without which nothing would be resumed. By `index` the kill comes `delay_s` after `update` was printed, while a
+    checkpoint is written (after `update`), or `start_s` after the launch."""
+    printed_at_s: list[float] = []
 
-    def come(launch: RunningLaunch) -> bool:
+    def is_due(launch: RunningLaunch) -> bool:
         if not (launch.output / "checkpoints" / "latest").is_dir():
             return False
         if index % 4 == 3:
             return launch.seconds >= start_s
-        is_there = launch.newest_update >= update
+        reached = launch.newest_update >= update
         if index % 4 == 1:
-            return is_there and launch.is_saving
-        if is_there and not printed:
-            printed.append(launch.seconds)
-        return bool(printed) and launch.seconds - printed[0] >= delay_s
+            return reached and launch.is_saving
+        if reached and not printed_at_s:
+            printed_at_s.append(launch.seconds)
+        return bool(printed_at_s) and launch.seconds - printed_at_s[0] >= delay_s
 
-    return come
+    return is_due
 
 
 class Proof:
     """All launches of one `zerofit verify`.
 
     Args:
-        configs: {strategy: accelerate YAML}.
+        configs: {strategy: its accelerate YAML}.
         output: the folder of all runs.
-        recipe: the shortened recipe's file.
+        recipe: the file of the shortened recipe.
     """
 
     def __init__(self, options: VerifyOptions, configs: dict[str, Path], output: Path, recipe: Path):
@@ -284,7 +289,8 @@ class Proof:
         self.began = time.monotonic()
 
     def run(self) -> None:
-        """Launch all runs; if the reference fails, no other. Raises UserError: the reference refuses the recipe."""
+        """Launch all runs; none after the reference if it fails. Raises UserError: the reference refuses the
+        recipe."""
         shutil.rmtree(self.logs, ignore_errors=True)
         self.reference = self._run_to_end(REFERENCE_FOLDER, REFERENCE_STRATEGY, 1)
         if self.reference.failure:
@@ -295,16 +301,17 @@ class Proof:
             if self.options.kills and not outcome.failure:
                 self.resumed.append(self._run_and_kill(name))
 
-    def _trial(self, folder: str, strategy: str, flags: tuple[str, ...] = ()) -> LaunchedRun:
-        trial = LaunchedRun(self.options.task, self.configs[strategy], self.recipe, self.output / folder, flags)
-        shutil.rmtree(trial.output, ignore_errors=True)  # left by an earlier proof
-        return trial
+    def _make_launch(self, folder: str, strategy: str, flags: tuple[str, ...] = ()) -> LaunchedRun:
+        """Return a launch whose output folder does not exist."""
+        run = LaunchedRun(self.options.task, self.configs[strategy], self.recipe, self.output / folder, flags)
+        shutil.rmtree(run.output, ignore_errors=True)  # left by an earlier proof
+        return run
 
     def _run_to_end(self, folder: str, strategy: str, num_processes: int) -> ComparedRun:
-        trial = self._trial(folder, strategy)
+        run = self._make_launch(folder, strategy)
         about = f"{strategy}, {counted(num_processes, 'process')}"
-        command = trial.command(num_processes)
-        with RunningLaunch(command, trial.output, self.logs / f"{folder}.log") as launch:
+        command = run.command(num_processes)
+        with RunningLaunch(command, run.output, self.logs / f"{folder}.log") as launch:
             how = launch.wait(60 * self.options.launch_minutes)
             failed = failure(launch, how)
             refused = mistake(launch)
@@ -316,14 +323,14 @@ class Proof:
                 raise UserError(f"{about}: {refused}")
             return ComparedRun(strategy, [num_processes], failed)
         log_lines(f"{about}: {counted(self.options.updates, 'update')}, {seconds:.0f} s")
-        return self._compared(ComparedRun(strategy, [num_processes]), trial.output, self.output / REFERENCE_FOLDER)
+        return self._compared(ComparedRun(strategy, [num_processes]), run.output, self.output / REFERENCE_FOLDER)
 
     def _run_and_kill(self, strategy: str) -> ComparedRun:
-        """Launch a run, kill it once in each of `kills` equal parts, then let it run to its end. A launch that ends
-        before its moment is the last one, and so is one that fails."""
+        """Launch a run, kill it once in each of `kills` equal parts, then let it run to its end. A launch that ends or
+        fails before its kill is the last one."""
         options = self.options
         folder = Path(strategy).stem
-        trial = self._trial(f"{folder}-killed", strategy, self.save_flags)
+        run = self._make_launch(f"{folder}-killed", strategy, self.save_flags)
         undisturbed = self.output / folder
         random = Random(folder)
         update_s = median(line["seconds"] for line in _read_metrics(undisturbed))
@@ -339,8 +346,8 @@ class Proof:
             moments.append(moment_to_kill(index, update, delay_s, random.uniform(0, start_s)))
         for index, moment in enumerate([*moments, None]):
             num_processes = options.resumed_processes if index % 3 == 2 else options.num_processes
-            log = self.logs / f"{trial.output.name}-{index + 1}.log"
-            with RunningLaunch(trial.command(num_processes), trial.output, log) as launch:
+            log = self.logs / f"{run.output.name}-{index + 1}.log"
+            with RunningLaunch(run.command(num_processes), run.output, log) as launch:
                 how = launch.wait(60 * options.launch_minutes, moment)
                 size = log.stat().st_size  # later lines may be of ranks whose peers were killed first
                 launch.kill()
@@ -348,7 +355,7 @@ class Proof:
             resumed = any(line.startswith("resumed ") for line in launch.text.splitlines())
             outcome.resumes += resumed
             outcome.kills_resumed += not_resumed if resumed else 0
-            if resumed or launch.newest_update:  # else it was killed before it could resume
+            if resumed or launch.newest_update:  # else it was killed again before it could resume
                 not_resumed = 0
             about = f"{strategy}, {counted(num_processes, 'process')}{', resumed' if resumed else ''}"
             if how != "until":
@@ -363,7 +370,7 @@ class Proof:
             if TRACEBACK_HEADER.encode() in log.read_bytes()[:size]:
                 outcome.failure = f"printed a traceback before it was killed. Its output is {log}"
                 break
-        return outcome if outcome.failure else self._compared(outcome, trial.output, undisturbed)
+        return outcome if outcome.failure else self._compared(outcome, run.output, undisturbed)
 
     def _compared(self, outcome: ComparedRun, folder: Path, reference: Path) -> ComparedRun:
         samples = JsonlFile(folder / "samples.jsonl").read()
@@ -375,7 +382,7 @@ class Proof:
 
     @property
     def passed(self) -> bool:
-        """True if every run was made, and equals the run that it must equal."""
+        """True if every run was made, and equals its reference."""
         number = len(self.options.names)
         complete = len(self.agreement) == number and len(self.resumed) == (number if self.options.kills else 0)
         outcomes = [self.reference, *self.agreement, *self.resumed]
@@ -383,7 +390,7 @@ class Proof:
         return complete and not any(outcome.problems(tolerance) for outcome in outcomes)
 
     def report(self, width: int | None = None) -> str:
-        """The tables, the problems and the verdict, for a screen of this width."""
+        """Return the tables, the problems and the verdict as text. `width`: columns of the screen; None: unlimited."""
         tolerance = self.options.largest_difference
         blocks: list[str] = []
         for about, outcomes in (
@@ -406,23 +413,24 @@ class Proof:
 
 
 def _make_rows(outcomes: list[ComparedRun], tolerance: float) -> list[tuple[str, ...]]:
-    """Return a head and a row for each outcome; either all of the runs were killed, or none."""
+    """Return the column names and a row for each run; either all of the runs were killed, or none."""
     kills = () if outcomes[0].kills is None else ("kills", "resumes")
-    ledger = ("repeated", "skipped")  # samples
-    rows = [("strategy", "processes", *kills, *COMPARED_FIGURES.values(), *ledger, "verdict")]
+    sample_columns = ("repeated", "skipped")
+    rows = [("strategy", "processes", *kills, *COMPARED_FIGURES.values(), *sample_columns, "verdict")]
     for outcome in outcomes:
         about = [outcome.strategy, ",".join(map(str, outcome.num_processes))]
         about += [str(getattr(outcome, name)) for name in kills]
         if outcome.failure or outcome.difference is None:
-            rows.append((*about, *["-"] * len((*COMPARED_FIGURES, *ledger)), "FAILED"))
+            rows.append((*about, *["-"] * len((*COMPARED_FIGURES, *sample_columns)), "FAILED"))
             continue
         figures = [f"{value:.1e}" if value else "0" for value in outcome.difference.largest.values()]
-        samples = [str(getattr(outcome.difference, name)) for name in ledger]
+        samples = [str(getattr(outcome.difference, name)) for name in sample_columns]
         rows.append((*about, *figures, *samples, "DIFFERS" if outcome.problems(tolerance) else "agrees"))
     return rows
 
 
-def _read_metrics(folder: Path) -> list[dict[str, Any]]:
+def _read_metrics(folder: Path) -> Lines:
+    """Return the lines of metrics.jsonl that belong to an update; line 0 is the evaluation before training."""
     return [line for line in JsonlFile(folder / "metrics.jsonl").read() if line["update"] > 0]
 
 

@@ -1,13 +1,11 @@
-"""`zerofit submit`: the file with which a scheduler runs a recipe on several machines, and starts it again.
+"""`zerofit submit`: write the job file with which a scheduler runs a recipe on several machines and restarts it.
 
     zerofit submit slurm recipes/clm/llama2-7b-continual.yaml --strategy zero3 --nodes 2 --site site.sh > job.sh
     zerofit submit jobset recipes/clm/llama2-7b-continual.yaml --strategy zero3 --nodes 2 --claim data > job.yaml
 
-The file is a template of templates/, filled in: complete, commented and yours to change. Nothing is started without
---run.
-
-docs/clusters.md explains each. Sources: slurm.schedmd.com/sbatch.html; jobset.sigs.k8s.io (v1alpha2); the Kubeflow
-Trainer (v1alpha1), which makes a JobSet of a TrainJob; docs.skypilot.co, "SkyPilot YAML".
+The file is a filled-in template of templates/, complete and commented, and may be changed. Nothing is started without
+--run. docs/clusters.md explains each scheduler. Sources: slurm.schedmd.com/sbatch.html; jobset.sigs.k8s.io (v1alpha2);
+the Kubeflow Trainer (v1alpha1), which makes a JobSet of a TrainJob; docs.skypilot.co, "SkyPilot YAML".
 """
 
 import json
@@ -34,17 +32,17 @@ from zerofit.recipe.paths import STORE_PACKAGES, name_of_recipe
 from zerofit.recipe.tasks import TASKS
 from zerofit.strategy.launch import find_strategies
 
-SIGNAL_EXIT_CODE = 128  # above it a shell's code names a signal
+SIGNAL_EXIT_CODE = 128  # a larger exit code is 128 plus the number of a signal
 
 
 def requeue(argv: list[str]) -> int:
     """Print the run's exit code. Returns 0 if the job is to be queued again, else 1.
 
-    srun ends with the highest code of all tasks. Where it has killed some, because another ended, that is theirs: then
-    the run's own record holds, if it is of this start of the job.
+    srun ends with the highest code of all tasks. If it killed some because another ended, that is the code of a
+    signal: then the exit code in the run's environment.json is used, if this start of the job wrote it.
 
     Args:
-        argv: srun's exit code, and the words of `zerofit launch`.
+        argv: srun's exit code, then the arguments of `zerofit launch`.
     """
     code = int(argv[0])
     record = exit_code_of(argv[1:])
@@ -61,12 +59,12 @@ def requeue(argv: list[str]) -> int:
 
 
 def reason_not_requeued(code: int, folder: Path, is_first: bool) -> str:
-    """Say why a scheduler's job is not queued again; empty where it is. The last failure is kept beside the run's
-    folder: a new run refuses a folder that has files.
+    """Return why a scheduler's job is not queued again; empty: it is. The last failure is kept next to the run's
+    folder, since a new run refuses a folder that has files.
 
     Args:
         code: the exit code of the job.
-        is_first: the job has been started once: failures of earlier jobs do not count.
+        is_first: this is the first start of the job, so that failures of earlier jobs do not count.
     """
     if code == 0:
         return "it has finished"
@@ -80,7 +78,7 @@ def reason_not_requeued(code: int, folder: Path, is_first: bool) -> str:
     return refused
 
 
-SAVE_GRACE_S = 600  # between SIGTERM and the end: a checkpoint is written
+SAVE_GRACE_S = 600  # from SIGTERM to the end of the job: the time to write a checkpoint
 
 
 @dataclass
@@ -167,7 +165,7 @@ class SkyPilotOptions(RestartedOptions, common=True):
 
     @property
     def file_mounts(self) -> dict[str, str]:
-        """{path: source}."""
+        """{path on the machine: its source}."""
         return dict(text.partition("=")[::2] for text in (self.mounts or "").split(",") if text)
 
 
@@ -177,16 +175,16 @@ JOB_FORMATS = {  # {scheduler: (its options, its template, the command that take
     "jobset": (KubernetesOptions, "kubernetes.yaml", ["kubectl", "apply", "-f"]),
     "skypilot": (SkyPilotOptions, "skypilot.yaml", ["sky", "jobs", "launch", "--yes"]),
 }
-# torch's agent kills processes that have not ended so long after the first one has
+# torch's agent kills processes that are still running this long after the first one has ended
 JOB_VARIABLES = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_GRACE_S - 30)}
-# options of `zerofit launch` that have no place in a job's file
+# options of `zerofit launch` that a job file may not have
 LAUNCH_ONLY_OPTIONS = ("num_machines", "machine_rank", "main_process_ip", "dry_run")
-MAX_NAME_LENGTH = 40  # of 63 that DNS takes: Kubernetes appends its own
+MAX_NAME_LENGTH = 40  # DNS allows 63 characters, and Kubernetes appends some
 TASK_VARIABLE = re.compile(r"\$\{?(SLURM_(?:NODEID|PROCID|LOCALID|STEP_\w+|TASK_PID))\b")
 
 
 def main(argv: list[str]) -> int:
-    """Print the file, or write it and hand it to the scheduler. Returns the exit code."""
+    """Print the job file, or write it and hand it to the scheduler. Returns the exit code."""
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: zerofit submit SCHEDULER RECIPE --strategy NAME --nodes N [options]\n")
         print("\n".join(f"  {name:<10}{options.__doc__}" for name, (options, _, _) in JOB_FORMATS.items()))
@@ -224,18 +222,18 @@ def main(argv: list[str]) -> int:
 
 
 def read_submit_options(kind: str, words: list[str]) -> tuple[SubmitOptions, list[str]]:
-    """Return (the options of a scheduler's file, the other words: the recipe, and the options of its launch)."""
+    """Return (the options of the job file, the remaining words: the recipe and the options of its launch)."""
     cls = JOB_FORMATS[kind][0]
-    own_words, other_words = take_words(cls, words)
+    job_words, launch_words = take_words(cls, words)
     if wants_help(words):
-        own_words += [word for word in words if word.startswith("--help")] or ["--help"]
-    return parse_recipe(cls, own_words, prog=f"zerofit submit {kind} RECIPE", tool=True), other_words
+        job_words += [word for word in words if word.startswith("--help")] or ["--help"]
+    return parse_recipe(cls, job_words, prog=f"zerofit submit {kind} RECIPE", tool=True), launch_words
 
 
 def make_job(options: SubmitOptions, words: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return ({name, title, words} of a job, notes on what its launch will refuse). `words`: the recipe with the
-    options of `zerofit launch` and its own. Raises UserError: there is no recipe; a number does not fit the machines;
-    an option is the scheduler's."""
+    """Return ({name, title, words} of a job, notes on what its launch will refuse). `words`: the recipe, options of
+    `zerofit launch`, and options of the recipe. Raises UserError: there is no recipe; the processes do not divide by
+    the nodes; an option belongs to the scheduler."""
     for name in map(option_named, words):
         if name in LAUNCH_ONLY_OPTIONS:
             raise UserError(f"--{name} has no place in a job's file. Remove it; the number of machines is --nodes")
@@ -264,11 +262,11 @@ def make_job(options: SubmitOptions, words: list[str]) -> tuple[dict[str, Any], 
 
 
 def _render_job(kind: str, options: SubmitOptions, words: list[str], **values: Any) -> str:
-    """Fill in the scheduler's template. Raises UserError: the site's file cannot be read, or expands a variable of a
-    task in the script."""
-    here = display_path(Path(sys.executable).with_name("zerofit"))  # from the current folder, where a job starts
-    program = options.program or {"slurm": here, "skypilot": ".venv/bin/zerofit"}.get(kind, "zerofit")
-    lines: list[list[str]] = []  # an option and its values on one line
+    """Fill in the scheduler's template. Raises UserError: the site file cannot be read, or expands a variable of a
+    Slurm task in the batch script."""
+    installed = display_path(Path(sys.executable).with_name("zerofit"))  # from the current folder, where a job starts
+    program = options.program or {"slurm": installed, "skypilot": ".venv/bin/zerofit"}.get(kind, "zerofit")
+    lines: list[list[str]] = []  # each has an option and its values
     for word in words:
         if not lines or word.startswith("--"):
             lines.append([])
@@ -276,7 +274,7 @@ def _render_job(kind: str, options: SubmitOptions, words: list[str], **values: A
     machines = ["--num_machines", str(options.nodes)] if kind == "jobset" else []
     if machines and options.nodes > 1:
         machines += ["--main_process_ip", f"{values['name']}-node-0-0.{values['name']}"]
-    site: list[str] = []  # the cluster's own lines, as they are
+    site: list[str] = []
     if isinstance(options, SlurmOptions) and options.site:
         try:
             site = Path(options.site).read_text(encoding="utf-8").splitlines()
@@ -291,12 +289,12 @@ def _render_job(kind: str, options: SubmitOptions, words: list[str], **values: A
             )
     values["head"] = [line for line in site if line.startswith("#SBATCH")]
     before_the_run = "\n".join(line for line in site if not line.startswith(("#SBATCH", "#!")))
-    values["site"] = before_the_run.strip("\n").splitlines()  # without empty lines at both ends
+    values["site"] = before_the_run.strip("\n").splitlines()  # without empty lines at the ends
     protocols = {word.partition("://")[0].rpartition("=")[2] for word in words if "://" in word}
     values |= {"packages": sorted({STORE_PACKAGES[protocol] for protocol in protocols & STORE_PACKAGES.keys()})}
     templates = Environment(loader=FileSystemLoader(Path(__file__).with_name("templates")), undefined=StrictUndefined)
     templates.filters["shell"] = shlex.join
-    templates.filters["text"] = lambda value: json.dumps(value, ensure_ascii=False)  # YAML reads JSON's quotes
+    templates.filters["text"] = lambda value: json.dumps(value, ensure_ascii=False)  # JSON is YAML
     values |= {"kind": kind, "options": options, "program": shlex.split(program), "words": [*words, *machines]}
     values |= {"lines": [shlex.join(line) for line in lines], "final": FINAL_CODES, "resumed": EXIT_TO_BE_RESUMED}
     template = templates.get_template(f"{JOB_FORMATS[kind][1]}.jinja")
