@@ -1,1 +1,1 @@
-"""`zerofit doctor`: what holds, who set it, and whether it can run here."""
+"""`zerofit doctor`: the effective settings, their sources, and whether a run can start here."""

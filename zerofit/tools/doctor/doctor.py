@@ -1,11 +1,11 @@
-r"""`zerofit doctor`: which value of each setting holds and who set it, what is wrong, and whether a run can start.
+r"""`zerofit doctor`: the effective value of each setting and its source, problems, and whether a run can start here.
 
     zerofit doctor
     zerofit doctor --strategy zero3_offload
     zerofit doctor --config recipes/clm/stdlib-gpt2.yaml --strategy zero2 --num_processes 2
 
-Nothing is launched or downloaded: no GPU, data or weights are needed. Recipe and strategy pair are resolved by the
-code of a run, in the environment of its first process.
+Nothing is launched or downloaded: no GPU, data or weights are needed. The code of a run resolves recipe and strategy,
+in the environment of its first process.
 """
 
 import contextlib
@@ -26,28 +26,28 @@ PROG = "zerofit doctor"
 
 
 def main(argv: list[str]) -> int:
-    """Print the report. Returns 0; 1: it cannot run here; 2: bad input."""
+    """Print the report. Returns 0: it can run here; 1: it cannot; 2: bad input."""
     read = read_doctor_options(argv)
     shell = dict(os.environ)
     offline = patch.dict(os.environ, shell | {"HF_HUB_OFFLINE": "1"}, clear=True)
-    with offline, contextlib.redirect_stdout(io.StringIO()):  # libraries talk
+    with offline, contextlib.redirect_stdout(io.StringIO()):  # libraries print
         report = make_report(*read, shell)
     log_lines(report.text())
     return report.exit_code
 
 
 def read_doctor_options(argv: list[str]) -> tuple[DoctorOptions, str | None, TrainingRecipe, list[str]]:
-    """Return (the doctor's options; the task, where one is named; the recipe as a run reads it; its problems)."""
+    """Return (the doctor's options, the task or None, the recipe as a run reads it, the problems of both)."""
     if not any(word.partition("=")[0] in ("--config", "--task") for word in argv):
-        of_recipes = {field.name for cls in TASKS.values() for field in dataclasses.fields(cls)}
+        recipe_options = {field.name for cls in TASKS.values() for field in dataclasses.fields(cls)}
         remedy = f"it belongs to a recipe: add --config FILE, or --task {' | '.join(TASKS)}"
-        options = parse_recipe(DoctorOptions, argv, prog=PROG, tool=True, hints=dict.fromkeys(of_recipes, remedy))
+        options = parse_recipe(DoctorOptions, argv, prog=PROG, tool=True, hints=dict.fromkeys(recipe_options, remedy))
         return options, None, read_recipe(TrainingRecipe, options.flags_given(StrategyOptions), tool=True)[0], []
     task, joined = join_with_recipe(DoctorOptions, argv, PROG)
     options, problems = read_recipe(joined, argv, prog=PROG, tool=True)
-    recipe, of_recipe = read_recipe(TASKS[task], options.flags_given(TASKS[task]), tool=True)
-    problems += of_recipe
-    if problems:  # what follows from a wrong name is not said again
+    recipe, recipe_problems = read_recipe(TASKS[task], options.flags_given(TASKS[task]), tool=True)
+    problems += recipe_problems
+    if problems:  # without "no ...", which may follow from a wrong name
         problems += [problem for problem in recipe.problems() if not problem.startswith("no ")]
     return options, task, recipe, problems
 
@@ -55,7 +55,8 @@ def read_doctor_options(argv: list[str]) -> tuple[DoctorOptions, str | None, Tra
 def make_report(
     options: DoctorOptions, task: str | None, recipe: TrainingRecipe, problems: list[str], shell: dict[str, str]
 ) -> DoctorReport:
-    """The report on this machine, and on the launch that the options name, as it would be typed in this shell."""
+    """Return the report on this machine and on the launch that the options describe. `shell`: the environment
+    variables of the launch."""
     report = DoctorReport(bad_input=bool(problems))
     report.add(ERROR, *problems)
     report.add(WARNING, *untried_versions())

@@ -53,13 +53,14 @@ MIN_FREE_MEMORY_FRACTION = 0.9
 
 @dataclass(frozen=True)
 class Installation(Machine):
-    """A machine, and where a run writes on it. Sizes are in bytes.
+    """A machine, and the folder that a run writes to. Sizes are in bytes.
 
     Attributes:
-        present: {maker: GPUs that the operating system has}, whether or not torch sees them.
+        present: {maker: number of GPUs that the operating system has}, whether or not torch sees them.
         shm: size of /dev/shm; None: there is none.
-        output: the run's folder; None: no run is looked at.
-        disk_free, disk_shared: of the disk with that folder; whether other machines may see it.
+        output: the run's folder; None: no run is examined.
+        disk_free: free bytes of the disk with that folder.
+        disk_shared: other machines may see that disk.
     """
 
     shm: int | None = None
@@ -70,7 +71,7 @@ class Installation(Machine):
 
     @classmethod
     def here(cls, output: Path | None) -> "Installation":
-        """This machine. `output`: the run's folder."""
+        """Return a description of this machine. `output`: the run's folder."""
         shm = shutil.disk_usage(SHM_FOLDER).total if SHM_FOLDER.is_dir() else None
         installation = cls(**vars(inspect_machine()), shm=shm, present=gpus_of_the_machine())
         if not output:
@@ -82,7 +83,7 @@ class Installation(Machine):
         return replace(installation, output=str(path), disk_free=free, disk_shared=shared)
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return (what, facts in words) for a screen."""
+        """Return (title, text) of each fact for the report."""
         devices = [f"{device.name}, {size(device.free)} free of {size(device.total)}" for device in self.devices]
         shm = f"; /dev/shm {size(self.shm)}" if self.shm is not None else ""
         facts = [
@@ -103,10 +104,11 @@ def check_machine(
     num_machines: int = 1,
     precision: str | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """Yield (level, message) of what is wrong with a machine for a run on it.
+    """Yield (level, message) on what is wrong with a machine for a run on it.
 
     Args:
         variables: the environment of a process.
+        processes: the processes on this machine.
     """
     num_devices_here = len(machine.devices)
     counted_processes = counted(processes, "process")
@@ -153,7 +155,7 @@ def examine(
     """Fill in a report on this machine, and on the run if a task or a strategy is named."""
     with report.collected(WARNING, "zerofit launch: "):
         machines = read_machines(shell)
-        if machines.count > 1:  # by a scheduler
+        if machines.count > 1:  # a scheduler's variables say so
             where = f"machine {machines.rank} of {machines.count}, the first at {machines.address}"
             report.add(NOTE, f"zerofit launch: {where}, read from {machines.source}")
     processes = max(1, num_devices())
@@ -177,12 +179,12 @@ def examine(
 def _examine_run(
     report: DoctorReport, options: DoctorOptions, task: str | None, recipe: TrainingRecipe, shell: dict[str, str]
 ) -> tuple[int, int, str | None]:
-    """Look at the launch line, then at recipe and strategy. Returns (processes of this machine, machines, the
-    precision where it is known). Raises UserError: there is no such strategy, or its YAML cannot be read."""
+    """Examine the launch, then recipe and strategy. Returns (processes of this machine, machines, the precision or
+    None). Raises UserError: there is no such strategy, or its YAML cannot be read."""
     is_sound = not report.bad_input
     processes, machines = _examine_launch(report, options, task, recipe)
-    here = processes // machines or 1
-    for name, value in sorted(shell.items()):  # of an earlier launch
+    local_processes = processes // machines or 1
+    for name, value in sorted(shell.items()):  # variables of an earlier launch
         if name.startswith("ACCELERATE_") or (name in VARIABLES_OF_A_RANK and processes == 1):
             what = f"{name} = {value!r} is set in this shell, reaches the run and overrides the YAML"
             report.add(WARNING, f"{what}. Type unset {name}")
@@ -192,7 +194,7 @@ def _examine_run(
         with report.collected():
             check_compiled_code()
     strategy = None
-    with report.collected(), environment_of_a_rank(processes, here, shell | {"HF_HUB_OFFLINE": "1"}):
+    with report.collected(), environment_of_a_rank(processes, local_processes, shell | {"HF_HUB_OFFLINE": "1"}):
         recipe, strategy = _resolve(report, task if is_sound else None, recipe)
     if strategy is not None:
         stated = strategy.stated[0].source if strategy.stated else BY_DEFAULT
@@ -201,16 +203,16 @@ def _examine_run(
         if task:
             with report.collected():
                 check_float8_device(recipe)
-    needs = here, machines, strategy.precision if strategy else None
+    requirements = local_processes, machines, strategy.precision if strategy else None
     if task is None:
-        return needs
+        return requirements
     report.values += recipe_rows(recipe, strategy)
     level, downloads = _to_download(recipe, shell)
     if recipe.trains and not downloads and any(getattr(recipe, name) for name in MODEL_OPTIONS):
         with report.collected():
             _examine_model(report, task, recipe, strategy)
     if not is_sound:
-        return needs
+        return requirements
     report.add(level, *downloads)
     flags = getattr(options, "without_effect", [])
     report.add(WARNING, *(f"{flag} has no effect on a launch that does not train" for flag in flags))
@@ -218,13 +220,14 @@ def _examine_run(
         schedule = make_schedule(recipe, recipe.max_train_steps or 0)
         if schedule and schedule.warning:
             report.add(WARNING, schedule.warning)
-    return needs
+    return requirements
 
 
 def _examine_launch(
     report: DoctorReport, options: DoctorOptions, task: str | None, recipe: TrainingRecipe
 ) -> tuple[int, int]:
-    """Find out and report the launch line. Returns (processes, machines). Raises as `_examine_run`."""
+    """Add the launch and its command to the report. Returns (processes, machines). Raises UserError as
+    `_examine_run`."""
     devices = num_devices()
     file = None
     strategy = recipe.strategy
@@ -242,7 +245,7 @@ def _examine_launch(
         content = read_yaml(Path(file)) or {}
         try:
             load_config_from_file(file)
-        except Exception as refusal:  # whatever it is, the launch would end with it
+        except Exception as refusal:  # the launch would end with it
             what = f"accelerate launch refuses {file}: {first_line(refusal).rstrip('.')}"
             report.add(ERROR, f"{what}. Name one of accelerate_configs/ with --strategy")
     for name, default in (("num_machines", 1), ("num_processes", max(1, devices))):
@@ -270,7 +273,8 @@ def _examine_launch(
 
 
 def _resolve(report: DoctorReport, task: str | None, recipe: TrainingRecipe) -> tuple[TrainingRecipe, Strategy | None]:
-    """Resolve a run as its first process does; of a recipe with problems, or without training, its strategy."""
+    """Return (recipe, strategy) as the first process of a run resolves them; without a task, or without training, only
+    the strategy is resolved. The strategy is None where there is nothing to do."""
     if task and isinstance(recipe, TaskRecipe) and recipe.trains:
         try:
             config = resolve(task, recipe)
@@ -286,7 +290,7 @@ def _resolve(report: DoctorReport, task: str | None, recipe: TrainingRecipe) -> 
 
 
 def _examine_model(report: DoctorReport, task: str, recipe: TrainingRecipe, strategy: Strategy | None) -> None:
-    """Check model, layout, lengths, adapter and tokenizer; no weights are read."""
+    """Check model, layout, lengths, adapter and tokenizer, without reading weights."""
     auto_class = getattr(transformers, AUTO_CLASSES[task])
     on_base, config = with_base_configuration(recipe, task, auto_class)
     with report.collected():
@@ -301,7 +305,7 @@ def _examine_model(report: DoctorReport, task: str, recipe: TrainingRecipe, stra
 
 
 def _to_download(recipe: TrainingRecipe, shell: Mapping[str, str]) -> tuple[str, list[str]]:
-    """Return (how bad it is, messages on the weights and tokenizers that the recipe names and that are not here)."""
+    """Return (level, messages on the models and tokenizers of the recipe that are not on this machine)."""
     messages = []
     offline = next((name for name in OFFLINE_VARIABLES if shell.get(name, "").upper() in TRUE_VALUES), None)
     for option in ("model_name_or_path", "config_name", "tokenizer_name"):
@@ -321,7 +325,7 @@ def _to_download(recipe: TrainingRecipe, shell: Mapping[str, str]) -> tuple[str,
 
 
 def recipe_rows(recipe: TrainingRecipe, strategy: Strategy | None) -> list[tuple[str, Any, str]]:
-    """The options of the recipe that somebody has set, and its batch, with the values that hold and who set them."""
+    """Return (option, effective value, source) of the options that are not at their defaults, and of the batch."""
     values = {}
     for field in dataclasses.fields(recipe):
         source = recipe.source(field.name)

@@ -1,4 +1,4 @@
-"""The options of `zerofit doctor`, and its report: findings, the values that hold with who set them, the machine."""
+"""The options of `zerofit doctor`, and its report: findings, effective values with their sources, the machine."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -15,8 +15,8 @@ from zerofit.tools.tool_recipe import TaskOption
 ERROR = "error"
 WARNING = "warning"
 NOTE = "note"
-LEVELS = (ERROR, WARNING, NOTE)  # the run would stop; it may; good to know
-MAX_VALUE_WIDTH = 18  # columns of a value, at most
+LEVELS = (ERROR, WARNING, NOTE)  # the run would stop; it may stop; it would not
+MAX_VALUE_WIDTH = 18  # characters of a value
 
 
 @dataclass
@@ -34,12 +34,12 @@ class DoctorReport:
     """The findings of the doctor on a machine and a launch.
 
     Attributes:
-        examined: what was looked at, in words; None: only the machine.
-        command: the launch line.
-        findings: (level, a message whose first sentence says what is wrong, and the rest what to do).
-        values: (option, the value that holds, who set it).
-        facts: (what, in words) of the machine.
-        bad_input: a file or an option cannot be read as it is.
+        examined: what was examined besides the machine, in words; None: nothing.
+        command: the command of the launch.
+        findings: (level, message); the first sentence says what is wrong, the others what to do.
+        values: (option, effective value, its source).
+        facts: (title, text) on the machine.
+        bad_input: a file or an option is invalid.
     """
 
     examined: str | None = None
@@ -50,11 +50,12 @@ class DoctorReport:
     bad_input: bool = False
 
     def add(self, level: str, *messages: str) -> None:
+        """Add findings of a level."""
         self.findings += [(level, message) for message in messages]
 
     @contextlib.contextmanager
     def collected(self, level: str = ERROR, prefix: str = "") -> Iterator[None]:
-        """Report the problems of an error that ends this block, and continue behind it."""
+        """Catch a UserError or ImportError of this block and add its problems to the findings."""
         try:
             yield
         except UserError as refusal:
@@ -63,7 +64,7 @@ class DoctorReport:
             self.add(ERROR, f"a package cannot be imported: {missing}. Run make setup")
 
     def messages(self, level: str) -> list[str]:
-        """The messages of a level, each once."""
+        """Return the messages of a level without repetitions."""
         return list(dict.fromkeys(message for level_found, message in self.findings if level_found == level))
 
     @property
@@ -73,7 +74,7 @@ class DoctorReport:
         return EXIT_FAILED if self.messages(ERROR) else 0
 
     def text(self) -> str:
-        """The report for a terminal: what is wrong, then the launch line, the values and the machine."""
+        """Return the report for a terminal: findings, then the command of the launch, the values and the machine."""
         findings = [(level, message) for level in LEVELS for message in self.messages(level)]
         counts = [counted(len(self.messages(level)), level) for level in LEVELS if self.messages(level)]
         verdict = ", ".join(counts) or "nothing is wrong"
@@ -91,6 +92,6 @@ class DoctorReport:
 
 
 def _align_columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return rows of cells as lines: all columns but the last are as wide as their longest cell."""
+    """Return rows of cells as lines in which all columns but the last are aligned."""
     widths = [max(map(len, column)) for column in list(zip(*rows))[:-1]]
     return ["  " + "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[-1]]) for row in rows]

@@ -1,1 +1,1 @@
-"""Tasks of lm-evaluation-harness on a trained model."""
+"""`zerofit evaluate`: run tasks of lm-evaluation-harness on a trained model."""

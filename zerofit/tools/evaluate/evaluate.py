@@ -1,10 +1,9 @@
-r"""`zerofit evaluate`: tasks of EleutherAI's lm-evaluation-harness on a run's model, an adapter, or a hub's model.
+r"""`zerofit evaluate`: run tasks of EleutherAI's lm-evaluation-harness on a run's model, an adapter, or a hub model.
 
     zerofit evaluate --model outputs/notes --tasks hellaswag arc_easy --num_fewshot 5
     zerofit evaluate --model outputs/notes --tasks my_task.yaml --num_processes 4
 
-Without --num_processes it runs in this process; with it, each process has the whole model and its share
-of the requests.
+Without --num_processes it runs in this process; with it, each process has the whole model and a part of the requests.
 """
 
 import os
@@ -22,7 +21,7 @@ from zerofit.recipe.options import Recipe
 from zerofit.recipe.parse import parse_recipe
 from zerofit.tools.tool_recipe import PRECISIONS
 
-HARNESS_VERSION = "0.4.13"  # the version that the tests have run with
+HARNESS_VERSION = "0.4.13"  # the version that was tested
 
 
 @dataclass

@@ -20,27 +20,28 @@ RESULTS_FILE = "results.json"
 
 
 class SharedModel(HFLM):
-    """A model that each rank has whole; the harness shares the requests out among the ranks of its `accelerator`."""
+    """A model that is replicated on each rank; the harness distributes requests over the ranks of its
+    `accelerator`."""
 
     rank = property(lambda self: self.accelerator.process_index)
     world_size = property(lambda self: self.accelerator.num_processes)
 
 
 def evaluate(options: Any, folder: Path) -> int:
-    """Evaluate, show the table, and write results.json and samples.jsonl. Raises UserError: a task is unknown, or a
-    file has none.
+    """Evaluate, print the table, and write results.json and samples.jsonl. Raises UserError: a task is unknown, or a
+    file defines no task.
 
     Args:
-        options: EvaluateOptions, whose module imports this one as it starts.
-        folder: of the model, where it is one; a run's own figures are shown beside the tasks'.
+        options: EvaluateOptions (not imported here: its module imports this one).
+        folder: the model's folder; for a run's model the table also has the held-out figures of the run.
     """
     check_folder_of(options.results, RESULTS_FILE, "evaluation on tasks")
     base, adapter, tokenizer = find_model(options)
     files = {name: Path(name).resolve() for name in options.tasks if Path(name).suffix in (".yaml", ".yml")}
     folders = sorted({file.parent for file in files.values()})
     manager = TaskManager(include_path=[str(task_folder) for task_folder in folders])
-    of_files = {str(entry.yaml_path): name for name, entry in manager.task_index.items() if entry.yaml_path}
-    task_names = [of_files.get(str(files.get(name)), name) for name in options.tasks]
+    task_of_file = {str(entry.yaml_path): name for name, entry in manager.task_index.items() if entry.yaml_path}
+    task_names = [task_of_file.get(str(files.get(name)), name) for name in options.tasks]
     missing = [name for name in task_names if not manager.match_tasks([name])]
     if missing:
         raise UserError(f"tasks = {' '.join(missing)}: no such task is known. `lm-eval ls tasks` lists them")
@@ -73,13 +74,14 @@ def evaluate(options: Any, folder: Path) -> int:
 
 
 def make_results_table(results: dict[str, Any], folder: Path) -> list[tuple[str, ...]]:
-    """Return a table of the figures of each task; if the model is a run's, those of its last evaluation come first."""
-    lines: list[tuple[str, ...]] = [("task", "figure", "value", "+-", "questions")]
+    """Return the column names and a row per task and figure; for a run's model, those of its last evaluation come
+    first."""
+    rows: list[tuple[str, ...]] = [("task", "figure", "value", "+-", "questions")]
     metrics = RunFolder(folder.parent).metrics.read() if folder.name == "model" else []
     evaluation: dict[str, Any] = next((line for line in reversed(metrics) if "eval_loss" in line), {})
     for name, value in evaluation.items():
         if name.startswith("eval_") and "seconds" not in name and isinstance(value, float):
-            lines.append(("held out, by the run", name, f"{value:.4g}", "", ""))
+            rows.append(("held out, by the run", name, f"{value:.4g}", "", ""))
     for task, figures in results["results"].items():
         for name, value in figures.items():
             figure, _, kind = name.partition(",")
@@ -87,5 +89,5 @@ def make_results_table(results: dict[str, Any], folder: Path) -> list[tuple[str,
                 error = figures.get(f"{figure}_stderr,{kind}")
                 shown = f"{error:.2g}" if isinstance(error, float) else ""
                 count = results.get("n-samples", {}).get(task, {}).get("effective", "")
-                lines.append((task, figure, f"{value:.4g}", shown, str(count)))
-    return lines
+                rows.append((task, figure, f"{value:.4g}", shown, str(count)))
+    return rows

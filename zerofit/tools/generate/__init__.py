@@ -1,1 +1,1 @@
-"""`zerofit generate`: a model continues a text, answers a file of prompts, or talks."""
+"""`zerofit generate`: a model continues a text, answers a file of prompts, or chats."""

@@ -1,10 +1,10 @@
-r"""`zerofit generate`: let a model continue a text, answer a file of prompts, or talk.
+r"""`zerofit generate`: let a model continue a text, answer a file of prompts, or chat.
 
     zerofit generate --model outputs/notes/model --prompt "Once upon a time" --temperature 0.8
     zerofit generate --model BASE --adapter outputs/notes/model --prompt_file asked.jsonl --output answered.jsonl
     zerofit generate --model outputs/chat/model --chat
 
-What the model writes goes to `output`, or to stdout as it is written; everything else to stderr.
+Generated text goes to stdout token by token, and to the file `output` if it is given; notes go to stderr.
 """
 
 from dataclasses import dataclass
@@ -73,7 +73,7 @@ class SamplingOptions(Recipe):
 
     @property
     def sampling(self) -> dict[str, float]:
-        """Those of the options temperature, top_k and top_p that were given."""
+        """The given options of temperature, top_k and top_p."""
         names = ("temperature", "top_k", "top_p")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 

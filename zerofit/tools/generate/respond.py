@@ -1,4 +1,4 @@
-"""Find, check and answer what was asked: a text, a file of prompts, or a conversation."""
+"""Load a model, and let it answer a text, a file of prompts, or a conversation."""
 
 import json
 import sys
@@ -46,9 +46,9 @@ NON_GENERATIVE_SUFFIXES = (
 
 
 def find_model(options: Any) -> tuple[AdapterBase, AdapterFolder | None, PreTrainedTokenizerBase]:
-    """Find the model (or the base of an adapter), its adapter and its tokenizer; the weights are not loaded.
-    `options`: those of generating or evaluating. Raises UserError: they cannot be loaded, or the model does not write
-    texts."""
+    """Return (the model or the base of an adapter, the adapter or None, the tokenizer), without loading weights.
+    `options`: GenerateOptions or EvaluateOptions. Raises UserError: they cannot be loaded, or the model does not
+    generate text."""
     name = model_folder(options.model)
     trust = options.trust_remote_code
     if not (is_adapter(name) or options.adapter):
@@ -68,7 +68,7 @@ def find_model(options: Any) -> tuple[AdapterBase, AdapterFolder | None, PreTrai
 
 
 def load_generator(base: AdapterBase, adapter: AdapterFolder | None, options: Any) -> PreTrainedModel:
-    """Load the model onto its device, with its adapter if there is one. Raises UserError: its weights cannot be
+    """Load the model onto its device, with its adapter if there is one. Raises UserError: the weights cannot be
     loaded, are incomplete, or do not fit the adapter."""
     device = accelerator()
     precision = options.precision or ("fp32" if device.type == "cpu" else None)
@@ -91,11 +91,11 @@ def load_generator(base: AdapterBase, adapter: AdapterFolder | None, options: An
 
 
 def _auto_class(config: PreTrainedConfig, name: str) -> Any:
-    """The transformers class for a model that writes. Raises UserError if this one does not."""
+    """Return the transformers class that loads the model. Raises UserError: the model does not generate text."""
     auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    non_writers = [kind for kind in config.architectures or () if kind.endswith(NON_GENERATIVE_SUFFIXES)]
-    if non_writers or not has_model(auto_class, config):
-        kind = non_writers[0] if non_writers else config.model_type
+    non_generative = [kind for kind in config.architectures or () if kind.endswith(NON_GENERATIVE_SUFFIXES)]
+    if non_generative or not has_model(auto_class, config):
+        kind = non_generative[0] if non_generative else config.model_type
         raise UserError(f"model = {name!r} is a {kind}, which writes no text. Name one for CAUSAL_LM or SEQ_2_SEQ_LM")
     return auto_class
 
@@ -104,15 +104,15 @@ EMPTY_ANSWER = "[empty]"  # shown to a person instead of an empty answer
 
 
 class PrintableStreamer(TextStreamer):
-    """Writes text onto a terminal as it is generated, without what a terminal obeys."""
+    """A streamer that prints text as it is generated, without control characters."""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Print a part of the text that stays as it is."""
+        """Print a part of the text that is final."""
         super().on_finalized_text(escape_controls(text), stream_end)
 
 
 class Writer:
-    """Lets a model write what a renderer asks of it. `model`: a PreTrainedModel that generates."""
+    """Generates text from the token ids of a rendered prompt. `model`: a PreTrainedModel that generates."""
 
     def __init__(self, model: Any, renderer: Renderer, options: "GenerateOptions"):
         self.positions = usable_positions(model.config)
@@ -143,10 +143,10 @@ class Writer:
             if (defaults.num_beams or 1) > 1 and options.num_beams is None and not samples:
                 self.settings["num_beams"] = defaults.num_beams
                 log_to_stderr(f"note: {defaults.num_beams} beams, the model's default; --num_beams 1 is faster")
-        # Whether what it writes has an end; other texts go on.
+        # Whether an answer has an end; the continuation of a plain text has none.
         self.ends_by_itself = self.has_encoder or renderer.uses_template
-        self.forced = int(defaults.forced_eos_token_id is not None)  # a last token that comes in any case
-        self.seed: int | None = None  # nothing is sampled
+        self.forced = int(defaults.forced_eos_token_id is not None)  # 1: the last token is forced
+        self.seed: int | None = None  # None: nothing is sampled
         if samples:
             self.seed = torch.seed() % 2**31 if options.seed is None else options.seed
             # transformers' defaults, where the model has none
@@ -158,7 +158,8 @@ class Writer:
             log_to_stderr(f"note: drawn with {shown}, seed {self.seed}")
 
     def room(self, length: int) -> int:
-        """The number of tokens that fit after a prompt of `length`; zero or less: the prompt is too long."""
+        """Return the number of tokens that fit after a prompt of `length` tokens; zero or less: the prompt is too
+        long."""
         if self.positions is None:
             return sys.maxsize
         if self.has_encoder:
@@ -166,11 +167,16 @@ class Writer:
         return self.positions - length
 
     def too_long(self, length: int) -> str:
+        """Return the message for a prompt that is too long."""
         return f"the prompt has {length:,} tokens, and the model has {self.positions:,} positions. Make it shorter"
 
     def write(self, ids: list[int], number: int = 0) -> str:
-        """Continue a prompt that has room, onto stdout, token by token unless beams are searched. Returns the text.
-        `number`: of the prompt; each has its own seed."""
+        """Continue a prompt, print the text (token by token, unless with beam search) and return it.
+
+        Args:
+            ids: token ids of the prompt, which is not too long.
+            number: number of the prompt, which is added to the seed.
+        """
         limit = min(self.room(len(ids)), self.max_new_tokens)
         if self.seed is not None:
             torch.manual_seed(self.seed + number)
@@ -226,9 +232,9 @@ def complete(writer: Writer, prompts: list[Prompt], output: TextIO | None = None
 
 
 def respond(options: "GenerateOptions") -> int:
-    """Answer. Returns the exit code."""
+    """Run `zerofit generate`. Returns the exit code."""
     silence_libraries()
-    prompts = read_prompts(options)  # every mistake that does not need the weights, which take long
+    prompts = read_prompts(options)  # first find every mistake that can be found without the weights
     base, adapter, tokenizer = find_model(options)
     how = (options.chat_template, options.raw, options.system_prompt)
     languages = (options.source_lang, options.target_lang)
@@ -260,8 +266,8 @@ def respond(options: "GenerateOptions") -> int:
 
 
 def read_prompts(options: "GenerateOptions") -> list[Prompt]:
-    """Return the prompts of --prompt or --prompt_file; none where there is a chat. Raises UserError: the file cannot
-    be read, or a record of it holds no prompt."""
+    """Return the prompts of --prompt or --prompt_file; none with --chat. Raises UserError: the file cannot be read, or
+    a record has no prompt."""
     if options.prompt_file is None:
         return list(options.prompt or ())
     where = f"prompt_file = {options.prompt_file!r}"
@@ -303,7 +309,7 @@ def _parse_prompt(line: str, where: str) -> Prompt:
         raise UserError(f"{where}: {bad}") from None
     if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
-    while messages and messages[-1]["role"] == "assistant":  # the reply that is known: another one is to be written
+    while messages and messages[-1]["role"] == "assistant":  # a known reply is generated again
         messages.pop()
     if not any(message["role"] == "user" for message in messages):
         raise UserError(f"{where}: nobody has said anything that could be replied to")
@@ -311,12 +317,12 @@ def _parse_prompt(line: str, where: str) -> Prompt:
 
 
 def read_stdin_lines() -> Iterator[str]:
-    """Yield the lines that are typed, or come through a pipe."""
+    """Yield the lines that are typed, or come from a pipe."""
     if not sys.stdin.isatty():
         yield from map(str.strip, sys.stdin)
         return
     with suppress(ImportError):  # not on every system
-        import readline  # noqa: F401  from now on input() has line editing and a history
+        import readline  # noqa: F401  gives input() line editing and a history
     log_to_stderr("an empty line ends, /reset forgets what was said")
     with suppress(EOFError):
         while True:
@@ -324,7 +330,7 @@ def read_stdin_lines() -> Iterator[str]:
 
 
 def converse(writer: Writer, lines: Iterator[str]) -> None:
-    """Answer line after line, each with the conversation before it, until an empty line."""
+    """Answer each line, given the conversation before it, until an empty line."""
     history: Messages = []
     renderer = writer.renderer
     for number, line in enumerate(lines):
@@ -350,8 +356,8 @@ def converse(writer: Writer, lines: Iterator[str]) -> None:
 
 
 def keep_latest_exchanges(messages: Messages, writer: Writer) -> tuple[list[int] | None, Messages]:
-    """Return (ids, messages) of the latest exchanges that leave room for a reply; at least the last message, without
-    ids where it is too long by itself."""
+    """Return (token ids, messages) of the latest exchanges that leave room for a reply. They have at least the last
+    message; ids are None where it is too long by itself."""
     reply_tokens = 1
     if writer.positions and not writer.has_encoder:
         reply_tokens = min(writer.max_new_tokens, writer.positions // 2)

@@ -1,9 +1,9 @@
-"""Builds the extension behind the simulated device, once for each version of torch and of the sources.
+"""Build the C++ extension of the simulated device, once for each version of torch and of the sources.
 
-    eval "$(python -m zerofit.tools.simulate.build)"     # builds, and puts this shell on the simulated device
+    eval "$(python -m zerofit.tools.simulate.build)"     # build, and use the simulated device in this shell
 
-A build takes about half a minute. It lies in torch's folder for extensions (TORCH_EXTENSIONS_DIR), as DeepSpeed's do.
-"""
+A build takes about half a minute. It is kept in torch's folder for extensions (TORCH_EXTENSIONS_DIR), like
+DeepSpeed's."""
 
 import fcntl
 import hashlib
@@ -35,13 +35,13 @@ def missing() -> str | None:
 
 
 def build_device() -> Path:
-    """The extension's file, built now if it is not there yet; two processes may ask at the same time. Raises
-    RuntimeError: it does not compile; the message is the compiler's."""
+    """Return the extension's file; build it if it does not exist. Several processes may call this at the same time.
+    Raises RuntimeError, with the compiler's message: it does not compile."""
     check_compiled_code()
     library = target()
     library.parent.mkdir(parents=True, exist_ok=True)
     with (library.parent / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # given back by the system, should the process that builds be killed
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it if the building process is killed
         if not library.is_file():
             unfinished = library.with_suffix(".unfinished")
             done = subprocess.run(_command(unfinished), capture_output=True, text=True)
@@ -52,8 +52,8 @@ def build_device() -> Path:
 
 
 def target() -> Path:
-    """Return where the extension lies once it is built. Its name has a hash of all that it is made from, wherever the
-    sources lie."""
+    """Return the path of the built extension. Its name has a hash of everything that it is built from, except the
+    place of the sources."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
     sources = b"".join(file.read_bytes() for file in sorted(SOURCES.iterdir()))
     command = shlex.join(_command(Path(NAME))).replace(str(SOURCES), "")
@@ -62,7 +62,7 @@ def target() -> Path:
 
 
 def environment(library: Path) -> dict[str, str]:
-    """Return the environment variables that put a Python on the simulated device."""
+    """Return the environment variables with which Python uses the simulated device."""
     others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != str(DEVICE)]
     return {"SIMGPU_LIBRARY": str(library), "PYTHONPATH": os.pathsep.join([str(DEVICE), *others])}
 

@@ -1,14 +1,14 @@
-"""The simulated device in Python: torch.simgpu, as torch.cuda is of CUDA. Importing this registers the device.
+"""The Python module of the simulated device: torch.simgpu, the counterpart of torch.cuda. Importing it registers the
+device.
 
 Environment:
-    SIMGPU_LIBRARY: the extension (zerofit/tools/simulate/build.py); sitecustomize.py imports this module where it is
-        set.
-    SIMGPU_MEMORY: bytes of each device, with commas between them ("1000000,2000000" are two devices); one of 16 GiB by
-        default. Processes that share a device have so much each.
-    SIMGPU_NAME: the device's type; simgpu by default. Libraries with lists of the types that they know (accelerate's
-        fp16) let "npu" pass.
-    SIMGPU_MODEL: what the device calls itself.
-    SIMGPU_WITHOUT_DATA: 1: floating-point memory is never touched and reads as zeros, and nothing is computed with it
+    SIMGPU_LIBRARY: the extension (zerofit/tools/simulate/build.py). If it is set, sitecustomize.py imports this
+    module.
+    SIMGPU_MEMORY: comma-separated bytes of each device ("1000000,2000000": two devices); by default one of 16 GiB.
+        Processes that share a device have this much each.
+    SIMGPU_NAME: the device's type; simgpu by default. accelerate allows fp16 only on types that it knows, "npu" for
+    one. SIMGPU_MODEL: the device's name.
+    SIMGPU_WITHOUT_DATA: 1: floating-point memory is never touched and reads as zeros; nothing is computed with it
         (csrc/without_data.h).
 """
 
@@ -25,8 +25,7 @@ import torch
 
 NAME = os.environ.get("SIMGPU_NAME", "simgpu")
 WITHOUT_DATA = os.environ.get("SIMGPU_WITHOUT_DATA") == "1"
-Which = torch.device | str | int | None  # a device; None: the current one
-
+DeviceLike = torch.device | str | int | None  # None: the current device
 
 _loader = ExtensionFileLoader("simgpu_c", os.environ["SIMGPU_LIBRARY"])
 _C = importlib.util.module_from_spec(ModuleSpec("simgpu_c", _loader, origin=_loader.path))
@@ -34,11 +33,11 @@ _loader.exec_module(_C)
 _C.init([int(size) for size in os.environ.get("SIMGPU_MEMORY", str(16 << 30)).split(",")], WITHOUT_DATA)
 
 
-def _index(device: Which = None) -> int:
+def _index(device: DeviceLike = None) -> int:
     if isinstance(device, int):
         return device
-    found = None if device is None else torch.device(device).index
-    return _C.current_device() if found is None else found
+    index = None if device is None else torch.device(device).index
+    return _C.current_device() if index is None else index
 
 
 # ------------------------------------------------------------------------------------------------------------- devices
@@ -58,29 +57,29 @@ def _is_in_bad_fork() -> bool:
 
 
 def _lazy_init() -> None:
-    """torch calls it before anything else."""
+    """torch calls this before it uses the device."""
 
 
 device_count = _C.device_count
 current_device = _C.current_device
 
 
-def set_device(device: Which) -> None:
+def set_device(device: DeviceLike) -> None:
     _C.set_device(_index(device))
 
 
-synchronize = torch.accelerator.synchronize  # nothing is asynchronous here; an observer sees it
+synchronize = torch.accelerator.synchronize  # nothing is asynchronous, but an observer is told
 
 
-def get_device_name(device: Which = None) -> str:
+def get_device_name(device: DeviceLike = None) -> str:
     return os.environ.get("SIMGPU_MODEL") or f"simulated device {_index(device)}"
 
 
-def get_device_capability(device: Which = None) -> tuple[int, int]:
+def get_device_capability(device: DeviceLike = None) -> tuple[int, int]:
     return 9, 0
 
 
-def get_device_properties(device: Which = None) -> SimpleNamespace:
+def get_device_properties(device: DeviceLike = None) -> SimpleNamespace:
     major, minor = get_device_capability(device)
     return SimpleNamespace(
         name=get_device_name(device),
@@ -91,8 +90,8 @@ def get_device_properties(device: Which = None) -> SimpleNamespace:
     )
 
 
-def device(which: Which) -> AbstractContextManager[object]:
-    """The context in which a device is the current one."""
+def device(which: DeviceLike) -> AbstractContextManager[object]:
+    """Return a context in which a device is the current one."""
     return torch.accelerator.device_index(_index(which))
 
 
@@ -117,32 +116,32 @@ empty_cache = torch.accelerator.empty_cache
 mem_get_info = torch.accelerator.get_memory_info
 
 
-def set_per_process_memory_fraction(fraction: float, device: Which = None) -> None:
+def set_per_process_memory_fraction(fraction: float, device: DeviceLike = None) -> None:
     index = _index(device)
     _C.set_limit(index, int(_C.total(index) * fraction))
 
 
 def pinned_bytes() -> int:
-    """Return the bytes of the host's memory that pinned tensors take; torch.cuda has it in host_memory_stats."""
+    """Return the bytes of pinned host memory; torch.cuda has this in host_memory_stats."""
     return _C.pinned_bytes()
 
 
 def peak_host_bytes(reset: bool = False) -> int:
-    """Without data: the peak of what the host's floating-point tensors of a MiB or more would take, since the last
-    reset; page-locked ones are rounded up to a power of two, as torch's allocator does."""
+    """Return the peak bytes, since the last reset, that the host's floating-point tensors of a MiB or more would take,
+    if SIMGPU_WITHOUT_DATA is set. Pinned ones are rounded up to a power of two, as by torch's allocator."""
     return _C.peak_host_bytes(reset)
 
 
 def observe(observer: Callable[..., None] | None) -> None:
-    """Have a function called with each collective, of tensors of the device or the host, and with each thing that the
-    host of a GPU would wait for; None: with nothing any more.
+    """Call a function at each collective (of device or host tensors) and at each operation for which the host of a GPU
+    would wait; None: stop.
 
     Args:
-        observer: called in the thread that does it with the event, bytes, and a collective's process group by name. A
-            collective is named as torch's operator ("c10d::allreduce_"); its bytes are those of the larger side (what
-            an all-gather brings, what a reduce-scatter takes). Waits: "item", "copy to host" and "copy to device" (but
-            not where it is non_blocking and of pinned memory), "synchronize stream", "... device", "... event", "empty
-            cache", and operators whose shape depends on data ("aten::nonzero").
+        observer: called with (event, bytes, name of the process group of a collective) in the thread of the operation.
+            A collective has the name of torch's operator ("c10d::allreduce_") and the bytes of its larger side (output
+            of an all-gather, input of a reduce-scatter). Waits are "item", "copy to host" and "copy to device" (except
+            non_blocking ones of pinned memory), "synchronize stream", "... device", "... event", "empty cache", and
+            operators whose shape depends on data ("aten::nonzero").
     """
     _C.observe(observer)
 
@@ -165,16 +164,16 @@ def initial_seed() -> int:
     return default_generators[_C.current_device()].initial_seed()
 
 
-def get_rng_state(device: Which = None) -> torch.Tensor:
+def get_rng_state(device: DeviceLike = None) -> torch.Tensor:
     return default_generators[_index(device)].get_state()
 
 
-def set_rng_state(state: torch.Tensor, device: Which = None) -> None:
+def set_rng_state(state: torch.Tensor, device: DeviceLike = None) -> None:
     default_generators[_index(device)].set_state(state.cpu())
 
 
 class Stream(torch.Stream):
-    def __new__(cls, device: Which = None, priority: int = 0, **kwargs: Any) -> Self:
+    def __new__(cls, device: DeviceLike = None, priority: int = 0, **kwargs: Any) -> Self:
         return super().__new__(cls, device=torch.device(NAME, _index(device)), priority=priority)
 
 
@@ -188,7 +187,7 @@ set_stream = torch.accelerator.set_stream
 
 
 class stream:
-    """The context in which a stream is the current one; None: nothing changes."""
+    """A context in which a stream is the current one; None: nothing changes."""
 
     def __init__(self, which: torch.Stream | None):
         self.which = which
@@ -204,7 +203,7 @@ class stream:
 
 
 if WITHOUT_DATA and not torch._C._dispatch_has_kernel_for_dispatch_key("aten::mm.dtype", "Meta"):
-    _shapes = torch.library.Library("aten", "IMPL", "Meta")  # kept: it is taken back with the object
+    _shapes = torch.library.Library("aten", "IMPL", "Meta")  # kept alive: its destruction would unregister the kernel
     _shapes.impl("mm.dtype", lambda a, b, out_dtype: a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype))
 
 torch.utils.rename_privateuse1_backend(NAME)

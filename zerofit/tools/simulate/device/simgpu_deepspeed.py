@@ -1,4 +1,5 @@
-"""The simulated device as DeepSpeed's accelerator: its memory, streams and random state, the CPU's built operators."""
+"""DeepSpeed's accelerator of the simulated device: the device's memory, streams and random state, the CPU's
+operators."""
 
 from typing import Any
 
@@ -17,14 +18,13 @@ TENSOR_TYPES = {
     "LongTensor": torch.int64,
 }
 
-
-# Methods that are functions of simgpu by the same name, or by another.
-SAME = (
+# methods that are functions of simgpu
+METHODS_OF_SAME_NAME = (
     "set_device current_device device_count device synchronize get_rng_state manual_seed initial_seed manual_seed_all "
     "stream current_stream default_stream empty_cache memory_allocated memory_stats max_memory_allocated "
     "memory_reserved max_memory_reserved reset_peak_memory_stats set_rng_state"
 ).split()
-OTHER = {
+METHODS_OF_OTHER_NAME = {  # {method: function of simgpu}
     "memory_cached": "memory_reserved",
     "max_memory_cached": "max_memory_reserved",
     "reset_max_memory_allocated": "reset_peak_memory_stats",
@@ -33,7 +33,8 @@ OTHER = {
 
 
 class SimulatedAccelerator(CPU_Accelerator):
-    """A CPU_Accelerator, since its operators (CPUAdam) are to be built for the host, with a device all the same."""
+    """DeepSpeed's accelerator of the simulated device. It is a CPU_Accelerator, so that CPUAdam is built for the
+    host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class SimulatedAccelerator(CPU_Accelerator):
     def is_fp16_supported(self) -> bool:
         return True
 
-    # CPU_Accelerator has put its own, which pin nothing, before these of the base class.
+    # CPU_Accelerator overrides these methods of the base class with ones that pin nothing.
     _torch_pins_host_memory = True
     pin_memory = DeepSpeedAccelerator.pin_memory
     _torch_pin_memory = DeepSpeedAccelerator._torch_pin_memory
@@ -80,7 +81,7 @@ class SimulatedAccelerator(CPU_Accelerator):
 
 
 def _tensor_type(dtype: torch.dtype) -> property:
-    """Make a property like torch.cuda.FloatTensor, which is called with sizes or with data."""
+    """Return a property like torch.cuda.FloatTensor, which is called with sizes or with data."""
 
     def make(*args: Any) -> torch.Tensor:
         if args and not isinstance(args[0], int):
@@ -92,5 +93,5 @@ def _tensor_type(dtype: torch.dtype) -> property:
 
 for _name, _dtype in TENSOR_TYPES.items():
     setattr(SimulatedAccelerator, _name, _tensor_type(_dtype))
-for _name, _function in {**dict(zip(SAME, SAME)), **OTHER}.items():
+for _name, _function in {**dict(zip(METHODS_OF_SAME_NAME, METHODS_OF_SAME_NAME)), **METHODS_OF_OTHER_NAME}.items():
     setattr(SimulatedAccelerator, _name, staticmethod(getattr(simgpu, _function)))
