@@ -24,7 +24,7 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/checkpoint": 1_617,
     "zerofit/training": 3_212,  # 2,000
     "zerofit/launch": 1_472,  # 1,300
-    "zerofit/tools": 10_171,  # 10,600
+    "zerofit/tools": 10_185,  # 10,600
     "benchmarks": 1_852,  # 1,800
     "tests": 24_445,  # 21,500
 }
