@@ -17,9 +17,8 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import format_suffix, marked_encoding, open_bytes
 
 CANDIDATE_ENCODINGS = (
-    "cp932", "euc_jp", "gb18030", "cp950", "cp949", "cp1252", "cp1250", "iso8859_2", "cp1254", "cp1251", "koi8_r",
-    "cp1253", "cp1255", "cp1256", "cp874",
-)  # fmt: skip
+    "cp932 euc_jp gb18030 cp950 cp949 cp1252 cp1250 iso8859_2 cp1254 cp1251 koi8_r cp1253 cp1255 cp1256 cp874"
+).split()
 SAMPLED_BYTES = 20_000  # number of bytes to guess from
 CHAOS_TOLERANCE = 0.1  # in charset-normalizer's measure of chaos: other encodings may be this much worse
 CHARACTERS_PER_READ = 1 << 20  # number of characters to convert at a time

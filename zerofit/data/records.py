@@ -16,8 +16,7 @@ from zerofit.data.sources import Source
 from zerofit.data.tables import Columns, derive_table_key, encode_table, list_columns, random_split, select
 from zerofit.recipe.errors import UserError
 
-COLUMN_OPTIONS = ("dialogue_column", "source_column", "target_column", "text_column",
-                  "text_columns", "label_column")  # fmt: skip
+COLUMN_OPTIONS = ("dialogue_column source_column target_column text_column text_columns label_column").split()
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")  # their content replaces placeholders
 MEDIA_PLACEHOLDER = re.compile(r"<\|?(image|img|video|audio)[^<>]{0,20}>")
 Encode = Callable[[list[Any], list[str]], Columns]  # (what records hold, their names) -> their rows of a table

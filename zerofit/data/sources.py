@@ -48,9 +48,16 @@ TEXT_EXTENSIONS = (
     ".rs .scala .sh .sql .swift"
 ).split()
 FORMATS = {
-    ".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "tsv", ".xlsx": "xlsx",
-    ".parquet": "parquet", ".conll": "conll", **dict.fromkeys(TEXT_EXTENSIONS, "text"),
-}  # fmt: skip
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".xlsx": "xlsx",
+    ".parquet": "parquet",
+    ".conll": "conll",
+    **dict.fromkeys(TEXT_EXTENSIONS, "text"),
+}
 FORMATS_OF_OPTION = {  # option: the formats that have it
     "encoding": ("json", "csv", "tsv", "text", "conll"),
     "delimiter": ("csv", "tsv"),

@@ -44,18 +44,27 @@ FLASH_BACKWARD_OPERATOR = f"{FLASH_OPERATOR}_backward"
 GROUPED_MM = "grouped_mm_fallback"
 GROUPED_MM_BACKWARD = "grouped_mm_fallback_backward"
 # Operators without cost: they make no tensor, or one that nothing is written into.
-COSTLESS_OPERATORS = {
-    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "detach", "lift_fresh",
-    "alias", "_local_scalar_dense", "_reshape_alias", "sym_size", "sym_stride", "sym_numel",
-}  # fmt: skip
+COSTLESS_OPERATORS = set(
+    (
+        "empty empty_like empty_strided new_empty new_empty_strided _unsafe_view detach lift_fresh alias "
+        "_local_scalar_dense _reshape_alias sym_size sym_stride sym_numel"
+    ).split()
+)
 # Operators that only write: they do not read the tensor that they are given.
-WRITE_OPERATORS = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "zero_", "fill_",
-                   "zeros", "ones", "full", "arange", "bernoulli_", "uniform_", "normal_"}  # fmt: skip
+WRITE_OPERATORS = set(
+    (
+        "zeros_like ones_like full_like new_zeros new_ones new_full zero_ fill_ zeros ones full arange bernoulli_ "
+        "uniform_ normal_"
+    ).split()
+)
 LOOKUP_OPERATORS = {"embedding", "index_select", "gather", "index"}  # they do not read the whole table
 # These take more than a few instructions per element: on a CPU they take longer than moving their bytes.
-MATH_OPERATORS = {"exp", "tanh", "gelu", "gelu_backward", "silu", "silu_backward", "sigmoid", "erf", "pow", "_softmax",
-             "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "log", "logsumexp", "cos",
-             "sin"}  # fmt: skip
+MATH_OPERATORS = set(
+    (
+        "exp tanh gelu gelu_backward silu silu_backward sigmoid erf pow _softmax _log_softmax _softmax_backward_data "
+        "_log_softmax_backward_data log logsumexp cos sin"
+    ).split()
+)
 RANDOM_OPERATORS = {"bernoulli_", "native_dropout", "rand", "rand_like", "uniform_", "normal_"}
 
 

@@ -36,8 +36,9 @@ from zerofit.estimate.traced_steps import (
 )
 from zerofit.model.recomputation import enable_recomputation, offload_inputs
 
-DEPTH_NAMES = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers",
-          "num_decoder_layers")  # fmt: skip
+DEPTH_NAMES = (
+    "num_hidden_layers n_layer num_layers n_layers encoder_layers decoder_layers num_decoder_layers"
+).split()
 TRACED_LAYERS = 2  # layers of each stack that are traced
 MAX_TRACED_CHUNKS = 8
 MAX_TRACED_BATCH = 2**20

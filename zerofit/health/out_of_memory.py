@@ -27,15 +27,36 @@ if TYPE_CHECKING:
 # Messages that say that memory ran out. A pinned block that is refused is host memory, although the message is that of
 # a device. Those of NCCL are from its checks.h and alloc.h.
 PINNED_ERROR = r"pin[_ ]memory.{0,400}?(?:CUDA|HIP) error: out of memory"
-HOST_PATTERN = re.compile("|".join((
-    PINNED_ERROR, "Failed to CUDA host alloc", "DefaultCPUAllocator: can't allocate memory", "Cannot allocate memory",
-    "not enough memory: you tried to allocate", r"std::bad_alloc", "bad allocation", "unable to mmap",
-    "unable to allocate shared memory")), re.DOTALL)  # fmt: skip
+HOST_PATTERN = re.compile(
+    "|".join(
+        (
+            PINNED_ERROR,
+            "Failed to CUDA host alloc",
+            "DefaultCPUAllocator: can't allocate memory",
+            "Cannot allocate memory",
+            "not enough memory: you tried to allocate",
+            r"std::bad_alloc",
+            "bad allocation",
+            "unable to mmap",
+            "unable to allocate shared memory",
+        )
+    ),
+    re.DOTALL,
+)
 CUBLAS_ERROR = "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate"
-DEVICE_PATTERN = re.compile("|".join((
-    "(?:CUDA|HIP|XPU) out of memory", "(?:CUDA|HIP) error: out of memory", "MPS backend out of memory",
-    "(?:CUBLAS|CUDNN|HIPBLAS)_STATUS_ALLOC_FAILED", CUBLAS_ERROR, r"Cuda failure (?:\d+ )?'out of memory'",
-    r"Failed to CUDA [cm]alloc")))  # fmt: skip
+DEVICE_PATTERN = re.compile(
+    "|".join(
+        (
+            "(?:CUDA|HIP|XPU) out of memory",
+            "(?:CUDA|HIP) error: out of memory",
+            "MPS backend out of memory",
+            "(?:CUBLAS|CUDNN|HIPBLAS)_STATUS_ALLOC_FAILED",
+            CUBLAS_ERROR,
+            r"Cuda failure (?:\d+ )?'out of memory'",
+            r"Failed to CUDA [cm]alloc",
+        )
+    )
+)
 SIZE_PATTERN = r"([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
 UNIT_BYTES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
 REQUEST_PATTERN = re.compile(rf"(?:[Tt]ried|Unable) to allocate {SIZE_PATTERN}")  # torch's allocators; numpy

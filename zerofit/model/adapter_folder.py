@@ -139,12 +139,14 @@ def adapter_settings(folder: AdapterFolder) -> "LoraConfig":
 
 
 # What LoRA adapters may say and still be trained on: the rest changes the base, or is not a weight of a layer.
-TRAINABLE_LORA_FIELDS = {
-    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora",
-    "modules_to_save", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "use_dora",
-    "target_parameters", "ensure_weight_tying", "megatron_core", "qalora_group_size", "runtime_config", "lora_bias",
-}  # fmt: skip
+TRAINABLE_LORA_FIELDS = set(
+    (
+        "task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode r "
+        "target_modules exclude_modules lora_alpha lora_dropout fan_in_fan_out bias use_rslora modules_to_save "
+        "layers_to_transform layers_pattern rank_pattern alpha_pattern use_dora target_parameters ensure_weight_tying "
+        "megatron_core qalora_group_size runtime_config lora_bias"
+    ).split()
+)
 BASE_PRESERVING_INITS = (True, False, "gaussian", "eva", "orthogonal")  # of init_lora_weights; they keep the base
 
 

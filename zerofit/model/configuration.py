@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 
 TRAINED_WITH = "trained_with"  # in tokenizer_config.json: the options that shaped the inputs in training
 WEIGHT_FILE_PATTERNS = ("*.safetensors", "*.bin", "*.json")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt",
-                   "spiece.model", "spm.model", "sentencepiece.bpe.model", "source.spm")  # fmt: skip
+TOKENIZER_FILES = (
+    "tokenizer.json tokenizer_config.json tokenizer.model vocab.json vocab.txt spiece.model spm.model "
+    "sentencepiece.bpe.model source.spm"
+).split()
 
 
 def model_folder(name: str) -> str:

@@ -202,8 +202,28 @@ T5 = replace(  # Raffel et al. 2020: trained in bf16; the larger sizes exceed fp
     decoder_starts_with_padding=True,
 )
 
-FAMILIES = (GPT2, FUSED_BY_HEADS, GPT_NEOX, LLAMA_LIKE, QWEN3, MISTRAL, LLAMA, OLMO2, EXPERTS, BERT, ROBERTA,
-            POSITIONS_OF_ROBERTA, DEBERTA, DEBERTA_V2, BART, PEGASUS, BLENDERBOT, OPT, SWITCH, T5)  # fmt: skip
+FAMILIES = (
+    GPT2,
+    FUSED_BY_HEADS,
+    GPT_NEOX,
+    LLAMA_LIKE,
+    QWEN3,
+    MISTRAL,
+    LLAMA,
+    OLMO2,
+    EXPERTS,
+    BERT,
+    ROBERTA,
+    POSITIONS_OF_ROBERTA,
+    DEBERTA,
+    DEBERTA_V2,
+    BART,
+    PEGASUS,
+    BLENDERBOT,
+    OPT,
+    SWITCH,
+    T5,
+)
 FAMILY_BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 DEFAULT_FAMILY = Family()
 Plan = TypeVar("Plan", TensorPlan, StagePlan)

@@ -208,8 +208,12 @@ TEMPORARY_NAME = re.compile(r"(?P<name>.+)\.[0-9a-f]{16}\.partial")
 
 # The encodings that a byte-order mark stands for; that of UTF-32 begins like that of UTF-16.
 BYTE_ORDER_MARKS = {
-    BOM_UTF32_LE: "utf-32", BOM_UTF32_BE: "utf-32", BOM_UTF16_LE: "utf-16", BOM_UTF16_BE: "utf-16", BOM_UTF8: "utf-8",
-}  # fmt: skip
+    BOM_UTF32_LE: "utf-32",
+    BOM_UTF32_BE: "utf-32",
+    BOM_UTF16_LE: "utf-16",
+    BOM_UTF16_BE: "utf-16",
+    BOM_UTF8: "utf-8",
+}
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")  # endings of files that are unpacked as they are read
 READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)  # reading a packed file raises them
 

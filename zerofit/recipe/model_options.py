@@ -131,10 +131,15 @@ class ModelOptions(Recipe):
 
 # {option: what adapter_config.json calls it}
 PEFT_FIELDS = {
-    "lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "lora_bias": "bias",
-    "lora_target_modules": "target_modules", "lora_modules_to_save": "modules_to_save", "use_dora": "use_dora",
+    "lora_r": "r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "lora_bias": "bias",
+    "lora_target_modules": "target_modules",
+    "lora_modules_to_save": "modules_to_save",
+    "use_dora": "use_dora",
     "use_rslora": "use_rslora",
-}  # fmt: skip
+}
 
 
 def merge_command(adapter: str) -> str:

@@ -435,30 +435,38 @@ MEGATRON_HINT = "it is Megatron's: zerofit convert megatron-args -- COMMAND"
 TOKENIZER_HINT = "the tokenizer uses all cores by its own threads (RAYON_NUM_THREADS sets their number); remove it"
 # {hint: names in other programs}, where naming one option is not enough.
 FOREIGN_HINTS = {
-    LAUNCHER_HINT: "num_processes num_machines config_file local_rank nproc_per_node nnodes master_port use_cpu "
-    "no_cuda world_size",
+    LAUNCHER_HINT: (
+        "num_processes num_machines config_file local_rank nproc_per_node nnodes master_port use_cpu no_cuda "
+        "world_size"
+    ),
     STRATEGY_HINT: "deepspeed zero_stage fsdp fsdp_config",
-    "there is no option for it: `ddp` in zerofit/strategy/processes.py takes find_unused_parameters=True":
-    "ddp_find_unused_parameters",
-    MEGATRON_HINT: "tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel tokenizer_type "
-    "use_distributed_optimizer ffn_hidden_size max_position_embeddings swiglu min_lr eval_iters load tokenizer_model",
+    "there is no option for it: `ddp` in zerofit/strategy/processes.py takes find_unused_parameters=True": (
+        "ddp_find_unused_parameters"
+    ),
+    MEGATRON_HINT: (
+        "tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel tokenizer_type "
+        "use_distributed_optimizer ffn_hidden_size max_position_embeddings swiglu min_lr eval_iters load "
+        "tokenizer_model"
+    ),
     "say --save_strategy epoch, or --save_steps N": "checkpointing_steps saves_per_epoch",
     "say --validation_split_percentage 10 for 0.1": "val_size val_set_size test_size",
     "say --precision bf16": "bf16 pure_bf16 bf16_full_eval",
     "say --precision fp16": "fp16",
     "`zerofit compare` finds the largest batch": "auto_find_batch_size",
-    "say --model_name_or_path with the adapter's folder to train it further; it names its base":
-    "adapter_name_or_path lora_model_dir",
+    "say --model_name_or_path with the adapter's folder to train it further; it names its base": (
+        "adapter_name_or_path lora_model_dir"
+    ),
     "`zerofit merge` folds an adapter into its base": "export_dir",
     TOKENIZER_HINT: "dataset_num_proc num_proc",
     "line breaks are kept; --document_separator line takes each line for itself": "no_keep_linebreaks keep_linebreaks",
     "log in once with `hf auth login`": "token hub_token use_auth_token",
     "--push_to_hub owner/name": "hub_model_id",
-    "remove it: the script, the model or the data decide it, or it is always so":
-    "do_train plot_loss streaming logging_nan_inf_filter ignore_data_skip save_safetensors low_cpu_mem_usage "
-    "ignore_pad_token_for_loss use_slow_tokenizer use_fast_tokenizer greater_is_better task_type stage",
+    "remove it: the script, the model or the data decide it, or it is always so": (
+        "do_train plot_loss streaming logging_nan_inf_filter ignore_data_skip save_safetensors low_cpu_mem_usage "
+        "ignore_pad_token_for_loss use_slow_tokenizer use_fast_tokenizer greater_is_better task_type stage"
+    ),
     "the number of classes follows from the labels of the data; remove it": "num_labels num_classes",
-}  # fmt: skip
+}
 # {option of an earlier commit: what to use instead} (CHANGELOG.md).
 REMOVED_OPTIONS = {
     "difficulty_warmup": "it is gone; block_size_warmup and global_batch_warmup let rows and batches grow",

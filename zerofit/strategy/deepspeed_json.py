@@ -15,18 +15,19 @@ from zerofit.recipe.files import parse_json, read_text, reject_duplicates
 from zerofit.strategy.launch import Launch, tell_deepspeed_of_a_cpu
 
 # Top-level keys of DeepSpeed 0.19's configuration (deepspeed.ai/docs/config-json); DeepSpeed ignores any other.
-KNOWN_KEYS = {
-    "activation_checkpointing", "aio", "autotuning", "bf16", "bfloat16", "checkpoint", "comms_logger",
-    "communication_data_type", "compile", "csv_monitor", "curriculum_learning", "data_efficiency", "data_types",
-    "disable_allgather", "dump_state", "expert_parallel", "flops_profiler", "fp16", "fp32_allreduce",
-    "gradient_accumulation_steps", "gradient_clipping", "gradient_predivide_factor", "memory_breakdown", "optimizer",
-    "prescale_gradients", "scheduler", "steps_per_print", "tensorboard", "timers", "torch_autocast",
-    "train_batch_size", "train_micro_batch_size_per_gpu", "use_data_before_expert_parallelism", "wandb",
-    "wall_clock_breakdown", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
-    "zenflow", "load_universal_checkpoint", "comet", "weight_quantization", "vocabulary_size",
-    "load_from_fp32_weights", "sequence_parallel_size", "seq_parallel_communication_data_type", "tensor_parallel",
-    "pipeline",
-}  # fmt: skip
+KNOWN_KEYS = set(
+    (
+        "activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comms_logger communication_data_type "
+        "compile csv_monitor curriculum_learning data_efficiency data_types disable_allgather dump_state "
+        "expert_parallel flops_profiler fp16 fp32_allreduce gradient_accumulation_steps gradient_clipping "
+        "gradient_predivide_factor memory_breakdown optimizer prescale_gradients scheduler steps_per_print "
+        "tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu "
+        "use_data_before_expert_parallelism wandb wall_clock_breakdown zero_allow_untested_optimizer "
+        "zero_force_ds_cpu_optimizer zero_optimization zenflow load_universal_checkpoint comet weight_quantization "
+        "vocabulary_size load_from_fp32_weights sequence_parallel_size seq_parallel_communication_data_type "
+        "tensor_parallel pipeline"
+    ).split()
+)
 _REASON_RANKS = "every process is a data-parallel one here, and would count samples that others count too"
 _REASON_ORDER = "the order of samples is this program's"
 _REASON_ROUNDING = "it rounds to 8 bits or fewer, so that a run would not agree with one process"

@@ -50,9 +50,15 @@ CHOSEN = "chosen"
 REJECTED = "rejected"
 ConversationPair = tuple[chat.Conversation, chat.Conversation]
 CHAT_TABLE = Features(
-    {"input_ids": TOKEN_IDS, "labels": TOKEN_IDS, "truncated": Value("int32"), "trained": Value("int32"),
-     "is_cut": Value("bool"), "unread": Value("string")}
-)  # fmt: skip
+    {
+        "input_ids": TOKEN_IDS,
+        "labels": TOKEN_IDS,
+        "truncated": Value("int32"),
+        "trained": Value("int32"),
+        "is_cut": Value("bool"),
+        "unread": Value("string"),
+    }
+)
 PREFERENCE_TABLE = Features({**CHAT_TABLE, "rejected_ids": TOKEN_IDS, "rejected_labels": TOKEN_IDS})
 Rendered = tuple[str, list[chat.Span], list[chat.Span]]  # text, answers, and what is never trained on
 NUM_SEARCHED_TEXTS = 1000  # texts that are searched for what the template writes

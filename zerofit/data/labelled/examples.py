@@ -49,18 +49,37 @@ from zerofit.recipe.tasks import ClsRecipe
 NUMBERED_CHOICE = re.compile(r"(choice|ending|option|answer|sol|alternative)_?(\d+|[a-h])")
 CHOICE_LIST_COLUMNS = ("choices", "options", "endings")
 CONTEXT_COLUMNS = (  # the columns of a question, by default
-    ("sent1", "sent2"), ("article", "question"), ("context", "question"), ("passage", "question"),
-    ("premise", "question"), ("premise",), ("startphrase",), ("question",), ("ctx",), ("goal",), ("sentence",),
+    ("sent1", "sent2"),
+    ("article", "question"),
+    ("context", "question"),
+    ("passage", "question"),
+    ("premise", "question"),
+    ("premise",),
+    ("startphrase",),
+    ("question",),
+    ("ctx",),
+    ("goal",),
+    ("sentence",),
     ("context",),
-)  # fmt: skip
+)
 RIGHT_CHOICE_COLUMNS = ("label", "answerkey", "answer", "labels", "gold")
 WORD_COLUMNS = ("tokens", "words")  # columns that hold lists of words, by default, and those of their tags
 TAG_COLUMNS = ("ner_tags", "tags", "labels", "label", "pos_tags")
 SENTENCE_COLUMNS = (  # columns that hold the text, or the texts of a pair, by default
-    ("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("question", "sentence"),
-    ("text1", "text2"), ("text_a", "text_b"), ("text", "text_pair"), ("sentence_a", "sentence_b"),
-    ("sentence",), ("text",), ("review",), ("content",), ("title", "content"),
-)  # fmt: skip
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question1", "question2"),
+    ("question", "sentence"),
+    ("text1", "text2"),
+    ("text_a", "text_b"),
+    ("text", "text_pair"),
+    ("sentence_a", "sentence_b"),
+    ("sentence",),
+    ("text",),
+    ("review",),
+    ("content",),
+    ("title", "content"),
+)
 LABEL_COLUMNS = ("label", "labels", "class", "category", "target", "score", "gold_label")
 SENTENCE_PAIR = ("sentence1", "sentence2")
 
@@ -244,20 +263,27 @@ class GlueTask:
 
 
 GLUE_TASKS = {
-    "cola": GlueTask(("sentence",), ("unacceptable", "acceptable"), "matthews_correlation",
-                     header=("source", "label", "mark", "sentence")),
-    "mnli": GlueTask(("premise", "hypothesis"), ("entailment", "neutral", "contradiction"), "accuracy",
-                     SENTENCE_PAIR, "gold_label"),
-    "mrpc": GlueTask(SENTENCE_PAIR, ("not_equivalent", "equivalent"), "accuracy", ("#1 String", "#2 String"),
-                     "Quality"),
+    "cola": GlueTask(
+        ("sentence",),
+        ("unacceptable", "acceptable"),
+        "matthews_correlation",
+        header=("source", "label", "mark", "sentence"),
+    ),
+    "mnli": GlueTask(
+        ("premise", "hypothesis"), ("entailment", "neutral", "contradiction"), "accuracy", SENTENCE_PAIR, "gold_label"
+    ),
+    "mrpc": GlueTask(
+        SENTENCE_PAIR, ("not_equivalent", "equivalent"), "accuracy", ("#1 String", "#2 String"), "Quality"
+    ),
     "qnli": GlueTask(("question", "sentence"), ("entailment", "not_entailment"), "accuracy"),
-    "qqp": GlueTask(("question1", "question2"), ("not_duplicate", "duplicate"), "accuracy",
-                    label_column="is_duplicate"),
+    "qqp": GlueTask(
+        ("question1", "question2"), ("not_duplicate", "duplicate"), "accuracy", label_column="is_duplicate"
+    ),
     "rte": GlueTask(SENTENCE_PAIR, ("entailment", "not_entailment"), "accuracy"),
     "sst2": GlueTask(("sentence",), ("negative", "positive"), "accuracy"),
     "stsb": GlueTask(SENTENCE_PAIR, None, "pearson", label_column="score"),
     "wnli": GlueTask(SENTENCE_PAIR, ("not_entailment", "entailment"), "accuracy"),
-}  # fmt: skip
+}
 
 
 Reader = Choices | LabelledColumns

@@ -24,35 +24,42 @@ OWN_FIGURES = "metrics.jsonl has loss, gradient norm, rate, tokens/s, FLOP/s and
 NO_EXPERTS = "there are no experts"
 TEACHER = "train/distill.py learns from a teacher"
 NONE = {  # {why it is not supported: the flags}
-    "the launcher, the strategy or the libraries decide it":
-    "distributed_backend local_rank use_cpu_initialization no_initialization init_model_with_meta_device "
-    "vocab_size vocab_extra_ids tiktoken_pattern no_mmap_bin_files mmap_warmup data_parallel_random_init "
-    "manual_gc empty_unused_memory_level disable_bf16_reduced_precision_matmul vocab_file merge_file "
-    "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis grad_reduce_in_bf16 "
-    "use_megatron_fsdp data_parallel_sharding_strategy",
+    "the launcher, the strategy or the libraries decide it": (
+        "distributed_backend local_rank use_cpu_initialization no_initialization init_model_with_meta_device "
+        "vocab_size vocab_extra_ids tiktoken_pattern no_mmap_bin_files mmap_warmup data_parallel_random_init "
+        "manual_gc empty_unused_memory_level disable_bf16_reduced_precision_matmul vocab_file merge_file loss_scale "
+        "initial_loss_scale min_loss_scale loss_scale_window hysteresis grad_reduce_in_bf16 use_megatron_fsdp "
+        "data_parallel_sharding_strategy"
+    ),
     "the models of Megatron's flags are GPT and Llama": "task_type",
     "say --global_batch_warmup START@UPDATES, in updates and in steps of START": "rampup_batch_size",
-    "the same command resumes, and a signal or --max_hours ends a run":
-    "exit_interval adlr_autoresume reset_iteration kill_switch_file kill_switch_path",
-    "checkpoints are zerofit's own, have all that a run needs to resume, and another schedule is another run":
-    "no_save_optim override_opt_param_scheduler use_checkpoint_opt_param_scheduler override_lr_scheduler "
-    "use_checkpoint_args universal_checkpoint load_tag ckpt_step",
-    "all samples are used, in batches of one size, with one seed, one learning rate and a constant weight decay":
-    "decoupled_lr decoupled_min_lr start_weight_decay end_weight_decay weight_decay_incr_style lr_warmup_init "
-    "seed_for_dataloader sample_rate step_batch_size_schedule",
-    "master weights and the loss are in fp32, and computation in the run's precision":
-    "embedding_weights_in_fp32 fp32_residual_connection fp16_lm_cross_entropy",
-    "zero2_offload or zero3_offload_optimizer of accelerate_configs/ keep the optimizer on the host":
-    "cpu_optimizer cpu_torch_adam",
+    "the same command resumes, and a signal or --max_hours ends a run": (
+        "exit_interval adlr_autoresume reset_iteration kill_switch_file kill_switch_path"
+    ),
+    "checkpoints are zerofit's own, have all that a run needs to resume, and another schedule is another run": (
+        "no_save_optim override_opt_param_scheduler use_checkpoint_opt_param_scheduler override_lr_scheduler "
+        "use_checkpoint_args universal_checkpoint load_tag ckpt_step"
+    ),
+    "all samples are used, in batches of one size, with one seed, one learning rate and a constant weight decay": (
+        "decoupled_lr decoupled_min_lr start_weight_decay end_weight_decay weight_decay_incr_style lr_warmup_init "
+        "seed_for_dataloader sample_rate step_batch_size_schedule"
+    ),
+    "master weights and the loss are in fp32, and computation in the run's precision": (
+        "embedding_weights_in_fp32 fp32_residual_connection fp16_lm_cross_entropy"
+    ),
+    "zero2_offload or zero3_offload_optimizer of accelerate_configs/ keep the optimizer on the host": (
+        "cpu_optimizer cpu_torch_adam"
+    ),
     "--watchdog_minutes ends a run if a process makes no progress": "distributed_timeout_minutes",
     "wandb's files are in the run folder; set WANDB_ENTITY": "wandb_save_dir wandb_entity",
     "NaN and infinity are never hidden; --on_anomaly decides what follows": "no_check_for_nan_in_loss_and_grad",
-    "stages are not interleaved, and the first has the embedding":
-    "num_layers_per_virtual_pipeline_stage standalone_embedding_stage pipeline_model_parallel_split_rank "
-    "overlap_p2p_communication",
+    "stages are not interleaved, and the first has the embedding": (
+        "num_layers_per_virtual_pipeline_stage standalone_embedding_stage pipeline_model_parallel_split_rank "
+        "overlap_p2p_communication"
+    ),
     NO_EXPERTS: "create_moe_param_group mlp_type",
     OWN_FIGURES: "logging_level synchronize_each_layer",
-}  # fmt: skip
+}
 FAMILIES = (  # by their prefix
     ("fp8", "float8 is --float8 here, through torchao, with a scale of its own for each tensor"),
     ("moe", NO_EXPERTS),
