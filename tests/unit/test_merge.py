@@ -85,6 +85,7 @@ def merge(case: Case, *flags: str) -> Path:
 
 def refusal(case: Case, capsys, *flags: str, adapter: Path | None = None) -> str:
     output = case.base.parent / "merged"
+    capsys.readouterr()  # what is printed while the case is made
     code = main(["merge", "--adapter", str(adapter or case.adapter), "--output", str(output), *flags])
     shown = capsys.readouterr()
     assert code == 2, shown
