@@ -15,7 +15,7 @@ from zerofit.recipe import ClmRecipe
 from zerofit.training.entry import Start, begin, end
 
 if __name__ == "__main__":
-    start = begin("clm", ClmRecipe)  # a mistake in an option or a path is told before the slow imports
+    start = begin("clm", ClmRecipe)  # a mistake in an option or a path is reported before the slow imports
 
 from transformers import AutoModelForCausalLM
 
@@ -25,7 +25,7 @@ from zerofit.model.loss import model_loss
 from zerofit.model.tokenizer import check_vocabulary, pad_vocabulary, padding_token
 from zerofit.recipe.options import make_schedule
 from zerofit.strategy.optimizers import make_optimizer
-from zerofit.training.causal import choose_loss_and_attention, try_kernels
+from zerofit.training.causal import check_kernels, choose_loss_and_attention
 from zerofit.training.evaluation import held_out_batches, held_out_loss
 from zerofit.training.generation import continue_prompts, sample_text
 from zerofit.training.run import Run
@@ -35,7 +35,7 @@ from zerofit.training.setup import add_lora, build_model
 def main(start: Start) -> int:
     # Read the launcher's strategy, the output folder and an earlier run. If settings contradict, the run ends here.
     run = Run.open(start)
-    recipe = run.recipe  # every option with the value that holds
+    recipe = run.recipe  # every option with its effective value
 
     # Text, chats or a tokenized corpus -> documents -> token ids -> blocks of block_size.
     config = run.model_config(AutoModelForCausalLM)
@@ -51,7 +51,7 @@ def main(start: Start) -> int:
     collate = CausalCollator(
         padding_token(data.tokenizer),
         multiple=multiple_for(run.device, config),
-        marks_filling=model.routing is not None,
+        marks_padding=model.routing is not None,
     )
 
     # The optimizer that --optim names, or the one in DeepSpeed's JSON; any other of torch may stand here.
@@ -59,9 +59,9 @@ def main(start: Start) -> int:
     optimizer = make_optimizer(model, recipe, run.device, run.strategy)
     schedule = make_schedule(recipe, run.num_updates)  # update -> learning rate
     engine = run.prepare(model, optimizer, schedule)
-    # Does the loss in chunks give what the whole one gives, and do packed documents stay apart? `collate` learns from
-    # it how the attention kernel wants packed rows.
-    run.log_at_start(*try_kernels(engine, recipe, collate))
+    # Check that the chunked loss equals the whole one, and that packed documents stay apart. `collate` learns how the
+    # attention kernel wants packed rows.
+    run.log_at_start(*check_kernels(engine, recipe, collate))
 
     def evaluate() -> dict[str, float]:
         batches = held_out_batches(engine, data.parts, collate, recipe.per_device_eval_batch_size)

@@ -15,7 +15,7 @@ from zerofit.recipe import ClsRecipe
 from zerofit.training.entry import Start, begin, end
 
 if __name__ == "__main__":
-    start = begin("cls", ClsRecipe)  # a mistake in an option or a path is told before the slow imports
+    start = begin("cls", ClsRecipe)  # a mistake in an option or a path is reported before the slow imports
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ from zerofit.training.setup import add_lora, build_model
 def main(start: Start) -> int:
     # Read the launcher's strategy, the output folder and an earlier run. If settings contradict, the run ends here.
     run = Run.open(start)
-    recipe = run.recipe  # every option with the value that holds
+    recipe = run.recipe  # every option with its effective value
 
     # Records -> checked texts and labels -> rows of token ids, one row an example.
     config = run.model_config(AutoModelForSequenceClassification)

@@ -12,7 +12,7 @@ from zerofit.recipe import DistillRecipe
 from zerofit.training.entry import Start, begin, end
 
 if __name__ == "__main__":
-    start = begin("distill", DistillRecipe)  # a mistake in an option or a path is told before the slow imports
+    start = begin("distill", DistillRecipe)  # a mistake in an option or a path is reported before the slow imports
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ from zerofit.model.loss import TEACHER_HIDDEN, model_loss
 from zerofit.model.tokenizer import check_vocabulary, pad_vocabulary, padding_token
 from zerofit.recipe.options import make_schedule
 from zerofit.strategy.optimizers import make_optimizer
-from zerofit.training.causal import choose_loss_and_attention, load_teacher, try_kernels
+from zerofit.training.causal import check_kernels, choose_loss_and_attention, load_teacher
 from zerofit.training.evaluation import held_out_batches, held_out_loss
 from zerofit.training.generation import continue_prompts, sample_text
 from zerofit.training.run import Run
@@ -35,7 +35,7 @@ from zerofit.training.setup import add_lora, build_model
 def main(start: Start) -> int:
     # Read the launcher's strategy, the output folder and an earlier run. If settings contradict, the run ends here.
     run = Run.open(start)
-    recipe = run.recipe  # every option with the value that holds
+    recipe = run.recipe  # every option with its effective value
 
     # Text, chats or a tokenized corpus -> documents -> token ids -> blocks of block_size.
     config = run.model_config(AutoModelForCausalLM)
@@ -50,14 +50,14 @@ def main(start: Start) -> int:
     collate = CausalCollator(
         padding_token(data.tokenizer),
         multiple=multiple_for(run.device, config),
-        marks_filling=model.routing is not None,
+        marks_padding=model.routing is not None,
     )
 
     # Accelerate or DeepSpeed wraps, shards and places model and optimizer as the strategy says.
     optimizer = make_optimizer(model, recipe, run.device, run.strategy)
     schedule = make_schedule(recipe, run.num_updates)  # update -> learning rate
     engine = run.prepare(model, optimizer, schedule)
-    run.log_at_start(*try_kernels(engine, recipe, collate))
+    run.log_at_start(*check_kernels(engine, recipe, collate))
 
     # The teacher, next to the student on each rank, reads each micro-batch as well; the loss compares the two.
     teacher = load_teacher(run, model, data, collate) if recipe.trains else None

@@ -12,7 +12,7 @@ from zerofit.recipe import DpoRecipe
 from zerofit.training.entry import Start, begin, end
 
 if __name__ == "__main__":
-    start = begin("dpo", DpoRecipe)  # a mistake in an option or a path is told before the slow imports
+    start = begin("dpo", DpoRecipe)  # a mistake in an option or a path is reported before the slow imports
 
 from transformers import AutoModelForCausalLM
 
@@ -22,7 +22,7 @@ from zerofit.model.loss import DEFAULT_BETA, PreferenceLoss, disable_dropout
 from zerofit.model.tokenizer import check_vocabulary, pad_vocabulary, padding_token
 from zerofit.recipe.options import make_schedule
 from zerofit.strategy.optimizers import make_optimizer
-from zerofit.training.causal import choose_loss_and_attention, measure_reference, try_kernels
+from zerofit.training.causal import check_kernels, choose_loss_and_attention, measure_reference
 from zerofit.training.evaluation import held_out_batches, held_out_loss
 from zerofit.training.generation import continue_prompts, sample_text
 from zerofit.training.run import Run
@@ -32,7 +32,7 @@ from zerofit.training.setup import add_lora, build_model
 def main(start: Start) -> int:
     # Read the launcher's strategy, the output folder and an earlier run. If settings contradict, the run ends here.
     run = Run.open(start)
-    recipe = run.recipe  # every option with the value that holds
+    recipe = run.recipe  # every option with its effective value
 
     # Prompts with two answers -> token ids: a sample is a pair.
     config = run.model_config(AutoModelForCausalLM)
@@ -53,7 +53,7 @@ def main(start: Start) -> int:
     engine = run.prepare(model, optimizer, schedule)
     pad = padding_token(data.tokenizer)
     multiple = multiple_for(run.device, config)
-    run.log_at_start(*try_kernels(engine, recipe, CausalCollator(pad, multiple=multiple)))
+    run.log_at_start(*check_kernels(engine, recipe, CausalCollator(pad, multiple=multiple)))
 
     # The loss compares log-probabilities of the two answers with those of the reference: the model as it is now. They
     # are measured once, before training, and kept with the prepared data, so no second model is held.

@@ -13,7 +13,7 @@ from zerofit.recipe import Seq2SeqRecipe
 from zerofit.training.entry import Start, begin, end
 
 if __name__ == "__main__":
-    start = begin("seq2seq", Seq2SeqRecipe)  # a mistake in an option or a path is told before the slow imports
+    start = begin("seq2seq", Seq2SeqRecipe)  # a mistake in an option or a path is reported before the slow imports
 
 from transformers import AutoModelForSeq2SeqLM
 
@@ -41,7 +41,7 @@ from zerofit.training.setup import add_lora, build_model
 def main(start: Start) -> int:
     # Read the launcher's strategy, the output folder and an earlier run. If settings contradict, the run ends here.
     run = Run.open(start)
-    recipe = run.recipe  # every option with the value that holds
+    recipe = run.recipe  # every option with its effective value
 
     # Conversations -> (history, reply) pairs -> rows of token ids.
     config = run.model_config(AutoModelForSeq2SeqLM)

@@ -138,7 +138,7 @@ def test_words_need_no_tags(tmp_path, cache, pairs_tokenizer):
     file = write_records(tmp_path / "a.jsonl", [{"words": words, "more": 1} for words in rows])
     data = asked(config, pairs_tokenizer, cache, "--predict_file", file)
     (part,) = data.held_out
-    assert (data.labels.names, data.labels.of_words) == (("O", "B-PER"), True)
+    assert (data.labels.names, data.labels.is_token_level) == (("O", "B-PER"), True)
     assert part.tables[0].to_dict() == {"words": rows, "more": [1] * 3}
     assert [(part.samples[index]["starts"] < 0).tolist() for index in range(3)] == [[False] * 2, [], [True, False]]
     assert "note      1 of 3 texts are empty" in data.notes

@@ -287,7 +287,7 @@ def test_counts_and_notes():
 def test_records_with_several_labels(tmp_path, byte_tokenizer):
     recipe, data = prepared(tmp_path / "a.jsonl", byte_tokenizer, SETS * 4, prediction=7)
     assert data.labels.names == ("a", "b", "c")
-    assert data.labels.of_sets
+    assert data.labels.is_multi_label
     assert any("training + held out" in note for note in data.notes)
     (part,) = data.held_out
     assert set(part.tables[0].column_names) == {"id", "text", "labels", "input_prediction"}
@@ -337,7 +337,7 @@ def test_data_for_a_stored_model(tmp_path, byte_tokenizer, kind, labels, words):
         assert words in refusal(prepare_examples, recipe, config)
     else:
         data = prepare_examples(recipe, config)
-        assert data.labels.of_sets
+        assert data.labels.is_multi_label
         expected = [1.0, 0.0] if labels[0] == "a" else [1.0, 1.0]
         assert expected in data.held_out[0].samples.labels.tolist()
 

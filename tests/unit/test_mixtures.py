@@ -117,7 +117,7 @@ def test_the_filling_of_packed_rows_is_not_counted():
 
     documents = Documents(Dataset.from_dict({"input_ids": [list(range(1, 10)), list(range(20, 33))]}))
     blocks = PackedBlocks(documents, 16, boundaries=True, filler=0)
-    batch = CausalCollator(0, marks_filling=True)([(blocks[0], 0), (blocks[1], 1)])
+    batch = CausalCollator(0, marks_padding=True)([(blocks[0], 0), (blocks[1], 1)])
     assert (batch.num_tokens, batch.num_positions) == (22, 32)
     model = mixture()
     install_loss(model, "chunked")

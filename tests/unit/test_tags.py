@@ -80,13 +80,13 @@ def test_entities_are_those_of_seqeval():
         "U-A U-A B-A I-A L-A L-B O": [("A", 0, 0), ("A", 1, 1), ("A", 2, 4), ("B", 5, 5)],  # BILOU, as spaCy has it
     }.items():
         assert find_entities([[], tags.split()]) == {(1, *entity) for entity in expected}
-        assert Labels(tuple(tags.split()), of_words=True).entities
+        assert Labels(tuple(tags.split()), is_token_level=True).entities
     figures = compute("entities", [["B-A", "I-A", "O", "B-B"]], [["B-A", "O", "O", "B-B"]])
     assert figures == {"f1": 0.5, "precision": 0.5, "recall": 0.5, "accuracy": 0.75}
 
 
 def test_a_table_of_tags_that_are_no_entities(tmp_path):
-    labels, folder = Labels(("DET", "NOUN", "VERB"), of_words=True), RunFolder(str(tmp_path))
+    labels, folder = Labels(("DET", "NOUN", "VERB"), is_token_level=True), RunFolder(str(tmp_path))
     rows = [["DET", "NOUN", "NOUN"], ["DET", "VERB", None], ["VERB"], ["NOUN"]]
     folder.write_predictions({"label": truth, "prediction": found} for truth, found in zip(rows[::2], rows[1::2]))
     head, text = report_classes(folder, labels, [HeldOut(None, None, "")])

@@ -36,21 +36,10 @@ from zerofit.record.terminal import log_lines
 
 RETRY_S = 30.0  # between two attempts while the store fails
 RETRY_AT_START_S = 10.0
-<<<<<<< HEAD
 MAX_OUTAGE_S = 600.0  # how long a run without a checkpoint on the disk waits for the store when it starts
 MIRROR_TIMEOUT_S = 600.0  # at the end of a run
 # The files that every run writes, in the order in which they are copied.
 RESULT_FILES = (
-    "recipe.yaml", "strategy.yaml", RECORD, "metrics.jsonl", "samples.jsonl", "stream.jsonl", "anomalies.jsonl",
-    "environment.json", "loss.png",
-)  # fmt: skip
-# The errors' names in the libraries of Amazon, Google and Azure, any of which may be missing.
-CREDENTIAL_ERRORS = ("NoCredentialsError", "DefaultCredentialsError", "ClientAuthenticationError")
-=======
-OUTAGE_S = 600.0  # the store is tried so long, where nothing is known of the run without it
-FINISH_S = 600.0  # at the end of a run
-# What every run writes, in the order in which it is copied.
-RESULTS = (
     "recipe.yaml",
     "strategy.yaml",
     RECORD,
@@ -61,9 +50,8 @@ RESULTS = (
     "environment.json",
     "loss.png",
 )
-# Of boto, Google's and Azure's libraries, of which any may be missing.
-NO_CREDENTIALS = ("NoCredentialsError", "DefaultCredentialsError", "ClientAuthenticationError")
->>>>>>> 92f77dbe (product: the formatter's layout everywhere, word lists are split texts)
+# The errors' names in the libraries of Amazon, Google and Azure, any of which may be missing.
+CREDENTIAL_ERRORS = ("NoCredentialsError", "DefaultCredentialsError", "ClientAuthenticationError")
 
 
 class MirrorStore:

@@ -77,7 +77,7 @@ class CausalCollator:
     pad_id: int  # the token that pads rows; its label is ignored and attention does not see it
     flatten: bool = False
     multiple: int = 1  # widths are rounded up to a multiple of this, or of less (round_up)
-    marks_filling: bool = False  # packed rows come with `is_token`, for a model with experts
+    marks_padding: bool = False  # packed rows come with `is_token`, for a model with experts
 
     def __call__(self, samples: IndexedSamples) -> Batch:
         rows = [sample for sample, _ in samples]
@@ -105,7 +105,7 @@ class CausalCollator:
         num_targets = int((targets[:, first:] != IGNORE).sum())
         counts = [int(row.get("num_tokens", len(row["input_ids"]))) for row in rows]
         num_tokens = total_length(counts, indices)
-        if self.marks_filling and packed:
+        if self.marks_padding and packed:
             inputs["is_token"] = padding_mask(counts, width)
         ends: dict[str, torch.Tensor | int] = {}  # the documents' ends, named as transformers' FlashAttentionKwargs
         if self.flatten and packed:

@@ -253,7 +253,7 @@ def _options(path: Path, data: DataOptions, is_headless: bool, notes: list[str])
             rows = csv.reader(head, delimiter=delimiter)
             quoted_fields = [field.strip() for row in rows for field in row if re.match(' +"', field)]
         # As in `a, "b"`, where the quotes enclose the field: no program writes a text so that begins with a blank and
-        # a quote, and none goes on behind the quote that ends it.
+        # a quote, and none continues after the quote that ends it.
         if quoted_fields and all(field[1:].endswith('"') or '"' not in field[1:] for field in quoted_fields):
             notes.append(f'note      {path}: blanks before a field are left out: a, "b"')
             return {**options, "skipinitialspace": True}

@@ -1,7 +1,7 @@
 """JSON files: JSON lines, a list of records, or a table as pandas writes it; with texts as they are written, and one
 type of column for the records of all files.
 
-A key that a record has not is null. Where one record has a text and another a number, both are texts; where objects
+A key that a record lacks is null. Where one record has a text and another a number, both are texts; where objects
 have different keys, or one record has a text and another an object, each value stays as it is.
 """
 

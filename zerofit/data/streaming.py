@@ -1,4 +1,4 @@
-"""Training samples from shards that need not fit the disk (parquet, JSON lines, WebDataset tars, on a disk or behind
+"""Training samples from shards that need not fit the disk (parquet, JSON lines, WebDataset tars, on a disk or at
 an address): windows of records, each of which is prepared and shuffled like a data set of its own.
 
 The datasets library reads them. This module makes reading repeatable: a position is (shard, record), a window

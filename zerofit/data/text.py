@@ -140,7 +140,7 @@ def prepare_text(
         if not len(sets[part]):
             raise UserError(f"block_size = {block_size} leaves no {part} sample. Make it smaller")
     if appends_eos and not ends:
-        notes.append("note      the tokenizer has no end-of-text token: nothing stands behind a document")
+        notes.append("note      the tokenizer has no end-of-text token: documents end without a separator")
     train = sets.get("train")
     held_out = sets.get("validation")
     return TextData(train=train, validation=held_out, tokenizer=tokenizer, block_size=block_size, notes=notes)

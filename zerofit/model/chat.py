@@ -190,7 +190,7 @@ def _function_of(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_arguments(conversation: Conversation, convert: Callable[[Any], Any]) -> Conversation:
-    """Return the conversation with the arguments of each call replaced by `changed(arguments)`."""
+    """Return the conversation with the arguments of each call replaced by `convert(arguments)`."""
     messages = []
     for message in conversation:
         calls = []

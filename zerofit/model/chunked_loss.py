@@ -371,7 +371,7 @@ class Scores(NamedTuple):
 
     log_probabilities: Tensor  # (N, V)
     target: Tensor  # (N,), among them; IGNORE also where another rank has it
-    at_target: Tensor  # (N, 1) or (1, 1): -1, or 0 where another rank has the target
+    at_target: Tensor  # (N, 1) or (1, 1), added to the gradient at the target: -1; 0 where another rank has it
     log_sums: Tensor  # (N, 1), the logsumexp of the logits
 
 

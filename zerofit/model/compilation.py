@@ -245,7 +245,7 @@ def _fused_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 def round_embeddings(model: torch.nn.Module) -> None:
     """Round embeddings before the blocks, and with them the residual stream, to bf16 under autocast in bf16.
-    Embeddings in fp32 would make every addition behind them, and every sum of gradients in the backward pass, one in
+    Embeddings in fp32 would make every addition after them, and every sum of gradients in the backward pass, one in
     fp32. Where DeepSpeed or FSDP2 hold the weights of the passes in bf16, none of these is in fp32."""
     within = {module for block in blocks_of(model) for module in block.modules()}
     for module in model.modules():

@@ -26,8 +26,7 @@ MERGED = "`zerofit merge` makes a model that it loads"
 
 def review_export(folder: Path, model_class: Any) -> list[str]:
     """Read an export back. Returns a line about what was read, and one for each problem that other programs have with
-    it. Returns a line that says what was read, and one for each thing that others stumble over. `model_class`: of the
-    model that was trained, one of transformers. Raises RuntimeError where weights are missing."""
+    it. `model_class`: the class of the trained model in transformers. Raises RuntimeError: weights are missing."""
     adapter = is_adapter(str(folder))
     stored = read_weight_headers(folder, "adapter_model" if adapter else "model")
     if not stored:
@@ -49,7 +48,7 @@ def review_export(folder: Path, model_class: Any) -> list[str]:
                 f"{folder} lacks weights of its model, or has them in another shape: {name_some(wrong)}"
             )
         if extra := sorted(info["unexpected_keys"]):
-            lines.append(f"weights that its model has not: {name_some(extra)}")
+            lines.append(f"weights that its model does not have: {name_some(extra)}")
         head = model.get_output_embeddings()
         names = [name for name, module in model.named_modules() if module is head]
         if names and f"{names[0]}.weight" in stored and model.config.get_text_config().tie_word_embeddings:
@@ -104,8 +103,7 @@ def export_model(
 
 
 def write_other_files(files: dict[str, Callable[[], object]]) -> dict[str, Exception]:
-    """Write the files next to the weights; one that fails does not stop the others. Returns {file: why it failed}.
-    Returns {file: why it failed}."""
+    """Write the files next to the weights; one that fails does not stop the others. Returns {file: why it failed}."""
     failed = {}
     for name, write in files.items():
         try:
@@ -117,7 +115,7 @@ def write_other_files(files: dict[str, Callable[[], object]]) -> dict[str, Excep
 
 def _write_weights(model: Any, weights: NamedWeights, folder: Path) -> None:
     """Write the weights in one file, or in several if the family's weights have the same names on the disk as in
-    memory, except for renaming. `written.config` gets what transformers adds to it as it saves a model."""
+    memory, except for renaming. `model.config` gets what transformers adds when it saves a model."""
     expected = {name for name, _ in model.named_parameters()}
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - expected
     in_parts = family_of(model.config).stage_plan is not None

@@ -33,7 +33,7 @@ class StagePlan:
 
     layers: str  # the list of layers, an attribute of the body (`model.base_model`)
     before: tuple[str, ...]  # attributes of the body that work on tokens, or on hidden states before the first layer
-    after: tuple[str, ...]  # attributes of the body that work on hidden states behind the last layer
+    after: tuple[str, ...]  # attributes of the body that work on hidden states after the last layer
     added: tuple[str, ...] = ()  # the ones whose output is added to the hidden states
 
 
@@ -105,7 +105,7 @@ GPT_NEOX = replace(  # Black et al. 2022; Pythia, OpenCALM
 
 # ------------------------------------------------------------- Llama (Touvron et al. 2023), and what has its layers
 
-LLAMA_LIKE = Family(  # some have norms within their attention, or factors before and behind their layers
+LLAMA_LIKE = Family(  # some have norms within their attention, or factors before and after their layers
     model_types=("gemma", "gemma2", "gemma3_text", "olmo", "granite", "smollm3"),
     lora_targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
 )
@@ -124,7 +124,7 @@ MISTRAL = replace(
 )
 # Meta's own code and published folders begin every text with the beginning-of-text token.
 LLAMA = replace(MISTRAL, model_types=("llama",), bare_tokenizer_options={"add_bos_token": True})
-# OLMo et al. 2025: norms behind attention and MLP, and over all queries, all keys.
+# OLMo et al. 2025: norms after attention and MLP, and over all queries, all keys.
 OLMO2 = replace(MISTRAL, model_types=("olmo2",), tensor_plan=replace(GATED_PLAN, norms=("q_norm", "k_norm")))
 # Mixtral (Jiang et al. 2024), Qwen, OLMoE (Muennighoff et al. 2024): transformers keeps the experts of a layer in two
 # parameters, and a router chooses for each token.

@@ -123,7 +123,7 @@ def _build(
             missing = {*info["missing_keys"], *ignored_weights}
             final_dtype = drawn_dtype if drawn_dtype != dtype else None
             model.initialized_weights = _initialize_missing(model, missing, strategy, recipe.seed, final_dtype)
-            model.unused_weights = sorted(info["unexpected_keys"])  # under ZeRO-3 with those of `_ignoring`
+            model.unused_weights = sorted(info["unexpected_keys"])  # under ZeRO-3 also the replaced ones
             check_finite(model, f"model_name_or_path = {name!r}", strategy.gather)
             return fuse_gelu(model)
         with strategy.building_from_scratch(size):

@@ -37,7 +37,7 @@ def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
 
 
 def decay_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Return AdamW's two parameter groups: matrices and higher decay, vectors and scalars (biases, norms) do not. By
+    """Return the two weight-decay groups: tensors of two and more dimensions decay, vectors (biases, norms) do not. By
     dimension and not by name, so that it holds for every architecture. Empty groups are omitted."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     matrices = [parameter for parameter in trainable if len(true_shape(parameter)) >= 2]

@@ -248,7 +248,7 @@ class TokenParts:
         self.tensor = tensor
         self._shape: torch.Size | None = None  # (B, T); None: every rank has all tokens
         self._incoming: torch.Tensor | None = None  # from the stage before, of a pipeline
-        self._outgoing: torch.Tensor | None = None  # for the stage behind
+        self._outgoing: torch.Tensor | None = None  # for the next stage
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of hidden states (B, T, H) that all ranks have, or the part that `receive` got."""
@@ -271,7 +271,7 @@ class TokenParts:
         join = partial(_all_gather, shape=self._shape, tensor=self.tensor)
         return CollectiveFunction.apply(part, join, partial(_reduce_scatter, tensor=self.tensor))
 
-    def add_up(self, share: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def sum_shares(self, share: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return this rank's part of the sum of all ranks' shares (B, T, H) and of a bias that all of them have."""
         if self._shape is not None:
             return ReduceScatterTokens.apply(share, bias, self.tensor)
@@ -279,7 +279,7 @@ class TokenParts:
         return whole if bias is None else whole + bias
 
     def leave(self, module: nn.Module, args: Any, hidden: torch.Tensor) -> torch.Tensor:
-        """Gather all tokens behind the last norm, as a hook of it. Where a later stage of a pipeline has the norm, the
+        """Gather all tokens after the last norm, as a hook of it. Where a later stage of a pipeline has the norm, the
         part is for `send`, and the model's code goes on with something of its shape."""
         if self._shape is None:
             return hidden
@@ -326,7 +326,7 @@ class RowLinear(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         share = F.linear(inputs, self.weight.t() if self.is_transposed else self.weight)
-        return self.parts.add_up(share, self.bias)
+        return self.parts.sum_shares(share, self.bias)
 
 
 class SharedNorm(nn.Module):

@@ -34,9 +34,9 @@ METADATA_DEFAULTS: dict[str, Any] = {
     "required": "",  # a sentence: what is missing without a value, and what to type
     "aliases": (),  # other names of the option, which other programs use
     "zero": "",  # for an option whose value must be above zero: what to type instead of 0
-    # conditions (see `needs`) that must not hold with it; a flag among the two takes out the other's line in a file
+    # conditions (see `needs`) that must not hold with it; if one of the two is a flag, the other's line is dropped
     "excludes": "",
-    # options that it is said of: a recipe's value is left out with theirs, or where a flag changes theirs
+    # options that it belongs to: a recipe's line is dropped together with theirs, or where a flag changes theirs
     "follows": "",
     "common": False,  # --help shows it, --help_all shows all options
     # train (only training uses it: evaluating or predicting resets it), data (predict_file replaces it), or always
@@ -113,7 +113,7 @@ def parse_value(text: str, kind: OptionType) -> Any:
         return kind.values[str(is_on).lower()] if kind.values else is_on
     if kind.base is int:
         return int(text, 0)  # 1_000 and 0x1f; no 010, which is 8 in YAML 1.1
-    # A shell has done so, but not in a file, nor behind --name=
+    # A shell has done so, but not in a file, nor after --name=
     return kind.base(os.path.expanduser(text) if text.startswith("~/") else text)
 
 

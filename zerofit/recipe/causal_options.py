@@ -53,7 +53,7 @@ class TextOptions(Recipe):
     block_size_warmup: str | None = option(
         None,
         "START@UPDATES, as 64@2000: samples of text are cut to START tokens in the first update, and grow in steps of "
-        "START to block_size, which those after UPDATES have. What is cut off is not read in that epoch.",
+        "START to block_size, reached after UPDATES updates. What is cut off is not read in that epoch.",
         form=WARMUP_FORM,
         phase="train",
         needs="!tokens_per_batch !preference_loss",
@@ -172,7 +172,7 @@ class PreferenceOptions(InferenceOptions, TextOptions, OptionsOfOtherGroups):
         common=True,
     )
     preference_beta: float | None = option(
-        None, "What rewards are multiplied by; by default 0.1, and 2.0 of simpo.", positive=True
+        None, "Factor of the rewards; by default 0.1, and 2.0 for simpo.", positive=True
     )
     preference_label_smoothing: float = option(
         0.0, "dpo: the probability that a pair is labelled wrongly.", minimum=0, below=0.5, needs="preference_loss=dpo"

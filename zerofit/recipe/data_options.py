@@ -231,7 +231,7 @@ class BatchOptions(Recipe, phase="train"):
     global_batch_warmup: str | None = option(
         None,
         "START@UPDATES, as 64@5000: the first update takes START samples, and updates grow in steps of START to the "
-        "global batch, which those after UPDATES have.",
+        "global batch, reached after UPDATES updates.",
         form=WARMUP_FORM,
         needs="!tokens_per_batch",
     )

@@ -56,7 +56,7 @@ class Problems:
 
     @contextlib.contextmanager
     def collected(self) -> Iterator[None]:
-        """Collect the problems of a UserError that ends this block, and continue behind it."""
+        """Collect the problems of a UserError that ends this block, and continue after it."""
         try:
             yield
         except UserError as error:

@@ -41,8 +41,8 @@ class OptimizerOptions(Recipe, phase="train"):
     adam_epsilon: float = option(1e-8, "AdamW's epsilon.", minimum=0, aliases=("adam_eps",), noted="!optim=adafactor")
     ema_decay: float = option(
         0.0,
-        "Also keep an exponential moving average (EMA) of the weights: X of it stays in each update, and 1 - X of the "
-        "new weights is added. It is exported to model/ema. 0: none.",
+        "Also keep an exponential moving average (EMA) of the weights: in each update "
+        "ema = X * ema + (1 - X) * weights. It is exported to model/ema. 0: none.",
         minimum=0,
         below=1,
     )

@@ -358,7 +358,7 @@ def option_named(word: str) -> str | None:
 
 
 def flag_value(words: list[str], name: str) -> str | None:
-    """Return the text behind the last `--name` in a command line that is not checked yet; None: there is none."""
+    """Return the text after the last `--name` in a command line that is not checked yet; None: there is none."""
     value = None
     for word, following in zip(words, [*words[1:], ""]):
         if option_named(word) == name:

@@ -209,10 +209,14 @@ class Strategy:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype of matrix products, and of LoRA's frozen base. One process and DDP: autocast of the Accelerator
-        (processes.py); layers add to a sum in this dtype, too (model/compilation.py), unless the recipe says
-        `residual_in_fp32`. FSDP2: the MixedPrecisionPolicy of engines.py; each rank's rows are in fp32. DeepSpeed:
-        the model itself has this dtype, the optimizer has the weights in fp32. Losses are in fp32."""
+        """The dtype of matrix products, and of LoRA's frozen base.
+
+        One process and DDP: autocast of the Accelerator (processes.py) casts each product; weights stay in fp32.
+        FSDP2: the MixedPrecisionPolicy of engines.py casts gathered weights; each rank's shards stay in fp32.
+        DeepSpeed: the model itself has this dtype, the optimizer has the weights in fp32.
+        Everywhere: the residual stream too, unless the recipe says `residual_in_fp32`, and on CUDA the RMSNorm of
+        Llama and its kin (both in model/compilation.py). Losses and moments are in fp32. A model that overflows in
+        fp16 gets bf16 instead (model/preflight.py)."""
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision, torch.float32)
 
     @property

@@ -185,7 +185,7 @@ def choose_loss_and_attention(model: Any, run: Run) -> None:
         run.log_at_start(choose_attention(model, recipe.attn_implementation, run.strategy.precision))
 
 
-def try_kernels(engine: Engine, recipe: ClmRecipe, collate: Any) -> list[str | None]:
+def check_kernels(engine: Engine, recipe: ClmRecipe, collate: Any) -> list[str | None]:
     """Check on random tokens that the attention kernel keeps packed documents apart, that the loss equals the model's
     own, and that ranks that split rows compute what one rank computes. Returns notes for the log. Raises UserError:
     a check fails.

@@ -46,7 +46,7 @@ def choose_head(config: Any, labels: Labels, recipe: ClsRecipe) -> tuple[Any, li
         replaced = head_weights(AutoModelForSequenceClassification, config, old_outputs + 1) if old_outputs else []
     else:
         auto_class = AutoModelForSequenceClassification
-        if labels.of_words:
+        if labels.is_token_level:
             auto_class = AutoModelForTokenClassification
             check_task(recipe, config, auto_class)
         old_outputs, renamed = configure_labels(config, labels, pretrained, recipe.ignore_mismatched_sizes)
@@ -61,9 +61,9 @@ def figures_of(labels: Labels, held_out: list[HeldOut], task_name: str | None) -
     """Return the names of the figures that `evaluate_examples` gives. The first decides which evaluation is best."""
     if labels.names is None:
         of_part: tuple[str, ...] = ("pearson", "spearmanr", "mse", "loss")
-    elif labels.of_sets:
+    elif labels.is_multi_label:
         of_part = ("f1_micro", "f1_macro", "precision", "recall", "accuracy", "loss")
-    elif labels.choices or (labels.of_words and not labels.entities):
+    elif labels.choices or (labels.is_token_level and not labels.entities):
         of_part = ("accuracy", "loss")
     elif labels.entities:
         of_part = ("f1", "precision", "recall", "accuracy", "loss")
@@ -131,11 +131,11 @@ def _answered(
 def _measured(predictions: list[Any], truth: list[Any], labels: Labels) -> dict[str, float]:
     if labels.names is None:
         return compute("regression", predictions, truth)
-    if labels.of_words:
+    if labels.is_token_level:
         sentences = ([[labels.names[tag] for tag in row] for row in rows] for rows in (predictions, truth))
         figures = compute("entities", *sentences)
         return figures if labels.entities else {"accuracy": figures["accuracy"]}
-    if labels.of_sets:
+    if labels.is_multi_label:
         return compute("label sets", predictions, truth, num_labels=len(labels.names))
     figures = compute("classification", predictions, truth, num_labels=len(labels.names))
     return {"accuracy": figures["accuracy"]} if labels.choices else figures
@@ -143,9 +143,9 @@ def _measured(predictions: list[Any], truth: list[Any], labels: Labels) -> dict[
 
 def _truth(part: HeldOut, labels: Labels) -> list[Any]:
     """Return the label of each example: a number, a list of classes (label sets), or the tags of the words read."""
-    if labels.of_sets:
+    if labels.is_multi_label:
         return [np.flatnonzero(row).tolist() for row in part.samples.labels]
-    if not labels.of_words:
+    if not labels.is_token_level:
         return part.samples.labels.tolist()
     samples = (part.samples[index] for index in range(len(part.samples)))
     return [sample["tags"][sample["starts"] >= 0].tolist() for sample in samples]
@@ -154,12 +154,12 @@ def _truth(part: HeldOut, labels: Labels) -> list[Any]:
 def _answers(logits: torch.Tensor, targets: torch.Tensor, labels: Labels) -> list[tuple[Any, list[float] | None]]:
     """Return one pair for each row: (class, probability of each class), (classes, probabilities) for label sets,
     (number, None) for regression, or (the tags of the words read, None)."""
-    if labels.of_words:
+    if labels.is_token_level:
         predicted = logits.argmax(dim=-1)  # (B, T)
         return [(row[target != IGNORE].tolist(), None) for row, target in zip(predicted, targets)]
     if labels.names is None:
         return [(value, None) for value in logits[:, 0].tolist()]
-    if labels.of_sets:
+    if labels.is_multi_label:
         of_rows = logits.sigmoid().tolist()
         return [([place for place, value in enumerate(row) if value > MULTI_LABEL_THRESHOLD], row) for row in of_rows]
     probabilities = logits.softmax(dim=-1)
@@ -171,7 +171,7 @@ def _lines(part: HeldOut, truth: list[Any] | None, answers: list[Any], labels: L
     names = labels.names or ()
     for index, (record, (answer, probabilities)) in enumerate(zip(chain.from_iterable(part.tables), answers)):
         line = {**record}
-        if labels.of_words:
+        if labels.is_token_level:
             sample = part.samples[index]
             predicted = iter(answer)
             if truth is not None:
@@ -182,7 +182,7 @@ def _lines(part: HeldOut, truth: list[Any] | None, answers: list[Any], labels: L
                 line["label"] = _named(truth[index], labels)
             line["prediction"] = _named(answer, labels)
         if probabilities is not None:
-            if not labels.of_sets:
+            if not labels.is_multi_label:
                 line["probability"] = probabilities[answer]
             line["probabilities"] = dict(zip(names, probabilities))
         yield line
@@ -192,7 +192,7 @@ def _named(answer: Any, labels: Labels) -> Any:
     """Return the name of a class, the names of a set of classes, or the number unchanged."""
     if labels.names is None:
         return answer
-    return [labels.names[place] for place in answer] if labels.of_sets else labels.names[answer]
+    return [labels.names[place] for place in answer] if labels.is_multi_label else labels.names[answer]
 
 
 def report_classes(folder: RunFolder, labels: Labels, held_out: list[HeldOut]) -> list[str]:
@@ -207,7 +207,7 @@ def report_classes(folder: RunFolder, labels: Labels, held_out: list[HeldOut]) -
         if not rows:  # the file of an earlier launch, damaged since
             continue
         names = labels.names
-        nouns = ("class", "words" if labels.of_words else "examples")
+        nouns = ("class", "words" if labels.is_token_level else "examples")
         truth: set[Any]
         predicted: set[Any]
         if labels.entities:
@@ -216,12 +216,12 @@ def report_classes(folder: RunFolder, labels: Labels, held_out: list[HeldOut]) -
             sentences = [_words(row) for row in rows]
             truth, predicted = (find_entities([[word[key] for word in words] for words in sentences]) for key in keys)
             names = tuple(sorted({kind for _, kind, *_ in truth | predicted}))
-        elif labels.of_sets:
+        elif labels.is_multi_label:
             heading = "labels      of the held-out examples"
             nouns = ("label", "examples")
             truth, predicted = ({(place, name) for place, row in enumerate(rows) for name in row[key]} for key in keys)
         else:
-            rows = [word for row in rows for word in _words(row)] if labels.of_words else rows
+            rows = [word for row in rows for word in _words(row)] if labels.is_token_level else rows
             heading = f"classes     of {len(rows):,} held-out {nouns[1]}{part.suffix.replace('_', ' ')}"
             truth, predicted = ({(place, row[key]) for place, row in enumerate(rows)} for key in keys)
         lines += [heading, _recognized(names, nouns, truth, predicted)]

@@ -81,7 +81,7 @@ def explain_stop(run: "Run") -> list[str]:
     if run.anomaly is not None:
         remedy = "The same command will hit it again. To skip these samples add --on_anomaly skip (or rewind)"
         if run.recipe.on_anomaly != "stop":
-            remedy = f"--on_anomaly {run.recipe.on_anomaly} is no longer a remedy: there were too many. Mend the data"
+            remedy = f"--on_anomaly {run.recipe.on_anomaly} is no longer a remedy: there were too many. Fix the data"
         return [
             f"{stopped_by}: update {run.anomaly.update}: {run.anomaly.reason}",
             f"            its samples are in {run.folder.anomalies.path}; the weights are as they were before it",
@@ -280,7 +280,7 @@ def finish_run(run: "Run") -> int:
             weights = f"the trained weights are in {folder.model}" if has_weights else "model/ is not there"
             newest = next(checkpoints.directory.resumable(), None)
             remedy = f"the same command exports again, from {newest}" if newest else "there is no checkpoint"
-            lines.append(f"            {weights}; {remedy}. First mend the cause")
+            lines.append(f"            {weights}; {remedy}. First fix the cause")
         print_last("\n".join(lines), file=sys.stdout)
     elif not run.stopped:
         run.log_lines(f"run folder  {folder.path}  (loss.png, metrics.jsonl, model/)")

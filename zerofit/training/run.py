@@ -298,7 +298,7 @@ class Run:
             figures: the names of the held-out figures, without their `eval_`; the first tells which evaluation is the
                 best, unless the recipe names another.
             unit: what the loss is a mean over ("token", "example"), for the label of the loss plot's axis.
-            counter: a loss that reports figures of its own (PreferenceLoss), in place of a mixture's routers.
+            counter: a loss that reports figures of its own (PreferenceLoss), instead of the experts' routers.
             evaluate_first: () -> the held-out figures; called before the first update, with `eval_on_start`.
         """
         self.data = data

@@ -105,8 +105,8 @@ class StoredModel:
         return config
 
     @property
-    def swapped_in(self) -> list[str]:
-        """Return the names of the weights that the adapter stores in full, in place of those of its base."""
+    def full_weights(self) -> list[str]:
+        """Return the names of the weights that the adapter stores in full, instead of its base's."""
         return self.adapter.full_weights if self.adapter else []
 
     def inject(self, model: torch.nn.Module, strategy: Strategy) -> None:
@@ -114,7 +114,7 @@ class StoredModel:
         model are in neither."""
         if self.adapter is not None:
             inject_adapter(self.adapter, model, self.base, strategy)
-        missing = [name for name in getattr(model, "initialized_weights", ()) if name not in self.swapped_in]
+        missing = [name for name in getattr(model, "initialized_weights", ()) if name not in self.full_weights]
         if missing:
             raise UserError(
                 f"model_name_or_path = {self.asked_for!r} has no weights for {name_some(missing)}: it would answer at "

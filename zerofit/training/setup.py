@@ -72,7 +72,7 @@ def build_model(auto_class: Any, config: PretrainedConfig, run: "Run", ignored_w
     strategy = run.strategy
     continued = run.config.adapter
     if run.stored is not None:
-        ignored_weights = [*ignored_weights, *run.stored.swapped_in]
+        ignored_weights = [*ignored_weights, *run.stored.full_weights]
     elif continued is not None:
         check_resized(continued, config)
         ignored_weights = [*ignored_weights, *continued.full_weights]

@@ -366,16 +366,16 @@ def _find_reader(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None)
     tags = next((name for name in known if name != words and _item_dtype(source.first, name)), None)
     if words and tags:
         names = tables.class_names(source.first.features[tags])
-        return LabelledSource(options, source, TaggedWords((words,), tags, Labels(None, of_words=True), names))
+        return LabelledSource(options, source, TaggedWords((words,), tags, Labels(None, is_token_level=True), names))
     texts, label = _columns(recipe, source.first, task)
     feature = source.first.features[label]
-    if of_sets := tables.holds_lists(feature):
+    if is_multi_label := tables.holds_lists(feature):
         feature = feature.feature
         if not tables.class_names(feature):
             refuse_flags(source.first[label][:], source.where(next(iter(source.parts))))
     class_names = task.labels if task else tables.class_names(feature)
     source.parts = {name: _as_text(table, texts) for name, table in source.parts.items()}
-    reader = LabelledColumns(texts, label, Labels(None, of_sets=of_sets), class_names)
+    reader = LabelledColumns(texts, label, Labels(None, is_multi_label=is_multi_label), class_names)
     return LabelledSource(options, source, reader)
 
 
@@ -391,15 +391,15 @@ def _readers(
     labelled_readers = [each.reader for each in sources if isinstance(each.reader, LabelledColumns)]
     if not labelled_readers:
         return [each.reader for each in sources]
-    of_sets = labelled_readers[0].labels.of_sets
-    of_words = labelled_readers[0].labels.of_words
+    is_multi_label = labelled_readers[0].labels.is_multi_label
+    is_token_level = labelled_readers[0].labels.is_token_level
     column = str(labelled_readers[0].label)
     names_differ = any(reader.class_names != labelled_readers[0].class_names for reader in labelled_readers)
     class_names = None if names_differ else labelled_readers[0].class_names
     values: list[Any] = []
     for each, reader in zip(sources, labelled_readers):
         source_values: list[Any] = each.source.first[reader.label][:]
-        if of_sets or of_words:
+        if is_multi_label or is_token_level:
             source_values = list(chain.from_iterable(row or () for row in source_values))
         if names_differ and reader.class_names:
             names = dict(enumerate(reader.class_names))
@@ -407,17 +407,17 @@ def _readers(
         values += source_values
     if not recipe.trains:
         labels, class_names = trained_labels(config, class_names, values, task is not None and task.labels is None)
-        if of_sets and not labels.of_sets:
+        if is_multi_label and not labels.is_multi_label:
             raise UserError(f"label_column = {column!r} holds lists, and the model was trained for one label a record")
     elif task is not None:
         labels = Labels(task.labels)
     else:
         where = " and ".join(each.source.where("train") for each in sources)
-        if of_sets and recipe.regression:
+        if is_multi_label and recipe.regression:
             raise UserError(f"regression = true: {where} has lists of labels ({column}), and no numbers")
-        regression = False if of_words or of_sets else recipe.regression
-        labels = replace(find_labels(values, where, class_names, regression, column), of_sets=of_sets)
-    labels = replace(order_as_model(labels, config), of_words=of_words)
+        regression = False if is_token_level or is_multi_label else recipe.regression
+        labels = replace(find_labels(values, where, class_names, regression, column), is_multi_label=is_multi_label)
+    labels = replace(order_as_model(labels, config), is_token_level=is_token_level)
     return [
         replace(
             reader,
@@ -447,7 +447,7 @@ def _prepare_unlabelled(
                 raise UserError(f"text_columns: no column of lists of words is found; {tables.list_columns(table)}")
             kind = TaggedWords
             texts = (words,)
-            labels = replace(labels, of_words=True)
+            labels = replace(labels, is_token_level=True)
         else:
             texts, _ = _columns(recipe, table, task, labelled=False)
             labels = order_as_model(labels, config)

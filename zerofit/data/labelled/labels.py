@@ -46,8 +46,8 @@ class Labels:
     names: tuple[str, ...] | None
     choices: bool = False  # multiple choice: the classes are the choices of an example, by their numbers
     number: str = "number"  # the name of the label column, and of the number in a regression
-    of_words: bool = False  # token classification: each word of an example has a class, its tag
-    of_sets: bool = False  # a record has any number of the classes (multi-label)
+    is_token_level: bool = False  # token classification: each word of an example has a class, its tag
+    is_multi_label: bool = False  # a record has any number of the classes (multi-label)
     decimal_comma: bool = False  # the numbers of a regression are written 0,5
     notes: tuple[str, ...] = field(default=(), repr=False, compare=False)  # for the log
 
@@ -60,19 +60,21 @@ class Labels:
         """Return the name of transformers' class for the model, after AutoModelFor."""
         if self.choices:
             return "MultipleChoice"
-        return "TokenClassification" if self.of_words else "SequenceClassification"
+        return "TokenClassification" if self.is_token_level else "SequenceClassification"
 
     @property
     def unit(self) -> str:
         """Return the name of one target ("example", "word"), for the plot."""
         if self.names is None:
             return "number"
-        return "word" if self.of_words else "example"
+        return "word" if self.is_token_level else "example"
 
     @property
     def entities(self) -> bool:
         """Whether the tags mark entities of several words: B-PER, I-PER, O (IOB1, IOB2, IOBES and BILOU)."""
-        return self.of_words and all(name == "O" or re.fullmatch("[BIESLU]-.+", name) for name in self.names or ())
+        return self.is_token_level and all(
+            name == "O" or re.fullmatch("[BIESLU]-.+", name) for name in self.names or ()
+        )
 
     @property
     def describe(self) -> str:
@@ -80,12 +82,18 @@ class Labels:
             return "each label is a number (regression)"
         if self.choices:
             return f"multiple choice, one of {len(self.names)}"
-        what = "tags of words" if self.of_words else "labels, any number a record" if self.of_sets else "labels"
+        what = (
+            "tags of words"
+            if self.is_token_level
+            else "labels, any number a record"
+            if self.is_multi_label
+            else "labels"
+        )
         more = ", ..." if len(self.names) > 10 else ""
         shown = f"{len(self.names)} {what}: {', '.join(self.names[:10])}{more}"
-        if self.of_sets:
+        if self.is_multi_label:
             return f"{shown} (predicted are those with a probability above {MULTI_LABEL_THRESHOLD:g})"
-        is_binary = len(self.names) == 2 and not self.of_words
+        is_binary = len(self.names) == 2 and not self.is_token_level
         return shown + (f" (f1 is that of {self.names[1]})" if is_binary else "")
 
     def encode(self, value: Any, class_names: tuple[str, ...] | None = None) -> int | float:
@@ -237,8 +245,8 @@ def trained_labels(
     numbers, if it has class numbers. `values`: the labels of the data; empty if it has none. `is_number`: the task
     asks for a number."""
     model_names = _labels_of_head(config)
-    of_sets = config.problem_type == MULTI_LABEL
-    gives_number = config.problem_type == "regression" or (len(model_names) == 1 and not of_sets)
+    is_multi_label = config.problem_type == MULTI_LABEL
+    gives_number = config.problem_type == "regression" or (len(model_names) == 1 and not is_multi_label)
     trained = "one number" if gives_number else f"{len(model_names)} labels ({', '.join(model_names)})"
     if is_number != gives_number and (is_number or class_names):
         asked = "a number" if is_number or class_names is None else ", ".join(class_names)
@@ -247,12 +255,12 @@ def trained_labels(
     if gives_number:
         return _numbers(names, "the held-out data"), None
     if class_names and {*class_names} < {*model_names}:
-        return Labels(model_names, of_sets=of_sets), class_names
+        return Labels(model_names, is_multi_label=is_multi_label), class_names
     if class_names:
         if len(class_names) != len(model_names):
             raise UserError(f"the model was trained for {trained}, the data has {', '.join(class_names)}")
-        return Labels(class_names, of_sets=of_sets), class_names
-    labels = Labels(model_names, of_sets=of_sets)
+        return Labels(class_names, is_multi_label=is_multi_label), class_names
+    labels = Labels(model_names, is_multi_label=is_multi_label)
     written = {name.lower(): name for name in names if labels.place_of(name) is None}
     if len({name.lower() for name in model_names}) == len(model_names):  # no two names differ by case alone
         as_written = tuple(name if name in names else written.get(name.lower(), name) for name in model_names)
@@ -278,7 +286,7 @@ def configure_labels(
     Returns: the number of outputs of the pretrained head if it must be replaced, else 0; a note if a head with the
     same number of labels gets other names for them.
     """
-    other_head = "SequenceClassification" if labels.of_words else "TokenClassification"
+    other_head = "SequenceClassification" if labels.is_token_level else "TokenClassification"
     if pretrained_head(config, pretrained, other_head):
         raise UserError(
             f"model_name_or_path = {pretrained!r} has a head of {other_head}, and the data needs one of "
@@ -301,7 +309,7 @@ def configure_labels(
     config.id2label = dict(enumerate(names))
     config.label2id = {name: index for index, name in enumerate(names)}
     config.num_labels = len(names)
-    config.problem_type = MULTI_LABEL if labels.of_sets else "single_label_classification"
+    config.problem_type = MULTI_LABEL if labels.is_multi_label else "single_label_classification"
     if not labels.names:
         config.problem_type = "regression"
     return len(previous) if is_replaced else 0, note
@@ -340,12 +348,14 @@ def label_report(labels: Labels, trained: list[np.ndarray], held_out: list[np.nd
     names = labels.names
     if names is None or labels.choices or not (trained or held_out):
         return []
-    noun = "words" if labels.of_words else "records"
+    noun = "words" if labels.is_token_level else "records"
     counts = np.zeros(len(names), dtype=np.int64)
     held_counts = np.zeros_like(counts)
     for count, parts in ((counts, trained), (held_counts, held_out)):
         for part in parts:
-            count += part.sum(axis=0).astype(np.int64) if labels.of_sets else np.bincount(part, minlength=len(names))
+            count += (
+                part.sum(axis=0).astype(np.int64) if labels.is_multi_label else np.bincount(part, minlength=len(names))
+            )
     both = " + ".join([*(["training"] if trained else []), *(["held out"] if held_out else [])])
     largest = sorted(np.argsort(-(counts + held_counts), kind="stable")[:MAX_COUNTED_CLASSES])
     columns = [*([counts] if trained else []), *([held_counts] if held_out else [])]
@@ -401,11 +411,11 @@ class LabelledColumns:
         no label."""
         texts = tuple(record[name] or "" for name in self.text)
         if self.label is None:
-            return [texts], [0.0] * self.labels.num_outputs if self.labels.of_sets else 0
+            return [texts], [0.0] * self.labels.num_outputs if self.labels.is_multi_label else 0
         if all(map(is_blank, texts)):
             raise BadRecord(f"the text ({', '.join(self.text)}) is empty")
         label = record[self.label]
-        if not self.labels.of_sets:
+        if not self.labels.is_multi_label:
             return [texts], self.labels.encode(label, self.class_names)
         labels = label if isinstance(label, list) else [label]
         present = {self.labels.encode(each, self.class_names) for each in labels}
@@ -465,16 +475,16 @@ def encode_parts(
     columns = tuple(padding_values(tokenizer))
     notes: list[str] = []
     sets: dict[str, TokenizedDataset] = {}
-    encode: Encode = partial(_encode_words if labels.of_words else _encode_rows, tokenizer, length)
-    if labels.of_words:
+    encode: Encode = partial(_encode_words if labels.is_token_level else _encode_rows, tokenizer, length)
+    if labels.is_token_level:
         read_by_words(tokenizer)
         kinds: dict[str, Any] = {"tags": TOKEN_IDS, "starts": TOKEN_IDS}
     else:
-        kind = List(Value("float32")) if labels.of_sets else Value("int64" if labels.names else "float32")
+        kind = List(Value("float32")) if labels.is_multi_label else Value("int64" if labels.names else "float32")
         kinds = {"sizes": TOKEN_IDS, "label": kind}
     numbers = dict.fromkeys(("truncated", "longest"), Value("int32"))
     features = Features({**dict.fromkeys(columns, TOKEN_IDS), **kinds, **numbers})
-    more = ("sizes",) if labels.choices else ("tags", "starts") if labels.of_words else ()
+    more = ("sizes",) if labels.choices else ("tags", "starts") if labels.is_token_level else ()
     for name, part in parts.items():
         table = part.encode(encode, features, (tokenizer_hash(tokenizer), length, columns), options.cache)
         sets[name] = TokenizedDataset(table, (*columns, *more))
@@ -555,7 +565,7 @@ def class_weights(recipe: ClsRecipe, data: ExampleData) -> list[float] | None:
     choices, which no option of this group is for; or a class is not there.
     """
     names = data.labels.names
-    if names is None or data.labels.choices or data.labels.of_sets:
+    if names is None or data.labels.choices or data.labels.is_multi_label:
         changed = [name for name in ("class_weights", "focal_gamma", "label_smoothing") if getattr(recipe, name)]
         if not changed:
             return None
