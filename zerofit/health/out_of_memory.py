@@ -28,34 +28,16 @@ if TYPE_CHECKING:
 # a device. Those of NCCL are from its checks.h and alloc.h.
 PINNED_ERROR = r"pin[_ ]memory.{0,400}?(?:CUDA|HIP) error: out of memory"
 HOST_PATTERN = re.compile(
-    "|".join(
-        (
-            PINNED_ERROR,
-            "Failed to CUDA host alloc",
-            "DefaultCPUAllocator: can't allocate memory",
-            "Cannot allocate memory",
-            "not enough memory: you tried to allocate",
-            r"std::bad_alloc",
-            "bad allocation",
-            "unable to mmap",
-            "unable to allocate shared memory",
-        )
-    ),
+    f"{PINNED_ERROR}|Failed to CUDA host alloc|DefaultCPUAllocator: can't allocate memory|Cannot allocate memory|"
+    "not enough memory: you tried to allocate|std::bad_alloc|bad allocation|unable to mmap|"
+    "unable to allocate shared memory",
     re.DOTALL,
 )
 CUBLAS_ERROR = "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate"
 DEVICE_PATTERN = re.compile(
-    "|".join(
-        (
-            "(?:CUDA|HIP|XPU) out of memory",
-            "(?:CUDA|HIP) error: out of memory",
-            "MPS backend out of memory",
-            "(?:CUBLAS|CUDNN|HIPBLAS)_STATUS_ALLOC_FAILED",
-            CUBLAS_ERROR,
-            r"Cuda failure (?:\d+ )?'out of memory'",
-            r"Failed to CUDA [cm]alloc",
-        )
-    )
+    "(?:CUDA|HIP|XPU) out of memory|(?:CUDA|HIP) error: out of memory|MPS backend out of memory|"
+    f"(?:CUBLAS|CUDNN|HIPBLAS)_STATUS_ALLOC_FAILED|{CUBLAS_ERROR}|"
+    r"Cuda failure (?:\d+ )?'out of memory'|Failed to CUDA [cm]alloc"
 )
 SIZE_PATTERN = r"([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
 UNIT_BYTES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
@@ -210,13 +192,34 @@ def _amounts(error: BaseException, shortage: Shortage, run: "Run") -> list[str]:
 # Messages of torch.distributed about another process that is gone: of gloo (torch 2.13, each seen after one of two
 # processes was killed in all_reduce, all_gather, reduce_scatter, barrier, gather_object or broadcast_object_list), of
 # the rendezvous store, and of NCCL.
-GLOO_PATTERN = re.compile("|".join((
-    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "Timed out waiting",
-    "Application timeout caused pair closure")))  # fmt: skip
-DISTRIBUTED_PATTERN = re.compile("|".join((
-    "Connection was likely closed", "failed to recv", "sendBytes failed", "recvValue failed", "wait timeout after",
-    "remote process exited or there was a network error", "ncclRemoteError", "communicator was aborted",
-    "collective operation timeout", "Timeout at NCCL work")))  # fmt: skip
+GLOO_PATTERN = re.compile(
+    "|".join(
+        (
+            "Connection closed by peer",
+            "Connection reset by peer",
+            "Broken pipe",
+            "Socket Timeout",
+            "Timed out waiting",
+            "Application timeout caused pair closure",
+        )
+    )
+)
+DISTRIBUTED_PATTERN = re.compile(
+    "|".join(
+        (
+            "Connection was likely closed",
+            "failed to recv",
+            "sendBytes failed",
+            "recvValue failed",
+            "wait timeout after",
+            "remote process exited or there was a network error",
+            "ncclRemoteError",
+            "communicator was aborted",
+            "collective operation timeout",
+            "Timeout at NCCL work",
+        )
+    )
+)
 
 
 def explain_failure(error: Exception, run: "Run") -> int | None:
