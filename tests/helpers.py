@@ -225,8 +225,10 @@ def recipe_of(said_by: str = "--{}", **options):
     """A causal recipe that knows these options as flags, or from where `said_by` says."""
     from zerofit.recipe import ClmRecipe, DistillRecipe, DpoRecipe
 
-    kind = next((cls for name, cls in (("preference_loss", DpoRecipe), ("teacher", DistillRecipe)) if name in options),
-                ClmRecipe)  # fmt: skip
+    kind = next(
+        (cls for name, cls in (("preference_loss", DpoRecipe), ("teacher", DistillRecipe)) if name in options),
+        ClmRecipe,
+    )
     made = kind(**{"config_name": "gpt2", **options})
     made.remember_sources({name: said_by.format(name) for name in options})
     return made
@@ -350,8 +352,12 @@ def pair_with(folder: Path, strategy: str, config: dict) -> str:
 
 def environment(**changes: str) -> dict[str, str]:
     """This environment without what an outer launcher may have left in it."""
-    ours = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "MASTER_")) and k not in
-            ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")}  # fmt: skip
+    ours = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("ACCELERATE_", "MASTER_"))
+        and k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+    }
     return {**ours, "OMP_NUM_THREADS": "1", **changes}  # tiny models: threads would only wait for each other
 
 
@@ -378,8 +384,9 @@ def check_same_weights(ours: Path, theirs: Path) -> None:
     """That transformers loads two exported causal models, and that they are whole and the same."""
     from transformers import AutoModelForCausalLM
 
-    first, second = (AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32).state_dict()
-                     for each in (ours, theirs))  # fmt: skip
+    first, second = (
+        AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32).state_dict() for each in (ours, theirs)
+    )
     assert first.keys() == second.keys()
     assert len(first) > 20
     for name, tensor in first.items():

@@ -178,10 +178,14 @@ def variables(kind: str, text: str, node: int, addresses: list[str], gpus: int =
         nodes = head(text)[0]["nodes"]
         job = {"SLURM_JOB_ID": "4711", "SLURM_NNODES": nodes, "SLURM_JOB_NODELIST": f"gpu[01-{int(nodes):02d}]"}
         step = {
-            "SLURM_STEP_NUM_NODES": nodes, "SLURM_STEP_NUM_TASKS": nodes,
+            "SLURM_STEP_NUM_NODES": nodes,
+            "SLURM_STEP_NUM_TASKS": nodes,
             "SLURM_STEP_NODELIST": f"gpu[01-{nodes:>02}]",
-            "SLURM_NODEID": str(node), "SLURM_PROCID": str(node), "SLURM_LOCALID": "0", "SLURM_NTASKS": nodes,
-        }  # fmt: skip
+            "SLURM_NODEID": str(node),
+            "SLURM_PROCID": str(node),
+            "SLURM_LOCALID": "0",
+            "SLURM_NTASKS": nodes,
+        }
         return job | step, "gpu01"
     last = documents(text)[-1]
     name = last.get("name") or last["metadata"]["name"]
@@ -192,11 +196,16 @@ def variables(kind: str, text: str, node: int, addresses: list[str], gpus: int =
     if kind == "trainjob":  # pkg/runtime/framework/plugins/torch/torch.go
         address = f"{name}-node-0-0.{name}"
         return index | {
-            "PET_NNODES": str(last["spec"]["trainer"]["numNodes"]), "PET_NODE_RANK": str(node),
-            "PET_NPROC_PER_NODE": "auto", "PET_MASTER_ADDR": address, "PET_MASTER_PORT": "29500",
-        }, address  # fmt: skip
+            "PET_NNODES": str(last["spec"]["trainer"]["numNodes"]),
+            "PET_NODE_RANK": str(node),
+            "PET_NPROC_PER_NODE": "auto",
+            "PET_MASTER_ADDR": address,
+            "PET_MASTER_PORT": "29500",
+        }, address
     return {  # docs.skypilot.co, distributed jobs
-        "SKYPILOT_NUM_NODES": str(last["num_nodes"]), "SKYPILOT_NODE_RANK": str(node),
-        "SKYPILOT_NODE_IPS": "\n".join(addresses), "SKYPILOT_NUM_GPUS_PER_NODE": str(gpus),
+        "SKYPILOT_NUM_NODES": str(last["num_nodes"]),
+        "SKYPILOT_NODE_RANK": str(node),
+        "SKYPILOT_NODE_IPS": "\n".join(addresses),
+        "SKYPILOT_NUM_GPUS_PER_NODE": str(gpus),
         "SKYPILOT_TASK_ID": "sky-managed-2026-11-24-08-00-00-000000_stdlib-gpt2_1-0",
-    }, addresses[0]  # fmt: skip
+    }, addresses[0]

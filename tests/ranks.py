@@ -34,8 +34,12 @@ class RankServer:
 
     def __init__(self, environment: dict[str, str]):
         # The first two as zerofit.strategy.launch sets them before it imports anything.
-        variables = {"OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu", **environment,
-                     "JE_ARROW_MALLOC_CONF": "background_thread:false"}  # fmt: skip
+        variables = {
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "DS_ACCELERATOR": "cpu",
+            **environment,
+            "JE_ARROW_MALLOC_CONF": "background_thread:false",
+        }
         self._server = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
         )
@@ -76,8 +80,12 @@ def rank_environments(environment: dict[str, str], processes: int | None, machin
     if processes is None:
         return [environment]
     local = processes // machines
-    world = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(local), "MASTER_ADDR": "127.0.0.1",
-             "MASTER_PORT": free_port()}  # fmt: skip
+    world = {
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(local),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
     return [{**environment, **world, "RANK": str(rank), "LOCAL_RANK": str(rank % local)} for rank in range(processes)]
 
 

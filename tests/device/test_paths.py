@@ -39,14 +39,20 @@ def test_the_largest_batch_within_a_limit_is_exact(device, recipes, tmp_path):
         "ddp,zero2,zero3", "--num_processes", "2", "--memory_limit", "12MiB", "--steps", "2", "--output", output,
     ]  # fmt: skip
     done = subprocess.run(
-        list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=580,
+        list(map(str, command)),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=580,
         env=environment(**device(16 * GIB, 16 * GIB)),
-    )  # fmt: skip
+    )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     with (output / "results.csv").open() as file:
         rows = [(row["strategy"], int(row["batch_size"]), row["outcome"]) for row in csv.DictReader(file)]
-    largest = {name: max(size for each, size, outcome in rows if (each, outcome) == (name, "fits"))
-               for name in ("ddp", "zero2", "zero3")}  # fmt: skip
+    largest = {
+        name: max(size for each, size, outcome in rows if (each, outcome) == (name, "fits"))
+        for name in ("ddp", "zero2", "zero3")
+    }
     assert all((name, size + 1, "out_of_memory") in rows for name, size in largest.items())
     assert largest["ddp"] < largest["zero2"] <= largest["zero3"]
     lines = map(json.loads, (output / "journal.jsonl").read_text().splitlines())

@@ -51,9 +51,14 @@ class Job:
 
     def command(self, number: int, **changes) -> list:
         said = {
-            "num_machines": len(self.machines), "machine_rank": number, "main_process_ip": self.machines[0].address,
-            "main_process_port": 29501, "num_processes": self.processes, "strategy": self.strategy, **changes,
-        }  # fmt: skip
+            "num_machines": len(self.machines),
+            "machine_rank": number,
+            "main_process_ip": self.machines[0].address,
+            "main_process_port": 29501,
+            "num_processes": self.processes,
+            "strategy": self.strategy,
+            **changes,
+        }
         words = [word for name, value in said.items() for word in (f"--{name}", value)]
         return [
             sys.executable, "-m", "zerofit.cli", "launch", *words, *self.flags, "train/clm.py",

@@ -46,9 +46,13 @@ class Machine:
         line = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"']
         with log.open("ab") as file:
             process = subprocess.Popen(
-                [*line, self.name, *map(str, command)], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL, env=environment(GLOO_SOCKET_IFNAME="eth0", **variables),
-            )  # fmt: skip
+                [*line, self.name, *map(str, command)],
+                cwd=ROOT,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=environment(GLOO_SOCKET_IFNAME="eth0", **variables),
+            )
         self.started.append(process)
         return process
 

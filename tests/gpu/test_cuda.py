@@ -17,8 +17,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_packed_documents_take_a_flash_kernel(precision):
     """Loss and gradients are those of sdpa and its mask; no layer waits for the device."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    samples = [({"input_ids": row, "labels": row, "position_ids": np.r_[:20, :1, :43]}, 0)
-               for row in np.random.default_rng(0).integers(0, 97, (2, 64))]  # fmt: skip
+    samples = [
+        ({"input_ids": row, "labels": row, "position_ids": np.r_[:20, :1, :43]}, 0)
+        for row in np.random.default_rng(0).integers(0, 97, (2, 64))
+    ]
     found = {}
     for wanted in (None, "sdpa"):
         model = tiny_model("llama", hidden_size=64, head_dim=16).cuda().to(dtype)

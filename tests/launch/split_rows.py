@@ -22,16 +22,21 @@ from zerofit.strategy.sequence import SplitRows
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
          "intermediate_size": 64, "max_position_embeddings": 64}  # fmt: skip
 MODELS = {
-    "llama": ("llama", {}), "llama, one head of keys and values": ("llama", {"num_key_value_heads": 1}),
-    "gpt2": ("gpt2", {}), "gpt_neox": ("gpt_neox", {}), "mistral": ("mistral", {**SMALL, "sliding_window": None}),
-    "qwen2": ("qwen2", SMALL), "qwen3": ("qwen3", {**SMALL, "head_dim": 8}),
+    "llama": ("llama", {}),
+    "llama, one head of keys and values": ("llama", {"num_key_value_heads": 1}),
+    "gpt2": ("gpt2", {}),
+    "gpt_neox": ("gpt_neox", {}),
+    "mistral": ("mistral", {**SMALL, "sliding_window": None}),
+    "qwen2": ("qwen2", SMALL),
+    "qwen3": ("qwen3", {**SMALL, "head_dim": 8}),
     "llama, ring": ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}),
     "gpt2, ring": ("gpt2", {"n_head": 3, "n_embd": 48}),
     "qwen3, ring, shared heads of keys and values": (
-        "qwen3", {**SMALL, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8},
+        "qwen3",
+        {**SMALL, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8},
     ),
     "olmo2": ("olmo2", {**SMALL, "pad_token_id": 0, "eos_token_id": 1}),
-}  # fmt: skip
+}
 LENGTHS = {"padded": (13, 8), "packed": (15, 15), "mask": (15, 15)}  # 2 ranks do not divide 13 and 15
 
 
@@ -72,9 +77,14 @@ def compare(model, rows: SplitRows, inputs: dict) -> dict[str, float]:
 def checks(model, rows: SplitRows, layout: ParallelLayout) -> dict[str, str]:
     """What the checks before a run say without the mask of packed documents; with it, they let the run pass."""
     engine = SimpleNamespace(
-        module=model, model=model, device=torch.device("cpu"), layout=layout, rows_in_full=rows.in_full,
-        split_rows=rows, strategy=SimpleNamespace(precision="fp32"),
-    )  # fmt: skip
+        module=model,
+        model=model,
+        device=torch.device("cpu"),
+        layout=layout,
+        rows_in_full=rows.in_full,
+        split_rows=rows,
+        strategy=SimpleNamespace(precision="fp32"),
+    )
     collate, recipe = CausalCollator(pad_id=0), SimpleNamespace(attn_implementation=None)
     check_packing(engine, recipe, collate)
     check_split_rows(engine, collate, True)

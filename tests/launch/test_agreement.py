@@ -73,8 +73,11 @@ REFERENCE, *OTHERS = LAYOUTS
 SPLIT_ROWS = ("packed", "padded", "preferences", "tokens", "smoothed", "averaged", "streamed", "resized")
 SPLIT_LAYERS = (*SPLIT_ROWS, "untied", "gpt2", "neox")
 SPLIT = {  # of model parallelism: processes of a replica, and the cases
-    "sp": (2, (*SPLIT_ROWS, "muon")), "tp": (2, SPLIT_LAYERS), "pp": (2, SPLIT_LAYERS), "3d": (4, SPLIT_LAYERS),
-}  # fmt: skip
+    "sp": (2, (*SPLIT_ROWS, "muon")),
+    "tp": (2, SPLIT_LAYERS),
+    "pp": (2, SPLIT_LAYERS),
+    "3d": (4, SPLIT_LAYERS),
+}
 FIGURES = ("loss", "grad_norm", "learning_rate")
 
 
@@ -597,9 +600,12 @@ def replicas(strategy: str, processes: int) -> int:
     return processes // SPLIT.get(strategy[:2], (1, ()))[0]
 
 
-ANSWERING = [(name, layout) for name in ("lora", "lora tags", "blenderbot", "packed")
-             for layout in ("ddp", "zero2", "zero3", "fsdp2", "sp", "tp", "tp_zero3 x dp", "pp", "3d")
-             if _is_possible(name, layout)]  # fmt: skip
+ANSWERING = [
+    (name, layout)
+    for name in ("lora", "lora tags", "blenderbot", "packed")
+    for layout in ("ddp", "zero2", "zero3", "fsdp2", "sp", "tp", "tp_zero3 x dp", "pp", "3d")
+    if _is_possible(name, layout)
+]
 
 
 @pytest.mark.long

@@ -40,23 +40,26 @@ CASES = {
         ["validation_split_percentage = 0.0001", "no sample"],
     ),
     "fewer samples than one global batch": (
-        ["--global_batch_size", "4096"], ["fewer than one global batch of 4096", "per_device_train_batch_size"],
+        ["--global_batch_size", "4096"],
+        ["fewer than one global batch of 4096", "per_device_train_batch_size"],
     ),
-}  # fmt: skip
+}
 
 
 CLS_CASES = {
     "a text with a comma": (["--train_file", "{folder}/comma.csv"], ["comma.csv", "3 fields", "2 columns"]),
     "another separator": (["--train_file", "{folder}/colon.csv"], ["'text:label'", "--delimiter"]),
     "a model of another kind": (
-        ["--model_type", "blenderbot", "--config_overrides", "d_model=32"], ["'blenderbot'", "seq2seq.py"],
+        ["--model_type", "blenderbot", "--config_overrides", "d_model=32"],
+        ["'blenderbot'", "seq2seq.py"],
     ),
-}  # fmt: skip
+}
 SEQ2SEQ_CASES = {
     "a model of another kind": (
-        ["--config_name", "gpt2", "--config_overrides", "n_layer=1"], ["config_name = 'gpt2'", "train/clm.py"],
+        ["--config_name", "gpt2", "--config_overrides", "n_layer=1"],
+        ["config_name = 'gpt2'", "train/clm.py"],
     ),
-}  # fmt: skip
+}
 TASKS = {
     "clm": (CASES, ["--block_size", "32", *SCRATCH], "good.txt"),
     "cls": (CLS_CASES, CLASSIFIER, "good.csv"),

@@ -26,7 +26,7 @@ SMALL = {
     "plan_accuracy": ["plan_accuracy", "measure", "--only", "BERT, 4 of 256", "--output", "{tmp}/accuracy"],
     "published_memory": ["published_memory"],
     "published_times": ["published_times", "--only", "nanogpt", "--parts"],
-}  # fmt: skip
+}
 LIBRARIES = {"provenance"}  # that others import
 
 
@@ -62,13 +62,16 @@ def test_a_measurement_that_was_stopped_goes_on(tmp_path):
     assert made == [0, 1]
 
 
-@pytest.mark.parametrize(("text", "reason"), [
-    ("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)", "stopped after 2 s"),  # it has to be killed
-    ("time.sleep(60)", "stopped after 2 s"),
-    ("os.kill(os.getpid(), signal.SIGKILL)", "it ended with code -9, without a message"),
-    ("raise ValueError('of the test')", "ValueError: of the test"),
-    ("print('done')", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)", "stopped after 2 s"),  # it has to be killed
+        ("time.sleep(60)", "stopped after 2 s"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "it ended with code -9, without a message"),
+        ("raise ValueError('of the test')", "ValueError: of the test"),
+        ("print('done')", ""),
+    ],
+)
 def test_a_launch_tells_why_it_ended(monkeypatch, text, reason):
     monkeypatch.setattr(on_gpu, "KILL_S", 1)
     assert on_gpu.run([sys.executable, "-c", f"import os, signal, time; {text}"], 2)[1] == reason

@@ -87,8 +87,11 @@ def marks(output: Path) -> set[str]:
 
 def ranks(output: Path) -> list[psutil.Process]:
     commands = [(process, " ".join(process.cmdline())) for process in marked(marks(output))]
-    return [process for process, command in commands if "train/clm.py" in command and "RANK" in process.environ()
-            and "watchdog_process" not in command]  # fmt: skip
+    return [
+        process
+        for process, command in commands
+        if "train/clm.py" in command and "RANK" in process.environ() and "watchdog_process" not in command
+    ]
 
 
 def test_a_comparison_is_made_once(recipe, tmp_path, monkeypatch, capfd):

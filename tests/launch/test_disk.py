@@ -17,8 +17,10 @@ RUN = ["--config_name", "gpt2", "--config_overrides", "n_layer=4,n_head=4,n_embd
 
 
 @pytest.mark.long
-@pytest.mark.skipif(ctypes.util.find_library("aio") is None or not Path("/usr/include/libaio.h").is_file(),
-                    reason="DeepSpeed compiles async_io against libaio's headers")  # fmt: skip
+@pytest.mark.skipif(
+    ctypes.util.find_library("aio") is None or not Path("/usr/include/libaio.h").is_file(),
+    reason="DeepSpeed compiles async_io against libaio's headers",
+)
 def test_updates_and_checkpoints_are_those_of_zero3(cache, tmp_path):
     run = [*RUN, "--cache_dir", cache]
     config = json.loads((ROOT / "ds_configs" / "zero3_offload_nvme.json").read_text())

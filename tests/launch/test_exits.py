@@ -79,8 +79,11 @@ def test_a_rank_that_is_killed_is_started_again(options, tmp_path):
         for line in process.stdout:
             said += line
             if not killed and re.match(r"update +60/", line):
-                ranks = [each for each in psutil.Process(process.pid).children(recursive=True)
-                         if each.environ().get("RANK") == "1"]  # fmt: skip
+                ranks = [
+                    each
+                    for each in psutil.Process(process.pid).children(recursive=True)
+                    if each.environ().get("RANK") == "1"
+                ]
                 ranks[0].kill()
                 killed = True
     assert process.returncode == recorded(tmp_path / "run") == 0, said

@@ -15,11 +15,17 @@ from zerofit.cli import main as zerofit
 pytestmark = pytest.mark.long
 
 RTOL = 1e-5
-SIZES = ("hidden_size=64,num_hidden_layers=3,num_attention_heads=4,num_key_value_heads=2,intermediate_size=96,"
-         "max_position_embeddings=128,output_router_logits=true,router_aux_loss_coef=0.02,")  # fmt: skip
+SIZES = (
+    "hidden_size=64,num_hidden_layers=3,num_attention_heads=4,num_key_value_heads=2,intermediate_size=96,"
+    "max_position_embeddings=128,output_router_logits=true,router_aux_loss_coef=0.02,"
+)
 MIXTRAL = ("--model_type", "mixtral", "--config_overrides", f"{SIZES}num_local_experts=8,num_experts_per_tok=2")
-QWEN = ("--model_type", "qwen3_moe", "--config_overrides", f"{SIZES}moe_intermediate_size=48,"
-        "num_experts=8,num_experts_per_tok=3,mlp_only_layers=[1]")  # fmt: skip
+QWEN = (
+    "--model_type",
+    "qwen3_moe",
+    "--config_overrides",
+    f"{SIZES}moe_intermediate_size=48,num_experts=8,num_experts_per_tok=3,mlp_only_layers=[1]",
+)
 TEXT = ("--train_file", ROOT / "docs" / "fine-tune.md", "--document_separator", "line", "--max_eval_samples", "17",
         "--block_size", "96")  # fmt: skip
 TOKENIZER = ("--train_tokenizer_vocab_size", "301")

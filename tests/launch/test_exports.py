@@ -145,8 +145,9 @@ def test_on_a_disk_that_takes_nothing_the_last_good_state_stays(options, tmp_pat
 @pytest.fixture
 def labelled(cache, tmp_path) -> list:
     """Options of two updates on sentences with labels."""
-    records = [{"sentence": f"number {index} is {'odd' if index % 2 else 'even'}", "label": index % 2}
-               for index in range(40)]  # fmt: skip
+    records = [
+        {"sentence": f"number {index} is {'odd' if index % 2 else 'even'}", "label": index % 2} for index in range(40)
+    ]
     return ["--train_file", write_records(tmp_path / "train.jsonl", records), "--validation_split_percentage", "20",
             "--per_device_train_batch_size", "4", "--max_train_steps", "2", "--cache_dir", cache, "--precision",
             "fp32"]  # fmt: skip

@@ -44,9 +44,12 @@ def pytest_generate_tests(metafunc):
 def is_possible(family: str, layout: str) -> bool:
     about = FAMILY_BY_MODEL_TYPE[family]
     return {
-        "tp": about.tensor_plan, "tp_zero3": about.tensor_plan, "pp": about.stage_plan,
-        "3d": about.tensor_plan and about.stage_plan, "sp": about.splits_rows,
-    }.get(layout, True)  # fmt: skip
+        "tp": about.tensor_plan,
+        "tp_zero3": about.tensor_plan,
+        "pp": about.stage_plan,
+        "3d": about.tensor_plan and about.stage_plan,
+        "sp": about.splits_rows,
+    }.get(layout, True)
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +100,11 @@ def test_an_adapter_finds_its_layers(family, run):
     """The layers that get an adapter by default are linear layers of the model, in each of its blocks."""
     config = AutoConfig.from_pretrained(run("single") / "model")
     model = AutoModelForCausalLM.from_config(config)
-    linear = {path for path, layer in model.named_modules() if getattr(layer, "weight", None) is not None
-              and layer.weight.dim() == 2 and "embed" not in path}  # fmt: skip
+    linear = {
+        path
+        for path, layer in model.named_modules()
+        if getattr(layer, "weight", None) is not None and layer.weight.dim() == 2 and "embed" not in path
+    }
     for target in FAMILY_BY_MODEL_TYPE[family].lora_targets:
         found = [path for path in linear if path.endswith(f".{target}")]
         assert target == ALL_LINEAR or len(found) >= config.num_hidden_layers, target

@@ -39,8 +39,12 @@ EVERY = ("--max_train_steps", "2", "--global_batch_size", "4", "--per_device_tra
          "--learning_rate", "1e-3", "--save_strategy", "no", "--precision", "fp32")  # fmt: skip
 # {launcher: the exit code of a refused option; torchrun and accelerate launch have 1 for each code of a script}
 LAUNCHERS = {"python": 2, "torchrun": 1, "accelerate": 1, "zerofit": 2, "deepspeed": 2}
-TABLE = [(launcher, task, strategy) for launcher in LAUNCHERS for task in TASKS
-         for strategy in (("single",) if launcher == "python" else ("ddp", "zero2"))]  # fmt: skip
+TABLE = [
+    (launcher, task, strategy)
+    for launcher in LAUNCHERS
+    for task in TASKS
+    for strategy in (("single",) if launcher == "python" else ("ddp", "zero2"))
+]
 
 
 def command(launcher: str, task: str, strategy: str) -> list[str]:

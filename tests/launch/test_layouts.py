@@ -21,9 +21,12 @@ RUN = ["--model_type", "llama", "--config_overrides",
        "--block_size", "64", "--packing", "documents", "--global_batch_size", "8", "--max_train_steps", "4",
        "--save_steps", "2", "--learning_rate", "1e-3", "--precision", "fp32", "--sample_tokens", "0"]  # fmt: skip
 LAYOUTS = {  # micro-batch, processes, machines; two micro-batches an update
-    "single": (4, 1, 1), "sp": (4, 2, 1), "zero3_hpz": (1, 4, 2), "fsdp2": (2, 2, 1),
+    "single": (4, 1, 1),
+    "sp": (4, 2, 1),
+    "zero3_hpz": (1, 4, 2),
+    "fsdp2": (2, 2, 1),
     "hsdp": (1, 4, 2),
-}  # fmt: skip
+}
 HSDP = pytest.param("hsdp", marks=pytest.mark.long)
 GROUPS = {"sp": 2, "zero3_hpz": 2, "fsdp2": 1, "hsdp": 3}  # that a rank makes at least
 
@@ -94,11 +97,14 @@ def test_a_run_goes_on_in_another_layout_with_recomputed_activations(go_on, orig
     go_on(origin, strategy, "--gradient_checkpointing", which)
 
 
-@pytest.mark.parametrize(("settings", "processes", "name", "value"), [
-    ({"fsdp_sync_each_batch": False}, 2, "sync_each_batch", False),
-    pytest.param({"fsdp_reshard_after_forward": 2}, 4, "reshard_after_forward", 2, marks=pytest.mark.long),
-    pytest.param({"fsdp_reduce_dtype": "bf16"}, 2, "reduced_in", "bf16", marks=pytest.mark.long),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "processes", "name", "value"),
+    [
+        ({"fsdp_sync_each_batch": False}, 2, "sync_each_batch", False),
+        pytest.param({"fsdp_reshard_after_forward": 2}, 4, "reshard_after_forward", 2, marks=pytest.mark.long),
+        pytest.param({"fsdp_reduce_dtype": "bf16"}, 2, "reduced_in", "bf16", marks=pytest.mark.long),
+    ],
+)
 def test_settings_of_fsdp2_in_a_yaml(run, cache, tmp_path, settings, processes, name, value):
     pair = yaml.safe_load((ROOT / "accelerate_configs" / "fsdp2.yaml").read_text())
     pair["fsdp_config"] |= settings
@@ -117,8 +123,10 @@ def test_settings_of_fsdp2_in_a_yaml(run, cache, tmp_path, settings, processes, 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", HSDP])
 def test_a_rank_holds_half_of_the_rows_and_goes_on_where_one_process_has_left(run, go_on, strategy):
-    ours, theirs = (json.loads((run(each) / "environment.json").read_text())["bytes_held_by_rank_0"]
-                    for each in (strategy, "single"))  # fmt: skip
+    ours, theirs = (
+        json.loads((run(each) / "environment.json").read_text())["bytes_held_by_rank_0"]
+        for each in (strategy, "single")
+    )
     assert ours == pytest.approx({name: size / 2 for name, size in theirs.items()}, rel=0.01)
     output = go_on("single", strategy)
     check_same_weights(output / "model", run("single") / "model")

@@ -70,10 +70,15 @@ def bucket():
     if MISSING:
         pytest.skip(f"{', '.join(MISSING)} missing: pip install s3fs 'moto[server]'")
     port = free_port()
-    variables = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ACCESS_KEY_ID": "test",
-                 "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}  # fmt: skip
-    server = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)], stderr=subprocess.DEVNULL,
-                              stdout=subprocess.DEVNULL)  # fmt: skip
+    variables = {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-p", str(port)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
     with pytest.MonkeyPatch.context() as environment:
         for name, value in variables.items():
             environment.setenv(name, value)

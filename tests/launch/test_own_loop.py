@@ -77,15 +77,18 @@ TWICE = "losses += engine.forward_backward(update.micro_batches, model_loss, upd
 MADE, OTHER = "make_optimizer(model, recipe, run.device, run.strategy)", "torch.optim.Adafactor(model.parameters())"
 
 
-@pytest.mark.parametrize(("line", "instead", "strategy", "told"), [
-    (STEP, f"{TWICE}\n        {STEP}", "zero2", "twice before step"),
-    ("engine.step(losses", "engine.step([]", "single", "step got no losses"),
-    ("run.log(update, outcome)", "run.log(update, outcome, {'kind': 'big'})", "single", "which is no number"),
-    ("run.log(update, outcome)", "pass", "single", "has not called run.log("),
-    ("run.bounds()", "type(run.bounds())()", "single", "give it run.bounds()"),
-    ("(update, evaluate())", "(update, {'eval_x': 1})", "single", "needs eval_loss"),
-    (MADE, OTHER, "fsdp2", "needs each matrix in full"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "instead", "strategy", "told"),
+    [
+        (STEP, f"{TWICE}\n        {STEP}", "zero2", "twice before step"),
+        ("engine.step(losses", "engine.step([]", "single", "step got no losses"),
+        ("run.log(update, outcome)", "run.log(update, outcome, {'kind': 'big'})", "single", "which is no number"),
+        ("run.log(update, outcome)", "pass", "single", "has not called run.log("),
+        ("run.bounds()", "type(run.bounds())()", "single", "give it run.bounds()"),
+        ("(update, evaluate())", "(update, {'eval_x': 1})", "single", "needs eval_loss"),
+        (MADE, OTHER, "fsdp2", "needs each matrix in full"),
+    ],
+)
 def test_a_change_that_a_run_cannot_keep_is_told(line, instead, strategy, told, llama, material, cache, tmp_path):
     text = (ROOT / "train" / "clm.py").read_text()
     assert text.count(line) == 1

@@ -71,7 +71,7 @@ FORMS = {
     "cls": {
         "classes": "--train_file {classes} --max_length 48",
         "glue": "--train_file {material}/glue/MRPC/train.tsv --task_name mrpc --max_length 48 "
-                 "--validation_file {material}/glue/MRPC/dev.tsv",
+        "--validation_file {material}/glue/MRPC/dev.tsv",
         "numbers": "--train_file {numbers} --max_length 48",
         "tags": "--train_file {tags} --max_length 48",
         "choices": "--train_file {choices} --max_length 32 --learning_rate 1e-4",
@@ -81,9 +81,9 @@ FORMS = {
         "dialogue": "--train_file {material}/dialogue/keyed.json --max_source_length 40 --max_target_length 24",
         "pairs": "--train_file {questions} --max_source_length 32 --max_target_length 48",
         "mixed": "--train_file 3 {material}/dialogue/keyed.json 1 {questions} --max_source_length 32 "
-                       "--max_target_length 48",
+        "--max_target_length 48",
     },
-}  # fmt: skip
+}
 FAMILIES = {
     "clm": ("llama", "llama", "gpt2", "gpt_neox", "mistral", "qwen3", "olmo2", "gemma2", "opt", "mixtral"),
     "cls": ("bert", "roberta", "electra", "deberta-v2", "modernbert", "llama"),
@@ -154,18 +154,26 @@ class Leg:
 def draw_run(random: Random, folders: dict[str, Path]) -> Run:
     task = random.choice(("clm", "clm", "cls", "seq2seq"))
     form, family = random.choice(list(FORMS[task])), random.choice(FAMILIES[task])
-    names = {**folders, "loss": random.choice(("dpo", "ipo", "hinge", "simpo", "orpo")),
-             "divergence": random.choice(("forward", "reverse"))}  # fmt: skip
-    options = [random.choice(choices) for odds, where, choices in OPTIONS
-               if random.random() < odds and fits(where, {"all", task, form})]  # fmt: skip
+    names = {
+        **folders,
+        "loss": random.choice(("dpo", "ipo", "hinge", "simpo", "orpo")),
+        "divergence": random.choice(("forward", "reverse")),
+    }
+    options = [
+        random.choice(choices)
+        for odds, where, choices in OPTIONS
+        if random.random() < odds and fits(where, {"all", task, form})
+    ]
     model, tokenizer = f"--model_name_or_path {{{task}-{family}}}", f"--tokenizer_name {{{task}-{family}}}"
     if random.random() < 0.25 and "--lora" not in " ".join(options):  # from scratch: each strategy makes the weights
         sizes = ",".join(f"{name}={value}" for name, value in small_sizes(family).items())
         model = f"--model_type {family} --config_overrides {sizes} {tokenizer}"
     length = random.choice(("--max_train_steps 8", "--max_train_steps 8", "--num_train_epochs 2"))
     rows = f"--max_train_samples {random.choice((37, 48, 75))}" if form != "streamed" else ""
-    common = ("--learning_rate 1e-3 --weight_decay 0.1 --adam_epsilon 1e-6 --record_samples --precision fp32 "
-              f"--per_device_eval_batch_size 3 --max_eval_samples {random.choice((5, 9))}")  # fmt: skip
+    common = (
+        "--learning_rate 1e-3 --weight_decay 0.1 --adam_epsilon 1e-6 --record_samples --precision fp32 "
+        f"--per_device_eval_batch_size 3 --max_eval_samples {random.choice((5, 9))}"
+    )
     words = " ".join((model, length, rows, common, FORMS[task][form], *options))
     flags = {part.split()[0]: part.split()[1:] for part in f" {words}".split(" --")[1:]}  # the last of each name
     if task == "seq2seq":
@@ -202,8 +210,13 @@ def folders(llama, material, tmp_path_factory) -> dict[str, Path]:
     """What the flags name: data, and a small model of each family with a tokenizer, none of them with dropout."""
     folder = tmp_path_factory.mktemp("inputs")
     records = json.loads((material / "instruct" / "english.json").read_text())[:150]
-    turns = [[{"role": "user", "content": record["input"] or record["instruction"]},
-              {"role": "assistant", "content": record["output"]}] for record in records]  # fmt: skip
+    turns = [
+        [
+            {"role": "user", "content": record["input"] or record["instruction"]},
+            {"role": "assistant", "content": record["output"]},
+        ]
+        for record in records
+    ]
     chats = [{"messages": first + second} for first, second in zip(turns[::2], turns[1::2])]
     numbers = [{"text": record["output"], "label": len(record["output"]) / 100} for record in records]
     tiny_deberta(folder / "deberta", num_labels=2)

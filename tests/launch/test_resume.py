@@ -158,11 +158,14 @@ def check_anomaly(output: Path, action: str) -> int:
     return anomaly["update"]
 
 
-@pytest.mark.parametrize(("stops", "skips", "rewinds"), [
-    (("zero2", 2), ("single", 1), ("ddp", 2)),
-    pytest.param(("ddp", 2), ("zero3", 2), ("zero3", 2), marks=pytest.mark.long),
-    pytest.param(("pp", 2), ("3d", 4), ("pp", 4), marks=pytest.mark.long),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stops", "skips", "rewinds"),
+    [
+        (("zero2", 2), ("single", 1), ("ddp", 2)),
+        pytest.param(("ddp", 2), ("zero3", 2), ("zero3", 2), marks=pytest.mark.long),
+        pytest.param(("pp", 2), ("3d", 4), ("pp", 4), marks=pytest.mark.long),
+    ],
+)
 def test_a_poisoned_sample_never_reaches_the_weights(poisoned, tmp_path, stops, skips, rewinds):
     """`stop`, gone on with by `skip`, against `rewind`: the same run without that update."""
     stopped, rewound = tmp_path / "stop", tmp_path / "rewind"
@@ -190,8 +193,10 @@ def test_a_poisoned_sample_never_reaches_the_weights(poisoned, tmp_path, stops, 
     assert samples(rewound) == [line for line in samples(stopped) if line["update"] != at]
 
 
-STRATEGIES = ["zero3", *(pytest.param(name, marks=pytest.mark.long)
-                         for name in ("zero1", "zero2", "zero2_offload", "zero3_offload"))]  # fmt: skip
+STRATEGIES = [
+    "zero3",
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("zero1", "zero2", "zero2_offload", "zero3_offload")),
+]
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.long)])
@@ -203,8 +208,13 @@ def test_gradients_that_are_not_finite_are_refused(llama, material, cache, tmp_p
                "--per_device_train_batch_size", "4", "--cache_dir", cache, "--max_train_steps", "5", "--precision",
                precision, "--validation_split_percentage", "0", "--save_strategy", "no", "--on_anomaly", "skip",
                "--report_to", "none"]  # fmt: skip
-    completed(tmp_path / "run", *options, strategy=strategy, processes=processes,
-              through=(DISTURBED, processes - 1, "gradient 1 nan 1 inf 1"))  # fmt: skip
+    completed(
+        tmp_path / "run",
+        *options,
+        strategy=strategy,
+        processes=processes,
+        through=(DISTURBED, processes - 1, "gradient 1 nan 1 inf 1"),
+    )
     found = [json.loads(line) for line in (tmp_path / "run" / "anomalies.jsonl").read_text().splitlines()]
     assert [line["update"] for line in found] == [2, 4]
     assert all(line["reason"].startswith("grad_norm is ") for line in found)

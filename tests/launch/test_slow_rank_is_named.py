@@ -49,8 +49,9 @@ def test_a_slow_rank_is_named(options, tmp_path, strategy, processes, what):
 @pytest.mark.parametrize("phase", ["data", "forward", "backward", "update", "evaluate", "save"])
 def test_a_stopped_rank_is_named_with_its_machine_its_phase_and_what_others_wait_in(options, tmp_path, phase):
     flags = ["--max_train_steps", "6", "--eval_steps", "2", "--save_steps", "2", "--watchdog_minutes", "0.05"]
-    done = launched(tmp_path / "run", *options, *flags, strategy="ddp", processes=2,
-                    through=(SCRIPT, 1, f"stop in {phase}"))  # fmt: skip
+    done = launched(
+        tmp_path / "run", *options, *flags, strategy="ddp", processes=2, through=(SCRIPT, 1, f"stop in {phase}")
+    )
     assert done.returncode
     here = rf"\(pid \d+\) on machine 0 \({re.escape(platform.node())}\)"
     assert re.search(rf"rank 1 {here} is stopped \(.*\), in phase {phase} of update 2: other ranks", done.stderr)

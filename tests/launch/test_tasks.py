@@ -106,8 +106,9 @@ def test_predictions_without_labels_are_those_of_the_run(trained, cache, tmp_pat
 
 def alike(ours: list[dict], theirs: list[dict]) -> bool:
     """The same rows, probabilities but for rounding."""
-    numbers = [[p for row in rows for p in (row["probability"], *row["probabilities"].values())]
-               for rows in (ours, theirs)]  # fmt: skip
+    numbers = [
+        [p for row in rows for p in (row["probability"], *row["probabilities"].values())] for rows in (ours, theirs)
+    ]
     texts = [[{**row, "probability": 0, "probabilities": 0} for row in rows] for rows in (ours, theirs)]
     return texts[0] == texts[1] and numbers[0] == pytest.approx(numbers[1], abs=1e-6)
 

@@ -80,8 +80,11 @@ def write_meta(folder: Path, model, shards: int = 1) -> None:
 
     config, rope = model.config, model.config.rope_parameters
     of_llama_3 = rope["rope_theta"] == 500_000.0  # embeddings are cut along the vocabulary
-    tensors = {"tok_embeddings.weight": model.model.embed_tokens.weight, "norm.weight": model.model.norm.weight,
-               "output.weight": model.lm_head.weight}  # fmt: skip
+    tensors = {
+        "tok_embeddings.weight": model.model.embed_tokens.weight,
+        "norm.weight": model.model.norm.weight,
+        "output.weight": model.lm_head.weight,
+    }
     for number, layer in enumerate(model.model.layers):
         for ours, metas in NAMES.items():
             weight = layer.get_submodule(ours).weight

@@ -95,8 +95,12 @@ def _write_conversations(folder: Path) -> None:
         said = [{"message": turn, "agent": f"agent_{1 + place % 2}", "sentiment": "Neutral",
                  "knowledge_source": ["FS1", "Personal Knowledge"]} for place, turn in enumerate(turns)]  # fmt: skip
         rating = {"agent_1": "Good", "agent_2": "Excellent"}
-        keyed[f"t_{number:08x}"] = {"article_url": f"https://example.org/{number}", "config": "ABCD"[number % 4],
-                                    "content": said, "conversation_rating": rating}  # fmt: skip
+        keyed[f"t_{number:08x}"] = {
+            "article_url": f"https://example.org/{number}",
+            "config": "ABCD"[number % 4],
+            "content": said,
+            "conversation_rating": rating,
+        }
         listed.append({"dialogue": turns[:-1], "response": turns[-1]})
     (folder / "dialogue" / "keyed.json").write_text(json.dumps(keyed, indent=2), encoding="utf-8")
     (folder / "dialogue" / "talks.json").write_text(json.dumps(listed), encoding="utf-8")

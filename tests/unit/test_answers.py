@@ -32,8 +32,10 @@ def test_the_recipe_of_a_run_from_scratch_serves_as_it_is(tmp_path):
     assert left == {"model_type": None, "config_overrides": None, "train_file": None, "lora_r": 8}
     assert (recipe.learning_rate, recipe.global_batch_size) == (5e-5, None)
     assert recipe.without_effect == ["--max_train_steps"], "a recipe may say what it likes, a flag is told of"
-    kept = parse_recipe(ClsRecipe, ["--model_name_or_path", "a", "--config_overrides", "b=1", "--evaluate_only",
-                                    "--train_file", "a.csv"])  # fmt: skip
+    kept = parse_recipe(
+        ClsRecipe,
+        ["--model_name_or_path", "a", "--config_overrides", "b=1", "--evaluate_only", "--train_file", "a.csv"],
+    )
     assert (kept.config_overrides, kept.train_file) == ("b=1", ["a.csv"])
     flags = ["--config_name", "gpt2", "--tokenizer_name", "gpt2", "--evaluate_only", "--validation_file", "a.txt"]
     assert "--evaluate_only: the weights are those of model_name_or_path" in refusal(parse_recipe, ClmRecipe, flags)
@@ -46,11 +48,14 @@ def test_a_task_of_glue_is_read_from_the_file_that_is_named():
     assert parse_recipe(ClsRecipe, [*flags, "--evaluate_only"]).dataset_name == "nyu-mll/glue"
 
 
-@pytest.mark.parametrize(("flags", "words"), [
-    ("--max_train_steps 0 --train_file a", "it must be above 0. To train nothing, say --evaluate_only, or"),
-    ("--evaluate_only --predict_file a.txt", "evaluate_only = true and predict_file = a.txt: keep one of them"),
-    ("--evaluate_only --train_file a --validation_split_percentage 0", "Name a validation_file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--max_train_steps 0 --train_file a", "it must be above 0. To train nothing, say --evaluate_only, or"),
+        ("--evaluate_only --predict_file a.txt", "evaluate_only = true and predict_file = a.txt: keep one of them"),
+        ("--evaluate_only --train_file a --validation_split_percentage 0", "Name a validation_file"),
+    ],
+)
 def test_what_a_recipe_says_of_it(flags, words):
     assert words in refusal(parse_recipe, ClmRecipe, ["--model_name_or_path", "gpt2", *flags.split()])
 
@@ -64,8 +69,12 @@ def test_the_folder_of_a_training_run_is_refused(tmp_path):
     refuse_a_training_run(folder)
     folder.start_answers({"seed": 2}, {"name": "single"}, {})
     assert {file.name for file in folder.path.iterdir()} == {
-        ".lock", "files.json", "recipe.yaml", "strategy.yaml", "environment.json"
-    }, "what an earlier one has left is gone"  # fmt: skip
+        ".lock",
+        "files.json",
+        "recipe.yaml",
+        "strategy.yaml",
+        "environment.json",
+    }, "what an earlier one has left is gone"
     recipe = parse_recipe(ClsRecipe, ["--model_name_or_path", "a", "--predict_file", "one.tsv"])
     folder.start_answers(recipe.to_dict(), {"name": "single"}, {})
     other = parse_recipe(ClsRecipe, ["--model_name_or_path", "a", "--predict_file", "two.tsv"])
@@ -86,16 +95,22 @@ TESTED = {  # the columns of test.tsv, and a record of it
     "qqp": ("id\tquestion1\tquestion2", "0\ta\tb"),
     "rte": ("index\tsentence1\tsentence2", "0\ta\tb"),
     "sst2": ("index\tsentence", "0\ta"),
-    "stsb": ("index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2",
-             "0\tg\tf\t1\t2\ts\tt\ta\tb"),
+    "stsb": (
+        "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2",
+        "0\tg\tf\t1\t2\ts\tt\ta\tb",
+    ),
     "wnli": ("index\tsentence1\tsentence2", "0\ta\tb"),
-}  # fmt: skip
+}
 
 
 def classifier(labels: tuple[str, ...] | None):
     names = labels or ("LABEL_0",)
-    return AutoConfig.for_model("bert", id2label=dict(enumerate(names)), max_position_embeddings=64,
-                                problem_type=None if labels else "regression")  # fmt: skip
+    return AutoConfig.for_model(
+        "bert",
+        id2label=dict(enumerate(names)),
+        max_position_embeddings=64,
+        problem_type=None if labels else "regression",
+    )
 
 
 def asked(config, tokenizer: Path, cache: str, *flags: str):
@@ -146,11 +161,14 @@ def test_words_need_no_tags(tmp_path, cache, pairs_tokenizer):
     assert "text_columns" in refusal(asked, config, pairs_tokenizer, cache, *flags)
 
 
-@pytest.mark.parametrize(("names", "class_names", "is_number", "words"), [
-    (("a", "b", "c"), ("x", "y"), False, "was trained for 3 labels (a, b, c), the data has x, y"),
-    (("a", "b"), None, True, "the task asks for a number"),
-    (None, ("x", "y"), False, "was trained for one number, and the task asks for x, y"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("names", "class_names", "is_number", "words"),
+    [
+        (("a", "b", "c"), ("x", "y"), False, "was trained for 3 labels (a, b, c), the data has x, y"),
+        (("a", "b"), None, True, "the task asks for a number"),
+        (None, ("x", "y"), False, "was trained for one number, and the task asks for x, y"),
+    ],
+)
 def test_a_model_of_other_labels_is_refused(names, class_names, is_number, words):
     assert words in refusal(trained_labels, classifier(names), class_names, [], is_number)
 

@@ -69,8 +69,10 @@ def flash(monkeypatch):
 
 def samples() -> list:
     rows = np.random.default_rng(0).integers(0, 97, POSITIONS.shape)
-    return [({"input_ids": row, "labels": row.copy(), "position_ids": positions}, index)
-            for index, (row, positions) in enumerate(zip(rows, POSITIONS))]  # fmt: skip
+    return [
+        ({"input_ids": row, "labels": row.copy(), "position_ids": positions}, index)
+        for index, (row, positions) in enumerate(zip(rows, POSITIONS))
+    ]
 
 
 def loss_and_gradients(model, flatten: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -74,8 +74,11 @@ def test_answers_in_a_prompt_are_not_trained(tokenizer_of):
 def test_a_template_that_fails_on_a_record(tokenizer_of, tmp_path, template, words):
     (tmp_path / "mine.jinja").write_text(template)
     encoder = encoder_of(tokenizer_of("gpt2"), CHAT, str(tmp_path / "mine.jinja"))
-    talk = [{"role": "system", "content": "s"}, {"role": "user", "content": "Hi?"},
-            {"role": "assistant", "content": "Good morning."}]  # fmt: skip
+    talk = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "Hi?"},
+        {"role": "assistant", "content": "Good morning."},
+    ]
     message = refusal(encoder.render, encoder.form.read({"messages": talk}), "a.jsonl, record 7")
     assert message.startswith("error: a.jsonl, record 7: chat_template = ")
     assert "mine.jinja' fails on it: " in message

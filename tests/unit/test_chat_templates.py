@@ -25,8 +25,9 @@ TOOLS = (
     "{%- endfor %}{{ '\\n</tools><|im_end|>\\n' }}{%- endif %}"
 )
 QWEN2_5 = (
-    TOOLS + "{%- for m in messages %}{%- if m.role == 'tool' %}"
-    "{{ '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}"
+    TOOLS + "{%- for m in messages %}{%- if m.role == 'tool' %}{%- if messages[loop.index0 - 1].role != 'tool' %}"
+    "{{ '<|im_start|>user' }}{%- endif %}{{ '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}"
+    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{%- endif %}"
     "{%- elif m.tool_calls %}{{ '<|im_start|>assistant' }}{%- if m.content %}{{ '\\n' + m.content }}{%- endif %}"
     "{%- for call in m.tool_calls %}{%- set call = call.function or call %}"
     "{{ '\\n<tool_call>\\n{\"name\": \"' + call.name + '\", \"arguments\": ' + (ARGUMENTS) + '}\\n</tool_call>' }}"
@@ -36,7 +37,7 @@ QWEN2_5 = (
 )
 HERMES = QWEN2_5.replace("ARGUMENTS", "call.arguments | tojson")
 QWEN3 = (
-    "{%- set ns = namespace(last=-1) %}{%- for m in messages %}{%- if m.role == 'user' %}"
+    TOOLS + "{%- set ns = namespace(last=-1) %}{%- for m in messages %}{%- if m.role == 'user' %}"
     "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
     "{%- for m in messages %}{%- if m.role == 'assistant' %}{%- set content = m.content %}{%- set reasoning = '' %}"
     "{%- if m.reasoning_content is string %}{%- set reasoning = m.reasoning_content %}"
@@ -46,8 +47,13 @@ QWEN3 = (
     "{%- if loop.index0 > ns.last and (loop.last or reasoning) %}"
     "{{ '<|im_start|>assistant\\n<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}"
     "{%- else %}{{ '<|im_start|>assistant\\n' + content }}{%- endif %}"
-    "{{ '<|im_end|>\\n' }}{%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
-    "{%- endif %}{%- endfor %}"
+    "{%- for call in m.tool_calls or [] %}{%- set call = call.function or call %}"
+    '{{ \'\\n<tool_call>\\n{"name": "\' + call.name + \'", "arguments": \' }}'
+    "{%- if call.arguments is string %}{{ call.arguments }}{%- else %}{{ call.arguments | tojson }}{%- endif %}"
+    "{{ '}\\n</tool_call>' }}{%- endfor %}{{ '<|im_end|>\\n' }}"
+    "{%- elif m.role == 'tool' %}"
+    "{{ '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}"
+    "{%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
     "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
     "{%- endif %}"
@@ -132,13 +138,16 @@ def test_reasoning_of_earlier_answers_is_dropped_as_the_template_drops_it(tokeni
     assert [text[start:stop] for start, stop in spans] == expected
 
 
-def test_a_generation_that_begins_otherwise_than_an_answer_is_said(tokenizer_of, prepare_causal, llama, tmp_path):
-    template = R1.replace("'<Assistant>' }}{%- endif", "'<Assistant><think>' }}{%- endif")
-    tokenizer = chatml_tokenizer(tokenizer_of("gpt2"), template, "</s>")
+def test_a_template_that_begins_an_answer_otherwise_in_generation_is_said(
+    tokenizer_of, prepare_causal, llama, tmp_path
+):
+    tokenizer = chatml_tokenizer(
+        tokenizer_of("gpt2"), R1.replace("'<Assistant>' }}{%- endif", "'<Assistant><think>' }}{%- endif"), "</s>"
+    )
     text, spans = render(tokenizer, TALK)
     assert [text[start:stop] for start, stop in spans] == ["Hello.</s>", "Nothing more.</s>"]
     file = write_records(tmp_path / "a.jsonl", [{"messages": TALK}] * 8)
-    (tmp_path / "r1.jinja").write_text(template)
+    (tmp_path / "r1.jinja").write_text(tokenizer.chat_template)
     notes = prepare_causal(llama, file, "--chat_template", tmp_path / "r1.jinja", "--packing", "none").notes
     assert any("begins an answer with '<think>' in generation" in note for note in notes)
 
@@ -152,8 +161,9 @@ def test_arguments_are_written_once_as_an_object(tokenizer_of, arguments, given)
     written = arguments.replace("ROBUST", "call.arguments if call.arguments is string else call.arguments | tojson")
     tokenizer = chatml_tokenizer(tokenizer_of("gpt2"), QWEN2_5.replace("ARGUMENTS", written), "<|im_end|>")
     held = CALL["function"]["arguments"]
-    held = held if given is dict else json.dumps(held, ensure_ascii=False)
-    call = {"function": {"name": "weather", "arguments": held}}
+    call = {
+        "function": {"name": "weather", "arguments": held if given is dict else json.dumps(held, ensure_ascii=False)}
+    }
     record = {"messages": [
         TALK[0], {"role": "assistant", "content": None, "tool_calls": [call, call]},
         {"role": "tool", "content": "dry", "tool_call_id": "1", "name": "weather"}, TALK[1],
@@ -166,8 +176,11 @@ def test_arguments_are_written_once_as_an_object(tokenizer_of, arguments, given)
 
 
 def test_the_older_form_of_a_call(tokenizer_with):
-    call = {"name": "weather", "arguments": '{"city": "Bern"}'}
-    turn = {"role": "assistant", "content": None, "function_call": call}
+    turn = {
+        "role": "assistant",
+        "content": None,
+        "function_call": {"name": "weather", "arguments": '{"city": "Bern"}'},
+    }
     record = {"messages": [TALK[0], turn, {"role": "function", "name": "weather", "content": "dry"}, TALK[1]]}
     text, _ = render(tokenizer_with("qwen2.5"), RecordForm("messages", "messages").read(record))
     assert '{"name": "weather", "arguments": {"city": "Bern"}}' in text

@@ -28,11 +28,16 @@ from zerofit.tools.tool_recipe import read_with_recipe
 from zerofit.tools.verify import VerifyOptions
 
 TOOLS = {
-    ("prepare", "merge"): JoinOptions, ("prepare",): PrepareOptions,
-    ("convert", "meta-to-hf"): FromMetaOptions, ("merge",): MergeOptions,
-    ("evaluate",): EvaluateOptions, ("generate",): GenerateOptions, ("compare",): CompareOptions,
-    ("plan",): PlanOptions, ("verify",): VerifyOptions,
-}  # fmt: skip
+    ("prepare", "merge"): JoinOptions,
+    ("prepare",): PrepareOptions,
+    ("convert", "meta-to-hf"): FromMetaOptions,
+    ("merge",): MergeOptions,
+    ("evaluate",): EvaluateOptions,
+    ("generate",): GenerateOptions,
+    ("compare",): CompareOptions,
+    ("plan",): PlanOptions,
+    ("verify",): VerifyOptions,
+}
 START = re.compile(r"accelerate launch|torchrun --|zerofit [a-z]|make [a-z]|python benchmarks/")
 COLUMNS = ("full", "chunked")  # `zerofit full` is the heading of a column in docs/measurements/loop-speed.md
 ENDS = {"&", "&&", "||", "|", ";", ">", "2>"}

@@ -147,8 +147,13 @@ def test_strategies_and_what_they_override(monkeypatch):
 
 
 def machine(devices=()) -> TrialMachine:
-    environment = {"hardware": {"cpu": "a CPU", "cores": 2}, "packages": {"torch": "2.13"}, "python": "3.11",
-                   "zerofit_commit": "0123456789abcdef", "zerofit_changed": False}  # fmt: skip
+    environment = {
+        "hardware": {"cpu": "a CPU", "cores": 2},
+        "packages": {"torch": "2.13"},
+        "python": "3.11",
+        "zerofit_commit": "0123456789abcdef",
+        "zerofit_changed": False,
+    }
     kind = "cuda" if devices else "cpu"
     return TrialMachine(kind, tuple(devices), 2, 24 * GIB, 20 * GIB, environment=environment)
 

@@ -56,9 +56,13 @@ def loss_and_gradients(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -
 
 @pytest.mark.parametrize(
     ("name", "recomputed"),
-    [("llama", False), ("llama", "selective"), pytest.param("llama", True, marks=LONG),
-     pytest.param("gpt2", "selective", marks=LONG)],
-)  # fmt: skip
+    [
+        ("llama", False),
+        ("llama", "selective"),
+        pytest.param("llama", True, marks=LONG),
+        pytest.param("gpt2", "selective", marks=LONG),
+    ],
+)
 def test_all_blocks_run_one_graph(name, recomputed):
     """In evaluation there is one more for each kind of layer."""
     model = tiny_model(name, **SHAPES[name]).train()
@@ -226,8 +230,9 @@ def test_a_decline_is_said_with_its_reason(monkeypatch):
     monkeypatch.setattr(run_configuration, "failing_compiler", lambda device: None)
     recipe = recipe_of()
     assert decided(recipe, updates=40) == (
-        "auto: false, 40 updates, fewer than 300", ["layers are not compiled: 40 updates, fewer than 300"]
-    )  # fmt: skip
+        "auto: false, 40 updates, fewer than 300",
+        ["layers are not compiled: 40 updates, fewer than 300"],
+    )
     assert recipe.torch_compile is False
     assert decided(recipe_of(), torch.device("cpu")) == ("auto: false, without a GPU to train on", [])
     assert decided(recipe_of(torch_compile="blocks"), torch.device("cpu")) == (None, [])

@@ -53,8 +53,10 @@ def random_documents(seed: int, count: int, longest: int = 40) -> list[list[int]
 @pytest.fixture(scope="module")
 def prefixes(tmp_path_factory) -> list[str]:
     folder = tmp_path_factory.mktemp("corpora")
-    return [write_corpus(folder / name, random_documents(seed, count))
-            for seed, (name, count) in enumerate((("a", 300), ("b", 90), ("c", 150)))]  # fmt: skip
+    return [
+        write_corpus(folder / name, random_documents(seed, count))
+        for seed, (name, count) in enumerate((("a", 300), ("b", 90), ("c", 150)))
+    ]
 
 
 def indices(recipe) -> dict[str, object]:

@@ -93,12 +93,15 @@ def test_lines_that_are_read_in_another_way_than_meant_are_counted(tmp_path, cac
     assert list(notes) == ([f"note      {path}: {said}"] if said else [])
 
 
-@pytest.mark.parametrize(("lines", "texts"), [
-    (['"He said \\"hi\\"",x', '"a, b",y'], ['He said "hi"', "a, b"]),  # as Spark and MySQL write them
-    (['"\\"a, b\\" and C:\\dir",x'], ['"a, b" and C:\\dir']),
-    (['"ends in \\",x', '"a ""b""",y'], ["ends in \\", 'a "b"']),
-    (['a \\"b\\" c,x'], ['a \\"b\\" c']),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("lines", "texts"),
+    [
+        (['"He said \\"hi\\"",x', '"a, b",y'], ['He said "hi"', "a, b"]),  # as Spark and MySQL write them
+        (['"\\"a, b\\" and C:\\dir",x'], ['"a, b" and C:\\dir']),
+        (['"ends in \\",x', '"a ""b""",y'], ["ends in \\", 'a "b"']),
+        (['a \\"b\\" c,x'], ['a \\"b\\" c']),
+    ],
+)
 def test_quotes_behind_a_backslash(tmp_path, cache, lines, texts):
     (tmp_path / "a.csv").write_text("\n".join(["text,label", *lines]))
     data = read_data(ClsRecipe(train_file=[str(tmp_path / "a.csv")], cache_dir=cache))
@@ -106,13 +109,16 @@ def test_quotes_behind_a_backslash(tmp_path, cache, lines, texts):
     assert len(data.notes) == (texts[0].count('"') > texts[0].count('\\"'))
 
 
-@pytest.mark.parametrize(("lines", "rows", "noted"), [
-    ('text, label\n"a, b", "x"\n"c ""d""", y\n', [("a, b", "x"), ('c "d"', "y")], True),
-    ('"text", "label"\n"a", "x, y"\n"b", "z"\n', [("a", "x, y"), ("b", "z")], True),
-    ('text, label\na, x\nb, y\n', [("a", " x"), ("b", " y")], False),
-    ('text,label\n"he said, ""a""",x\n" ""b""",y\n', [('he said, "a"', "x"), (' "b"', "y")], False),
-    ('text,label\na, "b" and c\n', [("a", ' "b" and c')], False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("lines", "rows", "noted"),
+    [
+        ('text, label\n"a, b", "x"\n"c ""d""", y\n', [("a, b", "x"), ('c "d"', "y")], True),
+        ('"text", "label"\n"a", "x, y"\n"b", "z"\n', [("a", "x, y"), ("b", "z")], True),
+        ("text, label\na, x\nb, y\n", [("a", " x"), ("b", " y")], False),
+        ('text,label\n"he said, ""a""",x\n" ""b""",y\n', [('he said, "a"', "x"), (' "b"', "y")], False),
+        ('text,label\na, "b" and c\n', [("a", ' "b" and c')], False),
+    ],
+)
 def test_blanks_before_quotes_are_no_part_of_a_text(tmp_path, cache, lines, rows, noted):
     (tmp_path / "a.csv").write_text(lines)
     data = read_data(ClsRecipe(train_file=[str(tmp_path / "a.csv")], cache_dir=cache))
@@ -208,10 +214,14 @@ def test_answers_that_a_csv_file_marks_as_bad_are_refused(tmp_path, cache, words
 TEXTS = ["two\nlines", "a\ttab", 'he said "no"', '"all of it"', "plain", "", '"', "ends\r\n", "comma, here"]
 
 
-@pytest.mark.parametrize(("columns", "quoting"), [
-    (("text", "label"), csv.QUOTE_MINIMAL), (("id", "text", "label"), csv.QUOTE_ALL),
-    (("label", "text"), csv.QUOTE_NONNUMERIC),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("columns", "quoting"),
+    [
+        (("text", "label"), csv.QUOTE_MINIMAL),
+        (("id", "text", "label"), csv.QUOTE_ALL),
+        (("label", "text"), csv.QUOTE_NONNUMERIC),
+    ],
+)
 @pytest.mark.parametrize("texts", [TEXTS, *([text, "plain"] for text in TEXTS if text.strip('" '))])
 def test_what_pandas_writes_as_tsv_is_read(tmp_path, cache, texts, columns, quoting):
     values = {"id": [f"{n}" for n in range(len(texts))], "text": texts, "label": ["0", "1"] * 4 + ["0"]}
@@ -224,15 +234,18 @@ def test_what_pandas_writes_as_tsv_is_read(tmp_path, cache, texts, columns, quot
     assert [("enclose fields" in note) for note in source.notes] == [True] * has_quotes
 
 
-@pytest.mark.parametrize("texts", [
-    ['"a lone quote', "none"],
-    ['"it begins here', 'and ends here"'],
-    ['"a lone quote', '"all of it"', 'he said "no"'],
-    ['"all of it"', "none"],
-    ['"one" and "two"', "none"],
-    ['"half ""doubled', "none"],
-    ['5" and 6"', '"'],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ['"a lone quote', "none"],
+        ['"it begins here', 'and ends here"'],
+        ['"a lone quote', '"all of it"', 'he said "no"'],
+        ['"all of it"', "none"],
+        ['"one" and "two"', "none"],
+        ['"half ""doubled', "none"],
+        ['5" and 6"', '"'],
+    ],
+)
 def test_quotes_in_texts_of_an_unquoted_tsv_stay(tmp_path, cache, texts):
     (tmp_path / "a.tsv").write_text("sentence\tlabel\n" + "".join(f"{text}\t1\n" for text in texts))
     source = read_data(ClsRecipe(train_file=[str(tmp_path / "a.tsv")], cache_dir=cache))

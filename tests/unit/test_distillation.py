@@ -83,9 +83,12 @@ def test_a_plan_counts_the_teacher(byte_tokenizer, tmp_path):
     teacher = tiny_model("gpt_neox", vocab_size=304)
     teacher.save_pretrained(tmp_path)
     recipe = recipe_of(
-        config_name="gpt2", tokenizer_name=str(tmp_path), distill_divergence="forward", teacher=str(tmp_path),
+        config_name="gpt2",
+        tokenizer_name=str(tmp_path),
+        distill_divergence="forward",
+        teacher=str(tmp_path),
         config_overrides="n_layer=2,n_head=2,n_embd=32,vocab_size=304",
-    )  # fmt: skip
+    )
     model = read_planned_model(recipe, "clm", on_gpu=True)
     assert model.teacher_weights == sum(each.numel() for each in teacher.parameters())
     for strategy, refused in (({}, False), ({"tensor": 2}, True), ({"shards_parameters": True}, True)):

@@ -35,8 +35,10 @@ def export(tmp_path):
 )
 def test_an_export_is_loaded_back_and_each_oddity_is_one_line(export, change, said):
     weights = load_file(export / "model.safetensors")
-    added = {"another weight": {"score.weight": torch.zeros(2, 3)},
-             "the head": {"lm_head.weight": weights["transformer.wte.weight"].clone()}}  # fmt: skip
+    added = {
+        "another weight": {"score.weight": torch.zeros(2, 3)},
+        "the head": {"lm_head.weight": weights["transformer.wte.weight"].clone()},
+    }
     save_file({**weights, **added.get(change, {})}, export / "model.safetensors", {"format": "pt"})
     if change == "no tokenizer":
         (export / "tokenizer.json").unlink()
@@ -79,8 +81,10 @@ def test_what_of_an_adapter_other_programs_do_not_take(tmp_path, settings, more,
 VALID = {"max_new_tokens": 20, "eos_token_id": 5}
 REFUSED = [  # (settings beside the valid ones, the names that are dropped)
     ({"pad_token_id": -1}, {"pad_token_id"}),
-    ({"output_scores": True, "output_attentions": True, "output_hidden_states": True, "output_logits": True},
-     {"output_scores", "output_attentions", "output_hidden_states", "output_logits"}),
+    (
+        {"output_scores": True, "output_attentions": True, "output_hidden_states": True, "output_logits": True},
+        {"output_scores", "output_attentions", "output_hidden_states", "output_logits"},
+    ),
     ({"output_scores": True, "return_dict_in_generate": True}, set()),
     ({"temperature": 0.6, "top_p": 0.9}, {"temperature", "top_p"}),
     ({"temperature": 0.6, "top_p": 0.9, "do_sample": True}, set()),
@@ -91,7 +95,7 @@ REFUSED = [  # (settings beside the valid ones, the names that are dropped)
     ({"max_new_tokens": 0}, {"max_new_tokens"}),
     ({"suppress_tokens": [3], "forced_eos_token_id": 3}, {"forced_eos_token_id"}),
     ({"a_setting_of_ours": 1}, set()),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("settings", "dropped"), REFUSED)
@@ -119,8 +123,9 @@ def test_a_file_of_generation_settings_that_is_none_is_not_used(tmp_path, text):
     assert load_model(AutoModelForCausalLM, model.config, recipe, NOT_SHARDED).generation_config is not None
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "the model's code", "the tokenizer",
-                                  "tokenizer.model"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "the model's code", "the tokenizer", "tokenizer.model"]
+)
 def test_a_file_that_cannot_be_written_costs_neither_the_weights_nor_the_other_files(tmp_path, monkeypatch, name):
     def fail(*args, **kwargs):
         raise KeyError("odd")
@@ -131,10 +136,12 @@ def test_a_file_that_cannot_be_written_costs_neither_the_weights_nor_the_other_f
     if name == "the tokenizer":
         tokenizer.save_pretrained = fail
     model.is_remote_code = lambda: name == "the model's code"
-    owners = {"config.json": (type(model.config), "save_pretrained"),
-              "generation_config.json": (GenerationConfig, "save_pretrained"),
-              "the model's code": ("zerofit.model.export.custom_object_save",),
-              "tokenizer.model": ("zerofit.model.export._copy_sentencepiece_model",)}  # fmt: skip
+    owners = {
+        "config.json": (type(model.config), "save_pretrained"),
+        "generation_config.json": (GenerationConfig, "save_pretrained"),
+        "the model's code": ("zerofit.model.export.custom_object_save",),
+        "tokenizer.model": ("zerofit.model.export._copy_sentencepiece_model",),
+    }
     if name in owners:
         monkeypatch.setattr(*owners[name], fail)
     failed = export_model(model, model.named_parameters(), tokenizer, tmp_path / "export")

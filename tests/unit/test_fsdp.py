@@ -79,8 +79,11 @@ def adapted(base: str, world_size: int, rank: int = 0) -> dict:
     model = load_model(AutoModelForCausalLM, AutoConfig.from_pretrained(base), recipe, strategy)
     add_adapter(model, recipe, "clm", strategy)
     parameters = dict(model.named_parameters())
-    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
-                for p in parameters.values() if not p.requires_grad}  # fmt: skip
+    storages = {
+        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
+        for p in parameters.values()
+        if not p.requires_grad
+    }
     trained = {name: p.tolist() for name, p in parameters.items() if p.requires_grad}
     return {"frozen": sum(storages.values()), "trained": trained}
 

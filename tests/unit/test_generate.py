@@ -117,8 +117,12 @@ def test_files_of_prompts(model, generate, given, tmp_path, template, tokenizer)
     generate("--model", model, "--prompt_file", lines, "--max_new_tokens", 2)
     assert given.ids == [tokenizer(text)["input_ids"] for text in ("one", "  two ", "three")]
     records = tmp_path / "prompts.jsonl"
-    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "lo"},
-             {"role": "user", "content": "ho"}, {"role": "assistant", "content": "never seen"}]  # fmt: skip
+    turns = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "lo"},
+        {"role": "user", "content": "ho"},
+        {"role": "assistant", "content": "never seen"},
+    ]
     records.write_text(json.dumps({"prompt": "one", "id": 3}) + "\n" + json.dumps({"messages": turns}) + "\n")
     output = tmp_path / "out.jsonl"
     generate("--model", model, "--prompt_file", records, "--max_new_tokens", 2, "--chat_template", template,
@@ -151,8 +155,11 @@ def test_the_system_prompt_of_training_is_used(model, generate, given, template,
         generate(*flags, "--chat_template", template, *more)
     generate(*flags)  # no template, no conversation
     assert [tokenizer.decode(ids) for ids in given.ids] == [
-        "<system>Be kind.<user>hi<assistant>", "<system>Be short.<user>hi<assistant>", "<user>hi<assistant>", "hi"
-    ]  # fmt: skip
+        "<system>Be kind.<user>hi<assistant>",
+        "<system>Be short.<user>hi<assistant>",
+        "<user>hi<assistant>",
+        "hi",
+    ]
 
 
 def test_it_ends_at_the_end_token(tmp_path, tokenizer, generate, given):

@@ -57,9 +57,13 @@ def test_amd(machine, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("ACCELERATE_USE_CPU", "True"), ("CUDA_VISIBLE_DEVICES", ""), ("CUDA_VISIBLE_DEVICES", "NoDevFiles"),
-     ("NVIDIA_VISIBLE_DEVICES", "void")],
-)  # fmt: skip
+    [
+        ("ACCELERATE_USE_CPU", "True"),
+        ("CUDA_VISIBLE_DEVICES", ""),
+        ("CUDA_VISIBLE_DEVICES", "NoDevFiles"),
+        ("NVIDIA_VISIBLE_DEVICES", "void"),
+    ],
+)
 def test_the_cpu_is_asked_for(machine, monkeypatch, name, value):
     put(machine / "dev/nvidia0")
     refusal(gpus.check_devices)

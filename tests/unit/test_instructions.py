@@ -168,11 +168,15 @@ def test_tools_answer_between_two_turns_of_the_assistant():
     assert roles == "user assistant tool tool assistant user assistant"
 
 
-@pytest.mark.parametrize("record", [
-    {"prompt": "x", "chosen": "y", "rejected": "z"}, {"chosen": TURNS, "rejected": TURNS},
-    {"prompt": "x", "response_0": "y", "response_1": "z", "better_response_id": 0},
-    {"conversation_a": TURNS, "conversation_b": TURNS, "winner": "model_a"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "x", "chosen": "y", "rejected": "z"},
+        {"chosen": TURNS, "rejected": TURNS},
+        {"prompt": "x", "response_0": "y", "response_1": "z", "better_response_id": 0},
+        {"conversation_a": TURNS, "conversation_b": TURNS, "winner": "model_a"},
+    ],
+)
 def test_preferences_are_refused(record):
     check_refusal(["the records are preferences", "train/dpo.py reads them"], form_of, record)
     assert form_of({"prompt": "x", **record}, predict_file=["x.jsonl"]).read({"prompt": "x"})[-1]["content"] == "x"
@@ -248,11 +252,14 @@ def test_answers_that_are_names_of_classes(tmp_path, prepare):
     assert "Is it so? yes" in text_of(data, data.train)
 
 
-@pytest.mark.parametrize("record", [
-    {"title": "t", "paragraphs": [{"context": "a long text"}]},
-    {"id": "17", "data": ["a question", "an answer"]},
-    {"id": "a", "body": {"messages": TURNS}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"title": "t", "paragraphs": [{"context": "a long text"}]},
+        {"id": "17", "data": ["a question", "an answer"]},
+        {"id": "a", "body": {"messages": TURNS}},
+    ],
+)
 def test_a_small_text_beside_lists_is_not_the_text(record):
     message = refusal(text_column, Dataset.from_list([record] * 3), None)
     assert f"the only column of text is {next(iter(record))}" in message

@@ -82,16 +82,19 @@ def test_what_pandas_writes_as_json_is_read(tmp_path, cache, orient, index, opti
     assert read(cache, tmp_path / name).to_dict() == frame.to_dict("list")
 
 
-@pytest.mark.parametrize("record", [
-    {"text": "a", "label": 1},
-    {"translation": {"de": "a", "en": "b"}},
-    {"chosen": {"role": "a", "content": "b"}, "rejected": {"role": "a", "content": "c"}},
-    {"tokens": ["a", "b"], "tags": [0, 1]},
-    {"tokens": list("abcdefgh"), "tags": [0]},
-    {"data": [{"text": "a"}] * 8},
-    {"messages": [{"role": "user", "content": "a"}]},
-    {"columns": ["a"], "data": "b"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"text": "a", "label": 1},
+        {"translation": {"de": "a", "en": "b"}},
+        {"chosen": {"role": "a", "content": "b"}, "rejected": {"role": "a", "content": "c"}},
+        {"tokens": ["a", "b"], "tags": [0, 1]},
+        {"tokens": list("abcdefgh"), "tags": [0]},
+        {"data": [{"text": "a"}] * 8},
+        {"messages": [{"role": "user", "content": "a"}]},
+        {"columns": ["a"], "data": "b"},
+    ],
+)
 @pytest.mark.parametrize("indent", [None, 1])
 def test_a_file_of_one_record_is_no_table(tmp_path, cache, record, indent):
     (tmp_path / "a.json").write_text(json.dumps(record, indent=indent))

@@ -151,17 +151,20 @@ def test_commas_that_may_separate_thousands_are_refused(values):
     assert "--regression" in refusal(found, values)
 
 
-@pytest.mark.parametrize(("theirs", "values", "class_names", "numbers"), [
-    (("No", "no", "yes"), ["no", "yes"], None, [1, 2]),  # their case tells classes apart
-    (("POS", "NEG"), ["neg", "pos"], None, [1, 0]),
-    (("pos", "neg"), ["Pos", "pos", "neg"], None, [None, 0, 1]),
-    (("spam", "ham"), [1, "0"], None, [1, 0]),  # numbers of the classes
-    (("spam", "ham"), ["spam", "01"], None, [0, None]),
-    (("0110", "110"), ["110", "0110"], None, [1, 0]),
-    (("1", "2"), ["2.0", "1.0"], None, [1, 0]),
-    (("3", "1"), ["1", "3"], None, [1, 0]),  # names, not numbers of classes
-    (("c", "a", "b"), [0, 1, "c"], ("a", "c"), [1, 0, 0]),  # data with fewer classes
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("theirs", "values", "class_names", "numbers"),
+    [
+        (("No", "no", "yes"), ["no", "yes"], None, [1, 2]),  # their case tells classes apart
+        (("POS", "NEG"), ["neg", "pos"], None, [1, 0]),
+        (("pos", "neg"), ["Pos", "pos", "neg"], None, [None, 0, 1]),
+        (("spam", "ham"), [1, "0"], None, [1, 0]),  # numbers of the classes
+        (("spam", "ham"), ["spam", "01"], None, [0, None]),
+        (("0110", "110"), ["110", "0110"], None, [1, 0]),
+        (("1", "2"), ["2.0", "1.0"], None, [1, 0]),
+        (("3", "1"), ["1", "3"], None, [1, 0]),  # names, not numbers of classes
+        (("c", "a", "b"), [0, 1, "c"], ("a", "c"), [1, 0, 0]),  # data with fewer classes
+    ],
+)
 def test_labels_of_data_for_a_trained_model(theirs, values, class_names, numbers):
     labels, numbered = trained_labels(pretrained(*theirs), class_names, values)
     for value, number in zip(values, numbers):
@@ -243,12 +246,15 @@ def test_balanced_weights_are_scikit_learns():
     assert weighted("balanced", evaluate_only=True, model_name_or_path="x") is None
 
 
-@pytest.mark.parametrize(("words", "options", "said"), [
-    (("d=2",), {}, "class_weights"),
-    (("balanced",), {"names": None}, "class_weights"),
-    ((), {"names": None, "focal_gamma": 2.0}, "focal_gamma"),
-    ((), {"choices": True, "label_smoothing": 0.1}, "label_smoothing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "options", "said"),
+    [
+        (("d=2",), {}, "class_weights"),
+        (("balanced",), {"names": None}, "class_weights"),
+        ((), {"names": None, "focal_gamma": 2.0}, "focal_gamma"),
+        ((), {"choices": True, "label_smoothing": 0.1}, "label_smoothing"),
+    ],
+)
 def test_weights_of_no_class_are_refused(words, options, said):
     assert said in refusal(weighted, *words, **options)
 
@@ -308,25 +314,31 @@ def test_records_with_several_labels(tmp_path, byte_tokenizer):
     assert of_numbers.labels.names == ("0", "1", "2", "5")
 
 
-@pytest.mark.parametrize(("labels", "flags", "words"), [
-    ([[0, 1, 1], [0, 0, 1]] * 4, (), "lists of numbers"),
-    ([[0, 1], [1, 0]] * 4, (), "lists of numbers"),
-    ([[0.25, 0.75], [0.5, 0.5]] * 4, (), "lists of numbers"),
-    (SETS * 4, ("--regression", "true"), "has lists of labels"),
-    ([["a"], None] * 4, (), "it has no label"),
-    ([["a"]] * 8, (), "only one label"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("labels", "flags", "words"),
+    [
+        ([[0, 1, 1], [0, 0, 1]] * 4, (), "lists of numbers"),
+        ([[0, 1], [1, 0]] * 4, (), "lists of numbers"),
+        ([[0.25, 0.75], [0.5, 0.5]] * 4, (), "lists of numbers"),
+        (SETS * 4, ("--regression", "true"), "has lists of labels"),
+        ([["a"], None] * 4, (), "it has no label"),
+        ([["a"]] * 8, (), "only one label"),
+    ],
+)
 def test_lists_that_are_refused(tmp_path, byte_tokenizer, labels, flags, words):
     if None in labels:
         labels[0] = ["b"]
     assert words in refusal(prepared, tmp_path / "a.jsonl", byte_tokenizer, labels, *flags)
 
 
-@pytest.mark.parametrize(("kind", "labels", "words"), [
-    ("single_label_classification", [["a"], ["b"]] * 4, "trained for one label a record"),
-    ("multi_label_classification", ["a", "b"] * 4, None),  # one label is a set too
-    ("multi_label_classification", [["a", "b"], []] * 4, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "labels", "words"),
+    [
+        ("single_label_classification", [["a"], ["b"]] * 4, "trained for one label a record"),
+        ("multi_label_classification", ["a", "b"] * 4, None),  # one label is a set too
+        ("multi_label_classification", [["a", "b"], []] * 4, None),
+    ],
+)
 def test_data_for_a_stored_model(tmp_path, byte_tokenizer, kind, labels, words):
     records = [{"text": f"text {n}", "label": label} for n, label in enumerate(labels)]
     recipe = labelled_recipe(tmp_path / "a.jsonl", records, byte_tokenizer)
@@ -358,8 +370,11 @@ def test_columns_with_the_names_of_predictions_are_kept(tmp_path, byte_tokenizer
     record = next(iter(data.held_out[0].tables[0]))
     kept = {name: value for name, value in record.items() if name not in ("id", "text", "kind")}
     assert kept == {
-        "input_input_prediction": 7, "input_prediction": 8, "input_probabilities": {"a": 1}, "input_label": "mine"
-    }  # fmt: skip
+        "input_input_prediction": 7,
+        "input_prediction": 8,
+        "input_probabilities": {"a": 1},
+        "input_label": "mine",
+    }
     assert record["kind"] in ("a", "b")
 
 

@@ -44,8 +44,12 @@ def scale_by_hand(name: str, model_type: str) -> float:
 def test_updates_are_those_of_groups_made_by_hand(model_type):
     ours, theirs = classifier(model_type), classifier(model_type)
     engine = SimpleNamespace(torch_optimizer=make_optimizer(ours, recipe("--layer_decay", "0.5"), torch.device("cpu")))
-    by_hand = torch.optim.AdamW([{"params": [each], "weight_decay": 0.1 * (each.ndim > 1), "name": name}
-                                 for name, each in theirs.named_parameters()])  # fmt: skip
+    by_hand = torch.optim.AdamW(
+        [
+            {"params": [each], "weight_decay": 0.1 * (each.ndim > 1), "name": name}
+            for name, each in theirs.named_parameters()
+        ]
+    )
     for index in range(3):
         Engine.set_learning_rate(engine, 1e-3 / (1 + index))
         for group in by_hand.param_groups:

@@ -24,12 +24,17 @@ from zerofit.strategy.strategy import Strategy
 
 CAUSAL, CLASSES, PAIRS = AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForSeq2SeqLM
 MORE = {  # what a small configuration of the family needs besides
-    "deberta-v2": {"relative_attention": True, "position_buckets": 16, "pos_att_type": "p2c|c2p", "num_labels": 3,
-                   "pooler_hidden_size": 64},
+    "deberta-v2": {
+        "relative_attention": True,
+        "position_buckets": 16,
+        "pos_att_type": "p2c|c2p",
+        "num_labels": 3,
+        "pooler_hidden_size": 64,
+    },
     "gptj": {"rotary_dim": 8, "tie_word_embeddings": False},
     "blenderbot": {"decoder_start_token_id": 1},
     "t5": {"decoder_start_token_id": 0},
-}  # fmt: skip
+}
 FAMILIES = {  # task, class, what has an adapter, how many times
     "llama": ("clm", CAUSAL, "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj", 14),
     "gpt_neox": ("clm", CAUSAL, "query_key_value", 2),
@@ -130,8 +135,12 @@ def test_nothing_of_the_frozen_model_is_written(bases, tmp_path, family):
 def test_a_file_that_cannot_be_written_does_not_cost_the_adapter(bases, tmp_path, name):
     model, adapter = adapted(bases["blenderbot"], "blenderbot")
     tokenizer, fail = MagicMock(), MagicMock(side_effect=ValueError("odd"))
-    owners = {"adapter_config.json": adapter.config, "config.json": type(model.config),
-              "generation_config.json": type(model.generation_config), "the tokenizer": tokenizer}  # fmt: skip
+    owners = {
+        "adapter_config.json": adapter.config,
+        "config.json": type(model.config),
+        "generation_config.json": type(model.generation_config),
+        "the tokenizer": tokenizer,
+    }
     with patch.object(owners[name], "save_pretrained", fail):
         assert list(adapter.save(model, moved(model), tokenizer, tmp_path)) == [name]
     assert load_file(tmp_path / "adapter_model.safetensors")

@@ -87,8 +87,10 @@ def test_sums_over_many_chunks_are_of_fp32(products):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_head_with_a_bias(products, dtype):
-    inputs = [torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
-              for shape in ((200, 8), (50, 8), (50,))]  # fmt: skip
+    inputs = [
+        torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+        for shape in ((200, 8), (50, 8), (50,))
+    ]
     targets = torch.arange(200) % 50
     targets[:70] = -100  # a whole chunk, and a part of one
     loss = chunked_module.chunked_loss(*inputs, targets)

@@ -29,8 +29,13 @@ LLAMA = """torchrun --nproc_per_node 8 --nnodes 2 --node_rank 0 --master_addr al
   --use-rotary-position-embeddings --untie-embeddings-and-output-weights --swiglu --normalization rmsnorm
   --disable-bias-linear --frobnicate 3 --recompute-granularity full --recompute-method uniform
   --deepspeed_config=ds.json --deepspeed"""
-BLOCK = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "curriculum_learning": {"enabled": False},
-         "zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}, "bf16": {"enabled": True}}  # fmt: skip
+BLOCK = {
+    "train_batch_size": 32,
+    "train_micro_batch_size_per_gpu": 2,
+    "curriculum_learning": {"enabled": False},
+    "zero_optimization": {"stage": 1, "reduce_bucket_size": 1000},
+    "bf16": {"enabled": True},
+}
 GPT = """deepspeed --num_gpus 2 ./Megatron/pretrain_gpt.py --num-layers 2 --hidden-size 32 --num-attention-heads 4
   --seq-length 64 --max-position-embeddings 64 --micro-batch-size 4 --global-batch-size 8 --lr 0.00015
   --train-samples 4001 --lr-decay-samples 3200 --lr-decay-style cosine --min-lr 1.0e-5 --lr-warmup-fraction .01
@@ -88,9 +93,14 @@ def test_no_flag_is_lost(llama):
     assert len(found) > 50
     typed_in = re.findall(r"(--[a-z][\w-]+)", LLAMA[LLAMA.index("pretrain_gpt.py") :])
     assert {flag.replace("_", "-") for flag in typed_in} <= set(found)
-    kinds = {"--num-layers": "carried over", "--swiglu": "satisfied",
-             "--tensor-model-parallel-size": "carried over", "--frobnicate": "unknown",
-             '"curriculum_learning"': "no counterpart", '"bf16"': "no counterpart"}  # fmt: skip
+    kinds = {
+        "--num-layers": "carried over",
+        "--swiglu": "satisfied",
+        "--tensor-model-parallel-size": "carried over",
+        "--frobnicate": "unknown",
+        '"curriculum_learning"': "no counterpart",
+        '"bf16"': "no counterpart",
+    }
     assert {flag: found[flag] for flag in kinds} == kinds
     assert "(--seed" in found, "Megatron's defaults count where ours are others"
 
@@ -109,13 +119,16 @@ def test_a_gpt_counts_samples():
     assert recipe["data_path"] == "data/mine_text_document"
 
 
-@pytest.mark.parametrize("flags", [
-    "--lr-decay-style cosine --min-lr 1e-4 --lr-warmup-iters 10",
-    "--lr-decay-style linear --min-lr 2e-4 --lr-decay-iters 60 --lr-warmup-fraction 0.1",
-    "--lr-decay-style constant --lr-warmup-iters 7 --min-lr 1e-5",
-    "--lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-iters 25 --lr-warmup-iters 5 --min-lr 1e-5",
-    "",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--lr-decay-style cosine --min-lr 1e-4 --lr-warmup-iters 10",
+        "--lr-decay-style linear --min-lr 2e-4 --lr-decay-iters 60 --lr-warmup-fraction 0.1",
+        "--lr-decay-style constant --lr-warmup-iters 7 --min-lr 1e-5",
+        "--lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-iters 25 --lr-warmup-iters 5 --min-lr 1e-5",
+        "",
+    ],
+)
 def test_the_schedule_is_megatrons(flags):
     scheduler = pytest.importorskip("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler
     import torch
@@ -142,17 +155,20 @@ def test_the_schedule_is_megatrons(flags):
     assert [schedule(update) for update in range(100)] == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
-@pytest.mark.parametrize(("flags", "strategy", "degrees"), [
-    ("--tensor-model-parallel-size 2 --sequence-parallel", "tp", {"tensor_parallel": {"autotp_size": 2}}),
-    ("--tensor-model-parallel-size 2 --zero-stage 2", "tp_zero2", {"tensor_parallel": {"autotp_size": 2}}),
-    ("--context-parallel-size 2", "sp", {"sequence_parallel_size": 2}),
-    ("--pipeline-model-parallel-size 4 --zero-stage 1", "pp", {"pipeline": STAGES | {"stages": 4}}),
-    (
-        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
-        "3d",
-        {"pipeline": STAGES, "tensor_parallel": {"autotp_size": 2}},
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "strategy", "degrees"),
+    [
+        ("--tensor-model-parallel-size 2 --sequence-parallel", "tp", {"tensor_parallel": {"autotp_size": 2}}),
+        ("--tensor-model-parallel-size 2 --zero-stage 2", "tp_zero2", {"tensor_parallel": {"autotp_size": 2}}),
+        ("--context-parallel-size 2", "sp", {"sequence_parallel_size": 2}),
+        ("--pipeline-model-parallel-size 4 --zero-stage 1", "pp", {"pipeline": STAGES | {"stages": 4}}),
+        (
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+            "3d",
+            {"pipeline": STAGES, "tensor_parallel": {"autotp_size": 2}},
+        ),
+    ],
+)
 def test_degrees_go_into_the_pair(flags, strategy, degrees, tmp_path):
     done = typed(f"torchrun --nproc_per_node 8 {MINIMAL} --global-batch-size 8 {flags}")
     assert not done.problems
@@ -184,37 +200,43 @@ def test_single_flags(flags, recipe, status):
     assert statuses(done)[flags.split()[0]] == status
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    ("--swiglu", "no family has swiglu, layernorm"),
-    ("--disable-bias-linear", "no biases"),
-    ("--position-embedding-type alibi", "neither family has it"),
-    ("--rotary-interleaved-magic", "it changes the model"),
-    ("--fp16 --bf16", "keep one of the two"),
-    ("--load elsewhere", "set --model_name_or_path"),
-    ("--optimizer sgd", "AdamW is the only optimizer"),
-    ("--num-layers two", "an integer was expected"),
-    ("torchrun pretrain_x.py", "pretrain_x.py is not read"),
-    ("--nnodes --node_rank 0 --nproc_per_node 8 pretrain_gpt.py", "the number of machines"),
-    ("torchrun --nproc_per_node --nnodes 2 pretrain_gpt.py", "the number of processes"),
-    (
-        "torchrun --nproc_per_node gpu pretrain_gpt.py",
-        "the number of processes: a number was expected, and the launcher has 'gpu'",
-    ),
-    ("torchrun --nproc_per_node 8 --nnodes 2 --master_port $PORT pretrain_gpt.py", "the port of machine 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--swiglu", "no family has swiglu, layernorm"),
+        ("--disable-bias-linear", "no biases"),
+        ("--position-embedding-type alibi", "neither family has it"),
+        ("--rotary-interleaved-magic", "it changes the model"),
+        ("--fp16 --bf16", "keep one of the two"),
+        ("--load elsewhere", "set --model_name_or_path"),
+        ("--optimizer sgd", "AdamW is the only optimizer"),
+        ("--num-layers two", "an integer was expected"),
+        ("torchrun pretrain_x.py", "pretrain_x.py is not read"),
+        ("--nnodes --node_rank 0 --nproc_per_node 8 pretrain_gpt.py", "the number of machines"),
+        ("torchrun --nproc_per_node --nnodes 2 pretrain_gpt.py", "the number of processes"),
+        (
+            "torchrun --nproc_per_node gpu pretrain_gpt.py",
+            "the number of processes: a number was expected, and the launcher has 'gpu'",
+        ),
+        ("torchrun --nproc_per_node 8 --nnodes 2 --master_port $PORT pretrain_gpt.py", "the port of machine 0"),
+    ],
+)
 def test_what_stops_a_conversion(words, said):
     """Flags that contradict each other, and what the user's shell did not know."""
     done = typed(MINIMAL.replace("pretrain_gpt.py", words) if "pretrain" in words else MINIMAL + words)
     assert any(said in problem for problem in done.problems), done.problems
 
 
-@pytest.mark.parametrize(("flags", "stored", "said"), [
-    ("", {"num_hidden_layers": 3, "tie_word_embeddings": True}, "--num-layers 2: FOLDER has num_hidden_layers: 3"),
-    ("--untie-embeddings-and-output-weights", {"tie_word_embeddings": True}, "tie_word_embeddings: true"),
-    ("", {"tie_word_embeddings": False}, "there is no --untie-embeddings-and-output-weights"),
-    ("--num-key-value-heads 2", {"tie_word_embeddings": True}, "--num-key-value-heads 2: "),
-    ("--num-key-value-heads 2", {"num_key_value_heads": 2, "tie_word_embeddings": True}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "stored", "said"),
+    [
+        ("", {"num_hidden_layers": 3, "tie_word_embeddings": True}, "--num-layers 2: FOLDER has num_hidden_layers: 3"),
+        ("--untie-embeddings-and-output-weights", {"tie_word_embeddings": True}, "tie_word_embeddings: true"),
+        ("", {"tie_word_embeddings": False}, "there is no --untie-embeddings-and-output-weights"),
+        ("--num-key-value-heads 2", {"tie_word_embeddings": True}, "--num-key-value-heads 2: "),
+        ("--num-key-value-heads 2", {"num_key_value_heads": 2, "tie_word_embeddings": True}, None),
+    ],
+)
 def test_sizes_are_those_of_the_weights(flags, stored, said, tmp_path):
     """Four heads; a folder that does not say otherwise has as many of keys and values."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
@@ -253,12 +275,15 @@ def test_the_command_writes_what_can_be_launched(llama, tmp_path, capsys):
     assert zerofit([*line, "--overwrite", "--", *words]) == 0
 
 
-@pytest.mark.parametrize(("block", "said"), [
-    ({"zero_optimization": {"stage": 1, "bucket": 5}}, "zero_optimization.bucket"),
-    ({"zero_optimization": True}, "its zero_optimization must be JSON objects"),
-    ({"gradient_clipping": 0.5}, "the DeepSpeed JSON says gradient_clipping = 0.5: make them agree"),
-    ({"bf16": {"enabled": True}}, "the DeepSpeed JSON has bf16 on, and there is no --bf16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ({"zero_optimization": {"stage": 1, "bucket": 5}}, "zero_optimization.bucket"),
+        ({"zero_optimization": True}, "its zero_optimization must be JSON objects"),
+        ({"gradient_clipping": 0.5}, "the DeepSpeed JSON says gradient_clipping = 0.5: make them agree"),
+        ({"bf16": {"enabled": True}}, "the DeepSpeed JSON has bf16 on, and there is no --bf16"),
+    ],
+)
 def test_what_a_run_refuses_is_not_written(tmp_path, block, said, capsys):
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, **block}))
     words = f"torchrun --nproc_per_node 2 {MINIMAL} --deepspeed --deepspeed_config {tmp_path}/ds.json".split()

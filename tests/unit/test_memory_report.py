@@ -45,11 +45,14 @@ def strategy_of(stage=None, precision="fp32", ranks=4, offload=(), batches=(8, 2
     """A stand-in. `stage` of ZeRO, None (one process, DDP) or fsdp2; `offload`: optimizer, param."""
     zero = {"stage": stage, **{f"offload_{part}": {"device": "cpu"} for part in offload}}
     return SimpleNamespace(
-        name="ddp" if stage is None else f"zero{stage}", precision=precision, batches=BatchSizes(*batches, ranks),
+        name="ddp" if stage is None else f"zero{stage}",
+        precision=precision,
+        batches=BatchSizes(*batches, ranks),
         deepspeed={"zero_optimization": zero} if isinstance(stage, int) else None,
-        zero_stage={None: 0, "fsdp2": 3}.get(stage, stage), launch=SimpleNamespace(rank=1, world_size=ranks),
+        zero_stage={None: 0, "fsdp2": 3}.get(stage, stage),
+        launch=SimpleNamespace(rank=1, world_size=ranks),
         layout=ParallelLayout(ranks, tensor=tensor, pipeline=pipeline, sequence=sequence),
-    )  # fmt: skip
+    )
 
 
 def shortage(strategy=None, recipe=None, **changes) -> Shortage:
@@ -88,22 +91,30 @@ for make in (lambda: torch.empty(2**30), lambda: bytearray(2**32), lambda: torch
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory of a process cannot be limited elsewhere")
 def test_real_errors_of_the_host_are_recognised():
-    done = subprocess.run([sys.executable, "-c", REAL.format(root=str(ROOT))], capture_output=True, text=True,
-                          env=environment(), timeout=60)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", REAL.format(root=str(ROOT))],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=60,
+    )
     assert done.stdout.splitlines() == ["host 4294967296", "host 0", "host 8589934592"], done.stderr
 
 
-@pytest.mark.parametrize(("error", "where"), [
-    (torch.OutOfMemoryError(CUDA), "device"),
-    (RuntimeError(NO_HANDLE), "device"),
-    (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSgemm( handle, opa)`"), None),
-    (DistBackendError(NCCL.format("Cuda failure 2 'out of memory'")), "device"),
-    (DistBackendError(NCCL.format("Failed to CUDA host alloc 4194304 bytes")), "host"),
-    (RuntimeError(PIN_THREAD), "host"),
-    (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ..."), "device"),
-    (RuntimeError("std::bad_alloc"), "host"),
-    (RuntimeError("CUDA error: an illegal memory access was encountered"), None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "where"),
+    [
+        (torch.OutOfMemoryError(CUDA), "device"),
+        (RuntimeError(NO_HANDLE), "device"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSgemm( handle, opa)`"), None),
+        (DistBackendError(NCCL.format("Cuda failure 2 'out of memory'")), "device"),
+        (DistBackendError(NCCL.format("Failed to CUDA host alloc 4194304 bytes")), "host"),
+        (RuntimeError(PIN_THREAD), "host"),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ..."), "device"),
+        (RuntimeError("std::bad_alloc"), "host"),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), None),
+    ],
+)
 def test_errors_by_their_text(error, where):
     assert find_exhausted_memory(error) == where
     wrapped = RuntimeError("DataLoader worker failed")
@@ -113,9 +124,12 @@ def test_errors_by_their_text(error, where):
 
 def test_at_most_five_remedies_come_by_what_they_save():
     assert options(shortage()) == {
-        "--gradient_checkpointing": pytest.approx(26 - 26 / 24), pair("zero3"): 8 + 8 + 16 - (8 + 8 + 24) / 4,
-        pair("zero3_offload"): 32, pair("zero2_offload"): 24, "--lora": 24,
-    }  # fmt: skip
+        "--gradient_checkpointing": pytest.approx(26 - 26 / 24),
+        pair("zero3"): 8 + 8 + 16 - (8 + 8 + 24) / 4,
+        pair("zero3_offload"): 32,
+        pair("zero2_offload"): 24,
+        "--lora": 24,
+    }
     saved = [remedy.saves for remedy in find_remedies(shortage())]
     assert saved == sorted(saved, reverse=True)
 
@@ -128,14 +142,17 @@ def test_nothing_in_force_is_proposed():
     assert options(shortage(single, recipe, logits=0)) == {}
 
 
-@pytest.mark.parametrize(("strategy", "quantised", "pairs"), [
-    ({}, False, ["zero2_offload", "zero3", "zero3_offload"]),
-    ({}, True, []),  # an adapter has next to no state
-    ({"stage": 3}, False, ["zero3_offload", "zero3_offload_optimizer"]),
-    ({"stage": 2, "offload": ("optimizer",)}, False, ["zero3_offload", "zero3_offload_optimizer"]),
-    ({"stage": 1, "tensor": 2}, False, ["tp_zero3"]),
-    ({"stage": 1, "pipeline": 2}, False, []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "quantised", "pairs"),
+    [
+        ({}, False, ["zero2_offload", "zero3", "zero3_offload"]),
+        ({}, True, []),  # an adapter has next to no state
+        ({"stage": 3}, False, ["zero3_offload", "zero3_offload_optimizer"]),
+        ({"stage": 2, "offload": ("optimizer",)}, False, ["zero3_offload", "zero3_offload_optimizer"]),
+        ({"stage": 1, "tensor": 2}, False, ["tp_zero3"]),
+        ({"stage": 1, "pipeline": 2}, False, []),
+    ],
+)
 def test_pairs_that_are_proposed_fit_the_run_and_exist(strategy, quantised, pairs):
     recipe = ClmRecipe(lora=quantised, load_in_4bit=quantised, gradient_checkpointing=True)
     found = options(shortage(strategy_of(**strategy), recipe, phase="update", rest=0))

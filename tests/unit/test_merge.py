@@ -156,10 +156,14 @@ def test_kinds_of_adapters(build, settings, tied):
     assert config["tie_word_embeddings"] is (tied and not touches)
 
 
-@pytest.mark.parametrize(("stored", "flags", "written"), [
-    (torch.bfloat16, [], "bfloat16"), (torch.bfloat16, ["--precision", "fp32"], "float32"),
-    (torch.float32, ["--precision", "fp16"], "float16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stored", "flags", "written"),
+    [
+        (torch.bfloat16, [], "bfloat16"),
+        (torch.bfloat16, ["--precision", "fp32"], "float32"),
+        (torch.float32, ["--precision", "fp16"], "float16"),
+    ],
+)
 def test_precision(build, stored, flags, written):
     case = build(dtype=stored)
     output = merge(case, *flags)
@@ -248,22 +252,25 @@ def without_tokenizer(case: Case) -> None:
         file.unlink()
 
 
-@pytest.mark.parametrize(("spoil", "words"), [
-    (file("adapter_model.safetensors", None), ["adapter_model.safetensors", "missing"]),
-    (file("adapter_model.safetensors", b"nonsense, not tensors"), ["adapter_model.safetensors", "broken"]),
-    (file("adapter_config.json", b"{"), ["adapter_config.json", "cannot be read"]),
-    (config(peft_type="PREFIX_TUNING"), ["PREFIX_TUNING", "LoRA"]),
-    (config(base_model_name_or_path="/no/such/folder"), ["/no/such/folder", "no such folder", "--base"]),
-    (config(target_modules=["q_proj", "v_proj"]), ["no place for model.layers.0.mlp.down_proj"]),
-    (config(from_the_future=1), ["newer peft", "from_the_future"]),
-    (weights(lambda of: of.update({name: torch.empty(0) for name in list(of)[:3]})), ["9 of its 12 tensors"]),
-    (weights(lambda of: [tensor.fill_(torch.nan) for tensor in of.values()]), ["diverged"]),
-    (weights(lambda of: of.pop(next(name for name in of if "lora_A" in name))), ["no weights", "lora_A"]),
-    (base(num_hidden_layers=1), ["another base", "no place for model.layers.1."]),
-    (base(num_hidden_layers=3), ["another base", "no weights for model.layers.2."]),
-    (base(hidden_size=48), ["another base", "has the shape"]),
-    (without_tokenizer, ["no tokenizer"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (file("adapter_model.safetensors", None), ["adapter_model.safetensors", "missing"]),
+        (file("adapter_model.safetensors", b"nonsense, not tensors"), ["adapter_model.safetensors", "broken"]),
+        (file("adapter_config.json", b"{"), ["adapter_config.json", "cannot be read"]),
+        (config(peft_type="PREFIX_TUNING"), ["PREFIX_TUNING", "LoRA"]),
+        (config(base_model_name_or_path="/no/such/folder"), ["/no/such/folder", "no such folder", "--base"]),
+        (config(target_modules=["q_proj", "v_proj"]), ["no place for model.layers.0.mlp.down_proj"]),
+        (config(from_the_future=1), ["newer peft", "from_the_future"]),
+        (weights(lambda of: of.update({name: torch.empty(0) for name in list(of)[:3]})), ["9 of its 12 tensors"]),
+        (weights(lambda of: [tensor.fill_(torch.nan) for tensor in of.values()]), ["diverged"]),
+        (weights(lambda of: of.pop(next(name for name in of if "lora_A" in name))), ["no weights", "lora_A"]),
+        (base(num_hidden_layers=1), ["another base", "no place for model.layers.1."]),
+        (base(num_hidden_layers=3), ["another base", "no weights for model.layers.2."]),
+        (base(hidden_size=48), ["another base", "has the shape"]),
+        (without_tokenizer, ["no tokenizer"]),
+    ],
+)
 def test_what_cannot_be_merged(build, capsys, spoil, words):
     case = build()
     spoil(case)
@@ -292,8 +299,11 @@ def test_a_head_that_nobody_has(tmp_path, capsys):
     model = AutoModelForSequenceClassification.from_pretrained(base)
     case = _adapted(model, base, tmp_path / "adapter", base=base, task_type="SEQ_CLS", target_modules=["query_proj"])
     weights = load_file(base / "model.safetensors")
-    save_file({name: tensor for name, tensor in weights.items() if "pooler" not in name}, base / "model.safetensors",
-              metadata={"format": "pt"})  # fmt: skip
+    save_file(
+        {name: tensor for name, tensor in weights.items() if "pooler" not in name},
+        base / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     assert "pooler.dense" in refusal(case, capsys)
 
 

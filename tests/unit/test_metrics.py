@@ -37,11 +37,14 @@ def test_regression():
     truth, noise = RNG.normal(size=100), RNG.normal(size=100)
     predictions = truth**3 + noise
     found = compute("regression", predictions.tolist(), truth.tolist())
-    assert found == pytest.approx({
-        "pearson": stats.pearsonr(truth, predictions).statistic,
-        "spearmanr": stats.spearmanr(truth, predictions).statistic,
-        "mse": sk.mean_squared_error(truth, predictions),
-    }, rel=1e-5)  # fmt: skip
+    assert found == pytest.approx(
+        {
+            "pearson": stats.pearsonr(truth, predictions).statistic,
+            "spearmanr": stats.spearmanr(truth, predictions).statistic,
+            "mse": sk.mean_squared_error(truth, predictions),
+        },
+        rel=1e-5,
+    )
 
 
 @pytest.mark.filterwarnings("error")
@@ -70,12 +73,15 @@ def judged(best: BestMetricTracker, values: list[float]) -> list[bool]:
     return [best.record_evaluation(10 * n, {f"eval_{best.metric}": value}) for n, value in enumerate(values, 1)]
 
 
-@pytest.mark.parametrize(("metric", "values", "better"), [
-    ("accuracy", [NAN, 0.5, 0.4, 0.5, NAN, 0.6], [False, True, False, False, False, True]),
-    ("loss", [2.0, 3.0, 2.0, 1.0], [True, False, False, True]),
-    ("loss_mismatched", [2.0, 1.0], [True, True]),
-    ("mse", [2.0, 1.0, 1.5], [True, True, False]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("metric", "values", "better"),
+    [
+        ("accuracy", [NAN, 0.5, 0.4, 0.5, NAN, 0.6], [False, True, False, False, False, True]),
+        ("loss", [2.0, 3.0, 2.0, 1.0], [True, False, False, True]),
+        ("loss_mismatched", [2.0, 1.0], [True, True]),
+        ("mse", [2.0, 1.0, 1.5], [True, True, False]),
+    ],
+)
 def test_what_is_better(metric, values, better):
     best = BestMetricTracker(metric)
     assert judged(best, values) == better
@@ -85,11 +91,14 @@ def test_what_is_better(metric, values, better):
     assert not best.is_exhausted  # without patience there is no end
 
 
-@pytest.mark.parametrize(("patience", "values", "exhausted"), [
-    (2, [0.5, 0.4, 0.6, 0.5, 0.5], [False, False, False, False, True]),
-    (1, [0.5, 0.5], [False, True]),  # as good is not better
-    (2, [NAN, NAN], [False, True]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("patience", "values", "exhausted"),
+    [
+        (2, [0.5, 0.4, 0.6, 0.5, 0.5], [False, False, False, False, True]),
+        (1, [0.5, 0.5], [False, True]),  # as good is not better
+        (2, [NAN, NAN], [False, True]),
+    ],
+)
 def test_patience(patience, values, exhausted):
     best, seen = BestMetricTracker("accuracy", patience), []
     for value in values:

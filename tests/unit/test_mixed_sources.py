@@ -48,21 +48,27 @@ def test_each_source_is_read_as_a_run_on_it_alone_reads_it():
     assert not np.array_equal(whole, MixtureOrder(weights, sizes, seed=4).indices(0, len(whole)))
 
 
-@pytest.mark.parametrize(("words", "expected"), [
-    (["0.7", "a.jsonl", "b.jsonl", "0.3", "c.txt"], [(0.7, ["a.jsonl", "b.jsonl"]), (0.3, ["c.txt"])]),
-    (["2", "a.jsonl", "1", "c.txt"], [(2.0, ["a.jsonl"]), (1.0, ["c.txt"])]),
-    (["a.jsonl", "c.txt"], []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["0.7", "a.jsonl", "b.jsonl", "0.3", "c.txt"], [(0.7, ["a.jsonl", "b.jsonl"]), (0.3, ["c.txt"])]),
+        (["2", "a.jsonl", "1", "c.txt"], [(2.0, ["a.jsonl"]), (1.0, ["c.txt"])]),
+        (["a.jsonl", "c.txt"], []),
+    ],
+)
 def test_sources_as_they_are_written(words, expected):
     assert recipe_of(train_file=words).mixture == expected
 
 
-@pytest.mark.parametrize(("flags", "named"), [
-    (["--train_file", "a.txt", "0.5", "b.txt"], "a.txt 0.5 b.txt: write WEIGHT SOURCE"),
-    (["--train_file", "0.5", "0.5", "b.txt"], "0.5 0.5 b.txt: write WEIGHT SOURCE"),
-    (["--train_file", "0", "a.txt", "1", "b.txt"], "each weight above 0"),
-    (["--train_file", "1", "a.txt"], "one source"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--train_file", "a.txt", "0.5", "b.txt"], "a.txt 0.5 b.txt: write WEIGHT SOURCE"),
+        (["--train_file", "0.5", "0.5", "b.txt"], "0.5 0.5 b.txt: write WEIGHT SOURCE"),
+        (["--train_file", "0", "a.txt", "1", "b.txt"], "each weight above 0"),
+        (["--train_file", "1", "a.txt"], "one source"),
+    ],
+)
 def test_mistakes_are_named(flags, named):
     assert named in refusal(parse_recipe, ClmRecipe, flags)
 

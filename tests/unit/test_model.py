@@ -75,9 +75,11 @@ def test_published_architectures_need_no_network(name):
 
 
 QUANTISED = {  # quant_method: (what its settings hold besides, the package that reads it)
-    "bitsandbytes": ({"load_in_4bit": True}, "bitsandbytes"), "awq": ({"bits": 4}, "gptqmodel"),
-    "compressed-tensors": ({"config_groups": {}}, "compressed_tensors"), "superquant": ({}, "superquant"),
-}  # fmt: skip
+    "bitsandbytes": ({"load_in_4bit": True}, "bitsandbytes"),
+    "awq": ({"bits": 4}, "gptqmodel"),
+    "compressed-tensors": ({"config_groups": {}}, "compressed_tensors"),
+    "superquant": ({}, "superquant"),
+}
 
 
 @pytest.mark.parametrize("method", QUANTISED)
@@ -109,7 +111,7 @@ BAD_FILES = {  # name: (the file, what is in it, words)
     "newer": ("own.py", "from transformers import Mistaken as C", ["Mistaken", "transformers"]),
     "tokenizer": ("tokenizer.json", "{}", ["cannot be loaded", "added_tokens"]),
     "pointer": ("tokenizer.json", "version https://git-lfs.github.com/spec/v1\n", ["tokenizer.json", "git lfs pull"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
@@ -189,9 +191,12 @@ def test_from_scratch_the_model_takes_the_tokenizers_size():
 
 @pytest.mark.parametrize(
     ("recipe", "size"),
-    [(ClmRecipe(model_name_or_path="x"), 60000), (ClmRecipe(model_name_or_path="x"), 30000),
-     (ClmRecipe(config_name="gpt2", config_overrides="vocab_size=400"), 600)],
-)  # fmt: skip
+    [
+        (ClmRecipe(model_name_or_path="x"), 60000),
+        (ClmRecipe(model_name_or_path="x"), 30000),
+        (ClmRecipe(config_name="gpt2", config_overrides="vocab_size=400"), 600),
+    ],
+)
 def test_vocabularies_that_do_not_belong_together(recipe, size):
     config = load_configuration(ClmRecipe(config_name="gpt2", config_overrides=recipe.config_overrides))
     assert "Set tokenizer_name" in refusal(check_vocabulary, config, Tokenizer(size), recipe)
@@ -308,12 +313,15 @@ def test_weights_that_the_model_does_not_have_are_told(tmp_path, family):
     assert note == f"model_name_or_path = 'wider' has 4 weights, which this model does not use: {named}"
 
 
-@pytest.mark.parametrize(("family", "rename"), [
-    ("llama", "module.{}".format),  # DDP's
-    ("gpt_neox", "_orig_mod.module.{}".format),  # torch.compile's, around that
-    ("gpt2", lambda name: name.replace("h.1.", "h.1._orig_mod.")),  # of one block
-    ("llama", lambda name: "_fsdp_wrapped_module." + name.replace("mlp.", "_checkpoint_wrapped_module.mlp.")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "rename"),
+    [
+        ("llama", "module.{}".format),  # DDP's
+        ("gpt_neox", "_orig_mod.module.{}".format),  # torch.compile's, around that
+        ("gpt2", lambda name: name.replace("h.1.", "h.1._orig_mod.")),  # of one block
+        ("llama", lambda name: "_fsdp_wrapped_module." + name.replace("mlp.", "_checkpoint_wrapped_module.mlp.")),
+    ],
+)
 def test_weights_of_a_wrapped_model_are_those_of_the_model(tmp_path, family, rename):
     model, recipe = stored_as(tmp_path / "wrapped", rename, family)
     built = load_model(AutoModelForCausalLM, model.config, recipe, NOT_SHARDED)
@@ -398,10 +406,15 @@ def test_without_a_network_the_hub_is_not_asked(monkeypatch):
     configuration.work_offline_without_network.cache_clear()
 
 
-@pytest.mark.parametrize(("processes", "overrides", "refused"), [
-    (1, None, False), (2, None, True), (2, "encoder_layerdrop=0,decoder_layerdrop=0", False),
-    (2, "encoder_layerdrop=0.1,decoder_layerdrop=0", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("processes", "overrides", "refused"),
+    [
+        (1, None, False),
+        (2, None, True),
+        (2, "encoder_layerdrop=0,decoder_layerdrop=0", False),
+        (2, "encoder_layerdrop=0.1,decoder_layerdrop=0", True),
+    ],
+)
 def test_layers_that_are_skipped_at_random_are_refused_on_several_processes(processes, overrides, refused):
     """Each rank would skip others, and a reduction of their gradients would never end."""
     config = M2M100Config(encoder_layers=2, decoder_layers=2)
@@ -414,23 +427,29 @@ def test_layers_that_are_skipped_at_random_are_refused_on_several_processes(proc
     check_layerdrop(BlenderbotConfig(), 2, "ddp.yaml")
 
 
-@pytest.mark.parametrize(("family", "given"), [
-    ("llama", "rope_theta=no"),
-    ("llama", "rope_theta=null"),
-    ("t5", "tie_word_embeddings=3"),
-    ("gpt2", "n_embd=2.5"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "given"),
+    [
+        ("llama", "rope_theta=no"),
+        ("llama", "rope_theta=null"),
+        ("t5", "tie_word_embeddings=3"),
+        ("gpt2", "n_embd=2.5"),
+    ],
+)
 def test_a_value_of_another_kind_is_refused(family, given):
     """Also where the configuration's class checks no type: T5's, and what stands in rope_parameters."""
     assert given.partition("=")[0] in refusal(apply_overrides, AutoConfig.for_model(family), given)
 
 
-@pytest.mark.parametrize(("model_type", "sizes", "positions"), [
-    ("gpt2", {"n_positions": 32}, 32),
-    ("roberta", {"max_position_embeddings": 34, "pad_token_id": 1}, 32),
-    ("xlnet", {}, None),
-    ("deberta-v2", {"position_biased_input": False}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "positions"),
+    [
+        ("gpt2", {"n_positions": 32}, 32),
+        ("roberta", {"max_position_embeddings": 34, "pad_token_id": 1}, 32),
+        ("xlnet", {}, None),
+        ("deberta-v2", {"position_biased_input": False}, None),
+    ],
+)
 def test_usable_positions(model_type, sizes, positions):
     assert usable_positions(AutoConfig.for_model(model_type, **sizes)) == positions
 

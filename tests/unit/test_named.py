@@ -51,8 +51,11 @@ def test_the_variables_are_those_of_accelerate(path, monkeypatch):
     theirs = launcher_variables(path)
     ours = launch_variables(yaml.safe_load(path.read_text()), str(path))
     without_effect = {"ACCELERATE_CONFIG_DS_FIELDS", "ACCELERATE_CPU_AFFINITY"}
-    theirs = {name: value for name, value in theirs.items()
-              if name not in without_effect and not name.startswith("ACCELERATE_DYNAMO")}  # fmt: skip
+    theirs = {
+        name: value
+        for name, value in theirs.items()
+        if name not in without_effect and not name.startswith("ACCELERATE_DYNAMO")
+    }
     if kind == "DEEPSPEED":
         assert "ACCELERATE_USE_DEEPSPEED" in ours
         assert theirs == ours
@@ -107,27 +110,30 @@ def test_two_strategies_are_refused(torchrun, monkeypatch):
     assert "was told to use DeepSpeed" in refusal(read_strategy, recipe("--strategy", "ds_configs/zero1.json"))
 
 
-@pytest.mark.parametrize(("content", "words"), [
-    ({"distributed_type": "MULTI_XPU"}, ["distributed_type", "MULTI_XPU", "--strategy ddp"]),
-    ({"distributed_type": "MEGATRON_LM", "megatron_lm_config": {"megatron_lm_tp_degree": 2}}, ["tp, pp or 3d"]),
-    ({"distributed_type": "TP", "tp_config": {"tp_size": 2}}, ["TP is not supported here", "fsdp2, tp"]),
-    ({"distributed_type": "multi_gpu"}, ["or write MULTI_GPU"]),
-    ({"distributed_type": False}, ["distributed_type = false", '"NO" in quotes']),
-    ({"mixed_precision": False}, ["mixed_precision = false", '"no" in quotes']),
-    ({"mixed_precision": True}, ["mixed_precision = true", "one of no, fp16, bf16"]),
-    ({"mixed_precision": "float16"}, ["mixed_precision = float16", "fp16"]),
-    ({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, ["dynamo_config", "--torch_compile"]),
-    ({"fp8_config": {"backend": "TE"}}, ["fp8_config.backend = TE", "torchao"]),
-    ({"fp8_config": {"fp8_format": "HYBRID"}}, ["fp8_config.fp8_format is of another backend than torchao"]),
-    ({"parallelism_config": {"parallelism_config_tp_size": 2}}, ["parallelism_config", "--strategy tp"]),
-    ({"compute_environment": "AMAZON_SAGEMAKER"}, ["LOCAL_MACHINE"]),
-    ({"deepspeed_config": "zero2.json"}, ["deepspeed_config = 'zero2.json'", "key: value"]),
-    ({"use_cpu": "false"}, ["use_cpu", "counts as true"]),
-    ({"mixed_precison": "bf16"}, ["accelerate has no setting mixed_precison. Did you mean mixed_precision?"]),
-    ({"dynamo_backend": "INDUCTOR"}, ["dynamo_config", "--torch_compile"]),
-    ({"deepspeed_config": {"zero_stage": 3}}, ["deepspeed_config (zero_stage) has no effect", "Write DEEPSPEED"]),
-    ({"fsdp_config": {"fsdp_version": 2}}, ["fsdp_config (fsdp_version) has no effect", "Write FSDP"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"distributed_type": "MULTI_XPU"}, ["distributed_type", "MULTI_XPU", "--strategy ddp"]),
+        ({"distributed_type": "MEGATRON_LM", "megatron_lm_config": {"megatron_lm_tp_degree": 2}}, ["tp, pp or 3d"]),
+        ({"distributed_type": "TP", "tp_config": {"tp_size": 2}}, ["TP is not supported here", "fsdp2, tp"]),
+        ({"distributed_type": "multi_gpu"}, ["or write MULTI_GPU"]),
+        ({"distributed_type": False}, ["distributed_type = false", '"NO" in quotes']),
+        ({"mixed_precision": False}, ["mixed_precision = false", '"no" in quotes']),
+        ({"mixed_precision": True}, ["mixed_precision = true", "one of no, fp16, bf16"]),
+        ({"mixed_precision": "float16"}, ["mixed_precision = float16", "fp16"]),
+        ({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, ["dynamo_config", "--torch_compile"]),
+        ({"fp8_config": {"backend": "TE"}}, ["fp8_config.backend = TE", "torchao"]),
+        ({"fp8_config": {"fp8_format": "HYBRID"}}, ["fp8_config.fp8_format is of another backend than torchao"]),
+        ({"parallelism_config": {"parallelism_config_tp_size": 2}}, ["parallelism_config", "--strategy tp"]),
+        ({"compute_environment": "AMAZON_SAGEMAKER"}, ["LOCAL_MACHINE"]),
+        ({"deepspeed_config": "zero2.json"}, ["deepspeed_config = 'zero2.json'", "key: value"]),
+        ({"use_cpu": "false"}, ["use_cpu", "counts as true"]),
+        ({"mixed_precison": "bf16"}, ["accelerate has no setting mixed_precison. Did you mean mixed_precision?"]),
+        ({"dynamo_backend": "INDUCTOR"}, ["dynamo_config", "--torch_compile"]),
+        ({"deepspeed_config": {"zero_stage": 3}}, ["deepspeed_config (zero_stage) has no effect", "Write DEEPSPEED"]),
+        ({"fsdp_config": {"fsdp_version": 2}}, ["fsdp_config (fsdp_version) has no effect", "Write FSDP"]),
+    ],
+)
 def test_a_yaml_that_is_no_strategy_here_is_one_sentence(tmp_path, monkeypatch, content, words):
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump({"distributed_type": "MULTI_GPU", "num_processes": 2, **content}))
@@ -137,17 +143,20 @@ def test_a_yaml_that_is_no_strategy_here_is_one_sentence(tmp_path, monkeypatch, 
     assert all(word in said for word in words), said
 
 
-@pytest.mark.parametrize(("kind", "flags", "words"), [
-    ("MULTI_GPU", "--zero_stage 3", "with --zero_stage: deepspeed_config (zero_stage) has no effect"),
-    ("MULTI_GPU", "--gradient-accumulation-steps=8", "(gradient_accumulation_steps) has no effect"),
-    ("MULTI_GPU", "--dynamo_backend inductor", "with --dynamo_backend: dynamo_config is not supported"),
-    ("MULTI_GPU", "--use_megatron_lm", "MEGATRON_LM is not supported here"),
-    ("DEEPSPEED", "--deepspeed_config_file a.json --zero_stage 3", "zero_stage = '3' stands beside"),
-    ("FSDP", "--fsdp_version 2 --fsdp_sharding_strategy SHARD_GRAD_OP", "= 'SHARD_GRAD_OP' is of FSDP1"),
-    ("MULTI_GPU", "--cpu --num_processes 3", "num_processes = 3, and accelerate launch has started one process"),
-    ("MULTI_CPU", "", "num_processes = 2, and accelerate launch has started one process"),
-    ("DEEPSPEED", "--cpu --num_processes 1", "= DEEPSPEED and num_processes = 1, and accelerate launch"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "flags", "words"),
+    [
+        ("MULTI_GPU", "--zero_stage 3", "with --zero_stage: deepspeed_config (zero_stage) has no effect"),
+        ("MULTI_GPU", "--gradient-accumulation-steps=8", "(gradient_accumulation_steps) has no effect"),
+        ("MULTI_GPU", "--dynamo_backend inductor", "with --dynamo_backend: dynamo_config is not supported"),
+        ("MULTI_GPU", "--use_megatron_lm", "MEGATRON_LM is not supported here"),
+        ("DEEPSPEED", "--deepspeed_config_file a.json --zero_stage 3", "zero_stage = '3' stands beside"),
+        ("FSDP", "--fsdp_version 2 --fsdp_sharding_strategy SHARD_GRAD_OP", "= 'SHARD_GRAD_OP' is of FSDP1"),
+        ("MULTI_GPU", "--cpu --num_processes 3", "num_processes = 3, and accelerate launch has started one process"),
+        ("MULTI_CPU", "", "num_processes = 2, and accelerate launch has started one process"),
+        ("DEEPSPEED", "--cpu --num_processes 1", "= DEEPSPEED and num_processes = 1, and accelerate launch"),
+    ],
+)
 def test_what_accelerate_launch_would_leave_out_is_refused(tmp_path, torchrun, monkeypatch, kind, flags, words):
     file = tmp_path / "mine.yaml"
     file.write_text(f"distributed_type: {kind}\nnum_processes: 2\n")
@@ -157,12 +166,15 @@ def test_what_accelerate_launch_would_leave_out_is_refused(tmp_path, torchrun, m
     assert words in refusal(lambda: check_launch(find_launch()))
 
 
-@pytest.mark.parametrize(("name", "value", "words"), [
-    ("ACCELERATE_MIXED_PRECISION", "bf17", "unset ACCELERATE_MIXED_PRECISION, and say --precision"),
-    ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "--torch_compile"),
-    ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "--gradient_accumulation_steps"),
-    ("ACCELERATE_GRADIENT_CLIPPING", "0.5", "--max_grad_norm"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("ACCELERATE_MIXED_PRECISION", "bf17", "unset ACCELERATE_MIXED_PRECISION, and say --precision"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "--torch_compile"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "--gradient_accumulation_steps"),
+        ("ACCELERATE_GRADIENT_CLIPPING", "0.5", "--max_grad_norm"),
+    ],
+)
 def test_a_variable_of_accelerate_that_has_no_effect_is_refused(torchrun, name, value, words):
     torchrun[name] = value
     check_refusal([f"{name} = {value} is set in this shell", words], lambda: check_launch(find_launch()))
@@ -185,11 +197,14 @@ def test_the_first_yamls_of_accelerate_are_read_as_it_reads_them():
     assert launch_variables({"fp16": True}, "")["ACCELERATE_MIXED_PRECISION"] == "fp16"
 
 
-@pytest.mark.parametrize("text", [
-    "distributed_type: NO\ndistributed_type: MULTI_GPU\n",
-    "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n  zero_stage: 2\n",
-    "distributed_type: MULTI_GPU\nnum_processes: 2\n'num_processes': 4\n",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "distributed_type: NO\ndistributed_type: MULTI_GPU\n",
+        "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n  zero_stage: 2\n",
+        "distributed_type: MULTI_GPU\nnum_processes: 2\n'num_processes': 4\n",
+    ],
+)
 def test_a_key_that_stands_twice_in_a_yaml_is_refused(tmp_path, text):
     (tmp_path / "mine.yaml").write_text(text)
     said = refusal(find_strategies, [str(tmp_path / "mine.yaml")])

@@ -90,14 +90,17 @@ def test_a_run_does_not_resume_with_another_optimizer(tmp_path):
     assert "one optimizer cannot read what another has kept" in said
 
 
-@pytest.mark.parametrize(("kind", "refused"), [
-    ("AdamW", ""),
-    ("RAdam", ""),
-    ("NAdam", "mu_product"),
-    ("SGD", "nothing"),
-    ("Rprop", "prev"),
-    ("Adafactor", "variance"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "refused"),
+    [
+        ("AdamW", ""),
+        ("RAdam", ""),
+        ("NAdam", "mu_product"),
+        ("SGD", "nothing"),
+        ("Rprop", "prev"),
+        ("Adafactor", "variance"),
+    ],
+)
 def test_what_checkpoints_cannot_keep_is_refused(kind, refused):
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = getattr(torch.optim, kind)([weight], lr=0.1)
@@ -109,13 +112,16 @@ def test_what_checkpoints_cannot_keep_is_refused(kind, refused):
         check_kept(optimizer)
 
 
-@pytest.mark.parametrize(("rates", "common", "scales"), [
-    ((1e-3, 1e-3), 1e-3, (None, None)),
-    ((1e-3, 1e-4), 1e-3, (None, 0.1)),
-    ((0.0, 1e-3), 1e-3, (0.0, None)),
-    ((0.5, 0.5), 0.5, (None, None)),  # the schedule's rates hold
-    ((2e-3, 1e-4), 0.5, (2.0, 0.1)),  # no group has the optimizer's: in proportion to the recipe's
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rates", "common", "scales"),
+    [
+        ((1e-3, 1e-3), 1e-3, (None, None)),
+        ((1e-3, 1e-4), 1e-3, (None, 0.1)),
+        ((0.0, 1e-3), 1e-3, (0.0, None)),
+        ((0.5, 0.5), 0.5, (None, None)),  # the schedule's rates hold
+        ((2e-3, 1e-4), 0.5, (2.0, 0.1)),  # no group has the optimizer's: in proportion to the recipe's
+    ],
+)
 def test_groups_keep_their_rates_in_proportion(rates, common, scales):
     now = recipe("--learning_rate", "1e-3")
     groups = [{"params": [torch.nn.Parameter(torch.ones(3))], "lr": rate} for rate in rates]
@@ -141,8 +147,9 @@ FLAGS = ("--optim", "muon", "--learning_rate", "1e-2", "--weight_decay", "0.1")
 
 
 def model_with(kind: str, **values) -> torch.nn.Module:
-    config = AutoConfig.for_model(kind, vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-                                  intermediate_size=24, **values)  # fmt: skip
+    config = AutoConfig.for_model(
+        kind, vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, **values
+    )
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config)
 
@@ -168,11 +175,15 @@ def test_a_step_of_muon_is_torch_s(monkeypatch):
         rest = [each for name, each in every.items() if name not in chosen]
         pair = (
             torch.optim.Muon([*chosen.values()], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW([
-                {"params": [each for each in rest if each.dim() == 2], "weight_decay": 0.1},
-                {"params": [each for each in rest if each.dim() < 2], "weight_decay": 0.0},
-            ], lr=1e-2, fused=True),
-        )  # fmt: skip
+            torch.optim.AdamW(
+                [
+                    {"params": [each for each in rest if each.dim() == 2], "weight_decay": 0.1},
+                    {"params": [each for each in rest if each.dim() < 2], "weight_decay": 0.0},
+                ],
+                lr=1e-2,
+                fused=True,
+            ),
+        )
         for step in range(3):
             for model in (ours, theirs):
                 torch.manual_seed(step)

@@ -64,10 +64,13 @@ def test_no_two_modules_import_each_other():
     assert not circles
 
 
-@pytest.mark.parametrize(("modules", "late"), [
-    ("training.run training.export training.setup", ("deepspeed", "peft", "scipy")),
-    ("training.entry", ("torch", "transformers", "huggingface_hub", "fsspec")),  # before the recipe is checked
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("modules", "late"),
+    [
+        ("training.run training.export training.setup", ("deepspeed", "peft", "scipy")),
+        ("training.entry", ("torch", "transformers", "huggingface_hub", "fsspec")),  # before the recipe is checked
+    ],
+)
 def test_what_is_not_needed_is_not_loaded(modules, late):
     code = "".join(f"import zerofit.{module}\n" for module in modules.split())
     code += f"import sys\nprint([name for name in {late} if name in sys.modules])"

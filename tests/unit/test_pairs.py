@@ -103,30 +103,36 @@ def test_what_the_recipe_leaves_open_the_json_decides(tmp_path):
     assert resolved["optimizer"]["params"]["eps"] == 1e-8
 
 
-@pytest.mark.parametrize(("content", "options", "accumulation"), [
-    ({"train_batch_size": 32}, {"per_device_train_batch_size": 4}, 4),
-    ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, {"per_device_train_batch_size": 8}, 2),
-    ({"train_batch_size": 32}, {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}, 2),
-    ({"train_batch_size": 32.0, "train_micro_batch_size_per_gpu": 4e0}, {}, 4),
-    ({"train_batch_size": 32, "gradient_accumulation_steps": 1}, {}, 1),  # the micro-batch follows from both
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "options", "accumulation"),
+    [
+        ({"train_batch_size": 32}, {"per_device_train_batch_size": 4}, 4),
+        ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, {"per_device_train_batch_size": 8}, 2),
+        ({"train_batch_size": 32}, {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}, 2),
+        ({"train_batch_size": 32.0, "train_micro_batch_size_per_gpu": 4e0}, {}, 4),
+        ({"train_batch_size": 32, "gradient_accumulation_steps": 1}, {}, 1),  # the micro-batch follows from both
+    ],
+)
 def test_the_accumulation_follows_from_a_jsons_train_batch_size(tmp_path, content, options, accumulation):
     resolved, _ = resolve(tmp_path, content, recipe_of(**options))
     sizes = resolved["train_batch_size"], resolved["gradient_accumulation_steps"]
     assert json.dumps(sizes) == f"[32, {accumulation}]"
 
 
-@pytest.mark.parametrize(("content", "options", "words"), [
-    ({"gradient_clipping": 0.5}, {"max_grad_norm": 1.0}, ["gradient_clipping = 0.5", "max_grad_norm = 1.0"]),
-    ({"train_batch_size": 5}, {"per_device_train_batch_size": 8}, ["batch_size = 5", "16"]),
-    ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, {"learning_rate": 1e-4}, ["lr = 0.001", "0.0001"]),
-    ({"optimizer": {"type": "Lion", "params": {}}}, {}, ["Lion", "AdamW"]),
-    (
-        {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 9}}},
-        {"warmup_ratio": 0.1},
-        ["warmup_num_steps = 9", "warmup_ratio = 0.1"],
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "options", "words"),
+    [
+        ({"gradient_clipping": 0.5}, {"max_grad_norm": 1.0}, ["gradient_clipping = 0.5", "max_grad_norm = 1.0"]),
+        ({"train_batch_size": 5}, {"per_device_train_batch_size": 8}, ["batch_size = 5", "16"]),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, {"learning_rate": 1e-4}, ["lr = 0.001", "0.0001"]),
+        ({"optimizer": {"type": "Lion", "params": {}}}, {}, ["Lion", "AdamW"]),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 9}}},
+            {"warmup_ratio": 0.1},
+            ["warmup_num_steps = 9", "warmup_ratio = 0.1"],
+        ),
+    ],
+)
 def test_contradictions_name_both_values_and_both_sources(tmp_path, content, options, words):
     check_refusal(["mine.json", *words], resolve, tmp_path, content, recipe_of(OF_FILE, **options))
 
@@ -165,29 +171,32 @@ def zero(stage: int, **settings) -> dict:
     return {"zero_optimization": {"stage": stage, **settings}}
 
 
-@pytest.mark.parametrize(("content", "words"), [
-    ({"gradient_cliping": 1.0}, ["gradient_cliping", "Did you mean gradient_clipping?"]),
-    ({"bf16": True}, ["bf16 = true", "expected an object"]),
-    ({"zero_optimization": True}, ["zero_optimization = true", "expected an object"]),
-    (zero(2, overlap_com=True), ["zero_optimization.overlap_com", "overlap_comm?"]),
-    (zero(3, offload_optimizer=DISK, offload_param=DISK), ['.offload_param.device = "nvme"', 'Write "cpu"']),
-    (zero(2, offload_optimizer=DISK), ["under stage 2", "ds_configs/zero3_offload_nvme.json"]),
-    (zero(7), ["zero_optimization.stage = 7"]),
-    ({"tensor_parallel": {"autotp_size": 3}}, ["num_processes = 2 is not", "= 3. Use --num_processes 3"]),
-    ({"curriculum_learning": {"enabled": True}}, ["curriculum_learning = ", "order of samples"]),
-    ({"fp16": {"enabled": "auto", "loss_scale_windw": 1000}}, ["loss_scale_window?"]),
-    ({"comms_logger": {"enabled": True, "verbos": True}}, ["Did you mean verbose?"]),
-    ({"prescale_gradients": "yes"}, ['prescale_gradients = "yes"']),
-    ({"optimizer": {"type": "AdamW", "parms": {}}}, ["Did you mean params?"]),
-    ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}, ["its place is gradient_clipping"]),
-    ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, ["the optimizer is AdamW"]),
-    ({"train_micro_batch_size_per_gpu": 4.5}, ["train_micro_batch_size_per_gpu = 4.5: it must be an integer"]),
-    ({"train_micro_batch_size_per_gpu": 0}, ["train_micro_batch_size_per_gpu = 0: it must be above 0"]),
-    ({"gradient_clipping": float("nan")}, ["gradient_clipping = NaN: it must be a finite number"]),
-    ({"optimizer": {"type": "AdamW", "params": {"betas": [2, 0.9]}}}, ["betas[0] = 2: it must be below 1"]),
-    ({"scheduler": {"type": "WarmupLR", "params": None}}, ["scheduler.params = None: expected an object"]),
-    ({"wandb": {"enabled": True}}, ["wandb.enabled = true", "open a second run", "--report_to wandb"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"gradient_cliping": 1.0}, ["gradient_cliping", "Did you mean gradient_clipping?"]),
+        ({"bf16": True}, ["bf16 = true", "expected an object"]),
+        ({"zero_optimization": True}, ["zero_optimization = true", "expected an object"]),
+        (zero(2, overlap_com=True), ["zero_optimization.overlap_com", "overlap_comm?"]),
+        (zero(3, offload_optimizer=DISK, offload_param=DISK), ['.offload_param.device = "nvme"', 'Write "cpu"']),
+        (zero(2, offload_optimizer=DISK), ["under stage 2", "ds_configs/zero3_offload_nvme.json"]),
+        (zero(7), ["zero_optimization.stage = 7"]),
+        ({"tensor_parallel": {"autotp_size": 3}}, ["num_processes = 2 is not", "= 3. Use --num_processes 3"]),
+        ({"curriculum_learning": {"enabled": True}}, ["curriculum_learning = ", "order of samples"]),
+        ({"fp16": {"enabled": "auto", "loss_scale_windw": 1000}}, ["loss_scale_window?"]),
+        ({"comms_logger": {"enabled": True, "verbos": True}}, ["Did you mean verbose?"]),
+        ({"prescale_gradients": "yes"}, ['prescale_gradients = "yes"']),
+        ({"optimizer": {"type": "AdamW", "parms": {}}}, ["Did you mean params?"]),
+        ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}, ["its place is gradient_clipping"]),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, ["the optimizer is AdamW"]),
+        ({"train_micro_batch_size_per_gpu": 4.5}, ["train_micro_batch_size_per_gpu = 4.5: it must be an integer"]),
+        ({"train_micro_batch_size_per_gpu": 0}, ["train_micro_batch_size_per_gpu = 0: it must be above 0"]),
+        ({"gradient_clipping": float("nan")}, ["gradient_clipping = NaN: it must be a finite number"]),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": [2, 0.9]}}}, ["betas[0] = 2: it must be below 1"]),
+        ({"scheduler": {"type": "WarmupLR", "params": None}}, ["scheduler.params = None: expected an object"]),
+        ({"wandb": {"enabled": True}}, ["wandb.enabled = true", "open a second run", "--report_to wandb"]),
+    ],
+)
 def test_wrong_types_and_unknown_keys(tmp_path, content, words):
     check_refusal(words, resolve, tmp_path, content, recipe_of())
 
@@ -222,16 +231,19 @@ def test_each_other_name_of_a_setting_is_read_as_deepspeed_reads_it(tmp_path):
         assert bool(field.alias) != any(name in note for note in notes), name  # what is deprecated is said
 
 
-@pytest.mark.parametrize(("section", "words"), [
-    ({"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2}, ["Did you mean stage3_prefetch_bucket_size?"]),
-    ({"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}, ["deprecated parameter 'cpu_offload'"]),
-    ({"cpu_offload_params": True}, ["cpu_offload_params", "Did you mean offload_param?"]),
-    ({"offload_param": "cpu"}, ["expected an object", '{"device": "cpu"}']),
-    ({"offload_optimizer": {"device": "cpu", "pin_memry": True}}, ["offload_optimizer.pin_memry", "pin_memory?"]),
-    ({"offload_optimizer": {"device": "disk"}}, ["offload_optimizer.device", "nvme"]),
-    ({"overlap_comm": "maybe"}, ["overlap_comm", "valid boolean"]),
-    ({"reduce_bucket_size": -1}, ["reduce_bucket_size = -1"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2}, ["Did you mean stage3_prefetch_bucket_size?"]),
+        ({"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}, ["deprecated parameter 'cpu_offload'"]),
+        ({"cpu_offload_params": True}, ["cpu_offload_params", "Did you mean offload_param?"]),
+        ({"offload_param": "cpu"}, ["expected an object", '{"device": "cpu"}']),
+        ({"offload_optimizer": {"device": "cpu", "pin_memry": True}}, ["offload_optimizer.pin_memry", "pin_memory?"]),
+        ({"offload_optimizer": {"device": "disk"}}, ["offload_optimizer.device", "nvme"]),
+        ({"overlap_comm": "maybe"}, ["overlap_comm", "valid boolean"]),
+        ({"reduce_bucket_size": -1}, ["reduce_bucket_size = -1"]),
+    ],
+)
 def test_what_deepspeed_does_not_translate_is_refused(tmp_path, section, words):
     check_refusal(["mine.json", *words], read, tmp_path, zero_optimization={"stage": 3, **section})
 
@@ -249,8 +261,12 @@ def test_older_forms_and_words_of_truth(tmp_path):
 
 def test_numbers_and_truth_values_in_quotes_are_read(tmp_path):
     path = tmp_path / "mine.json"
-    content = {"wall_clock_breakdown": "true", "gradient_clipping": "1.0", "zero_optimization": {"stage": 2},
-               "optimizer": {"type": "AdamW", "params": {"lr": "5e-4"}}}  # fmt: skip
+    content = {
+        "wall_clock_breakdown": "true",
+        "gradient_clipping": "1.0",
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": "5e-4"}},
+    }
     path.write_text(json.dumps({**content, "zero_optimization": {"stage": 2, "reduce_bucket_size": "2e8"}}))
     config, _, notes = read_deepspeed_config(launch(path))
     assert (config["wall_clock_breakdown"], config["gradient_clipping"]) == (True, 1)
@@ -289,10 +305,13 @@ def launched(monkeypatch, tmp_path):
     return pretend
 
 
-@pytest.mark.parametrize(("section", "words"), [
-    ({"zero_stage": 2, "offload_optimiser_device": "cpu"}, "offload_optimiser_device. Did you mean offload_optim"),
-    ({"deepspeed_config_file": "x.json", "gradient_clipping": 1.0}, "gradient_clipping = 1.0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"zero_stage": 2, "offload_optimiser_device": "cpu"}, "offload_optimiser_device. Did you mean offload_optim"),
+        ({"deepspeed_config_file": "x.json", "gradient_clipping": 1.0}, "gradient_clipping = 1.0"),
+    ],
+)
 def test_nested_keys_that_would_be_ignored_are_refused(launched, section, words):
     launched({"deepspeed_config": section})
     assert words in refusal(check_launch, find_launch())
@@ -321,13 +340,20 @@ def test_precision_of_a_json(launched, tmp_path):
 
 
 def test_offload_in_a_plain_yaml(launched):
-    launched({"distributed_type": "DEEPSPEED", "deepspeed_config": {"offload_optimizer_nvme_path": "/fast"}},
-             ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_ZERO_STAGE="3",
-             ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE="nvme")  # fmt: skip
+    launched(
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": {"offload_optimizer_nvme_path": "/fast"}},
+        ACCELERATE_USE_DEEPSPEED="true",
+        ACCELERATE_DEEPSPEED_ZERO_STAGE="3",
+        ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE="nvme",
+    )
     disk = {"device": "nvme", "nvme_path": "/fast"}
     assert read_strategy(recipe_of()).deepspeed["zero_optimization"]["offload_optimizer"] == disk
-    launched({}, ACCELERATE_DEEPSPEED_ZERO_STAGE="2", ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE="none",
-             ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE="cpu")  # fmt: skip
+    launched(
+        {},
+        ACCELERATE_DEEPSPEED_ZERO_STAGE="2",
+        ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE="none",
+        ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE="cpu",
+    )
     assert "offload_param has no effect under stage 2" in read_strategy(recipe_of()).notes[0]
 
 

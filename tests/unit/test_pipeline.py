@@ -22,8 +22,13 @@ from zerofit.strategy.layout import ParallelLayout
 from zerofit.strategy.read import check_combinations
 from zerofit.strategy.strategy import Strategy
 
-LLAMA = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
-         "max_position_embeddings": 64}  # fmt: skip
+LLAMA = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+}
 MODELS = {  # of three layers, which two stages cannot share evenly
     "llama, tied": ("llama", {"num_hidden_layers": 3}),
     "llama, untied": ("llama", {"num_hidden_layers": 3, "tie_word_embeddings": False, "attention_bias": True}),
@@ -96,10 +101,13 @@ def test_an_export_in_parts_is_the_model(tmp_path, monkeypatch, family, bytes_at
         export_model(model, iter(()), tokenizer, tmp_path / "none")
 
 
-@pytest.mark.parametrize(("family", "changes", "said"), [
-    ("llama", {"num_hidden_layers": 3}, "and num_hidden_layers = 3"),
-    ("opt", {}, "a opt has no pipeline"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("llama", {"num_hidden_layers": 3}, "and num_hidden_layers = 3"),
+        ("opt", {}, "a opt has no pipeline"),
+    ],
+)
 def test_models_that_stages_cannot_share(family, changes, said):
     config = AutoConfig.for_model(family, **changes)
     message = refusal(check_stages, config, 4, "my.json")

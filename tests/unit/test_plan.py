@@ -24,16 +24,19 @@ RECIPE = ["--task", "clm", "--config_name", "gpt2", "--block_size", "32", "--pre
           "--config_overrides", "n_layer=3,n_head=2,n_embd=32,n_positions=32,vocab_size=512"]  # fmt: skip
 
 
-@pytest.mark.parametrize(("blocks", "held", "needed"), [
-    ([8, 8, -8, -8], 20 - 16, 20 - 16),  # a segment of 20 MiB holds two of 8 MiB,
-    ([8, 8, 8, -8, -8, -8], 40 - 24, 40 - 24),  # and not three
-    ([8, 8, 4, -4, -8, -8], 0, 0),
-    ([12, -12, 11.5, -11.5], 0, 0),  # what is left of it is too little to be split off
-    ([12, -12, 14, -14], 12, 0),  # the segment of 12 MiB is of no use to one of 14, and can go back to the driver
-    ([12, 2, -12, 13, -13, -2], 32 - 15, 32 - 15),  # that of 2 MiB has a segment of 20
-    ([6, 6, -6, -6, 12, -12], 20 - 12, 20 - 12),  # neighbours join
-    ([0.5, -0.5], 0, 0),  # small blocks lie elsewhere
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("blocks", "held", "needed"),
+    [
+        ([8, 8, -8, -8], 20 - 16, 20 - 16),  # a segment of 20 MiB holds two of 8 MiB,
+        ([8, 8, 8, -8, -8, -8], 40 - 24, 40 - 24),  # and not three
+        ([8, 8, 4, -4, -8, -8], 0, 0),
+        ([12, -12, 11.5, -11.5], 0, 0),  # what is left of it is too little to be split off
+        ([12, -12, 14, -14], 12, 0),  # the segment of 12 MiB is of no use to one of 14, and can go back to the driver
+        ([12, 2, -12, 13, -13, -2], 32 - 15, 32 - 15),  # that of 2 MiB has a segment of 20
+        ([6, 6, -6, -6, 12, -12], 20 - 12, 20 - 12),  # neighbours join
+        ([0.5, -0.5], 0, 0),  # small blocks lie elsewhere
+    ],
+)
 def test_what_the_allocator_holds_beyond_tensors(blocks, held, needed):
     """MiB; CUDACachingAllocator.cpp's sizes of segments, best fit, splitting and joining, by hand."""
     found = unused_bytes(tuple(int(size * 2**20) for size in blocks))
@@ -49,8 +52,11 @@ def test_the_largest_batch_fits_and_the_next_does_not(capsys):
     found = planned(capsys, "--gpu", "cpu", "--gpu_memory", "128MiB", "--num_gpus", "2", "--strategies", "ddp,zero3")
     assert {one["strategy"] for one in found["largest"]} == {"ddp", "zero3"}
     for largest in found["largest"]:
-        sizes = {one["per_device_train_batch_size"]: one for one in found["predictions"]
-                 if one["strategy"] == largest["strategy"]}  # fmt: skip
+        sizes = {
+            one["per_device_train_batch_size"]: one
+            for one in found["predictions"]
+            if one["strategy"] == largest["strategy"]
+        }
         size = largest["per_device_train_batch_size"]
         assert sizes[size]["fits"]
         assert not sizes[size + 1]["fits"]
@@ -69,14 +75,17 @@ def test_a_plan_is_the_same_in_one_process_and_in_two(refuses, monkeypatch, capf
     assert len(several["predictions"]) >= 4
 
 
-@pytest.mark.parametrize(("flags", "words"), [
-    (["--gpu", "h100-80g"], "Did you mean h100-80gb?"),
-    (["--gpu", "cpu"], "set the memory of one process"),
-    (["--gpu", "h100-80gb", "--num_gpus", "12"], "gpus_per_node = 8"),
-    (["--gpu", "v100-32gb", "--strategies", "single"], "--precision fp16"),
-    ([*ON_GPUS, "--max_global_batch_size", "8"], "at least 16"),
-    (["--gpu", "cpu", "--gpu_memory", "lots"], "gpu_memory = 'lots'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--gpu", "h100-80g"], "Did you mean h100-80gb?"),
+        (["--gpu", "cpu"], "set the memory of one process"),
+        (["--gpu", "h100-80gb", "--num_gpus", "12"], "gpus_per_node = 8"),
+        (["--gpu", "v100-32gb", "--strategies", "single"], "--precision fp16"),
+        ([*ON_GPUS, "--max_global_batch_size", "8"], "at least 16"),
+        (["--gpu", "cpu", "--gpu_memory", "lots"], "gpu_memory = 'lots'"),
+    ],
+)
 def test_bad_input_ends_with_code_2_and_one_message(capsys, flags, words):
     strategies = [] if "--strategies" in flags else ["--strategies", "ddp,zero2"]
     assert main(["plan", *RECIPE, *flags, *strategies]) == 2
@@ -130,8 +139,12 @@ def test_the_parts_of_a_time_add_up_and_a_cpu_has_none(capsys):
     assert planned(capsys, *flags)["predictions"][0]["seconds_per_update"] is None
 
 
-LARGER = ["--block_size", "512", "--config_overrides",
-          "n_layer=3,n_head=16,n_embd=2048,n_positions=512,vocab_size=8192"]  # fmt: skip
+LARGER = [
+    "--block_size",
+    "512",
+    "--config_overrides",
+    "n_layer=3,n_head=16,n_embd=2048,n_positions=512,vocab_size=8192",
+]
 
 
 def test_the_fastest_come_first(capsys):
@@ -165,9 +178,12 @@ def test_keys_and_values_are_those_of_a_search(config):
     batch, beams, source, target = 3, 2, 7, 5
     model = transformers.AutoModelForSeq2SeqLM.from_config(config).eval()
     written = model.generate(
-        torch.full((batch, source), 8), num_beams=beams, min_new_tokens=target, max_new_tokens=target,
+        torch.full((batch, source), 8),
+        num_beams=beams,
+        min_new_tokens=target,
+        max_new_tokens=target,
         return_dict_in_generate=True,
-    )  # fmt: skip
+    )
     cache = written.past_key_values
     layers = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)

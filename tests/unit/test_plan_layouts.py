@@ -14,10 +14,19 @@ from zerofit.strategy.layout import ParallelLayout
 from zerofit.tools.plan.plan_options import Degrees, PlanOptions, possible_degrees, read_pair
 from zerofit.tools.tool_recipe import read_with_recipe
 
-GPT2 = ["--config_name", "gpt2", "--config_overrides", "n_layer=2,n_head=4,n_embd=64,n_positions=128,vocab_size=301,"
-        "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"]  # fmt: skip
-LLAMA = ["--config_name", "llama-2-7b", "--config_overrides", "num_hidden_layers=3,hidden_size=64,"
-         "intermediate_size=128,num_attention_heads=8,num_key_value_heads=4,vocab_size=512"]  # fmt: skip
+GPT2 = [
+    "--config_name",
+    "gpt2",
+    "--config_overrides",
+    "n_layer=2,n_head=4,n_embd=64,n_positions=128,vocab_size=301,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
+]
+LLAMA = [
+    "--config_name",
+    "llama-2-7b",
+    "--config_overrides",
+    "num_hidden_layers=3,hidden_size=64,"
+    "intermediate_size=128,num_attention_heads=8,num_key_value_heads=4,vocab_size=512",
+]
 COMMON = ["--task", "clm", "--block_size", "64", "--precision", "fp32", "--gpu_memory", "8GiB"]
 ALONE, SHARED = ParallelLayout(), ParallelLayout(2, tensor=2)
 
@@ -76,8 +85,10 @@ def planned(capsys, *flags: str) -> dict:
 def test_layouts_are_searched_and_those_that_the_model_does_not_have_are_refused(capsys):
     found = planned(capsys, *LLAMA, "--num_gpus", "16", "--gpu", "a100-40gb", "--strategies", "zero1,tp,sp",
                     "--global_batch_size", "16", "--max_batch_size", "8")  # fmt: skip
-    layouts = {(one["strategy"], one["layout"]["tensor"], one["layout"]["sequence"], one["layout"]["data"])
-               for one in found["predictions"]}  # fmt: skip
+    layouts = {
+        (one["strategy"], one["layout"]["tensor"], one["layout"]["sequence"], one["layout"]["data"])
+        for one in found["predictions"]
+    }
     assert layouts == {("zero1", 1, 1, 16), ("tp", 2, 1, 8), ("tp", 4, 1, 4), ("sp", 1, 2, 8), ("sp", 1, 4, 4),
                        ("sp", 1, 8, 2)}  # fmt: skip
     assert list(found["refused"]) == ["tp x8"]

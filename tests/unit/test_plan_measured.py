@@ -28,8 +28,10 @@ def published(configuration: Configuration) -> dict[int, tuple[float, float]]:
     size = f"{configuration.length} x {configuration.accumulation}"
     start = r"\| (?:\w+: )?" + r"(?: \*)? \| ".join(map(re.escape, about)) + rf" \| {size} \|"
     lines = re.findall(rf"^{start}.*$", (ROOT / "docs/measurements/plan.md").read_text(), re.MULTILINE)
-    found = ({int(size): (float(a), float(b)) for size, a, b in re.findall(r"(\d+): ([\d.]+) / ([\d.]+),", line)}
-             for line in lines)  # fmt: skip
+    found = (
+        {int(size): (float(a), float(b)) for size, a, b in re.findall(r"(\d+): ([\d.]+) / ([\d.]+),", line)}
+        for line in lines
+    )
     return next(each for each in found if set(each) == set(configuration.sizes))
 
 

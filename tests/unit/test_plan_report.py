@@ -63,11 +63,14 @@ def test_a_remedy_is_what_a_plan_with_it_finds(weights, capsys, flags, strategy,
         assert one["fits"]
 
 
-@pytest.mark.parametrize("flags", [
-    pytest.param([*OF_T5, "--max_source_length", "1024", "--gpu_memory", "900MiB"], marks=LONG, id="seq2seq"),
-    pytest.param([*OF_BERT, "--gpu_memory", "760MiB", "--max_length", "512"], marks=LONG, id="cls"),
-    pytest.param([*OF_BERT, "--gpu", "cpu", "--gpu_memory", "110MiB", "--max_length", "512"], id="cls on a CPU"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param([*OF_T5, "--max_source_length", "1024", "--gpu_memory", "900MiB"], marks=LONG, id="seq2seq"),
+        pytest.param([*OF_BERT, "--gpu_memory", "760MiB", "--max_length", "512"], marks=LONG, id="cls"),
+        pytest.param([*OF_BERT, "--gpu", "cpu", "--gpu_memory", "110MiB", "--max_length", "512"], id="cls on a CPU"),
+    ],
+)
 def test_each_task_hears_of_remedies_on_80_columns(flags, capsys, monkeypatch):
     monkeypatch.setattr(plan, "screen_width", lambda: 80)
     assert main(["plan", *flags, "--strategies", "single"]) == 0

@@ -162,10 +162,13 @@ def test_of_several_machines_each_says_which_it_is(tmp_path, in_root):
     assert (content["num_processes"], content["num_machines"]) == (16, 2)
 
 
-@pytest.mark.parametrize(("model", "gpu", "flags", "reshards"), [
-    ("gpt2", "a100-80gb", ("--train_tokenizer_vocab_size", "300", "--block_size", "64"), False),
-    ("llama-2-13b", "a10-24gb", ("--gradient_checkpointing", "true"), True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "gpu", "flags", "reshards"),
+    [
+        ("gpt2", "a100-80gb", ("--train_tokenizer_vocab_size", "300", "--block_size", "64"), False),
+        ("llama-2-13b", "a10-24gb", ("--gradient_checkpointing", "true"), True),
+    ],
+)
 def test_what_is_written_keeps_blocks_gathered_where_they_fit(tmp_path, in_root, model, gpu, flags, reshards):
     folder = tmp_path / "pairs"
     words = ["--task", "clm", "--config_name", model, "--precision", "bf16", "--gpu", gpu, "--num_gpus", "32", *flags]

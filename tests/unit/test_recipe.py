@@ -95,12 +95,15 @@ def test_no_flag_is_refused_for_what_only_the_file_says(file, monkeypatch):
 NEEDS = ("streaming", "train_file", "max_train_steps", "regression")
 
 
-@pytest.mark.parametrize(("text", "flags", "words"), [
-    ("sample_prompt: a\nsample_tokens: 0\n", ["--seed", "3"], "sample_prompt has no effect"),  # two lines of it
-    ("seed: 3\n", ["--sample_prompt", "a", "--sample_tokens", "0"], "sample_prompt has no effect"),  # two flags
-    ("sample_tokens: 0\n", ["--sample_prompt", "a"], "sample_prompt has no effect"),  # the flag has none
-    ("save_steps: 5\nsave_strategy: no\n", ["--save_total_limit", "2"], "keep one of them"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "flags", "words"),
+    [
+        ("sample_prompt: a\nsample_tokens: 0\n", ["--seed", "3"], "sample_prompt has no effect"),  # two lines of it
+        ("seed: 3\n", ["--sample_prompt", "a", "--sample_tokens", "0"], "sample_prompt has no effect"),  # two flags
+        ("sample_tokens: 0\n", ["--sample_prompt", "a"], "sample_prompt has no effect"),  # the flag has none
+        ("save_steps: 5\nsave_strategy: no\n", ["--save_total_limit", "2"], "keep one of them"),
+    ],
+)
 def test_what_one_says_twice_is_refused(tmp_path, text, flags, words):
     text = text.replace("no\n", "'no'\n")
     with pytest.raises(UserError, match=words):
@@ -116,43 +119,49 @@ def test_forms_of_flags():
     assert parse("--output_dir=~/runs").output_dir == os.path.expanduser("~/runs")
 
 
-@pytest.mark.parametrize(("flags", "words"), [
-    (["--learnin_rate", "1"], ["--learnin_rate", "Did you mean learning_rate?"]),
-    (["--block_size", "12.5"], ["--block_size 12.5", "an integer"]),
-    (["--learning_rate", "nan"], ["finite"]),
-    (["--seed"], ["--seed without a value", "an integer"]),
-    (["--num_warmup_steps", "5", "--warmup_ratio", "0.1"], ["num_warmup_steps = 5", "warmup_ratio = 0.1"]),
-    (["--global_batch_warmup", "64@"], ["expected START@UPDATES"]),
-    (["--block_size_warmup", "64->1024@9"], ["expected START@UPDATES"]),
-    (["--adam_beta2", "1"], ["adam_beta2 = 1.0 (--adam_beta2): it must be below 1"]),
-    (["--encoding", "hex"], ["encoding = 'hex' (--encoding): expected the name of an encoding"]),
-    (["--delimiter", ";;"], ["expected one character"]),
-    (["--streaming", "many"], ["expected a size such as 256MiB"]),
-    (["--warmup_ratio", "1.5"], ["warmup_ratio = 1.5", "at most 1"]),
-    (["--vocab_file", "a"], ["vocab_file has no effect without merge_file"]),
-    (["--dataset_name", "wikitext"], ["dataset_name", "train_file", "keep one"]),
-    (["--output_dir="], ["output_dir = '' (--output_dir): expected a folder"]),
-    (["--seed", "2147483648"], ["it must be below 2147483648"]),
-    (["--val_set_size", "0.1"], ["say --validation_split_percentage 10 for 0.1"]),
-    (["--profile", "12:9"], ["profile = '12:9' (--profile): expected N:M"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--learnin_rate", "1"], ["--learnin_rate", "Did you mean learning_rate?"]),
+        (["--block_size", "12.5"], ["--block_size 12.5", "an integer"]),
+        (["--learning_rate", "nan"], ["finite"]),
+        (["--seed"], ["--seed without a value", "an integer"]),
+        (["--num_warmup_steps", "5", "--warmup_ratio", "0.1"], ["num_warmup_steps = 5", "warmup_ratio = 0.1"]),
+        (["--global_batch_warmup", "64@"], ["expected START@UPDATES"]),
+        (["--block_size_warmup", "64->1024@9"], ["expected START@UPDATES"]),
+        (["--adam_beta2", "1"], ["adam_beta2 = 1.0 (--adam_beta2): it must be below 1"]),
+        (["--encoding", "hex"], ["encoding = 'hex' (--encoding): expected the name of an encoding"]),
+        (["--delimiter", ";;"], ["expected one character"]),
+        (["--streaming", "many"], ["expected a size such as 256MiB"]),
+        (["--warmup_ratio", "1.5"], ["warmup_ratio = 1.5", "at most 1"]),
+        (["--vocab_file", "a"], ["vocab_file has no effect without merge_file"]),
+        (["--dataset_name", "wikitext"], ["dataset_name", "train_file", "keep one"]),
+        (["--output_dir="], ["output_dir = '' (--output_dir): expected a folder"]),
+        (["--seed", "2147483648"], ["it must be below 2147483648"]),
+        (["--val_set_size", "0.1"], ["say --validation_split_percentage 10 for 0.1"]),
+        (["--profile", "12:9"], ["profile = '12:9' (--profile): expected N:M"]),
+    ],
+)
 def test_what_is_refused(flags, words):
     check_refusal(words, parse, *flags)
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    ("learnin_rate: 1\n", ["line 1", "learnin_rate", "Did you mean learning_rate?"]),
-    ("train_file: [a.txt, null]\n", ["train_file is a list", "each text"]),
-    ("train_file: {a: b}\n", ["train_file is a map", "each text"]),
-    ("block_size: [1, 2]\n", ["block_size", "a list", "an integer"]),
-    ("seed: 1\nseed: 2\n", ["line 2", "set twice"]),
-    ("a: [1\n", ["not valid YAML"]),
-    ("seed: 010\n", ["seed is '010'", "an integer"]),  # 8 in YAML 1.1
-    ("report_name: no\n", ["report_name is no", "put it in quotes"]),
-    ("lora_r: 4\nlora_alpha: 8\n", ["lora_r has no effect without lora", "lora_alpha has no effect"]),
-    ("output_dir: $HOME/runs\n", ["output_dir = '$HOME/runs'", "variables such as $HOME are not replaced"]),
-    ("push_to_hub: false\n", ["push_to_hub is false", "Leave the line out"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("learnin_rate: 1\n", ["line 1", "learnin_rate", "Did you mean learning_rate?"]),
+        ("train_file: [a.txt, null]\n", ["train_file is a list", "each text"]),
+        ("train_file: {a: b}\n", ["train_file is a map", "each text"]),
+        ("block_size: [1, 2]\n", ["block_size", "a list", "an integer"]),
+        ("seed: 1\nseed: 2\n", ["line 2", "set twice"]),
+        ("a: [1\n", ["not valid YAML"]),
+        ("seed: 010\n", ["seed is '010'", "an integer"]),  # 8 in YAML 1.1
+        ("report_name: no\n", ["report_name is no", "put it in quotes"]),
+        ("lora_r: 4\nlora_alpha: 8\n", ["lora_r has no effect without lora", "lora_alpha has no effect"]),
+        ("output_dir: $HOME/runs\n", ["output_dir = '$HOME/runs'", "variables such as $HOME are not replaced"]),
+        ("push_to_hub: false\n", ["push_to_hub is false", "Leave the line out"]),
+    ],
+)
 def test_what_is_refused_in_a_file(tmp_path, text, words):
     check_refusal(words, parse, *recipe_file(tmp_path, text))
 
@@ -214,9 +223,13 @@ def test_an_option_of_another_script_names_the_script_that_has_it_first(option, 
 
 def test_what_is_published_has_no_folder_of_this_machine():
     recipe = ClmRecipe(
-        train_file=["/home/me/my texts/a.txt", "data/*.txt"], data_path=["0.3", "/me/a_document", "0.7", "/me/b"],
-        model_name_or_path="/models/llama", tokenizer_name="org/name", output_dir="outputs/x", sample_prompt="/etc is",
-    )  # fmt: skip
+        train_file=["/home/me/my texts/a.txt", "data/*.txt"],
+        data_path=["0.3", "/me/a_document", "0.7", "/me/b"],
+        model_name_or_path="/models/llama",
+        tokenizer_name="org/name",
+        output_dir="outputs/x",
+        sample_prompt="/etc is",
+    )
     published = recipe.to_publish()
     assert published["train_file"] == ["a.txt", "data/*.txt"]
     assert published["data_path"] == ["0.3", "a_document", "0.7", "b"]

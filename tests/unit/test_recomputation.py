@@ -24,9 +24,11 @@ DEBERTA = DebertaV2Config(
     hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=16, vocab_size=61, num_labels=2,
     relative_attention=True, position_buckets=4, pos_att_type=["p2c", "c2p"], max_position_embeddings=32,
 )  # fmt: skip
-DROPOUT = {"gpt2": {"n_layer": 3, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2},
-           "gpt_neox": {"num_hidden_layers": 3, "hidden_dropout": 0.2},
-           "llama": {"num_hidden_layers": 3, "attention_dropout": 0.2}}  # fmt: skip
+DROPOUT = {
+    "gpt2": {"n_layer": 3, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2},
+    "gpt_neox": {"num_hidden_layers": 3, "hidden_dropout": 0.2},
+    "llama": {"num_hidden_layers": 3, "attention_dropout": 0.2},
+}
 
 
 def models():

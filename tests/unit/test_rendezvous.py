@@ -74,12 +74,15 @@ def test_one_that_stops_tells_all_others_why(members, place):
         assert (end.code, end.machine) == (2, place)
 
 
-@pytest.mark.parametrize(("acts", "how", "named"), [
-    ((comes,), {"count": 2}, "rank 1, which has never come"),
-    ((comes, falls_silent), {}, "rank 1 on host"),
-    ((falls_silent, comes), {}, "rank 0 on host"),
-    ((comes, comes, comes), {"numbers": (0, 1, 1), "limit_s": 30.0}, "rank 1 is there twice"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("acts", "how", "named"),
+    [
+        ((comes,), {"count": 2}, "rank 1, which has never come"),
+        ((comes, falls_silent), {}, "rank 1 on host"),
+        ((falls_silent, comes), {}, "rank 0 on host"),
+        ((comes, comes, comes), {"numbers": (0, 1, 1), "limit_s": 30.0}, "rank 1 is there twice"),
+    ],
+)
 def test_who_is_missing_or_there_twice_is_named(members, acts, how, named):
     for act, end in zip(acts, members(*acts, **{"limit_s": 0.3, **how})):
         if act is comes:
@@ -135,12 +138,22 @@ def test_a_rank_that_fails_before_the_process_group_ends_the_other_machine():
     """The first has the store, and fails before it has imported torch."""
     port, processes = free_port(), []
     for rank, act in enumerate(("early", "meets")):
-        variables = {**TORCHRUN, "RANK": str(rank), "MASTER_PORT": port, "PYTHONPATH": str(ROOT),
-                     RENDEZVOUS_LIMIT_VARIABLE: "30"}  # fmt: skip
-        processes.append(subprocess.Popen(
-            [sys.executable, "-c", RANK, act], env=environment(**variables), text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        ))  # fmt: skip
+        variables = {
+            **TORCHRUN,
+            "RANK": str(rank),
+            "MASTER_PORT": port,
+            "PYTHONPATH": str(ROOT),
+            RENDEZVOUS_LIMIT_VARIABLE: "30",
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", RANK, act],
+                env=environment(**variables),
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        )
     (_, first), (out, other) = [process.communicate(timeout=60) for process in processes]
     assert [process.returncode for process in processes] == [2, 2]
     assert out == ""

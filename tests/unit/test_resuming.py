@@ -56,9 +56,13 @@ def test_the_global_batch_stays_and_the_accumulation_follows(tmp_path, processes
 
 
 @pytest.mark.parametrize(
-    "flags", [("--gradient_accumulation_steps", "3"), ("--global_batch_size", "24"),
-              ("--global_batch_size", "24", "--gradient_accumulation_steps", "3")],
-)  # fmt: skip
+    "flags",
+    [
+        ("--gradient_accumulation_steps", "3"),
+        ("--global_batch_size", "24"),
+        ("--global_batch_size", "24", "--gradient_accumulation_steps", "3"),
+    ],
+)
 @pytest.mark.parametrize(("replicas", "micro"), [(4, 3), (8, 3), (12, 2), (24, 1), (3, 4), (2, 4)])
 def test_the_micro_batch_follows_where_the_accumulation_cannot(tmp_path, flags, replicas, micro):
     """Whoever states the global batch of 24: the options, their product, or both."""
@@ -70,14 +74,17 @@ def test_the_micro_batch_follows_where_the_accumulation_cannot(tmp_path, flags, 
     assert resumed.sources == ["auto"]
 
 
-@pytest.mark.parametrize(("total", "growth", "replicas", "replica_size", "words"), [
-    (24, None, 5, 1, ["which 5 processes cannot share", "can: 1, 2, 3, 4, 6, 8, 12, 24"]),
-    (24, None, 16, 1, ["which 16 processes cannot share"]),
-    (24, "8@10", 3, 1, ["begins with 8", "can: 1, 2, 4, 8"]),
-    (24, None, 5, 4, ["which 20 processes (5 replicas of 4)", "can: 4, 8, 12, 16, 24, 32, 48, 96"]),
-    (7, None, 2, 1, ["can: 1, 7"]),
-    (5040, None, 11, 1, ["can: 4, 5, 6, 7, 8, 9, 10, 12, 14, 15, 16, 18"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("total", "growth", "replicas", "replica_size", "words"),
+    [
+        (24, None, 5, 1, ["which 5 processes cannot share", "can: 1, 2, 3, 4, 6, 8, 12, 24"]),
+        (24, None, 16, 1, ["which 16 processes cannot share"]),
+        (24, "8@10", 3, 1, ["begins with 8", "can: 1, 2, 4, 8"]),
+        (24, None, 5, 4, ["which 20 processes (5 replicas of 4)", "can: 4, 8, 12, 16, 24, 32, 48, 96"]),
+        (7, None, 2, 1, ["can: 1, 7"]),
+        (5040, None, 11, 1, ["can: 4, 5, 6, 7, 8, 9, 10, 12, 14, 15, 16, 18"]),
+    ],
+)
 def test_a_number_of_processes_that_cannot_share_the_batch(total, growth, replicas, replica_size, words):
     """What is advised can be done: nobody may change the global batch of a run that resumes."""
     options = recipe("--global_batch_size", str(total), *(["--global_batch_warmup", growth] if growth else []))

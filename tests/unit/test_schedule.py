@@ -72,13 +72,16 @@ def test_a_scheduler_block_is_taken_into_the_recipe():
     assert (options.lr_scheduler_type, options.lr_decay_steps, options.min_lr_ratio) == ("cosine", 60, 0.1)
 
 
-@pytest.mark.parametrize(("config", "options", "words"), [
-    (deepspeed("WarmupDecayLR", warmup_type="log"), {}, ["warmup_type", "log", "linear"]),
-    (deepspeed("WarmupDecayLR", warmup_num_steps=5), {"warmup_ratio": 0.1}, ["= 5", "warmup_ratio"]),
-    (deepspeed("WarmupDecayLR", warmup_max_lr=1.0), {"learning_rate": 1e-4}, ["warmup_max_lr = 1.0", "0.0001"]),
-    (deepspeed("WarmupLR"), {"lr_scheduler_type": "cosine"}, ["WarmupLR", "cosine", "recipe.yaml, line 3"]),
-    (deepspeed("WarmupLR", warmup_num_stepss=5), {}, ["warmup_num_stepss", "Did you mean warmup_num_steps?"]),
-    (deepspeed("WarmupDecayLR", total_steps=5), {}, ["total_steps", "Did you mean total_num_steps?"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "options", "words"),
+    [
+        (deepspeed("WarmupDecayLR", warmup_type="log"), {}, ["warmup_type", "log", "linear"]),
+        (deepspeed("WarmupDecayLR", warmup_num_steps=5), {"warmup_ratio": 0.1}, ["= 5", "warmup_ratio"]),
+        (deepspeed("WarmupDecayLR", warmup_max_lr=1.0), {"learning_rate": 1e-4}, ["warmup_max_lr = 1.0", "0.0001"]),
+        (deepspeed("WarmupLR"), {"lr_scheduler_type": "cosine"}, ["WarmupLR", "cosine", "recipe.yaml, line 3"]),
+        (deepspeed("WarmupLR", warmup_num_stepss=5), {}, ["warmup_num_stepss", "Did you mean warmup_num_steps?"]),
+        (deepspeed("WarmupDecayLR", total_steps=5), {}, ["total_steps", "Did you mean total_num_steps?"]),
+    ],
+)
 def test_a_schedule_that_is_not_the_recipes_is_refused(config, options, words):
     check_refusal(words, resolve, config, recipe_of("recipe.yaml, line 3", **options))

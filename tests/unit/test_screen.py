@@ -13,16 +13,19 @@ from zerofit.record.terminal import columns_of, decimals, log_lines, log_to_stde
 TEXT = "the adapter is loaded by peft, and outputs/a-run-with-a-name/model is what vLLM's --lora-modules takes"
 
 
-@pytest.mark.parametrize(("line", "indent"), [
-    (f"export    {TEXT}", 10),
-    (f"held out    {TEXT}", 12),
-    (f"run folder  {TEXT}", 12),
-    (f"WARNING   {TEXT}", 10),
-    (f"    with --lora: {TEXT}", 8),
-    (f"  {TEXT}", 6),
-    (TEXT, 4),
-    ("note      " + "訓練データの行が長すぎるので切りました " * 5, 10),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "indent"),
+    [
+        (f"export    {TEXT}", 10),
+        (f"held out    {TEXT}", 12),
+        (f"run folder  {TEXT}", 12),
+        (f"WARNING   {TEXT}", 10),
+        (f"    with --lora: {TEXT}", 8),
+        (f"  {TEXT}", 6),
+        (TEXT, 4),
+        ("note      " + "訓練データの行が長すぎるので切りました " * 5, 10),
+    ],
+)
 def test_a_line_is_wrapped_at_words_below_its_text(line, indent):
     lines = on_screen(line, 80).split("\n")
     assert len(lines) > 1
@@ -84,11 +87,14 @@ def test_a_table_of_any_number_of_columns_fits(columns, width):
     assert table(rows, None).count("\n") == 1
 
 
-@pytest.mark.parametrize(("task", "head", "described"), [
-    ("cls", "Text,Label", "texts Text, labels Label"),
-    ("cls", "Sentence1,Sentence2,LABEL", "texts Sentence1 and Sentence2, labels LABEL"),
-    ("seq2seq", "Source,Target", "source Source, target Target"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("task", "head", "described"),
+    [
+        ("cls", "Text,Label", "texts Text, labels Label"),
+        ("cls", "Sentence1,Sentence2,LABEL", "texts Sentence1 and Sentence2, labels LABEL"),
+        ("seq2seq", "Source,Target", "source Source, target Target"),
+    ],
+)
 def test_columns_have_the_names_of_the_file(task, head, described, tmp_path):
     from zerofit.data.labelled.examples import _find_reader
     from zerofit.data.options import DataOptions
@@ -128,11 +134,14 @@ def at_a_terminal(columns: int, code: str, **variables: str) -> str:
     return shown
 
 
-@pytest.mark.parametrize(("columns", "there", "not_there"), [
-    (80, ["loss 3.2100", " left", "1,234,567 tokens/s", "lr 3.00e-04"], []),
-    (60, ["loss 3.2100", " left"], ["tokens/s", "lr"]),
-    (24, ["update 150000/150000"], ["loss"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("columns", "there", "not_there"),
+    [
+        (80, ["loss 3.2100", " left", "1,234,567 tokens/s", "lr 3.00e-04"], []),
+        (60, ["loss 3.2100", " left"], ["tokens/s", "lr"]),
+        (24, ["update 150000/150000"], ["loss"]),
+    ],
+)
 def test_a_terminal_shows_whole_figures_the_worthiest_first(columns, there, not_there):
     last = at_a_terminal(columns, RUN).rstrip().split("\r")[-1]
     assert len(last) < columns, last

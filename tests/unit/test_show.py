@@ -54,16 +54,19 @@ def watched(folder: RunFolder) -> WatchedRun:
     return run
 
 
-@pytest.mark.parametrize(("options", "later_s", "state"), [
-    ({}, 30, "running"),
-    ({}, 600, "silent 10:00"),
-    ({"owner": os.getpid()}, 600, "silent 10:00"),
-    ({"owner": gone()}, 5, "running"),  # of another container: its lines come
-    ({"owner": gone()}, 30, "killed"),
-    ({"owner": gone(), "code": 0}, 600, "finished"),
-    ({"code": 87}, 600, "exit 87"),
-    ({"updates": 0}, 5, "running"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "later_s", "state"),
+    [
+        ({}, 30, "running"),
+        ({}, 600, "silent 10:00"),
+        ({"owner": os.getpid()}, 600, "silent 10:00"),
+        ({"owner": gone()}, 5, "running"),  # of another container: its lines come
+        ({"owner": gone()}, 30, "killed"),
+        ({"owner": gone(), "code": 0}, 600, "finished"),
+        ({"code": 87}, 600, "exit 87"),
+        ({"updates": 0}, 5, "running"),
+    ],
+)
 def test_the_state_of_a_run(tmp_path, options, later_s, state):
     run = watched(make_run(tmp_path / "run", **options))
     assert run.state(run.written_at + later_s + 0.1) == state

@@ -107,8 +107,13 @@ def test_tokens_are_cached_until_a_file_an_option_or_the_tokenizer_changes(tmp_p
 
     def stored(**options) -> set[str]:
         tables._TABLE_KEYS.clear()
-        common = {"config_name": "gpt2", "train_tokenizer_vocab_size": 280, "block_size": 32,
-                  "cache_dir": tmp_path / "c", "validation_split_percentage": 25}  # fmt: skip
+        common = {
+            "config_name": "gpt2",
+            "train_tokenizer_vocab_size": 280,
+            "block_size": 32,
+            "cache_dir": tmp_path / "c",
+            "validation_split_percentage": 25,
+        }
         recipe = ClmRecipe(**{**common, **marks, **options})
         prepare_causal_data(recipe, load_configuration(recipe))
         return {path.name for path in (tmp_path / "c").rglob("tokens-*.arrow")}
@@ -116,10 +121,15 @@ def test_tokens_are_cached_until_a_file_an_option_or_the_tokenizer_changes(tmp_p
     known, on_disk = set[str](), None
     edited = [row.replace("little", "nothing") if number == 7 else row for number, row in enumerate(ROWS)]
     for rows, options, new in (
-        (ROWS, {}, 2), (ROWS, {"block_size": 16}, 0), (ROWS, {"append_eos": False}, 2),
-        (ROWS, {"validation_split_percentage": 50}, 2), (ROWS, {"train_tokenizer_vocab_size": 270}, 2),
-        (ROWS, {"max_train_samples": 9}, 1), (edited, {}, 2), (ROWS[:30], {}, 2),
-    ):  # fmt: skip
+        (ROWS, {}, 2),
+        (ROWS, {"block_size": 16}, 0),
+        (ROWS, {"append_eos": False}, 2),
+        (ROWS, {"validation_split_percentage": 50}, 2),
+        (ROWS, {"train_tokenizer_vocab_size": 270}, 2),
+        (ROWS, {"max_train_samples": 9}, 1),
+        (edited, {}, 2),
+        (ROWS[:30], {}, 2),
+    ):
         if rows is not on_disk:
             source, on_disk = store(rows), rows
         before = known
@@ -151,8 +161,12 @@ def test_other_encodings_are_named_and_read(tmp_path, cache, name, encoding):
     """What the message proposes reads the file right."""
     texts = ["吾輩は猫である。名前はまだ無い。", "どこで生れたかとんと見当がつかぬ。", "plain"]
     lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
-    content = {"txt": "\n".join(texts) + "\n", "jsonl": lines, "csv": "text\n" + "\n".join(texts) + "\n",
-               "json": json.dumps([{"text": text} for text in texts], ensure_ascii=False)}  # fmt: skip
+    content = {
+        "txt": "\n".join(texts) + "\n",
+        "jsonl": lines,
+        "csv": "text\n" + "\n".join(texts) + "\n",
+        "json": json.dumps([{"text": text} for text in texts], ensure_ascii=False),
+    }
     data = content[name.split(".")[1].replace("tsv", "csv")].encode(encoding)
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     options = {"validation_split_percentage": 0, "document_separator": "line"}

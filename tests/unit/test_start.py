@@ -15,15 +15,32 @@ from zerofit.launch.runs import read_machines
 
 RECIPE = "recipes/clm/stdlib-gpt2.yaml"
 DLC = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "dlc-master-0", "MASTER_PORT": "23456"}
-SLURM = {"SLURM_NNODES": "3", "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS": "3", "SLURM_NODEID": "2",
-         "SLURM_STEP_NODELIST": "gpu[07-09]"}  # fmt: skip
+SLURM = {
+    "SLURM_NNODES": "3",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NODELIST": "gpu[07-09]",
+}
 TRAINER = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-0.job", "PET_MASTER_PORT": "29400"}
-SKYPILOT = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5",
-            "SKYPILOT_TASK_ID": "sky-2026-11-24-08-00-00-000000_train_1"}  # fmt: skip
-DSTACK = {"DSTACK_NODES_NUM": "4", "DSTACK_NODE_RANK": "3", "DSTACK_MASTER_NODE_IP": "10.0.0.4",
-          "DSTACK_RUN_NAME": "a-1"}  # fmt: skip
-OPENMPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
-           "MASTER_ADDR": "10.0.0.4"}  # fmt: skip
+SKYPILOT = {
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5",
+    "SKYPILOT_TASK_ID": "sky-2026-11-24-08-00-00-000000_train_1",
+}
+DSTACK = {
+    "DSTACK_NODES_NUM": "4",
+    "DSTACK_NODE_RANK": "3",
+    "DSTACK_MASTER_NODE_IP": "10.0.0.4",
+    "DSTACK_RUN_NAME": "a-1",
+}
+OPENMPI = {
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+    "MASTER_ADDR": "10.0.0.4",
+}
 
 
 @pytest.fixture
@@ -94,14 +111,17 @@ def test_a_clouds_machines(machine, capsys):
     assert words[-2:] == ["--config", RECIPE], "it is the launcher's"
 
 
-@pytest.mark.parametrize(("variables", "machines"), [
-    (TRAINER, (2, 1, "job-0.job", "29400")),
-    (SKYPILOT, (2, 1, "10.0.0.4", "derived")),
-    (DSTACK, (4, 3, "10.0.0.4", "derived")),
-    (OPENMPI, (2, 1, "10.0.0.4", None)),
-    ({**SLURM, "SLURM_JOB_ID": "4711"}, (3, 2, "gpu07", "derived")),
-    ({**TRAINER, "WORLD_SIZE": "16", "RANK": "1", "MASTER_ADDR": "other"}, (2, 1, "job-0.job", "29400")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("variables", "machines"),
+    [
+        (TRAINER, (2, 1, "job-0.job", "29400")),
+        (SKYPILOT, (2, 1, "10.0.0.4", "derived")),
+        (DSTACK, (4, 3, "10.0.0.4", "derived")),
+        (OPENMPI, (2, 1, "10.0.0.4", None)),
+        ({**SLURM, "SLURM_JOB_ID": "4711"}, (3, 2, "gpu07", "derived")),
+        ({**TRAINER, "WORLD_SIZE": "16", "RANK": "1", "MASTER_ADDR": "other"}, (2, 1, "job-0.job", "29400")),
+    ],
+)
 def test_schedulers(variables, machines):
     """The variables that each documents; the port of a job is its own."""
     found = read_machines(variables)
@@ -110,13 +130,16 @@ def test_schedulers(variables, machines):
     assert any(f"{name} = {value}" in found.source for name, value in variables.items())
 
 
-@pytest.mark.parametrize(("variables", "said"), [
-    ({"LOCAL_RANK": "0", "WORLD_SIZE": "8"}, "a launcher has started this command"),
-    ({**SLURM, "SLURM_STEP_NUM_TASKS": "12"}, "SLURM_STEP_NUM_TASKS = 12 on 3 machines"),
-    ({"SLURM_NNODES": "2", "SLURM_NODEID": "0"}, "srun --ntasks-per-node=1 zerofit launch"),
-    ({"WORLD_SIZE": "0"}, "WORLD_SIZE = '0' in the environment: expected a number, 1 or more"),
-    ({**SLURM, **SKYPILOT}, "two schedulers contradict each other: SLURM_STEP_NUM_NODES = 3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"LOCAL_RANK": "0", "WORLD_SIZE": "8"}, "a launcher has started this command"),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "12"}, "SLURM_STEP_NUM_TASKS = 12 on 3 machines"),
+        ({"SLURM_NNODES": "2", "SLURM_NODEID": "0"}, "srun --ntasks-per-node=1 zerofit launch"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE = '0' in the environment: expected a number, 1 or more"),
+        ({**SLURM, **SKYPILOT}, "two schedulers contradict each other: SLURM_STEP_NUM_NODES = 3"),
+    ],
+)
 def test_an_environment_of_something_else_is_refused(variables, said):
     assert said in refusal(read_machines, variables)
 

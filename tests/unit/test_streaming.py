@@ -111,13 +111,16 @@ def test_a_place_is_one_number(prepared, tmp_path):
     assert samples_at(prepared(folder / "*.jsonl", **how).train, 140, 150) == expected[140:]
 
 
-@pytest.mark.parametrize("damage", [
-    lambda lines: [*lines[:3], lines[3][:9]],
-    lambda lines: [b"\xff\x00\xfe", *lines],
-    lambda lines: [b'{"shards": 7}'],
-    lambda lines: [*lines[:2], *lines[3:]],  # one is missing
-    lambda lines: [line.replace(b'"samples": ', b'"samples": "x", "more": ') for line in lines],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda lines: [*lines[:3], lines[3][:9]],
+        lambda lines: [b"\xff\x00\xfe", *lines],
+        lambda lines: [b'{"shards": 7}'],
+        lambda lines: [*lines[:2], *lines[3:]],  # one is missing
+        lambda lines: [line.replace(b'"samples": ', b'"samples": "x", "more": ') for line in lines],
+    ],
+)
 def test_a_damaged_file_of_windows_is_passed_over(prepared, tmp_path, damage):
     folder, how = write_shards(tmp_path / "data"), {"streaming": "4KiB", "max_train_steps": 99}
     first = prepared(folder / "*.jsonl", **how).train
@@ -224,11 +227,14 @@ def test_a_lost_connection_neither_skips_nor_repeats(prepared, tmp_path, address
     assert Unreliable.answers > 6
 
 
-@pytest.mark.parametrize(("changed", "words"), [
-    ({"max_train_steps": None}, "max_train_steps"),
-    ({"max_train_samples": 5}, "max_train_samples"),
-    ({"train_file": ["1", "a.jsonl"]}, "weights"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"max_train_steps": None}, "max_train_steps"),
+        ({"max_train_samples": 5}, "max_train_samples"),
+        ({"train_file": ["1", "a.jsonl"]}, "weights"),
+    ],
+)
 def test_what_cannot_be_streamed(changed, words):
     recipe = recipe_of(**{"train_file": ["a.jsonl"], "streaming": "1MiB", "max_train_steps": 5, **changed})
     for name in changed:

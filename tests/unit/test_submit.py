@@ -38,11 +38,14 @@ def written(capsys):
     return write
 
 
-@pytest.mark.parametrize(("strategy", "nodes"), [
-    pytest.param(strategy, nodes, marks=() if (strategy, nodes) in FAST else pytest.mark.long)
-    for strategy in STRATEGIES
-    for nodes in (1, 2, 16)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "nodes"),
+    [
+        pytest.param(strategy, nodes, marks=() if (strategy, nodes) in FAST else pytest.mark.long)
+        for strategy in STRATEGIES
+        for nodes in (1, 2, 16)
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_recipe_on_every_number_of_nodes(written, kind, strategy, nodes):
     assert len(RECIPES) >= 20
@@ -60,8 +63,13 @@ def test_further_options(written, kind):
         "slurm": ("--cpus_per_node", 64, "--time", "1-00:00:00"),
         "skypilot": ("--accelerator", "A100-80GB", "--spot", "--mounts", "/data=s3://b/data,/runs=s3://b/runs"),
     }.get(kind, ("--image", "registry/z:1", "--claim", "lustre", "--folder", "/data", "--restarts", 0))
-    odd = {"--global_batch_size": "32", "--learning_rate": "1e-4", "--seed": "7", "--weight_decay": ".1",
-           "--report_name": 'it\'s a # "test"'}  # fmt: skip
+    odd = {
+        "--global_batch_size": "32",
+        "--learning_rate": "1e-4",
+        "--seed": "7",
+        "--weight_decay": ".1",
+        "--report_name": 'it\'s a # "test"',
+    }
     common = ("--nodes", 2, "--gpus_per_node", 4, "--num_processes", 4, "--name", "trial")
     text, notes = written(kind, RECIPE, *common, *further, *(word for pair in odd.items() for word in pair))
     assert problems(kind, text, 2) == []

@@ -61,10 +61,13 @@ def test_tags_stand_at_first_tokens(recipe_of):
 
 @pytest.mark.parametrize(
     ("bad", "said"),
-    [({"ner_tags": TAGS[:2]}, "2 tags"), ({"tokens": [], "ner_tags": []}, "no words"),
-     ({"tokens": ["a", " "], "ner_tags": ["O", "O"]}, "empty word"),
-     ({"tokens": ["a", "b"], "ner_tags": [-100, "O"]}, "a tag is -100 (ner_tags)")],
-)  # fmt: skip
+    [
+        ({"ner_tags": TAGS[:2]}, "2 tags"),
+        ({"tokens": [], "ner_tags": []}, "no words"),
+        ({"tokens": ["a", " "], "ner_tags": ["O", "O"]}, "empty word"),
+        ({"tokens": ["a", "b"], "ner_tags": [-100, "O"]}, "a tag is -100 (ner_tags)"),
+    ],
+)
 def test_bad_records(recipe_of, bad, said):
     good = {"tokens": WORDS, "ner_tags": TAGS}
     recipe = recipe_of([good] * 8 + [good | bad])
@@ -94,9 +97,10 @@ def test_a_table_of_tags_that_are_no_entities(tmp_path):
     header, *classes = [line.split() for line in text.splitlines()]
     assert header == ["class", "precision", "recall", "f1", "words", "predicted"]
     assert [row for row in classes if row[0] in labels.names] == [
-        ["DET", "1.0000", "1.0000", "1.0000", "1", "1"], ["NOUN", "0.0000", "0.0000", "0.0000", "1", "1"],
+        ["DET", "1.0000", "1.0000", "1.0000", "1", "1"],
+        ["NOUN", "0.0000", "0.0000", "0.0000", "1", "1"],
         ["VERB", "0.0000", "0.0000", "0.0000", "1", "1"],
-    ]  # fmt: skip
+    ]
 
 
 CONLL = """-DOCSTART- -X- O O
@@ -114,9 +118,12 @@ def test_conll_files(pairs_tokenizer, tmp_path, name):
     path, text = tmp_path / name, (CONLL * 5).encode("utf-8-sig")
     path.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
     recipe = ClsRecipe(
-        model_type="bert", tokenizer_name=str(pairs_tokenizer), train_file=[str(path)], cache_dir=tmp_path / "cache",
+        model_type="bert",
+        tokenizer_name=str(pairs_tokenizer),
+        train_file=[str(path)],
+        cache_dir=tmp_path / "cache",
         validation_split_percentage=20,
-    )  # fmt: skip
+    )
     data = prepare_examples(recipe, load_configuration(recipe))
     assert data.labels.names == ("B-ORG", "B-PER", "O")
     rows = [*data.held_out[0].tables[0]["tokens"]]
@@ -143,15 +150,18 @@ def test_comments_and_line_ends_of_conll_files(tmp_path, ends):
     assert rows == [{"tokens": ["a", "#"], "tags": ["O", "B-X"]}, {"tokens": ["#", "#"], "tags": ["O", "B-X"]}]
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("a O\nb\n", "line 2"),
-    ("a X O\n\nb O", "line 3"),
-    ("a\tO\nb\t\n", "line 2"),
-    ("\tO", "line 1"),
-    ("1 The the DET _\n2 dog dog NOUN SpaceAfter=No\n", "numbers of words, as in CoNLL-U"),
-    ("O\ta\n\nO\twith\nB-Rating\tfive\n", "line 5: the first column has the tags"),
-    ("\n\n", "no "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a O\nb\n", "line 2"),
+        ("a X O\n\nb O", "line 3"),
+        ("a\tO\nb\t\n", "line 2"),
+        ("\tO", "line 1"),
+        ("1 The the DET _\n2 dog dog NOUN SpaceAfter=No\n", "numbers of words, as in CoNLL-U"),
+        ("O\ta\n\nO\twith\nB-Rating\tfive\n", "line 5: the first column has the tags"),
+        ("\n\n", "no "),
+    ],
+)
 def test_bad_lines_of_conll_files(tmp_path, text, said):
     assert said in refusal(sentences_of, text, tmp_path)
 

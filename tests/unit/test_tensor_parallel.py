@@ -66,8 +66,13 @@ def figures_of(model, join) -> dict:
 
 
 # Values that a model's code draws, or gives to a layer as it is made, in ways of their own.
-DRAWN = {"apertus": AutoModelForCausalLM, "xlm-roberta": AutoModelForCausalLM, "t5": AutoModelForSeq2SeqLM,
-         "modernbert": AutoModelForTokenClassification, "olmo_hybrid": AutoModelForCausalLM}  # fmt: skip
+DRAWN = {
+    "apertus": AutoModelForCausalLM,
+    "xlm-roberta": AutoModelForCausalLM,
+    "t5": AutoModelForSeq2SeqLM,
+    "modernbert": AutoModelForTokenClassification,
+    "olmo_hybrid": AutoModelForCausalLM,
+}
 
 
 def received(family: str) -> dict[str, torch.Tensor]:
@@ -189,14 +194,17 @@ def test_a_share_that_is_missing_is_noticed(tmp_path):
         ShardReader(tmp_path).weight("rows")
 
 
-@pytest.mark.parametrize(("family", "changes", "size", "said"), [
-    ("llama", {}, 4, ["does not divide the model's num_key_value_heads = 2", "Possible: the divisors of 2"]),
-    ("llama", {"num_key_value_heads": 1}, 2, ["num_key_value_heads = 1", "Use a strategy without it"]),
-    ("gpt2", {"n_head": 4, "n_embd": 32}, 3, ["n_head = 4, n_inner = 128", "Possible: the divisors of 4"]),
-    ("gpt_neox", {"intermediate_size": 63}, 2, ["intermediate_size = 63"]),
-    ("opt", {}, 2, ["tensor parallelism does not support opt", "zero3"]),
-    ("qwen3", {}, 2, ["does not support qwen3"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "changes", "size", "said"),
+    [
+        ("llama", {}, 4, ["does not divide the model's num_key_value_heads = 2", "Possible: the divisors of 2"]),
+        ("llama", {"num_key_value_heads": 1}, 2, ["num_key_value_heads = 1", "Use a strategy without it"]),
+        ("gpt2", {"n_head": 4, "n_embd": 32}, 3, ["n_head = 4, n_inner = 128", "Possible: the divisors of 4"]),
+        ("gpt_neox", {"intermediate_size": 63}, 2, ["intermediate_size = 63"]),
+        ("opt", {}, 2, ["tensor parallelism does not support opt", "zero3"]),
+        ("qwen3", {}, 2, ["does not support qwen3"]),
+    ],
+)
 def test_models_that_cannot_be_split(family, changes, size, said):
     config = AutoConfig.for_model(family, **{**TINY.get(family, {}), **changes})
     message = refusal(check_split, config, size, "my.json")
@@ -209,8 +217,13 @@ if __name__ == "__main__":
     share(int(os.environ["RANK"]), sys.argv[1])
 
 
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 6, "long_factor": [2.0] * 6,
-            "original_max_position_embeddings": 64}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 6,
+    "long_factor": [2.0] * 6,
+    "original_max_position_embeddings": 64,
+}
 
 
 def config(model_type: str = "llama", heads: int = 8, kv_heads: int = 2, **changes):
@@ -235,13 +248,16 @@ def test_more_ranks_pass_keys_and_values_on():
     check_refusal(words, check_sequence_parallel, AutoConfig.for_model("gpt2"), 5, "mine.json", ClmRecipe(), "bf16")
 
 
-@pytest.mark.parametrize(("model", "degree", "words"), [
-    (config(), 3, ["sequence_parallel_size = 3", "packing", "Use 2 or 4 or 8"]),
-    (config(heads=6, kv_heads=2), 3, ["reset_attention_mask", "Use 2 or 6"]),
-    (config("mistral", sliding_window=64), 2, ["do not attend to the row in full"]),
-    (config(rope_parameters=LONGROPE), 2, ["scales positions by the length of a row"]),
-    (config("gemma3_text"), 2, ["not supported for a gemma3_text", "such as zero3"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "degree", "words"),
+    [
+        (config(), 3, ["sequence_parallel_size = 3", "packing", "Use 2 or 4 or 8"]),
+        (config(heads=6, kv_heads=2), 3, ["reset_attention_mask", "Use 2 or 6"]),
+        (config("mistral", sliding_window=64), 2, ["do not attend to the row in full"]),
+        (config(rope_parameters=LONGROPE), 2, ["scales positions by the length of a row"]),
+        (config("gemma3_text"), 2, ["not supported for a gemma3_text", "such as zero3"]),
+    ],
+)
 def test_the_others_are_refused_with_the_remedy(model, degree, words):
     words = ["mine.json: sequence_parallel_size = ", *words]
     check_refusal(words, check_sequence_parallel, model, degree, "mine.json", ClmRecipe(), "fp32")

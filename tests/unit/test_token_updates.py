@@ -116,14 +116,17 @@ def test_sizes_in_full_rows_follow():
     assert parsed(global_batch_size=16).global_batch_size == 16  # a run's recipe.yaml has both
 
 
-@pytest.mark.parametrize(("options", "named"), [
-    ({"block_size": None}, "block_size"),
-    ({"tokens_per_batch": 1000}, "768 or 1024"),
-    ({"global_batch_size": 8}, "global_batch_size"),
-    ({"packing": None}, "--packing none"),
-    ({"global_batch_warmup": "4@8"}, "global_batch_warmup"),
-    ({"kind": DpoRecipe}, "tokens_per_batch = .* no effect with preference_loss"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"block_size": None}, "block_size"),
+        ({"tokens_per_batch": 1000}, "768 or 1024"),
+        ({"global_batch_size": 8}, "global_batch_size"),
+        ({"packing": None}, "--packing none"),
+        ({"global_batch_warmup": "4@8"}, "global_batch_warmup"),
+        ({"kind": DpoRecipe}, "tokens_per_batch = .* no effect with preference_loss"),
+    ],
+)
 def test_what_it_cannot_go_with_is_named(options, named):
     with pytest.raises(UserError, match=named):
         parsed(**options)

@@ -54,9 +54,12 @@ def test_a_run_begins_there_and_goes_on_after_a_resume(tmp_path):
     assert "tensorboard" in trackers
     variables = {name: value.format(folder=tmp_path) for each in LOCAL.values() for name, value in each.items()}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path), *trackers], capture_output=True, text=True, cwd=tmp_path,
+        [sys.executable, "-c", PROGRAM, str(tmp_path), *trackers],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
         env=environment(PYTHONPATH=str(ROOT), HOME=str(tmp_path), **variables),
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"tracker"')]
     assert [each["tracker"] for each in found] == trackers

@@ -50,15 +50,18 @@ def test_what_is_no_number_agrees_with_nothing(value):
     assert "loss is not a number" in outcome(ours).problems(1e9)[0]
 
 
-@pytest.mark.parametrize(("wrong", "said"), [
-    (outcome(without(LINES, 3)), "updates missing: 3"),
-    (outcome([*LINES, LINES[1]]), "updates more than once: 2"),
-    (outcome([*LINES, {**LINES[1], "update": 6}]), "updates beyond 5: 6"),
-    (outcome([]), "updates missing: 1, 2, 3, 4, 5"),
-    (outcome(ledger=without(LEDGER, 2)), "1 updates have other samples"),
-    (outcome(kills=3), "no kill was followed by a resume"),
-    (ComparedRun("zero2", [2], "left with exit code 1"), "exit code 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (outcome(without(LINES, 3)), "updates missing: 3"),
+        (outcome([*LINES, LINES[1]]), "updates more than once: 2"),
+        (outcome([*LINES, {**LINES[1], "update": 6}]), "updates beyond 5: 6"),
+        (outcome([]), "updates missing: 1, 2, 3, 4, 5"),
+        (outcome(ledger=without(LEDGER, 2)), "1 updates have other samples"),
+        (outcome(kills=3), "no kill was followed by a resume"),
+        (ComparedRun("zero2", [2], "left with exit code 1"), "exit code 1"),
+    ],
+)
 def test_an_outcome_says_what_is_wrong(wrong, said):
     assert said in wrong.problems(1.0)[0]
     assert not outcome(kills=2, kills_resumed=1).problems(1e-5)
@@ -135,8 +138,10 @@ def test_what_is_not_a_proof_is_not_replaced(tmp_path):
     check_folder_of(tmp_path / "new", "recipe.yaml", "proof")
 
 
-SLEEPER = "import subprocess, sys, time; subprocess.Popen(['sleep', '600'], start_new_session=True); " \
-          "print('update  3/9', flush=True); time.sleep(600)"  # fmt: skip
+SLEEPER = (
+    "import subprocess, sys, time; subprocess.Popen(['sleep', '600'], start_new_session=True); "
+    "print('update  3/9', flush=True); time.sleep(600)"
+)
 
 
 def test_nothing_of_a_launch_is_left(tmp_path):

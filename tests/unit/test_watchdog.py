@@ -61,11 +61,14 @@ def watchdog_is_gone(done: subprocess.CompletedProcess) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("end", "code"), [
-    ("watchdog.leave(); os._exit(7)", 7),
-    ("sys.exit(4)", 4),
-    ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),  # of a launcher, while nothing else listens
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("watchdog.leave(); os._exit(7)", 7),
+        ("sys.exit(4)", 4),
+        ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),  # of a launcher, while nothing else listens
+    ],
+)
 def test_who_leaves_in_order_is_not_reported(end, code):
     done = run(end)
     assert (done.returncode, done.stderr) == (code, "")
@@ -135,13 +138,16 @@ ALIVE = ((0.5, "{}\n"),)
 SAVES = ((0.5, '{"phase": "save", "patience": 10}\n'),)
 
 
-@pytest.mark.parametrize(("steps", "signals"), [
-    (QUIET * 30, [signal.SIGUSR2, signal.SIGKILL]),
-    ((QUIET * 15 + ALIVE) * 5, []),
-    (SAVES + QUIET * 180, []),  # patience
-    (SAVES + QUIET * 220, [signal.SIGUSR2, signal.SIGKILL]),
-    (QUIET * 10 + ((3600.0, None),) + QUIET * 3, []),  # a job that was suspended
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("steps", "signals"),
+    [
+        (QUIET * 30, [signal.SIGUSR2, signal.SIGKILL]),
+        ((QUIET * 15 + ALIVE) * 5, []),
+        (SAVES + QUIET * 180, []),  # patience
+        (SAVES + QUIET * 220, [signal.SIGUSR2, signal.SIGKILL]),
+        (QUIET * 10 + ((3600.0, None),) + QUIET * 3, []),  # a job that was suspended
+    ],
+)
 def test_signs_of_life_and_patience(monkeypatch, steps, signals):
     """A limit of 10 s, of a clock that runs with the steps: (seconds later, what the rank says)."""
     now, sent, left = [0.0], [], [(0.5, '{"phase": "backward", "update": 17, "patience": 1}\n'), *steps]
@@ -175,13 +181,16 @@ def test_signs_of_life_and_patience(monkeypatch, steps, signals):
 PLENTY = MemoryReading(2 * GIB, 20 * GIB, 32 * GIB, 5)
 
 
-@pytest.mark.parametrize(("status", "last", "kills", "words", "for_memory"), [
-    (signal.SIGKILL, PLENTY, 6, "out-of-memory killer", True),
-    (signal.SIGKILL, PLENTY, 5, "somebody killed it (SIGKILL)", False),
-    (None, PLENTY, 5, "SIGKILL, or a crash in native code", False),
-    (signal.SIGKILL, PLENTY._replace(limit=8 * GIB, left=GIB // 8), 5, "very likely because memory ran out", True),
-    (signal.SIGABRT | 128, PLENTY, 5, "SIGABRT, a crash in native code", False),  # 128: a core was dumped
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("status", "last", "kills", "words", "for_memory"),
+    [
+        (signal.SIGKILL, PLENTY, 6, "out-of-memory killer", True),
+        (signal.SIGKILL, PLENTY, 5, "somebody killed it (SIGKILL)", False),
+        (None, PLENTY, 5, "SIGKILL, or a crash in native code", False),
+        (signal.SIGKILL, PLENTY._replace(limit=8 * GIB, left=GIB // 8), 5, "very likely because memory ran out", True),
+        (signal.SIGABRT | 128, PLENTY, 5, "SIGABRT, a crash in native code", False),  # 128: a core was dumped
+    ],
+)
 def test_the_cause_of_an_end(status, last, kills, words, for_memory):
     text, memory = find_cause(status, [last, last], last._replace(oom_kills=kills), RankStatus(1, 42))
     assert words in text
@@ -211,13 +220,16 @@ def test_cgroups_of_version_2(tmp_path):
     assert read_memory(os.getpid(), groups).oom_kills == 2
 
 
-@pytest.mark.parametrize(("error", "elsewhere"), [
-    (RuntimeError("NCCL error: remote process exited or there was a network error, NCCL version 2.29"), True),
-    (RuntimeError("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"), True),
-    (RuntimeError("NCCL error: unhandled system error: No space left on device"), False),
-    (BrokenPipeError(32, "Broken pipe"), False),
-    (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "elsewhere"),
+    [
+        (RuntimeError("NCCL error: remote process exited or there was a network error, NCCL version 2.29"), True),
+        (RuntimeError("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"), True),
+        (RuntimeError("NCCL error: unhandled system error: No space left on device"), False),
+        (BrokenPipeError(32, "Broken pipe"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+    ],
+)
 def test_errors_that_tell_of_another_process(error, elsewhere):
     """Those of gloo, as a rank dies: launch/test_resume.py."""
     assert died_elsewhere(error) == elsewhere
@@ -253,13 +265,19 @@ def test_a_hang_is_told_with_the_collective_and_the_ranks_that_did_not_come(tmp_
     (tmp_path / "files.json").write_text("{}")
     program = HANGING.format(root=str(ROOT))
     ranks = [
-        subprocess.Popen([sys.executable, "-c", program, str(rank), str(tmp_path)], env=environment(),
-                         stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(rank), str(tmp_path)],
+            env=environment(),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     said = [rank.communicate(timeout=60)[1] for rank in ranks]
-    expected = ("gloo:all_reduce of [[7]], number 2 in group pair: rank 0 on machine 0 (a) waits, rank 1 on "
-                "machine 1 (b) has not come to it")  # fmt: skip
+    expected = (
+        "gloo:all_reduce of [[7]], number 2 in group pair: rank 0 on machine 0 (a) waits, rank 1 on "
+        "machine 1 (b) has not come to it"
+    )
     assert any(expected in text for text in said), said
     if torch.__version__ < "2.13":
         pytest.skip("torch's own reader refuses the records of gloo before 2.13")
@@ -285,8 +303,10 @@ def test_records_of_nccl_are_read(tmp_path):
         (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(record))
     (tmp_path / "rank_3").write_bytes(pickle.dumps(subprocess.run))
     (line,) = flight.describe_waits(flight.read_flight_records(str(tmp_path)))
-    assert line == ("nccl:_reduce_scatter_base of [[16]], number 2 in group default_pg: rank 0, 1 waits, rank 2 has "
-                    "not come to it, rank 3 has left no record"), "a record runs no code"  # fmt: skip
+    assert line == (
+        "nccl:_reduce_scatter_base of [[16]], number 2 in group default_pg: rank 0, 1 waits, rank 2 has "
+        "not come to it, rank 3 has left no record"
+    ), "a record runs no code"
     assert flight.read_flight_records(str(tmp_path), since=time.time() + 60) == {}, "of a launch before"
     assert flight.describe_waits({2: {"pg_config": config, "entries": of_nccl("completed")}}) == []
 
@@ -307,8 +327,9 @@ def test_a_slow_rank_is_told_once_and_once_more_when_it_is_no_longer():
     healthy, late = [seconds()] * 4, [seconds()] * 3 + [seconds(own=0.7)]
     updates = [healthy] * 20 + [late] * 100 + [healthy] * 50 + [late] * 20  # the last do not suffice
     first, second = said(ParallelLayout(4), updates)
-    assert first == (f"{place} 20 computing (forward) takes 1.40 times as long as on other ranks, which wait 0.2 s "
-                     "an update for it")  # fmt: skip
+    assert first == (
+        f"{place} 20 computing (forward) takes 1.40 times as long as on other ranks, which wait 0.2 s an update for it"
+    )
     assert second == f"{place} 120 computing (forward) is as fast as on other ranks"
     assert said(ParallelLayout(4), [healthy] * 20 + [late] * 29) == []
 
