@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from zerofit.cli import main
 from zerofit.tools.convert import meta as meta_module
-from zerofit.tools.convert.meta import same_bits
+from zerofit.tools.convert.meta import equal_bits
 
 pytestmark = pytest.mark.usefixtures("tools")
 IDS = torch.arange(3, 67).view(2, 32) * 7 % 512
@@ -70,7 +70,7 @@ def edit_params(folder: Path, **values) -> None:
 
 
 def test_metas_weights_give_transformers_logits(data, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(meta_module, "LARGEST_FILE", 300_000)
+    monkeypatch.setattr(meta_module, "MAX_FILE_BYTES", 300_000)
     run(data("models/llama/meta"), tmp_path / "hf")
     assert "47 weights, bit for bit" in capsys.readouterr().out
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) == 4
@@ -102,7 +102,7 @@ def test_any_number_of_shards(tmp_path, config, dtype, shards):
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "two"))
     assert len(one) >= 20
     assert one.keys() == two.keys()
-    assert all(same_bits(one[name], two[name]) for name in one)
+    assert all(equal_bits(one[name], two[name]) for name in one)
     one, two = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "two"))
     differing = {name for name in one | two if one.get(name) != two.get(name)}
     assert differing <= {"bos_token_id", "eos_token_id", "rms_norm_eps"}

@@ -20,7 +20,7 @@ from zerofit.cli import main
 from zerofit.data.megatron import import_megatron, open_corpus, read_card, tokenizer_fingerprint
 from zerofit.model.tokenizer import END_OF_TEXT, load_named_tokenizer
 from zerofit.tools.prepare import documents
-from zerofit.tools.prepare.corpora import encoder_of, named_tokenizer
+from zerofit.tools.prepare.corpora import load_prepare_tokenizer, make_encoder
 from zerofit.tools.prepare.prepare import PrepareOptions
 
 pytest.importorskip("megatron.core")
@@ -132,14 +132,14 @@ def test_a_slow_tokenizer_and_a_large_vocabulary():
 
     options = PrepareOptions(input=["x"], output_prefix="y", tokenizer="z", append_eod=True)
     slow = ByT5Tokenizer()
-    encoder = pickle.loads(pickle.dumps(encoder_of(slow, options)))
+    encoder = pickle.loads(pickle.dumps(make_encoder(slow, options)))
     assert encoder.end == slow.eos_token_id
     (row,) = encoder.ids(["naïve"])
     assert np.frombuffer(row, np.uint16).tolist() == slow("naïve")["input_ids"]
     native = Tokenizer(models.WordLevel({f"w{number}": number for number in range(70_000)}, unk_token="w0"))
     native.pre_tokenizer = pre_tokenizers.Whitespace()
     large = PreTrainedTokenizerFast(tokenizer_object=native, eos_token="w1", unk_token="w0")
-    encoder = pickle.loads(pickle.dumps(encoder_of(large, options)))
+    encoder = pickle.loads(pickle.dumps(make_encoder(large, options)))
     assert isinstance(encoder.tokenizer, Tokenizer)
     (row,) = encoder.ids(["w3 w69999  x"])
     assert np.frombuffer(row, np.int32).tolist() == [3, 69_999, 0]
@@ -154,7 +154,7 @@ def test_names_of_tokenizers(data, tokenizers, tmp_path):
     for name, places in same.items():
         tokenizers[name].save_pretrained(tmp_path / name)
         for place in [*places, tmp_path / name]:
-            found = named_tokenizer(str(place))
+            found = load_prepare_tokenizer(str(place))
             assert tokenizer_fingerprint(found) == tokenizer_fingerprint(tokenizers[name]), place
             assert found.eos_token_id == tokenizers[name].eos_token_id
             assert found("One <s>two</s>")["input_ids"] == tokenizers[name]("One <s>two</s>")["input_ids"]
@@ -187,10 +187,10 @@ def test_all_kinds_of_input_give_one_corpus(byte_tokenizer, tmp_path):
         assert content(made) == expected, source
 
 
-@pytest.mark.parametrize("part", [7, documents.PART])
+@pytest.mark.parametrize("part", [7, documents.CHUNK_SIZE])
 def test_plain_text(byte_tokenizer, tmp_path, part, monkeypatch):
     """Texts are cut the same whatever the size of the parts in which a file is read."""
-    monkeypatch.setattr(documents, "PART", part)
+    monkeypatch.setattr(documents, "CHUNK_SIZE", part)
     tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer)
     (tmp_path / "marked.txt").write_text(f"\nOne\n\n{END_OF_TEXT}\n{END_OF_TEXT}\nTwo, \r\n too\n")
     (tmp_path / "whole.md").write_bytes(b"\xef\xbb\xbfWhole\n\nfile\n\n\n\nof it\n")

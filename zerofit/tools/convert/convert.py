@@ -1,11 +1,11 @@
-"""`zerofit convert`: Meta's Llama checkpoints (1, 2, 3) as folders that transformers loads.
+"""`zerofit convert`: converts Meta's Llama checkpoints (1, 2, 3) to folders that transformers loads.
 
 (`zerofit convert megatron-args` is zerofit/tools/convert/megatron_args/script_to_recipe.py.)
 
     zerofit convert meta-to-hf --input llama-2-7b --output outputs/llama-2-7b-hf
 
-A conversion is checked before the folder gets its name: the shapes are those of transformers' model of the
-configuration, and every weight is the same bit for bit. Memory: about one written file.
+A conversion is checked before the folder gets its name: the shapes are those of transformers' model with this
+configuration, and every weight is equal bit for bit. It needs memory for about one written file.
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
-"""`zerofit prepare`: text to corpora in Megatron's format (.bin and .idx), ready to be mapped into memory.
+"""`zerofit prepare`: converts text to corpora in Megatron's format (.bin and .idx), which training memory-maps.
 
     zerofit prepare --input 'texts/**/*.jsonl' --output_prefix corpora/wiki --tokenizer gpt2 --append_eod
     zerofit prepare merge --input corpora/a_text_document corpora/b_text_document --output_prefix corpora/both
 
-The files are byte for byte what Megatron-LM's tools/preprocess_data.py makes of the same documents and tokenizer, for
-any number of workers, which cut parts of the input into documents and encode these.
+The files equal, byte for byte, those that Megatron-LM's tools/preprocess_data.py makes of the same documents and
+tokenizer, for any number of workers. A worker splits chunks of the input into documents and encodes these.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from zerofit.recipe.errors import EXIT_USER_ERROR, leave
 from zerofit.recipe.parse import parse_recipe
 from zerofit.record.terminal import log_lines
 
-KEPT_WHOLE = "remove it: documents are kept whole, as they are, in the order of the input"
-BY_WORKERS = "remove it: the --workers, by default one per core, read parts of files"
-NAME_TOKENIZER = "say --tokenizer: a folder, a hub name, or a tokenizer.model"
-HINTS = {  # of Megatron's tools/preprocess_data.py and tools/merge_datasets.py
-    **dict.fromkeys(("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path"), NAME_TOKENIZER),
+KEPT_WHOLE_HINT = "remove it: documents are kept whole, as they are, in the order of the input"
+WORKERS_HINT = "remove it: the --workers, by default one per core, read parts of files"
+TOKENIZER_HINT = "say --tokenizer: a folder, a hub name, or a tokenizer.model"
+PREPARE_HINTS = {  # for options of Megatron's tools/preprocess_data.py and tools/merge_datasets.py
+    **dict.fromkeys(("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path"), TOKENIZER_HINT),
     **dict.fromkeys(("dataset_impl", "data_impl"), "remove it: the .bin and .idx of mmap are what is written"),
-    **dict.fromkeys(("partitions", "chunk_size", "find_optimal_num_workers"), BY_WORKERS),
-    **dict.fromkeys(("keep_sequential_samples", "keep_newlines", "split_sentences", "lang"), KEPT_WHOLE),
+    **dict.fromkeys(("partitions", "chunk_size", "find_optimal_num_workers"), WORKERS_HINT),
+    **dict.fromkeys(("keep_sequential_samples", "keep_newlines", "split_sentences", "lang"), KEPT_WHOLE_HINT),
     "log_interval": "remove it: progress is always shown",
     "vocab_size": "remove it: the tokenizer knows",
     "seq_length": "remove it: samples are cut in training, by --block_size",
@@ -91,14 +91,14 @@ class JoinOptions(Recipe):
 
 def main(argv: list[str]) -> int:
     if argv and argv[0] == "merge":
-        merged = parse_recipe(JoinOptions, argv[1:], prog="zerofit prepare merge", tool=True, hints=HINTS)
-        from zerofit.tools.prepare.documents import join
+        merged = parse_recipe(JoinOptions, argv[1:], prog="zerofit prepare merge", tool=True, hints=PREPARE_HINTS)
+        from zerofit.tools.prepare.documents import join_corpora
 
         with ending_in_order():
-            join(merged)
+            join_corpora(merged)
         return 0
     try:
-        options = parse_recipe(PrepareOptions, argv, prog="zerofit prepare", tool=True, hints=HINTS)
+        options = parse_recipe(PrepareOptions, argv, prog="zerofit prepare", tool=True, hints=PREPARE_HINTS)
     except SystemExit:
         print("\nAlso: zerofit prepare merge   several corpora, one after another, as one")
         raise

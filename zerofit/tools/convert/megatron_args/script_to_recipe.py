@@ -34,7 +34,7 @@ from zerofit.tools.convert.megatron_args.shape import (
 )
 from zerofit.tools.machine import strategy_of_a_launch
 from zerofit.tools.plan.plan_options import MEMORY_VARIABLE
-from zerofit.tools.prepare.prepare import HINTS, JoinOptions, PrepareOptions
+from zerofit.tools.prepare.prepare import PREPARE_HINTS, JoinOptions, PrepareOptions
 from zerofit.training.run_configuration import check_layout, check_strategy_for_task
 
 TOKENIZER = ("tokenizer_type", "tokenizer_name_or_path", "tokenizer_model", "vocab_file", "merge_file", "vocab")
@@ -180,8 +180,8 @@ def convert_preparation(call: Call, tokenizer: str | None) -> tuple[str, FlagLed
         elif option in {field.name for field in dataclasses.fields(options)}:
             line += [f"--{option}", *words]
             flags.carried(flag, shlex.join([f"--{option}", *words]))
-        elif flag in HINTS:
-            flags.none(flag, HINTS[flag].removeprefix("remove it: "))
+        elif flag in PREPARE_HINTS:
+            flags.none(flag, PREPARE_HINTS[flag].removeprefix("remove it: "))
     line += chosen
     if flags.has("split_sentences") or (flags.text("tokenizer_type") or "").lower().startswith("bert"):
         flags.wrong("split_sentences", "corpora are for GPT only, and not for BERT")
