@@ -192,9 +192,9 @@ def data_fingerprint(samples: SampleSet, grouping: str) -> dict[str, Any]:
 
 def check_data(now: dict[str, Any], recorded: dict[str, Any], folder: Path) -> None:
     """Compare two fingerprints. Raises UserError: the training data differs from that of the checkpoint."""
-    differing = [name for name in now if now[name] != recorded.get(name)]
+    differing = [name for name in {**now, **recorded} if now.get(name) != recorded.get(name)]
     if differing:
-        changed = "; ".join(f"{name} {now[name]}, and was {recorded.get(name)}" for name in differing)
+        changed = "; ".join(f"{name} {now.get(name)}, and was {recorded.get(name)}" for name in differing)
         raise UserError(
             f"the training data is not that which {folder} was written with ({changed}): the data position would "
             "change. Restore the data (with data_path also max_train_steps and num_train_epochs, which the order "
