@@ -36,7 +36,7 @@ class SplitStep:
     it: after a bad update a run could stop or rewind, and not leave it out.
 
     Args:
-        is_sharded: it is the optimizer of ZeRO-3.
+        is_sharded: whether it is the optimizer of ZeRO-3.
         faster: makes of the optimizer's `get_grad_norm_direct`, (gradients, their parameters) -> their norm over all
             ranks, one that takes fewer operations; used while a norm is taken.
     """
@@ -47,8 +47,6 @@ class SplitStep:
         self.taken = None
         self.is_bf16 = not hasattr(optimizer, "_update_scale")
         self.name = "_get_norm_groups" if is_sharded else "scaled_global_norm"
-        if not self.is_bf16:
-            self.take_norm = optimizer._get_norm_groups if is_sharded else optimizer.scaled_global_norm
 
     @staticmethod
     def is_padding(gradient: torch.Tensor) -> bool:
@@ -64,9 +62,9 @@ class SplitStep:
             norm = utils.get_global_norm_of_tensors(
                 input_tensors=tensors, mpu=optimizer.mpu, norm_type=optimizer.norm_type
             )
-            return float(norm) if norm >= 0 else math.nan  # of no number DeepSpeed makes -1
+            return float(norm) if norm >= 0 else math.nan  # DeepSpeed returns -1 for inf and nan
         with replaced(optimizer, "get_grad_norm_direct", self.faster(optimizer.get_grad_norm_direct)):
-            self.taken = self.take_norm()
+            self.taken = getattr(optimizer, self.name)()
         norms = self.taken if isinstance(self.taken, list) else [self.taken]
         return float(utils.combine_grad_norm_groups(norms)) / optimizer.loss_scale
 

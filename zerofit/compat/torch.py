@@ -22,7 +22,7 @@ from zerofit.compat import replaced
 
 
 class DispatchMode(TorchDispatchMode):
-    """A context in which `__torch_dispatch__` meets each operation on tensors. torch documents the protocol
+    """A context in which `__torch_dispatch__` intercepts each operation on tensors. torch documents the protocol
     (`__torch_dispatch__`) and not the class. Without it: no trace of a step's memory, and no recomputed products."""
 
 
@@ -112,10 +112,9 @@ def group_timeout(timeout: timedelta) -> Iterator[None]:
 
 
 def compiled_graphs() -> int:
-    """Return how many graphs torch.compile has made in this process. torch.compiler does not tell it afterwards.
+    """Return how many graphs torch.compile has made in this process. torch.compiler does not report it afterwards.
     Without it: a run's last lines do not say whether blocks were compiled again and again."""
-    graphs: int = import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"]
-    return graphs
+    return int(import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"])
 
 
 def compute_uncompiled_after_errors(is_on: bool) -> None:
