@@ -32,10 +32,10 @@ from pathlib import Path
 import yaml
 from provenance import provenance
 
-from zerofit.launch.runs import LaunchedRun
 from zerofit.tools.compare.candidates import make_recipe
 from zerofit.tools.compare.compare import CompareOptions
 from zerofit.tools.compare.trial import peak_bytes, run_trial
+from zerofit.tools.runs import LaunchedRun
 from zerofit.tools.tool_recipe import read_with_recipe
 
 ROOT = Path(__file__).resolve().parents[1]

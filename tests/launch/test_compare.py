@@ -15,8 +15,8 @@ from folders import tools_in_this_process
 from helpers import ROOT, environment
 
 from zerofit.cli import main as zerofit
-from zerofit.launch.runs import LAUNCH_VARIABLE
 from zerofit.tools.compare.finish import FinishedRun
+from zerofit.tools.runs import LAUNCH_VARIABLE
 from zerofit.tools.simulate.build import missing
 
 TINY = {

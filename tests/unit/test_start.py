@@ -11,7 +11,7 @@ from helpers import ROOT, refusal
 
 from zerofit.launch import command as start
 from zerofit.launch.exit_code import Restarts
-from zerofit.launch.runs import read_machines
+from zerofit.launch.machines import read_machines
 
 RECIPE = "recipes/clm/stdlib-gpt2.yaml"
 DLC = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "dlc-master-0", "MASTER_PORT": "23456"}

@@ -8,10 +8,10 @@ from contextlib import suppress
 import pytest
 from helpers import ROOT, check_refusal, refusal
 
-from zerofit.launch.runs import RunningLaunch, failure, find_processes
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.record.run_folder import check_folder_of
 from zerofit.strategy.builds import drop_abandoned_locks, lock_files
+from zerofit.tools.runs import RunningLaunch, failure, find_processes
 from zerofit.tools.tool_recipe import read_with_recipe, recipe_text
 from zerofit.tools.verify import ComparedRun, VerifyOptions, compare_records, shorten
 

@@ -10,10 +10,10 @@ itself: it passes that on and ends with its ranks. The batch script of `zerofit 
 after all codes but 0, 2, 86, 87 and 130, and not after two failures at one update; the templates of other schedulers
 say in their comments what they do.
 
-`zerofit launch` (command.py) reads the machines from the scheduler's variables (runs.py). Its process runs `accelerate
-launch` with torch's elastic agent (agent.py), and passes signals on (supervisor.py); the ranks get SIGTERM when it is
-gone. The agents of several machines meet and restart together (agent.py). The ranks of several machines meet before
-they have a process group (rendezvous.py), also under other launchers.
+`zerofit launch` (command.py) reads the machines from the scheduler's variables (machines.py). Its process runs
+`accelerate launch` with torch's elastic agent (agent.py), and passes signals on (supervisor.py); the ranks get SIGTERM
+when it is gone. The agents of several machines meet and restart together (agent.py). The ranks of several machines
+meet before they have a process group (rendezvous.py), also under other launchers.
 
 Which process writes `exit_code` to environment.json, and when: the supervisor and rank 0 remove the code of an earlier
 launch as they start. A rank that fails writes the code of its own failure, unless there is a code: the first failure

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerofit.launch.exit_code import ExitCode, find_folder
+from zerofit.launch.machines import GENERIC, NODE_RANK_VARIABLES, SCHEDULERS, Machines, launcher_options, read_machines
 from zerofit.launch.rendezvous import RENDEZVOUS_LIMIT_S, RENDEZVOUS_LIMIT_VARIABLE
-from zerofit.launch.runs import GENERIC, NODE_RANK_VARIABLES, SCHEDULERS, Machines, launcher_options, read_machines
 from zerofit.launch.supervisor import Supervisor
 from zerofit.recipe.base import Recipe, option
 from zerofit.recipe.errors import UserError, did_you_mean

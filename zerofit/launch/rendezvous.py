@@ -22,7 +22,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from zerofit.health.flight import join_names
-from zerofit.launch.runs import number_in
+from zerofit.launch.machines import number_in
 from zerofit.recipe.errors import EXIT_FAILED, EXIT_USER_ERROR, UserError, first_line, leave, print_last, record_code
 from zerofit.recipe.files import digest_of_code
 from zerofit.strategy.launch import SINGLE_ENV

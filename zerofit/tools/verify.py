@@ -22,7 +22,6 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from zerofit.launch.runs import TRACEBACK_HEADER, LaunchedRun, RunningLaunch, ending_in_order, failure, mistake
 from zerofit.model.adapter_folder import with_base_configuration
 from zerofit.recipe import UserError
 from zerofit.recipe.base import option
@@ -35,6 +34,7 @@ from zerofit.record.run_folder import RunFolder, check_folder_of
 from zerofit.record.terminal import duration, log_lines, screen_width, table
 from zerofit.strategy.batches import resolve_batches
 from zerofit.strategy.launch import find_strategies
+from zerofit.tools.runs import TRACEBACK_HEADER, LaunchedRun, RunningLaunch, ending_in_order, failure, mistake
 from zerofit.tools.tool_recipe import (
     KEPT_RUN_OPTIONS,
     QUIET_RUN_VALUES,

@@ -27,7 +27,6 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from zerofit.launch.runs import ending_in_order
 from zerofit.recipe.errors import UserError, escape_controls
 from zerofit.recipe.files import counted, parse_bytes
 from zerofit.recipe.paths import check_paths, name_of_recipe
@@ -60,6 +59,7 @@ from zerofit.tools.compare.trial import (
     simulated_machine,
     timed_precision,
 )
+from zerofit.tools.runs import ending_in_order
 from zerofit.tools.tool_recipe import read_with_recipe, recipe_text
 
 TRIAL_RECIPE = "recipe.yaml"

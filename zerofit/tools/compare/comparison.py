@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from zerofit.estimate.peak import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES
-from zerofit.launch.runs import LaunchedRun
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import digest_of_code
 from zerofit.record.terminal import duration, log_lines, rounded
@@ -21,6 +20,7 @@ from zerofit.tools.compare.trial import (
     run_trial,
     timed_precision,
 )
+from zerofit.tools.runs import LaunchedRun
 from zerofit.tools.tool_recipe import read_with_recipe
 
 BUSY_LOAD_FACTOR = 2  # a load average above this many times the cores (or ranks) means that other programs run, too

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerofit.launch.runs import LaunchedRun, RunningLaunch, failure, mistake
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import read_yaml
 from zerofit.recipe.tasks import TaskRecipe
@@ -18,6 +17,7 @@ from zerofit.record.terminal import decimals, duration, log_lines, rounded, size
 from zerofit.tools.compare.candidates import SET_BY_EACH_RUN, Candidate, CompareOptions
 from zerofit.tools.compare.comparison import Comparison
 from zerofit.tools.compare.trial import hash_values
+from zerofit.tools.runs import LaunchedRun, RunningLaunch, failure, mistake
 from zerofit.tools.tool_recipe import recipe_values
 
 

@@ -28,7 +28,6 @@ import torch
 
 from zerofit.estimate.peak import CUDA_CONTEXT_BYTES
 from zerofit.health.out_of_memory import exhausted_memory_in
-from zerofit.launch.runs import LaunchedRun, RunningLaunch, failure, kill_launch, mistake
 from zerofit.model.adapter_folder import find_base, open_adapter
 from zerofit.model.configuration import is_adapter, known_architectures
 from zerofit.recipe.errors import UserError
@@ -39,6 +38,7 @@ from zerofit.record.terminal import duration, log_lines, size
 from zerofit.strategy.gpu_table import GPUS
 from zerofit.strategy.launch import SHARES_DEVICES
 from zerofit.tools.machine import Device, Machine, inspect_machine
+from zerofit.tools.runs import LaunchedRun, RunningLaunch, failure, kill_launch, mistake
 from zerofit.tools.simulate import build
 from zerofit.training.measurement import ANSWERS_FILE, MEASURE_VARIABLE
 

@@ -17,7 +17,7 @@ from huggingface_hub.errors import HFValidationError
 
 from zerofit.estimate.planned_model import read_planned_model
 from zerofit.estimate.planned_rows import AUTO_CLASSES
-from zerofit.launch.runs import read_machines
+from zerofit.launch.machines import read_machines
 from zerofit.model.adapter_folder import with_base_configuration
 from zerofit.model.compilation import check_float8_device, missing_compiler
 from zerofit.model.configuration import known_architectures

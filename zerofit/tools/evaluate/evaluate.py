@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from zerofit.launch.runs import LAUNCH_COMMAND, launcher_options
+from zerofit.launch.machines import LAUNCH_COMMAND, launcher_options
 from zerofit.model.configuration import model_folder
 from zerofit.recipe.base import option
 from zerofit.recipe.errors import UserError

@@ -9,12 +9,12 @@ tokenizer, for any number of workers. A worker splits chunks of the input into d
 
 from dataclasses import dataclass
 
-from zerofit.launch.runs import ending_in_order
 from zerofit.recipe.base import Recipe, option
 from zerofit.recipe.data_options import ENCODING_FORM
 from zerofit.recipe.errors import EXIT_USER_ERROR, leave
 from zerofit.recipe.parse import parse_recipe
 from zerofit.record.terminal import log_lines
+from zerofit.tools.runs import ending_in_order
 
 KEPT_WHOLE_HINT = "remove it: documents are kept whole, as they are, in the order of the input"
 WORKERS_HINT = "remove it: the --workers, by default one per core, read parts of files"
