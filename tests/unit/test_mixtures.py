@@ -8,7 +8,7 @@ from helpers import refusal, tiny_model
 from zerofit.data.collate import CausalCollator
 from zerofit.data.pack import Documents, PackedBlocks
 from zerofit.model.loss import install_loss
-from zerofit.strategy.expert_parallel import check_experts, experts_of
+from zerofit.strategy.expert_parallel import check_experts, find_experts
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
          "max_position_embeddings": 64, "output_router_logits": True, "router_aux_loss_coef": 0.3,
@@ -131,8 +131,8 @@ def test_the_filling_of_packed_rows_is_not_counted():
 def test_experts_that_are_divided(family):
     model = mixture(family)
     layers = 2 if family == "qwen3_moe" else 3
-    assert len(experts_of(model)) == layers
-    assert all(each.num_experts == 4 == len(each.down_proj) for each in experts_of(model))
+    assert len(find_experts(model)) == layers
+    assert all(each.num_experts == 4 == len(each.down_proj) for each in find_experts(model))
     check_experts(model.config, 4, "ep.yaml")
     message = refusal(check_experts, model.config, 3, "ep.yaml")
     assert "ep.yaml: expert parallelism on 3 processes, and the model has 4 experts" in message

@@ -253,7 +253,7 @@ def test_more_ranks_pass_keys_and_values_on():
     [
         (config(), 3, ["sequence_parallel_size = 3", "packing", "Use 2 or 4 or 8"]),
         (config(heads=6, kv_heads=2), 3, ["reset_attention_mask", "Use 2 or 6"]),
-        (config("mistral", sliding_window=64), 2, ["do not attend to the row in full"]),
+        (config("mistral", sliding_window=64), 2, ["do not attend to the full row"]),
         (config(rope_parameters=LONGROPE), 2, ["scales positions by the length of a row"]),
         (config("gemma3_text"), 2, ["not supported for a gemma3_text", "such as zero3"]),
     ],

@@ -371,7 +371,7 @@ class FakeMesh:
 
 def expert_names(model: torch.nn.Module) -> frozenset[str]:
     """Return the names of the experts' parameters, which ranks divide."""
-    divided = {id(parameter) for module in expert_parallel.experts_of(model) for parameter in module.parameters()}
+    divided = {id(parameter) for module in expert_parallel.find_experts(model) for parameter in module.parameters()}
     return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in divided)
 
 
@@ -402,7 +402,7 @@ def divide_experts(model: torch.nn.Module, ranks: int, dtype: torch.dtype) -> No
                 return super().__call__(hidden_states, top_k_index, top_k_weights)
 
     half = None if dtype == torch.float32 else dtype
-    for module in expert_parallel.experts_of(model):
+    for module in expert_parallel.find_experts(model):
         for name, full in list(module.named_parameters(recurse=False)):
             stored = torch.float32 if full.requires_grad else full.dtype
             local = torch.empty(len(full) // ranks, *full.shape[1:], dtype=stored, device=full.device)
@@ -439,8 +439,8 @@ def tokens_exchanged(ranks: int, note: Callable[[Operation], None]) -> Iterator[
         exchanged(sent, [len(sent)])
 
     # Like to_local, a view has its backward after that of the whole module, and gradients wait for it.
-    local_experts = replaced(expert_parallel, "own_experts", lambda parameter: parameter.view_as(parameter))
-    with local_experts, exchanging_tokens_with(all_to_all_of_counts, all_to_all):
+    viewed = replaced(expert_parallel, "local_experts", lambda parameter: parameter.view_as(parameter))
+    with viewed, exchanging_tokens_with(all_to_all_of_counts, all_to_all):
         yield
 
 

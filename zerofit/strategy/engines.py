@@ -30,7 +30,7 @@ from zerofit.model.tensor_parallel import join_shares, shard_rows
 from zerofit.recipe.options import OptimizerOptions
 from zerofit.strategy.deepspeed_config import fill_bucket_size
 from zerofit.strategy.engine import Bounds, Engine, Outcome
-from zerofit.strategy.expert_parallel import dispatch, experts_of
+from zerofit.strategy.expert_parallel import dispatch, find_experts
 from zerofit.strategy.layout import initializing_deepspeed
 from zerofit.strategy.optimizers import SHARDABLE, ReplicatedOptimizerState
 from zerofit.strategy.state import (
@@ -180,7 +180,7 @@ class FullyShardedEngine(TorchEngine):
         before = dict(model.named_parameters())
         self.optimizer = optimizer
         self.torch_optimizer = optimizer
-        modules = experts_of(model) if self.strategy.divides_experts else []
+        modules = find_experts(model) if self.strategy.divides_experts else []
         self._shard(model, modules)
         self.sharded: dict[str, Any] = dict(model.named_parameters())  # DTensors
         self.experts: list[Any] = [parameter for module in modules for parameter in module.parameters()]

@@ -1,9 +1,9 @@
-"""Muon for the matrices of a model's blocks, AdamW for the rest, also where ranks hold parts of a matrix only.
+"""Muon for the matrices of a model's blocks and AdamW for all other parameters, with full or sharded matrices.
 
-Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/); the size of the steps is that of Liu et al. 2025
-(arXiv:2502.16982), so that AdamW's learning rate and weight decay serve both. The update is that of torch.optim.Muon
-with adjust_lr_fn = "match_rms_adamw". torch's class needs full matrices. DeepSpeed's clips what Muon has made of the
-gradient, and not the gradient, so that it would train something else than one process.
+Muon is by Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/). Updates are scaled as in Liu et al. 2025
+(arXiv:2502.16982), so that both use AdamW's learning rate and weight decay. An update is that of torch.optim.Muon
+with adjust_lr_fn = "match_rms_adamw". torch's class needs full matrices. DeepSpeed's clips the orthogonalized update
+instead of the gradient, so its result would differ from that of one process.
 """
 
 import math
@@ -19,32 +19,31 @@ from zerofit.model.parameters import decay_groups, hidden_matrices, true_shape
 from zerofit.recipe.errors import UserError
 from zerofit.recipe.options import OptimizerOptions
 
-MOMENTUM = 0.95  # as everywhere
-# of Newton-Schulz; Jordan's
-NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+MOMENTUM = 0.95  # the usual value
+NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's
 NEWTON_SCHULZ_STEPS = 5
-EPSILON = 1e-7
-UPDATE_RMS = 0.2  # of an update's elements: about that of AdamW's
+EPSILON = 1e-7  # smallest norm that a matrix is divided by
+UPDATE_RMS = 0.2  # root mean square of an update's elements, about that of AdamW
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter that takes Muon's updates."""
+    """A parameter that Muon updates, and where its parts are."""
 
-    shape: torch.Size  # (rows, columns), or (experts, rows, columns): each expert's matrix is one by itself
-    held: torch.Tensor  # the tensor of the optimizer that this rank's part of it lies in
-    offset: int  # of this part in `held`, in elements
-    ranges: tuple[tuple[int, int], ...]  # the elements [start, stop) of the flattened matrix that each rank has
+    shape: torch.Size  # (rows, columns); or (experts, rows, columns), updated as one matrix per expert
+    tensor: torch.Tensor  # the optimizer's tensor that contains this rank's part
+    offset: int  # where this part begins in `tensor`, in elements
+    ranges: tuple[tuple[int, int], ...]  # by rank: its elements [start, stop) of the flattened matrix
 
     @property
     def is_split(self) -> bool:
-        """No rank has all of it."""
+        """Return whether no rank has the full matrix."""
         return (0, self.shape.numel()) not in self.ranges
 
     def gradient(self, rank: int) -> torch.Tensor:
-        """A view of this rank's part."""
+        """Return a flat view of the gradient of this rank's part. `rank`: this rank's number."""
         start, stop = self.ranges[rank]
-        return flat(self.held.grad)[self.offset : self.offset + stop - start]
+        return flat(self.tensor.grad)[self.offset : self.offset + stop - start]
 
     @property
     def scale(self) -> float:
@@ -53,61 +52,62 @@ class Matrix:
 
 
 class Muon(torch.optim.AdamW):
-    """Muon for the matrices of a model's blocks, and AdamW for all other parameters. `model`: before it is sharded, or
-    after: parameters under ZeRO-3 know their shapes. Raises UserError where it has no such matrices."""
+    """Muon for the matrices of a model's blocks, and AdamW for all other parameters. `model`: not sharded yet, or
+    sharded by ZeRO-3, whose parameters know their full shapes. Raises UserError if it has no such matrices."""
 
     def __init__(self, model: torch.nn.Module, recipe: OptimizerOptions, fused: bool) -> None:
         matrices = hidden_matrices(model)
         if not matrices:
             raise UserError(f"optim = muon: a {type(model).__name__} has no blocks with matrices. Use --optim adamw")
-        chosen = {id(parameter) for parameter in matrices.values()}
-        rest = decay_groups((each for each in model.parameters() if id(each) not in chosen), recipe.weight_decay)
+        matrix_ids = {id(parameter) for parameter in matrices.values()}
+        others = (parameter for parameter in model.parameters() if id(parameter) not in matrix_ids)
+        adamw_groups = decay_groups(others, recipe.weight_decay)
         first: dict[str, Any] = {"params": [*matrices.values()], "weight_decay": recipe.weight_decay, "muon": True}
         super().__init__(
-            [first, *({**group, "muon": False} for group in rest)],
+            [first, *({**group, "muon": False} for group in adamw_groups)],
             lr=recipe.learning_rate,
             betas=(recipe.adam_beta1, recipe.adam_beta2),
             eps=recipe.adam_epsilon,
             fused=fused or None,
         )
         leave_scaling_to_scaler(self)
-        self.dtype = torch.float32 if recipe.precision in (None, "fp32") else torch.bfloat16  # of Newton-Schulz
+        self.dtype = torch.float32 if recipe.precision in (None, "fp32") else torch.bfloat16  # for Newton-Schulz
         self.matrices = {
             name: Matrix(shape := true_shape(parameter), parameter, 0, ((0, shape.numel()),))
             for name, parameter in matrices.items()
         }
-        self.num_others = sum(len(group["params"]) for group in rest)
+        self.num_others = sum(len(group["params"]) for group in adamw_groups)
         self.rank = 0
         self.group = None
 
     def locate(self, state: Any, group: Any) -> None:
-        """Find where the parts of each matrix are, once the model is sharded. All ranks call it together. `group`: the
-        process group of the ranks that shard the matrices; None: all."""
+        """Find where the parts of each matrix are. All ranks call this together once the model is sharded. `group`:
+        the process group of the ranks that shard the matrices; None: all ranks."""
         places = {name: state.place(name) for name in self.matrices}
-        own = {name: (start, stop) for name, (_, _, start, stop) in places.items()}
-        every: list[Any] = [own]
+        local = {name: (start, stop) for name, (_, _, start, stop) in places.items()}
+        by_rank: list[Any] = [local]
         if distributed.is_initialized():
             self.rank = distributed.get_rank(group)
             self.group = group
-            every = [None] * distributed.get_world_size(group)
-            distributed.all_gather_object(every, own, group)
-        for name, (held, offset, _, _) in places.items():
-            ranges = tuple(each[name] for each in every)
-            self.matrices[name] = replace(self.matrices[name], held=held, offset=offset, ranges=ranges)
+            by_rank = [None] * distributed.get_world_size(group)
+            distributed.all_gather_object(by_rank, local, group)
+        for name, (tensor, offset, _, _) in places.items():
+            ranges = tuple(ranges_of_rank[name] for ranges_of_rank in by_rank)
+            self.matrices[name] = replace(self.matrices[name], tensor=tensor, offset=offset, ranges=ranges)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        every = self.param_groups
-        self.param_groups = [group for group in every if not group["muon"]]
+        all_groups = self.param_groups
+        self.param_groups = [group for group in all_groups if not group["muon"]]
         loss = super().step(closure)
-        self.param_groups = every
-        for group in every:
+        self.param_groups = all_groups
+        for group in all_groups:
             if group["muon"]:
                 self._step_matrices(group)
         return loss
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
-        """Muon's step; gradients become the updates. Under ZeRO a tensor of the group has parts of many matrices."""
+        """Take Muon's step; gradients become updates in place. Under ZeRO a tensor has parts of many matrices."""
         tensors = {id(tensor): tensor for tensor in group["params"] if tensor.grad is not None}
         for tensor in tensors.values():
             state = self.state[tensor]
@@ -119,12 +119,12 @@ class Muon(torch.optim.AdamW):
             gradient = flat(tensor.grad)
             average.lerp_(gradient, 1 - MOMENTUM)
             gradient.lerp_(average, MOMENTUM)
-        matrices = [matrix for matrix in self.matrices.values() if id(matrix.held) in tensors]
+        matrices = [matrix for matrix in self.matrices.values() if id(matrix.tensor) in tensors]
         for matrix in matrices:
             if matrix.ranges[self.rank] == (0, matrix.shape.numel()):
                 part = matrix.gradient(self.rank)
-                # No name is given to what is made: it would stay while the next one is made.
-                part.copy_(orthogonal(part.to(self.dtype).view(matrix.shape)).view(-1)).mul_(matrix.scale)
+                # The update has no name: a variable would keep it in memory while the next one is computed.
+                part.copy_(orthogonalize(part.to(self.dtype).view(matrix.shape)).view(-1)).mul_(matrix.scale)
         split = [matrix for matrix in matrices if matrix.is_split]
         ranks = len(split[0].ranges) if split else 1
         for first in range(0, len(split), ranks):
@@ -133,23 +133,23 @@ class Muon(torch.optim.AdamW):
             flat(tensor).mul_(1 - group["lr"] * group["weight_decay"]).add_(flat(tensor.grad), alpha=-group["lr"])
 
     def _exchange(self, matrices: Sequence[Matrix]) -> None:
-        """Each rank gets one of the matrices in full, and sends the others their parts of what it makes of it."""
+        """Orthogonalize split matrices, at most one per rank, which gathers it and scatters its update."""
         parts = [matrix.gradient(self.rank) for matrix in matrices]
         sizes = [len(part) for part in parts]
-        sizes += [0] * (len(matrices[0].ranges) - len(sizes))  # ranks that get none
-        own = matrices[self.rank] if self.rank < len(matrices) else None
-        others = [stop - start for start, stop in own.ranges] if own else [0] * len(sizes)
-        sent = torch.cat(parts).to(self.dtype)
-        full = sent.new_empty(sum(others))
-        distributed.all_to_all_single(full, sent, others, sizes, self.group)
-        if own:
-            full = orthogonal(full.view(own.shape)).view(-1)
-        distributed.all_to_all_single(sent, full, sizes, others, self.group)
-        for matrix, part, made in zip(matrices, parts, sent.split(sizes)):
-            part.copy_(made).mul_(matrix.scale)
+        sizes += [0] * (len(matrices[0].ranges) - len(sizes))  # the remaining ranks gather no matrix
+        mine = matrices[self.rank] if self.rank < len(matrices) else None
+        received_sizes = [stop - start for start, stop in mine.ranges] if mine else [0] * len(sizes)
+        local = torch.cat(parts).to(self.dtype)
+        full = local.new_empty(sum(received_sizes))
+        distributed.all_to_all_single(full, local, received_sizes, sizes, self.group)
+        if mine:
+            full = orthogonalize(full.view(mine.shape)).view(-1)
+        distributed.all_to_all_single(local, full, sizes, received_sizes, self.group)
+        for matrix, part, update in zip(matrices, parts, local.split(sizes)):
+            part.copy_(update).mul_(matrix.scale)
 
     def describe(self) -> str:
-        """One line for the log: how many tensors Muon updates, and how many AdamW."""
+        """Return a line for the log: how many tensors Muon updates, and how many AdamW."""
         weights = sum(matrix.shape.numel() for matrix in self.matrices.values())
         return (
             f"Muon for {len(self.matrices)} matrices ({weights:,} weights), AdamW for {self.num_others} other tensors"
@@ -157,13 +157,13 @@ class Muon(torch.optim.AdamW):
 
 
 def flat(tensor: Any) -> torch.Tensor:
-    """A view of a tensor's elements in one dimension, without a gradient."""
+    """Return a detached view of a contiguous tensor in one dimension."""
     return tensor.detach().view(-1)
 
 
-def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """The nearest matrix with orthogonal rows or columns, about: Newton-Schulz iterations, in the matrix's dtype.
-    `matrix`: (rows, columns), or (experts, rows, columns). It may be overwritten."""
+def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
+    """Return roughly the nearest matrix with orthonormal rows or columns, by Newton-Schulz iterations in its dtype.
+    `matrix`: (rows, columns), or (experts, rows, columns). The result may share its memory."""
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     is_tall = matrix.size(-2) > matrix.size(-1)
     x = matrix.mT if is_tall else matrix
