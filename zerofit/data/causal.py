@@ -51,9 +51,9 @@ def prepare_causal_data(recipe: ClmRecipe, config: PretrainedConfig, consumed: C
     if recipe.mixture:
         are_chats = [each.is_chat for each in sources.values()]
         for is_chat, names in ((False, CHAT_ONLY), (True, TEXT_ONLY)):
-            given = [name for name in names if getattr(recipe, name)]
-            if given and all(each is is_chat for each in are_chats):
-                raise UserError(f"{', '.join(given)}: no effect, every source is {'chats' if is_chat else 'text'}")
+            flags = [name for name in names if getattr(recipe, name)]
+            if flags and all(each is is_chat for each in are_chats):
+                raise UserError(f"{', '.join(flags)}: no effect, every source is {'chats' if is_chat else 'text'}")
         first = next((each for each in sources.values() if each.is_chat), data)  # whose tokenizer has a template
         shown = merge_notes({name: each.shown for name, each in sources.items()})
         data = mix_sources(sources, recipe, first, shown=shown, is_chat=any(are_chats))

@@ -234,13 +234,13 @@ class PromptCollator:
         lengths = [len(row["input_ids"]) for row in rows]
         width = round_up(max(lengths), self.multiple)
         ids = stack(rows, "input_ids", width, self.pad_id)
-        seen = padding_mask(lengths, width)
+        is_token = padding_mask(lengths, width)
         if self.left:
             moved = (torch.arange(width)[None] + torch.tensor(lengths)[:, None]) % width
             ids = ids.gather(1, moved)
-            seen = seen.gather(1, moved)
+            is_token = is_token.gather(1, moved)
         return Batch(
-            {"input_ids": ids, "attention_mask": seen}, 0, total_length(lengths, indices), ids.numel(), indices
+            {"input_ids": ids, "attention_mask": is_token}, 0, total_length(lengths, indices), ids.numel(), indices
         )
 
 
@@ -281,8 +281,8 @@ def padding_mask(lengths: list[int], width: int) -> torch.Tensor:
 def document_mask(documents: torch.Tensor) -> torch.Tensor:
     """Return (B, 1, T, T) whether a position attends to another: itself or an earlier one of the same document.
     `documents`: (B, T) the number of each position's document."""
-    same = documents[:, None, :, None] == documents[:, None, None, :]
-    return same & torch.ones(same.shape[-2:], dtype=torch.bool, device=same.device).tril()
+    same_document = documents[:, None, :, None] == documents[:, None, None, :]
+    return same_document & torch.ones(same_document.shape[-2:], dtype=torch.bool, device=same_document.device).tril()
 
 
 def stack(rows: list[Sample], name: str, width: int, filler: int) -> torch.Tensor:
@@ -360,11 +360,11 @@ class TokenUpdates:
             pool = np.concatenate([waiting, drawn[start : start + size]])
             longest_first = pool[np.lexsort(-self.widths[pool].T[::-1])]  # by the first column, then the next
             from_above = self._cut(longest_first)
-            kept = from_above[: rng.integers(len(from_above) + 1)]
-            remaining = longest_first[sum(map(len, kept)) :]
-            kept += [rows[::-1] for rows in self._cut(remaining[::-1])]
-            waiting = remaining[: len(longest_first) - sum(map(len, kept))]
-            updates += [kept[place] for place in rng.permutation(len(kept))]
+            kept_rows = from_above[: rng.integers(len(from_above) + 1)]
+            remaining = longest_first[sum(map(len, kept_rows)) :]
+            kept_rows += [rows[::-1] for rows in self._cut(remaining[::-1])]
+            waiting = remaining[: len(longest_first) - sum(map(len, kept_rows))]
+            updates += [kept_rows[place] for place in rng.permutation(len(kept_rows))]
         times = -(-len(waiting) // self.full_rows)
         if times > 1 and int(self._padded[waiting].max(axis=0).sum()) * times > self.row_tokens:
             num_complete = (times - 1) * self.full_rows  # the rows that are left at the end do not fit one update

@@ -195,8 +195,8 @@ def _records(
     }
     for problem, line_numbers in lines_of_problem.items():
         if line_numbers:
-            more = f" and {len(line_numbers) - 1:,} more" if len(line_numbers) > 1 else ""
-            notes.append(f"note      {path}: {problem} (line {line_numbers[0]:,}{more})")
+            other_lines = f" and {len(line_numbers) - 1:,} more" if len(line_numbers) > 1 else ""
+            notes.append(f"note      {path}: {problem} (line {line_numbers[0]:,}{other_lines})")
     notes += repeats_note(path, names)
 
 

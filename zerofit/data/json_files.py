@@ -191,7 +191,7 @@ def widen_type(kind: ColumnType, value: Any) -> ColumnType:
     if isinstance(value, dict) and value and isinstance(kind, dict | None):
         kind = dict.fromkeys(value) if kind is None else kind
         if kind.keys() == value.keys():
-            return {key: widen_type(own, value[key]) for key, own in kind.items()}  # in the order of the first
+            return {key: widen_type(child, value[key]) for key, child in kind.items()}  # in the order of the first
     if isinstance(value, list) and isinstance(kind, list | None):
         of_items = kind[0] if kind else None
         for item in value:
@@ -200,16 +200,16 @@ def widen_type(kind: ColumnType, value: Any) -> ColumnType:
     if isinstance(value, (dict, list)) or isinstance(kind, (dict, list)) or kind == JSON_VALUE:
         return JSON_VALUE
     if isinstance(value, bool):
-        own = BOOLEAN
+        own_type = BOOLEAN
     elif isinstance(value, float):
-        own = FLOAT
+        own_type = FLOAT
     elif isinstance(value, int) and abs(value) < 2**63:
-        own = INTEGER if abs(value) <= MAX_EXACT_INTEGER else BIG_INTEGER
+        own_type = INTEGER if abs(value) <= MAX_EXACT_INTEGER else BIG_INTEGER
     else:
-        own = STRING
-    if kind in (None, own):
-        return own
-    types = {kind, own}
+        own_type = STRING
+    if kind in (None, own_type):
+        return own_type
+    types = {kind, own_type}
     return BIG_INTEGER if types == {INTEGER, BIG_INTEGER} else FLOAT if types == {INTEGER, FLOAT} else STRING
 
 

@@ -160,9 +160,9 @@ def open_corpus(option: str, prefix: str) -> Corpus:
     magic, version, code, sequences, documents = INDEX_HEADER.unpack(head)
     dtype = DTYPE_OF_CODE.get(code, np.float32)
     if (magic, version) != (INDEX_MAGIC, INDEX_VERSION) or not np.issubdtype(dtype, np.integer):
-        found = f"{magic!r}, version {version}, ids of type {code}"
+        problem = f"{magic!r}, version {version}, ids of type {code}"
         raise UserError(
-            f"{setting}: {index} is not an index of Megatron's (MMIDIDX, version 1, integers), but {found}"
+            f"{setting}: {index} is not an index of Megatron's (MMIDIDX, version 1, integers), but {problem}"
         )
     expected = INDEX_HEADER.size + 12 * sequences + 8 * documents
     size = index.stat().st_size
@@ -184,8 +184,8 @@ def open_corpus(option: str, prefix: str) -> Corpus:
     if lengths.min() < 0 or int(pointers[-1]) + int(lengths[-1]) * width != tokens * width or not rises:
         raise UserError(f"{setting}: {index} contradicts itself. Prepare the corpus again, or copy it again")
     if num_bytes != tokens * width:
-        found = f"{content} has {num_bytes:,} bytes, and {index} {tokens:,} tokens of {width} bytes"
-        raise UserError(f"{setting}: {found}. Copy both again")
+        problem = f"{content} has {num_bytes:,} bytes, and {index} {tokens:,} tokens of {width} bytes"
+        raise UserError(f"{setting}: {problem}. Copy both again")
     return Corpus(prefix, dtype, lengths, pointers, ends, read_card(prefix))
 
 

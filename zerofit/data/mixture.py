@@ -146,8 +146,8 @@ def mix_sources(sources: Mapping[str, Data], recipe: TaskRecipe, first: Data | N
         changes["sources"] = held_out if len(held_out) > 1 else {}
     if recipe.trains:
         sizes = [len(data.trained) for data in sources.values()]
-        given = np.asarray([weight for weight, _ in recipe.mixture], dtype=np.float64)
-        weights = (given / given.sum()).tolist()
+        weights_given = np.asarray([weight for weight, _ in recipe.mixture], dtype=np.float64)
+        weights = (weights_given / weights_given.sum()).tolist()
         total = max(1, int(min(size / weight for size, weight in zip(sizes, weights))))  # one source is read once
         passes = [weight * total / size for weight, size in zip(weights, sizes)]
         changes["notes"] += [

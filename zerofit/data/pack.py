@@ -206,14 +206,14 @@ class SeparateDocuments:
         self.documents = documents
         self.block_size = block_size
         self.lengths = self.sort_key = np.minimum(lengths, block_size)
-        kept = int(self.lengths.sum())
+        num_tokens = int(self.lengths.sum())
         self.stats = DatasetStats(
             documents=len(lengths),
             tokens=int(lengths.sum()),
             samples=len(lengths),
             trained=int((self.lengths - 1).sum()),
-            truncated=int(lengths.sum()) - kept,
-            padding=1 - kept / (len(lengths) * int(self.lengths.max())),
+            truncated=int(lengths.sum()) - num_tokens,
+            padding=1 - num_tokens / (len(lengths) * int(self.lengths.max())),
         )
 
     def __len__(self) -> int:

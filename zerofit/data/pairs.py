@@ -181,7 +181,7 @@ def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> PairReader:
         return PairReader(dialogue, None, reply, verdict=verdict, answered=answered)
     context = None
     if source is None and target is None:
-        known: list[tuple[str, ...]] = [pair if answered else pair[:1] for pair in PAIR_COLUMNS]
+        pairs_to_try: list[tuple[str, ...]] = [pair if answered else pair[:1] for pair in PAIR_COLUMNS]
         of_squad = {"question", "context"} <= {*table.column_names}
         if answered and of_squad and (answers := tables.match_columns(("answers", "answer"), table.column_names)):
             source = "question"
@@ -192,9 +192,9 @@ def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> PairReader:
             context = "context"
         else:
             # The question of an instruction is in another column than `input`; options can still name the columns.
-            known = [pair for pair in known if pair[0] != "input" or "instruction" not in texts]
+            pairs_to_try = [pair for pair in pairs_to_try if pair[0] != "input" or "instruction" not in texts]
             values = [name for name in table.column_names if tables.holds_values(table, name)]
-            source, target = (*(tables.match_columns(known, values) or ()), None, None)[:2]
+            source, target = (*(tables.match_columns(pairs_to_try, values) or ()), None, None)[:2]
     known_names = set(chain.from_iterable(PAIR_COLUMNS))  # each may hold numbers
     texts = [name for name in texts if name in known_names or name in tables.word_columns(table)]
     if (source is None or target is None) and answered and len(texts) == 2:
@@ -206,8 +206,8 @@ def find_columns(recipe: Seq2SeqRecipe, table: Dataset) -> PairReader:
     if source is None and not answered and len(texts) == 1:
         source = texts[0]
     if source is None or (answered and target is None):
-        others = [name for name in table.column_names if name in known_names and not tables.holds_values(table, name)]
-        detail = f" ({' and '.join(others)}: no text each, but lists or objects)" if others else ""
+        unread = [name for name in table.column_names if name in known_names and not tables.holds_values(table, name)]
+        detail = f" ({' and '.join(unread)}: no text each, but lists or objects)" if unread else ""
         raise UserError(f"no pairs{detail}: name --source_column and --target_column; {tables.list_columns(table)}")
     return PairReader(None, source, target, context, verdict, answered)
 
@@ -223,11 +223,11 @@ def _find_language_columns(
 ) -> tuple[str | None, str | None]:
     """Return the columns of source_lang and target_lang, if each language has its own column (as in wmt). Raises
     UserError: columns are named after languages, and it is unclear which belongs to which option."""
-    given = [code for code in languages if code]
+    codes = [code for code in languages if code]
     columns = [
-        name for name in tables.text_columns(table) if (LANGUAGE.fullmatch(name) and name != "id") or name in given
+        name for name in tables.text_columns(table) if (LANGUAGE.fullmatch(name) and name != "id") or name in codes
     ]
-    if not given or len(columns) < 1 + answered:
+    if not codes or len(columns) < 1 + answered:
         return None, None
     matched = [language_column(code, columns) for code in languages]
     if len(columns) == 2 and matched.count(None) == 1 and None in languages:
@@ -237,7 +237,7 @@ def _find_language_columns(
     if answered and (source is None or target in (None, source)):
         raise UserError(
             f"the columns {', '.join(columns)} are named after languages, and it is unclear which of them are the "
-            f"languages {' and '.join(given)}: name --source_column and --target_column"
+            f"languages {' and '.join(codes)}: name --source_column and --target_column"
         )
     return source, target
 
@@ -342,8 +342,8 @@ def open_pairs(
     unread = source.names(name for name in source.first.column_names if name not in columns.columns)
     tasks = getattr(config, "task_specific_params", None) or {}
     prefixes = [(settings or {}).get("prefix") or "" for settings in tasks.values()]
-    if (known := [repr(each) for each in prefixes if each.strip()]) and not prefix:  # T5 was trained with prefixes
-        described.append(f"note      source_prefix is empty; the model was trained with {', '.join(known)}")
+    if (trained := [repr(each) for each in prefixes if each.strip()]) and not prefix:  # T5 was trained with prefixes
+        described.append(f"note      source_prefix is empty; the model was trained with {', '.join(trained)}")
     notes = described + unread_note(unread, ()) + notes
     return parts, columns, PairEncoder(tokenizer, prefix, separator, (source_width, target_width)), notes
 
@@ -421,7 +421,7 @@ class PairEncoder:
         between = self.separator_size
         unique_turns = list(dict.fromkeys(turn for turns in histories for turn in turns))
         size = dict(zip(unique_turns, map(len, self._ids(unique_turns))))
-        kept: list[list[str]] = []
+        kept_turns: list[list[str]] = []
         lost: list[int] = []
         for turns in histories:
             used = prefix + size[turns[-1]]
@@ -429,14 +429,14 @@ class PairEncoder:
             while first > 0 and used + between + size[turns[first - 1]] <= room:
                 first -= 1
                 used += between + size[turns[first]]
-            kept.append(turns[first:])
-        rows = self._ids([self._joined(turns) for turns in kept])
+            kept_turns.append(turns[first:])
+        rows = self._ids([self._joined(turns) for turns in kept_turns])
         for index, turns in enumerate(histories):
-            while len(rows[index]) > room and len(kept[index]) > 1:  # joined, the turns may take more tokens
-                kept[index] = kept[index][1:]
-                rows[index] = self._ids([self._joined(kept[index])])[0]
+            while len(rows[index]) > room and len(kept_turns[index]) > 1:  # joined, the turns may take more tokens
+                kept_turns[index] = kept_turns[index][1:]
+                rows[index] = self._ids([self._joined(kept_turns[index])])[0]
             ids = rows[index]
-            dropped = turns[: len(turns) - len(kept[index])]
+            dropped = turns[: len(turns) - len(kept_turns[index])]
             lost.append(sum(size[turn] + between for turn in dropped) + max(0, len(ids) - room))
             if len(ids) > room:
                 rows[index] = [*ids[:prefix], *ids[len(ids) - (room - prefix) :]] if len(turns) > 1 else ids[:room]

@@ -169,10 +169,10 @@ def read_sources(recipe: Seq2SeqRecipe, config: PretrainedConfig) -> PairData:
     ids, cut_tokens = encoder.sources([pair.source for (pair,) in parts[PREDICT].contents()])
     if cut := sum(map(bool, cut_tokens)):
         notes.append(f"note      {cut:,} of {len(ids):,} sources are cut at max_source_length = {widths[0]}")
-    kept = input_columns(parts[PREDICT].records, "source", "prediction")
+    kept_columns = input_columns(parts[PREDICT].records, "source", "prediction")
     read = [
         {**record, "source": str(tokenizer.decode(row, skip_special_tokens=True)).strip()}
-        for record, row in zip(kept, ids)
+        for record, row in zip(kept_columns, ids)
     ]
     prompts = Prompts(ids, read, is_chat=True, truncated=sum(cut_tokens))
     return PairData(tokenizer=tokenizer, widths=widths, notes=notes, prompts=prompts)
@@ -246,13 +246,13 @@ def longest_answer(max_new_tokens: int, is_set: bool, config: PretrainedConfig) 
 def check_options(recipe: ClmRecipe, form: RecordForm | None, source: Source) -> None:
     """Check options. Raises UserError for options that the detected kind of data does not use."""
     if form is None:
-        given = [name for name in CHAT_ONLY if getattr(recipe, name) and recipe.source(name) != FROM_MODEL]
+        flags = [name for name in CHAT_ONLY if getattr(recipe, name) and recipe.source(name) != FROM_MODEL]
         kind = f"text; {list_columns(source.first)}. Name the columns as those of chats are named (docs/fine-tune.md)"
     else:
-        given = [name for name in TEXT_ONLY if getattr(recipe, name) is not None and recipe.source(name) != FROM_MODEL]
+        flags = [name for name in TEXT_ONLY if getattr(recipe, name) is not None and recipe.source(name) != FROM_MODEL]
         kind = f"{RECORD_KINDS[form.kind]} a record (column {form.question}). For running text say --text_column NAME"
-    if given and not recipe.mixture:  # another source of a mixture may be of the other kind
-        named = ", ".join(f"{name} = {getattr(recipe, name)!r}" for name in given)
-        raise UserError(f"{named}: no effect, the data is taken for {kind}, or leave the option out")
+    if flags and not recipe.mixture:  # another source of a mixture may be of the other kind
+        settings = ", ".join(f"{name} = {getattr(recipe, name)!r}" for name in flags)
+        raise UserError(f"{settings}: no effect, the data is taken for {kind}, or leave the option out")
     if form is not None and recipe.packing == "concatenate" and recipe.source("packing") != FROM_MODEL:
         raise UserError("packing = concatenate: no loss on the answers alone. Use --packing documents or none")

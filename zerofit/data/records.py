@@ -110,9 +110,9 @@ def read_parts(
                 columns = " or ".join(f"--{option}" for option in COLUMN_OPTIONS if hasattr(options.recipe, option))
                 raise UserError(f"{where} has no usable record: {first}. Correct it, or set {columns}")
             if not options.skip_bad_records:
-                more = f" ({len(bad):,} records cannot be used)" if len(bad) > 1 else ""
+                count = f" ({len(bad):,} records cannot be used)" if len(bad) > 1 else ""
                 remedy = "Correct the data, or skip such records with --skip_bad_records"
-                raise UserError(f"{where}, {first}{more}. {remedy}")
+                raise UserError(f"{where}, {first}{count}. {remedy}")
             problem = f"records of {where} are skipped, such as {first}"
             notes += report_data_loss(options.recipe.allow_data_loss, len(bad), len(part), problem)
             part = part.select(np.setdiff1d(part.numbers, bad["record"][:]))

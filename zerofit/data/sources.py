@@ -162,8 +162,8 @@ def _read_texts(paths: list[Path], encoding: str | None, unit: str, place: Path)
     write_table(({"text": text} for text in texts()), texts_of(["text"]), place)
     if num_marks or unit in ("line", "paragraph", "file"):
         return []
-    others = " or the other files" if len(paths) > 1 else ""
-    return [f"note      {unit!r} is not in {paths[0]}{others}: a file is one document"]
+    other_files = " or the other files" if len(paths) > 1 else ""
+    return [f"note      {unit!r} is not in {paths[0]}{other_files}: a file is one document"]
 
 
 def _read_excel(paths: list[Path], place: Path) -> list[str]:
@@ -315,12 +315,12 @@ def _docstrings(entries: list[dict[str, str]]) -> list[dict[str, Any]]:
     entries = [entry for entry in entries if entry["package"] and entry["text"]]
     counts = Counter(entry["package"] for entry in entries)
     packages = sorted(counts, key=lambda package: (-counts[package], package))[:NUM_PACKAGES]
-    named = re.compile("|".join(sorted(map(re.escape, packages), key=len, reverse=True)), re.IGNORECASE)
+    package_name = re.compile("|".join(sorted(map(re.escape, packages), key=len, reverse=True)), re.IGNORECASE)
     records: list[dict[str, Any]] = []
     packages_of_words: dict[tuple[str, ...], set[str]] = {}
     for entry in entries:
         if entry["package"] in packages:
-            text = named.sub(PACKAGE_MASK, entry["text"])
+            text = package_name.sub(PACKAGE_MASK, entry["text"])
             packages_of_words.setdefault(_letters_only(text), set()).add(entry["package"])
             records.append({"text": text, "label": entry["package"], "top": entry["top"], "says": _letters_only(text)})
     return [record for record in records if len(packages_of_words[record["says"]]) == 1]
@@ -414,8 +414,8 @@ def read_source(
     unit = ""
     for path in all_files:
         if (ending := format_suffix(path)) not in FORMATS:
-            known = f"{', '.join(FORMATS)}, each also {', '.join(COMPRESSED)}"
-            raise UserError(f"{path}: unknown file extension; known are {known}")
+            known_formats = f"{', '.join(FORMATS)}, each also {', '.join(COMPRESSED)}"
+            raise UserError(f"{path}: unknown file extension; known are {known_formats}")
         kinds.setdefault(FORMATS[ending], path)
     if len(kinds) > 1:
         formats = ", ".join(f"{path} is {kind}" for kind, path in sorted(kinds.items()))
@@ -482,26 +482,26 @@ def _from_hub(data: DataOptions, held_out: dict[str, tuple[str, ...]]) -> tuple[
             f"dataset_name = {name!r}: {first_line(error.__cause__ or error)}. Or name files with train_file"
         ) from None
     assert isinstance(dataset, DatasetDict)
-    known = {"train", *(name for names in held_out.values() if not data.trains for name in names)}
-    if not known & set(dataset):
+    known_splits = {"train", *(name for names in held_out.values() if not data.trains for name in names)}
+    if not known_splits & set(dataset):
         available = f"it has {', '.join(dataset)}. Name the files of one with train_file"
         raise UserError(f"dataset_name = {name!r} has no split `train`; {available}")
     names = {"train": ("train",), **held_out}
-    splits = {part: split for part, known in names.items() for split in known[::-1] if split in dataset}
+    splits = {part: split for part, known_splits in names.items() for split in known_splits[::-1] if split in dataset}
     notes = []
-    if others := ", ".join(split for split in dataset if split not in splits.values()):
-        notes = [f"note      splits of {name} that are read: {', '.join(splits.values())}; not read: {others}"]
+    if unused_splits := ", ".join(split for split in dataset if split not in splits.values()):
+        notes = [f"note      splits of {name} that are read: {', '.join(splits.values())}; not read: {unused_splits}"]
     return {part: dataset[split] for part, split in splits.items()}, notes
 
 
 def files_and_sizes(recipe: TaskRecipe) -> dict[str, str]:
     """Return {option that names data: the number of its files, their bytes, and a hash of their names and sizes}."""
-    named = {option: getattr(recipe, option, None) for option in FILE_OPTIONS}
+    files_of_option = {option: getattr(recipe, option, None) for option in FILE_OPTIONS}
     summaries = {}
     if recipe.trains and getattr(recipe, "streaming", None):
-        shards = find_shards(tuple(named.pop("train_file") or ()))
+        shards = find_shards(tuple(files_of_option.pop("train_file") or ()))
         summaries["train_file"] = f"{len(shards.names):,} shards of {sum(shards.sizes):,} bytes ({shards.key})"
-    files = {option: find_files(option, patterns) for option, patterns in named.items() if patterns}
+    files = {option: find_files(option, patterns) for option, patterns in files_of_option.items() if patterns}
     corpora = [Path(prefix + ending) for _, prefix in getattr(recipe, "blend", []) for ending in (".bin", ".idx")]
     for option, paths in {**files, **({"data_path": corpora} if corpora else {})}.items():
         sizes = [(path.name, path.stat().st_size) for path in paths]

@@ -64,8 +64,8 @@ class Shards:
     @property
     def key(self) -> str:
         """Return a hash of the shards' file names and sizes; folders may differ on another machine."""
-        named = [(name.rpartition("/")[2], size) for name, size in zip(self.names, self.sizes)]
-        return sha256(repr(named).encode()).hexdigest()[:16]
+        names_and_sizes = [(name.rpartition("/")[2], size) for name, size in zip(self.names, self.sizes)]
+        return sha256(repr(names_and_sizes).encode()).hexdigest()[:16]
 
 
 @functools.cache
@@ -109,16 +109,16 @@ def read_window(shards: Shards, order: list[int], start: ShardPlace, size: int) 
         None as the second: all shards have been read.
     """
     read: dict[int, list[pa.Table]] = {}
-    taken = 0
+    num_bytes = 0
     following = None
     shard, record = start
     while shard < len(order) and following is None:
         for table in _shard_tables(shards, order[shard], record):
-            if taken >= size:  # and there is more
+            if num_bytes >= size:  # and there is more
                 following = shard, record
                 break
             read.setdefault(order[shard], []).append(table)
-            taken += sum(pa.ipc.get_record_batch_size(batch) for batch in table.to_batches())
+            num_bytes += sum(pa.ipc.get_record_batch_size(batch) for batch in table.to_batches())
             record += len(table)
         shard = shard + 1
         record = 0

@@ -225,8 +225,8 @@ class ModuleVisits:
 
     def post_sub_module_forward_function(self, module: torch.nn.Module) -> None:
         weights = self.weights[id(module)]
-        kept = tuple(name for name in weights if _holders(self.parameters[name]) > self.holders[name])
-        self._visit(module, False, True, kept)
+        kept_weights = tuple(name for name in weights if _holders(self.parameters[name]) > self.holders[name])
+        self._visit(module, False, True, kept_weights)
 
     def pre_sub_module_backward_function(self, module: torch.nn.Module) -> None:
         self._visit(module, True, False)

@@ -101,8 +101,8 @@ class FullyShardedMemory(GradientMemory):
     @property
     def gathered(self) -> int:
         """The bytes of other ranks' weights, and of the flat tensors that receive them."""
-        kept = sum(self.groups[place].full for place in self.shared) // max(1, self.fsdp.reshard_group)
-        return sum(self.groups[place].full for place in self.here) + kept + self.arrived + self.arriving
+        kept_elements = sum(self.groups[place].full for place in self.shared) // max(1, self.fsdp.reshard_group)
+        return sum(self.groups[place].full for place in self.here) + kept_elements + self.arrived + self.arriving
 
     def begin(self, first: bool, last: bool) -> None:
         if first:

@@ -123,8 +123,8 @@ def check_arguments(value: Any) -> dict[str, Any]:
     reserved = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"tools", "documents"}
     if not isinstance(value, dict):
         raise ValueError("expected an object of names and values")
-    if taken := (reserved | {"messages"}) & value.keys():
-        raise ValueError(f"{min(taken)} is not for a template")
+    if reserved_names := (reserved | {"messages"}) & value.keys():
+        raise ValueError(f"{min(reserved_names)} is not for a template")
     return value
 
 
@@ -143,8 +143,8 @@ def adapt_messages(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]
         if takes_texts:
             return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
         with suppress(ValueError, TypeError):
-            held = json.loads(arguments)
-            return held if isinstance(held, dict) else arguments
+            parsed = json.loads(arguments)
+            return parsed if isinstance(parsed, dict) else arguments
         return arguments
 
     return _with_arguments(conversation, as_taken)
@@ -154,9 +154,9 @@ def unread_keys(tokenizer: "PreTrainedTokenizerBase", messages: list[Message], t
     """Return the keys of messages, and of the arguments from their record, that the template does not mention. `text`:
     the output of the template; if given, the roles of messages whose text is missing there are added, such as
     system.content."""
-    given = _given_to(tokenizer, messages)
-    keys = {key for message in messages for key in message if key not in ZEROFIT_KEYS} | given.keys()
-    hoisted = {"functions"} if "tools" in given else set()
+    values = _given_to(tokenizer, messages)
+    keys = {key for message in messages for key in message if key not in ZEROFIT_KEYS} | values.keys()
+    hoisted = {"functions"} if "tools" in values else set()
     unread = {key for key in keys - hoisted if not re.search(rf"\b{re.escape(key)}\b", _source(tokenizer))}
     if text is None:
         return sorted(unread)
@@ -169,14 +169,14 @@ def unread_keys(tokenizer: "PreTrainedTokenizerBase", messages: list[Message], t
 def _given_to(tokenizer: "PreTrainedTokenizerBase", messages: list[Message]) -> dict[str, Any]:
     """Return the arguments of a template in addition to the messages: what the record gives, and the tools of a
     message, unless the template looks for them there."""
-    given = dict(getattr(messages, "given", {}))
-    for message in messages if "tools" not in given else ():
+    values = dict(getattr(messages, "given", {}))
+    for message in messages if "tools" not in values else ():
         for name in ("tools", "functions"):
             read_there = rf"(\.|\[['\"]|get\(['\"]){name}\b"
             if message.get(name) and not re.search(read_there, _source(tokenizer)):
                 with suppress(ValueError, TypeError):
-                    given["tools"] = parse_tools(message[name])
-    return given
+                    values["tools"] = parse_tools(message[name])
+    return values
 
 
 def _source(tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -172,14 +172,14 @@ def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
     undivided = undivided_modules(model)
     layers: dict[str, torch.nn.Module] = {}
-    others: dict[str, torch.nn.Module] = {}
+    other_modules: dict[str, torch.nn.Module] = {}
     for name, module in model.named_modules():
         is_layer = isinstance(module, GradientCheckpointingLayer)
         is_undivided = type(module).__name__ in undivided
-        for outermost, belongs in ((layers, is_layer), (others, is_undivided)):
+        for outermost, belongs in ((layers, is_layer), (other_modules, is_undivided)):
             if belongs and module is not model and not any(name.startswith(f"{outer}.") for outer in outermost):
                 outermost[name] = module
-    return list((layers or others).values())
+    return list((layers or other_modules).values())
 
 
 def embedding_and_head_of(model: "PreTrainedModel") -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:

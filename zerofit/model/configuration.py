@@ -80,8 +80,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def name_some(names: Iterable[str]) -> str:
     """Return the first three names, and the number of the others."""
     all_names = list(names)
-    more = f" and {len(all_names) - 3} more" if len(all_names) > 3 else ""
-    return ", ".join(all_names[:3]) + more
+    other_names = f" and {len(all_names) - 3} more" if len(all_names) > 3 else ""
+    return ", ".join(all_names[:3]) + other_names
 
 
 # The errors that transformers raises for files that are not as it expects.
@@ -104,15 +104,15 @@ KERNEL_NAMES = {None, "eager", "sdpa", "flex_attention", "flash_attention_2", "f
 def known_architectures() -> dict[str, dict[str, Any]]:
     """Return {name or alias, lower case: fields of its configuration} of the architectures in this tree. A file has
     one architecture, or under `_sizes` several by name, with what differs from its other fields."""
-    known: dict[str, dict[str, Any]] = {}
+    known_fields: dict[str, dict[str, Any]] = {}
     for path in sorted(ARCHITECTURES.glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
         for name, of_size in content.get("_sizes", {path.stem: {}}).items():
             fields = {**content, **of_size}
             aliases = fields.get("_aliases", [])
             fields = {key: value for key, value in fields.items() if key[0] != "_"}
-            known |= {each.lower(): fields for each in (name, *aliases)}
-    return known
+            known_fields |= {each.lower(): fields for each in (name, *aliases)}
+    return known_fields
 
 
 def load_configuration(recipe: ModelOptions, auto_class: Any = None) -> "PretrainedConfig":
@@ -169,8 +169,8 @@ def has_model(auto_class: Any, config: "PretrainedConfig") -> bool:
     import transformers
 
     task = AUTO_CLASSES.get(auto_class.__name__.removeprefix("AutoModelFor"))
-    known = task is None or type(config) in getattr(transformers, f"MODEL_FOR_{task}_MAPPING")
-    return known or hasattr(config, "auto_map")
+    is_known = task is None or type(config) in getattr(transformers, f"MODEL_FOR_{task}_MAPPING")
+    return is_known or hasattr(config, "auto_map")
 
 
 def from_hub_or_folder(option: str, name: str, load: Callable[..., Any], **kwargs: Any) -> Any:

@@ -37,8 +37,8 @@ def review_export(folder: Path, model_class: Any) -> list[str]:
     if adapter:
         if read_json(folder / "adapter_config.json").get("target_parameters"):
             lines.append(f"vLLM drops the adapters on some models' experts in silence (vllm#41384, #41754): {MERGED}")
-        if others := sorted(name for name in stored if not LORA_MATRIX.search(name)):
-            lines.append(f"vLLM and llama.cpp take pairs of A and B only, not {name_some(others)}: {MERGED}")
+        if other_weights := sorted(name for name in stored if not LORA_MATRIX.search(name)):
+            lines.append(f"vLLM and llama.cpp take pairs of A and B only, not {name_some(other_weights)}: {MERGED}")
     else:
         model, info = model_class.from_pretrained(
             folder, device_map="meta", dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True
@@ -151,10 +151,10 @@ def _write_weights(model: Any, weights: NamedWeights, folder: Path) -> None:
     file_of_weight: dict[str, str] = {}
     size = 0
     for number, file in enumerate(files, 1):  # the names that transformers looks for
-        named = file.rename(folder / f"model-{number:05}-of-{len(files):05}.safetensors")
-        with safe_open(named, "pt") as opened:
-            file_of_weight |= dict.fromkeys(opened.keys(), named.name)
-        size += named.stat().st_size
+        renamed = file.rename(folder / f"model-{number:05}-of-{len(files):05}.safetensors")
+        with safe_open(renamed, "pt") as opened:
+            file_of_weight |= dict.fromkeys(opened.keys(), renamed.name)
+        size += renamed.stat().st_size
     index = {"metadata": {"total_size": size}, "weight_map": file_of_weight}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 

@@ -114,8 +114,8 @@ def copy_without_weights(model: Model, dtype: torch.dtype | None = None) -> Mode
     replacements: dict[int, object] = {**meta_parameters(model, dtype)}
     # What recomputes layers may hold streams, which cannot be copied.
     replacements |= {id(function): function for function in recomputing_functions(model)}
-    whole = copy.deepcopy(model, replacements)
-    whole.config = model.config
+    whole_copy = copy.deepcopy(model, replacements)
+    whole_copy.config = model.config
     if getattr(model, "generation_config", None) is not None:
-        whole.generation_config = model.generation_config
-    return whole
+        whole_copy.generation_config = model.generation_config
+    return whole_copy

@@ -60,7 +60,7 @@ def draw_share(make: Callable[[], "PreTrainedModel"], keep: Callable[["PreTraine
     model.tie_weights()  # within the context each name has got a parameter of its own
     drawn = {id(parameter): parameter.data for parameter in model.parameters()}
     keep(model)
-    kept = {id(parameter): parameter for parameter in model.parameters()}
+    parameters_by_id = {id(parameter): parameter for parameter in model.parameters()}
     device = torch.device("cpu")
     if ranks > 1 and distributed.get_backend() != "gloo":
         device = torch.accelerator.current_accelerator() or device
@@ -71,8 +71,8 @@ def draw_share(make: Callable[[], "PreTrainedModel"], keep: Callable[["PreTraine
             whole = torch.empty_like(whole, device=device) if whole.is_meta else whole.to(device)
             distributed.broadcast(whole, 0)
             whole = whole.cpu()
-        if key in kept:
-            parameter = kept[key]
+        if key in parameters_by_id:
+            parameter = parameters_by_id[key]
             cut = getattr(parameter, "cut", None)
             shares[key] = nn.Parameter(whole if cut is None else cut.of(whole), parameter.requires_grad)
             shares[key].__dict__.update(parameter.__dict__)

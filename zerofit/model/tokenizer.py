@@ -124,8 +124,8 @@ def _marks_texts(tokenizer: "PreTrainedTokenizerBase") -> bool:
 
 
 def _list_codes(codes: list[str]) -> str:
-    more = f", ... ({len(codes)} in all)" if len(codes) > MAX_LISTED_CODES else ""
-    return ", ".join(codes[:MAX_LISTED_CODES]) + more
+    other_codes = f", ... ({len(codes)} in all)" if len(codes) > MAX_LISTED_CODES else ""
+    return ", ".join(codes[:MAX_LISTED_CODES]) + other_codes
 
 
 START_FIELD = "decoder_start_token_id"
@@ -173,7 +173,7 @@ def load_named_tokenizer(
 
     folder = Path(name)
     kind = AutoTokenizer
-    more = {"trust_remote_code": trust_remote_code}
+    options = {"trust_remote_code": trust_remote_code}
     self_describing = ("tokenizer.json", "tokenizer_config.json")
     is_bare = folder.is_dir() and not any((folder / file).exists() for file in self_describing)
     if is_bare:
@@ -190,13 +190,13 @@ def load_named_tokenizer(
             )
         if tokenizer_class and config is not None:
             kind = tokenizer_class
-            more = dict(family_of(config).bare_tokenizer_options)
-    tokenizer = from_hub_or_folder(option, name, kind.from_pretrained, **more)
+            options = dict(family_of(config).bare_tokenizer_options)
+    tokenizer = from_hub_or_folder(option, name, kind.from_pretrained, **options)
     if is_bare:
         words = tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)
         cased = [token for token in words if token != token.lower()]
         if getattr(tokenizer, "do_lower_case", False) and len(cased) > len(tokenizer) / 20:  # a BERT with capitals
-            tokenizer = from_hub_or_folder(option, name, kind.from_pretrained, do_lower_case=False, **more)
+            tokenizer = from_hub_or_folder(option, name, kind.from_pretrained, do_lower_case=False, **options)
         from sentencepiece import SentencePieceProcessor
 
         # Files of another class of tokenizer may make one unknown token of a complete sentence, or others than those

@@ -131,13 +131,13 @@ class SourceOptions(Recipe):
     def problems(self) -> list[str]:
         problems = super().problems()
         option = "train_file" if self.trains else "validation_file"
-        known = (
+        names = (
             "dataset_name",
             "train_file",
             "data_path",
             *(() if self.trains else ("validation_file", "predict_file")),
         )
-        if not any(getattr(self, name, None) for name in known):
+        if not any(getattr(self, name, None) for name in names):
             problems.append(f"no data: set dataset_name, or {option} to a .txt, .jsonl, .csv or .parquet file")
         problems += problems_of_weights("train_file", self.train_file or [])
         if len(self.mixture) == 1:
@@ -354,14 +354,14 @@ class InferenceOptions(SourceOptions, ModelOptions):
     def columns_in(self, present: Iterable[str]) -> Self:
         """Return this recipe without the columns of training that data of another form lacks: its own are found."""
         present = set(present)
-        other = self
+        recipe = self
         for name, value in self.inputs.items():
             if self.source(name) != FROM_MODEL or not name.endswith(("_column", "_columns")):
                 continue
             if not {*([value] if isinstance(value, str) else value)} <= present:
-                other = self.draft() if other is self else other
-                other.reset_option(name)
-        return other
+                recipe = self.draft() if recipe is self else recipe
+                recipe.reset_option(name)
+        return recipe
 
     def settle(self) -> None:
         """Reset the options of training in a launch without training."""

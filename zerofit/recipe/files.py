@@ -133,9 +133,9 @@ def parse_bytes(text: str) -> int:
 def counted(number: int | str, noun: str) -> str:
     """Return a number with its noun: `1 file`, `2,000 files`, `3 processes`. A number that is a text stands as it
     is."""
-    shown = number if isinstance(number, str) else f"{number:,}"
-    ending = "" if shown == "1" else "es" if noun.endswith("s") else "ies" if noun.endswith("y") else "s"
-    return f"{shown} {noun[:-1] if ending == 'ies' else noun}{ending}"
+    digits = number if isinstance(number, str) else f"{number:,}"
+    ending = "" if digits == "1" else "es" if noun.endswith("s") else "ies" if noun.endswith("y") else "s"
+    return f"{digits} {noun[:-1] if ending == 'ies' else noun}{ending}"
 
 
 PACKAGE_FOLDER = Path(__file__).resolve().parents[1]

@@ -187,7 +187,7 @@ class LoraOptions(ModelOptions, phase="train", needs="lora"):
             return []  # there is none, or whoever opens it says what is wrong
         theirs: dict[str, Any] = {"lora": True} | {name: settings.get(key) for name, key in PEFT_FIELDS.items()}
         merge = f"Remove it, or train on base and adapter as one model: {merge_command(folder)}"
-        found = []
+        contradictions = []
         for name, value in theirs.items():
             value = [value] if isinstance(value, str) and name == "lora_target_modules" else value
             value = int(value) if name == "lora_alpha" and isinstance(value, float) else value
@@ -204,8 +204,8 @@ class LoraOptions(ModelOptions, phase="train", needs="lora"):
                 self.adopt(name, value, str(file))
             else:
                 what = f"the adapter {folder} is trained on with its own {value}"
-                found.append(f"{name} = {ours} ({source}): {what}. {merge}")
-        return found
+                contradictions.append(f"{name} = {ours} ({source}): {what}. {merge}")
+        return contradictions
 
     def problems(self) -> list[str]:
         return [*super().problems(), *self.contradictions]

@@ -119,8 +119,8 @@ class StrategyOptions(Recipe, identity=False):
 
 def profiled(text: str) -> range:
     """Parse `N:M` into the range of these updates; empty if the text has another form."""
-    found = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", text)
-    return range(int(found[1]), int(found[2]) + 1) if found else range(0)
+    match = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", text)
+    return range(int(match[1]), int(match[2]) + 1) if match else range(0)
 
 
 @dataclass

@@ -369,7 +369,7 @@ def flag_value(words: list[str], name: str) -> str | None:
 def take_words(options: type[Recipe], argv: list[str]) -> tuple[list[str], list[str]]:
     """Return (options of `options` with their values, the other words), each in the order of the command line."""
     kinds = {field.name: field.metadata["kind"] for field in dataclasses.fields(options)}
-    taken: list[str] = []
+    option_words: list[str] = []
     remaining: list[str] = []
     words = list(argv)
     while words:
@@ -380,8 +380,8 @@ def take_words(options: type[Recipe], argv: list[str]) -> tuple[list[str], list[
             continue
         is_switch = kinds[name].base is bool and words[:1] not in (["true"], ["false"])
         stands_alone = "=" in word or is_switch or not words or is_flag(words[0])
-        taken += [word] if stands_alone else [word, words.pop(0)]
-    return taken, remaining
+        option_words += [word] if stands_alone else [word, words.pop(0)]
+    return option_words, remaining
 
 
 # {options of a recipe: names of them in other programs that are not similar}; a message names those that the task has.

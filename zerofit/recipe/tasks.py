@@ -261,8 +261,8 @@ class ClsRecipe(TaskRecipe, PaddingOptions, ClassLossOptions, LabelOptions):
     task = "cls"
 
     def __post_init__(self) -> None:
-        others = () if self.trains else (self.validation_file, self.predict_file)
-        if self.task_name and not any((self.dataset_name, self.train_file, *others)):
+        evaluation_files = () if self.trains else (self.validation_file, self.predict_file)
+        if self.task_name and not any((self.dataset_name, self.train_file, *evaluation_files)):
             self.dataset_name = "nyu-mll/glue"
             self.dataset_config_name = self.task_name
 

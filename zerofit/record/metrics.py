@@ -93,11 +93,11 @@ class LineReader:
         try:
             with self.file.open("rb") as lines:
                 lines.seek(self.position)
-                whole, line_break, _ = lines.read().rpartition(b"\n")
+                whole_lines, line_break, _ = lines.read().rpartition(b"\n")
         except (FileNotFoundError, NotADirectoryError):
             return []
-        self.position += len(whole) + len(line_break)
-        return [line for text in whole.split(b"\n") if text and (line := self._parse(text)) is not None]
+        self.position += len(whole_lines) + len(line_break)
+        return [line for text in whole_lines.split(b"\n") if text and (line := self._parse(text)) is not None]
 
     def drop_rest(self) -> None:
         """Cut the file after the lines that were read: a killed writer has left the rest."""
@@ -178,8 +178,10 @@ class UpdateMetrics:
     evaluation_samples_per_s: float | None = described("held-out samples a second, all ranks together")
 
     def __post_init__(self) -> None:
-        if self.own and (taken := sorted({metric.name for metric in fields(self)} & self.own.keys())):
-            raise UserError(f"run.log: each line of metrics.jsonl has {', '.join(taken)}: name your figure otherwise")
+        if self.own and (taken_names := sorted({metric.name for metric in fields(self)} & self.own.keys())):
+            raise UserError(
+                f"run.log: each line of metrics.jsonl has {', '.join(taken_names)}: name your figure otherwise"
+            )
 
     @classmethod
     def of_evaluation(cls, figures: Mapping[str, float], time: EvaluationTime) -> "UpdateMetrics":
@@ -275,9 +277,9 @@ def plot_run(
 
 
 def _draw(axes: Any, lines: list[dict[str, Any]], name: str, **style: Any) -> None:
-    shown = [(line["update"], line[name]) for line in lines if name in line]
-    if shown:
-        axes.plot(*zip(*shown), linewidth=1, **style)
+    points = [(line["update"], line[name]) for line in lines if name in line]
+    if points:
+        axes.plot(*zip(*points), linewidth=1, **style)
 
 
 def _smooth(train: list[dict[str, Any]]) -> list[float]:

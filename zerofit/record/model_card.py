@@ -36,8 +36,8 @@ def model_card(
     figures = [f"| {name.removeprefix('eval_')} | {decimals(value)} |" for name, value in held_out.items()]
     measured = ["", "| held out | |", "|---|---|", *figures] if figures else []
     packages = environment["packages"]
-    shown = [name for name in ("torch", "transformers", "peft", "accelerate", "deepspeed") if name in packages]
-    versions = ", ".join(f"{name} {packages[name]}" for name in shown)
+    libraries = [name for name in ("torch", "transformers", "peft", "accelerate", "deepspeed") if name in packages]
+    versions = ", ".join(f"{name} {packages[name]}" for name in libraries)
     options = {name: value for name, value in public.items() if recipe.source(name)}
     head = next(
         (head for head in ("MultipleChoice", "TokenClassification") if head in model_class), HEADS[model_kind(task)]

@@ -228,5 +228,5 @@ class RunRecorder:
                     self.folder.write_environment(self.environment)
 
     def show_held_out(self, update: int, figures: dict[str, float]) -> None:
-        named = (f"{name.removeprefix('eval_')} {rounded(value, 4)}" for name, value in figures.items())
-        self.bar.log_lines(f"update {update}: held-out " + ", ".join(named))
+        rounded_figures = (f"{name.removeprefix('eval_')} {rounded(value, 4)}" for name, value in figures.items())
+        self.bar.log_lines(f"update {update}: held-out " + ", ".join(rounded_figures))

@@ -217,9 +217,9 @@ class RunFolder:
 
     def refuse_a_different_run(self, differing: list[str]) -> None:
         """Raise UserError: the folder holds another run than this one."""
-        more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
+        other_options = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
         raise UserError(
-            f"output_dir = {str(self.path)!r} holds a different run: {'; '.join(differing[:5])}{more}. "
+            f"output_dir = {str(self.path)!r} holds a different run: {'; '.join(differing[:5])}{other_options}. "
             "Choose another --output_dir, or replace that run with --overwrite_output_dir"
         )
 

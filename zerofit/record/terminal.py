@@ -253,20 +253,20 @@ class Bar(StatusLine):
         if not self.main:
             return
         number = metrics.update
-        shown = not (metrics.anomaly or metrics.skipped)
-        if shown and metrics.loss is not None:
-            left = (time.perf_counter() - self.started) / (number - self.done) * (self.total - number)
+        is_computed = not (metrics.anomaly or metrics.skipped)
+        if is_computed and metrics.loss is not None:
+            seconds_left = (time.perf_counter() - self.started) / (number - self.done) * (self.total - number)
             self.figures = [
                 f"loss {decimals(metrics.loss)}",
                 *(f"{name} {decimals(value)}" for name, value in (metrics.own or {}).items()),
-                f"{duration(left)} left",
+                f"{duration(seconds_left)} left",
                 f"{metrics.tokens_per_s:,.0f} tokens/s",
                 f"lr {metrics.learning_rate:.2e}",
             ]
         pieces = [f"update {number:>{len(str(self.total))}}/{self.total}", *self.figures]
         if self.renewed and (self.is_due() or not self.width or number == self.total):
             self.show(pieces)
-        elif not self.renewed and shown and (number % self.every == 0 or number in (self.done + 1, self.total)):
+        elif not self.renewed and is_computed and (number % self.every == 0 or number in (self.done + 1, self.total)):
             log_lines(fitted(pieces, screen_width()))
 
     def log_lines(self, *texts: str) -> None:

@@ -253,5 +253,7 @@ def _recognized(names: tuple[str, ...], nouns: tuple[str, str], truth: set[Any],
         recall = right[name] / max(labelled[name], 1)
         f1 = 2 * right[name] / max(labelled[name] + chosen[name], 1)
         rows.append((name, *map(decimals, (precision, recall, f1)), f"{labelled[name]:,}", f"{chosen[name]:,}"))
-    more = len(names) - MAX_CLASS_ROWS
-    return table(rows, screen_width()) + (f"\n  and {more:,} more, with fewer {nouns[1]}" if more > 0 else "")
+    num_hidden = len(names) - MAX_CLASS_ROWS
+    return table(rows, screen_width()) + (
+        f"\n  and {num_hidden:,} more, with fewer {nouns[1]}" if num_hidden > 0 else ""
+    )

@@ -147,9 +147,9 @@ def refuse_other_answers(folder: RunFolder, recipe: TaskRecipe) -> None:
     """Check that no answers of another model, or to other data, would be replaced. Raises UserError: some would."""
     if not (folder.metrics.read() or any(folder.path.glob("predictions*.jsonl"))):
         return  # nothing was answered
-    asked = ("model_name_or_path", "predict_file", *recipe.names_with(phase="data"))
+    option_names = ("model_name_or_path", "predict_file", *recipe.names_with(phase="data"))
     recorded = read_record(folder.path / "recipe.yaml")
-    earlier = {name: value for name, value in recorded.items() if name in asked}
+    earlier = {name: value for name, value in recorded.items() if name in option_names}
     if differing := differing_options(identity_options(recipe, 0), earlier):
         folder.refuse_a_different_run(differing)
 
@@ -246,8 +246,8 @@ def check_model(task: str, recipe: TaskRecipe, strategy: Strategy | None, auto_c
             check_layout(config, strategy, recipe)
     for option, default in LENGTH_OPTIONS[model_kind(task)].items():
         with problems.collected():
-            asked: int = getattr(recipe, option) or default
-            length = choose_length(option, asked, recipe.source(option), config)
+            asked_length: int = getattr(recipe, option) or default
+            length = choose_length(option, asked_length, recipe.source(option), config)
             warmup = getattr(recipe, "block_size_warmup", None)
             if option == "block_size" and warmup and recipe.trains:
                 length_warmup(warmup, recipe.source("block_size_warmup"), length, is_chat=False)

@@ -125,8 +125,8 @@ def as_turn_list(items: Any) -> list[Any]:
 
 def role_of(turn: Any) -> str | None:
     """Return the role of a turn in lower case; None if it has none."""
-    named = (turn.get(key) for key in TURN_ROLE_KEYS) if isinstance(turn, dict) else ()
-    return next((str(name).lower() for name in named if name), None)
+    role_names = (turn.get(key) for key in TURN_ROLE_KEYS) if isinstance(turn, dict) else ()
+    return next((str(name).lower() for name in role_names if name), None)
 
 
 def is_trained(more: dict[str, Any], where: str) -> bool:
@@ -163,8 +163,8 @@ def turns_of(items: Any) -> list[Turn]:
         )
         if text is None and not any(key in item for key in TURN_TEXT_KEYS):
             raise BadRecord(f"a turn has {', '.join(item)}, and none of {', '.join(TURN_TEXT_KEYS)} for its text")
-        more = {key: value for key, value in item.items() if key not in (role, text)}
-        turns.append(Turn(role_of(item), _join_parts(item.get(text)), drop_nulls(more)))
+        remaining_fields = {key: value for key, value in item.items() if key not in (role, text)}
+        turns.append(Turn(role_of(item), _join_parts(item.get(text)), drop_nulls(remaining_fields)))
     return turns
 
 
@@ -175,17 +175,17 @@ def _join_parts(content: Any) -> Any:
     if not isinstance(parts, list) or not parts or not all(isinstance(part, (dict, str)) for part in parts):
         return content
     texts: list[str] = []
-    others: dict[str, None] = {}
+    other_kinds: dict[str, None] = {}
     for part in parts:
         text = _part_text(part)
         kind = part.get("type") if isinstance(part, dict) else "text"
         texts.append(text or "")
         if kind not in TEXT_PART_TYPES:
-            others[str(kind)] = None
-        elif kind is None and text is None and (named := [key for key, value in part.items() if value is not None]):
-            others[", ".join(named)] = None
-    if others:
-        raise BadRecord(f"a turn holds {' and '.join(others)}: only text is read ({' or '.join(PART_TEXT_KEYS)})")
+            other_kinds[str(kind)] = None
+        elif kind is None and text is None and (keys := [key for key, value in part.items() if value is not None]):
+            other_kinds[", ".join(keys)] = None
+    if other_kinds:
+        raise BadRecord(f"a turn holds {' and '.join(other_kinds)}: only text is read ({' or '.join(PART_TEXT_KEYS)})")
     return "".join(texts)
 
 
@@ -372,8 +372,8 @@ def turns_in(value: Any, role: str, column: str) -> list[Message]:
         if name is None:
             raise BadRecord(f"turn {number} of its {column} has no role ({' or '.join(TURN_ROLE_KEYS)})")
         if name not in ROLE_OF_NAME:
-            known = "; ".join(f"{role}: {', '.join(names)}" for role, names in NAMES_OF_ROLE.items())
-            raise BadRecord(f"turn {number} of its {column} has the role {name!r}. Known are {known}")
+            known_roles = "; ".join(f"{role}: {', '.join(names)}" for role, names in NAMES_OF_ROLE.items())
+            raise BadRecord(f"turn {number} of its {column} has the role {name!r}. Known are {known_roles}")
         where = f"turn {number} of its {column} ({name})"
         is_answer = ROLE_OF_NAME[name] == "assistant"
         calls: list[dict[str, Any]] = []

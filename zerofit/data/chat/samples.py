@@ -100,11 +100,13 @@ class PreferenceForm:
                 break
             common += 1
         if common == min(len(chosen), len(rejected)):
-            same = "its two answers are the same"
-            raise BadRecord(same if len(chosen) == len(rejected) else "one conversation is the beginning of the other")
+            reason = "its two answers are the same"
+            raise BadRecord(
+                reason if len(chosen) == len(rejected) else "one conversation is the beginning of the other"
+            )
         if (role := chosen[common]["role"]) != "assistant":
             raise BadRecord(f"turn {common + 1}, the {role}'s, differs: both answers must be to one prompt")
-        given = template_values(record, self.given)
+        values = template_values(record, self.given)
         pair = []
         for conversation in (chosen, rejected):
             before = conversation[:common]
@@ -112,7 +114,7 @@ class PreferenceForm:
             if all(turn.get("masked") for turn in after if turn["role"] == "assistant"):
                 raise BadRecord(f"nothing is compared: all answers are masked ({', '.join(MASK_KEYS)})")
             before = [{**turn, "trained": False} if turn["role"] == "assistant" else turn for turn in before]
-            pair.append(chat.Conversation([*before, *after], given))
+            pair.append(chat.Conversation([*before, *after], values))
         return pair[0], pair[1]
 
     def _conversation(self, record: dict[str, Any], column: str) -> list[chat.Message]:
@@ -184,16 +186,16 @@ def prepare_chat(
     read = {name for form in forms.values() for name in form.columns}
     notes += unread_note([name for name in columns if name not in read], unread)
     sample = sets[first_part][0]
-    shown = show_sample(sample, tokenizer, template, PART_NAMES[first_part])
+    lines = show_sample(sample, tokenizer, template, PART_NAMES[first_part])
     if compares:
         rejected = {"input_ids": sample["rejected_ids"], "labels": sample["rejected_labels"]}
-        shown += ["sample    the same with the rejected answer:", *show_sample(rejected, tokenizer, template)[1:]]
+        lines += ["sample    the same with the rejected answer:", *show_sample(rejected, tokenizer, template)[1:]]
     packed: dict[str, SampleSet] = dict(sets)
     if not compares and recipe.packing != "none":
         filler = padding_token(tokenizer)
         packed = {name: PackedConversations(conversations, block_size, filler) for name, conversations in sets.items()}
     data = TextData(train=packed.get("train"), tokenizer=tokenizer, block_size=block_size, notes=notes, is_chat=True)
-    return replace(data, validation=packed.get("validation"), shown=shown)
+    return replace(data, validation=packed.get("validation"), shown=lines)
 
 
 def unread_note(columns: list[str], keys: Iterable[str]) -> list[str]:
@@ -307,14 +309,14 @@ class Conversations:
         self.lengths = self.sort_key = np.maximum.reduce(lengths)[self.rows]
         numbers = table.select_columns(["truncated", "trained"]).with_format("numpy")
         truncated, trained = (int(numbers[name][:].sum()) for name in ("truncated", "trained"))
-        kept = int(np.sum(lengths))
+        num_tokens = int(np.sum(lengths))
         self.stats = DatasetStats(
             documents=len(table),
-            tokens=kept + truncated,
+            tokens=num_tokens + truncated,
             samples=len(self),
             truncated=truncated,
             trained=trained,
-            padding=1 - kept / (len(self) * int(self.lengths.max())),
+            padding=1 - num_tokens / (len(self) * int(self.lengths.max())),
         )
 
     def __len__(self) -> int:

@@ -362,8 +362,8 @@ def _find_reader(recipe: ClsRecipe, options: DataOptions, task: GlueTask | None)
             choices = find_choices(recipe, source.first) or choices
         return LabelledSource(options, source, choices)
     words = find_words(recipe.text_columns, source.first) if task is None else None
-    known = (recipe.label_column,) if recipe.label_column else TAG_COLUMNS
-    tags = next((name for name in known if name != words and _item_dtype(source.first, name)), None)
+    candidates = (recipe.label_column,) if recipe.label_column else TAG_COLUMNS
+    tags = next((name for name in candidates if name != words and _item_dtype(source.first, name)), None)
     if words and tags:
         names = tables.class_names(source.first.features[tags])
         return LabelledSource(options, source, TaggedWords((words,), tags, Labels(None, is_token_level=True), names))
@@ -474,12 +474,12 @@ def _columns(
     tables.check_column(table, "label_column", label if labelled else None)
     problems = []
     if not texts:
-        known: list[tuple[str, ...]] = [pair for pair in SENTENCE_COLUMNS if len(pair) == 2]
+        candidates: list[tuple[str, ...]] = [pair for pair in SENTENCE_COLUMNS if len(pair) == 2]
         if task:
-            known = [task.texts, task.released]
-        known += [] if task else [(name,) for name in tables.word_columns(table) if (name,) in SENTENCE_COLUMNS]
-        known += [] if task else [names for names in SENTENCE_COLUMNS if len(names) == 1]  # texts of digits
-        texts = tables.match_columns(filter(None, known), present - {label}) or ()
+            candidates = [task.texts, task.released]
+        candidates += [] if task else [(name,) for name in tables.word_columns(table) if (name,) in SENTENCE_COLUMNS]
+        candidates += [] if task else [names for names in SENTENCE_COLUMNS if len(names) == 1]  # texts of digits
+        texts = tables.match_columns(filter(None, candidates), present - {label}) or ()
         words = [name for name in tables.word_columns(table) if name not in (*LABEL_COLUMNS, label)]
         if not texts and not task and len(words) == 1:
             tables.check_name(words[0], "text_columns")

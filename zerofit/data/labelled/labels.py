@@ -82,7 +82,7 @@ class Labels:
             return "each label is a number (regression)"
         if self.choices:
             return f"multiple choice, one of {len(self.names)}"
-        what = (
+        noun = (
             "tags of words"
             if self.is_token_level
             else "labels, any number a record"
@@ -90,7 +90,7 @@ class Labels:
             else "labels"
         )
         more = ", ..." if len(self.names) > 10 else ""
-        shown = f"{len(self.names)} {what}: {', '.join(self.names[:10])}{more}"
+        shown = f"{len(self.names)} {noun}: {', '.join(self.names[:10])}{more}"
         if self.is_multi_label:
             return f"{shown} (predicted are those with a probability above {MULTI_LABEL_THRESHOLD:g})"
         is_binary = len(self.names) == 2 and not self.is_token_level
@@ -157,12 +157,12 @@ def find_labels(
         shortened = not all(match[2] for match in ordered)
         names = tuple(dict.fromkeys(match[1] if shortened else match[0] for match in ordered))
     if len(names) < 2 or len(names) > MAX_CLASSES:
-        what = f"only one label, {names[0]!r}" if len(names) < 2 else f"{len(names):,} different labels"
-        raise UserError(f"{where} has {what}: nothing to classify. Correct label_column, or use --regression")
+        problem = f"only one label, {names[0]!r}" if len(names) < 2 else f"{len(names):,} different labels"
+        raise UserError(f"{where} has {problem}: nothing to classify. Correct label_column, or use --regression")
     blank = sorted({str(value) for value in values if str(value) != str(value).strip() and not is_missing(value)})
     if blank:
-        shown = ", ".join(map(repr, blank[:3])) + (", ..." if len(blank) > 3 else "")
-        return Labels(names, notes=(f"note      labels are read without the blanks at their ends: {shown}",))
+        examples = ", ".join(map(repr, blank[:3])) + (", ..." if len(blank) > 3 else "")
+        return Labels(names, notes=(f"note      labels are read without the blanks at their ends: {examples}",))
     if names == tuple(map(str, range(MISSING_LABEL, len(names) + MISSING_LABEL))):
         note = "note      the label -1 is a class; if records have it that have no label, as SNLI's, remove these"
         return Labels(names, notes=(note,))
@@ -214,9 +214,9 @@ def refuse_unclear(names: Iterable[str], where: str) -> None:
             "say --regression true; if they are names of classes, --regression false; several labels of a record are "
             'lists: {"label": ["0", "5"]} in a .jsonl file'
         )
-    known = {*names}
+    name_set = {*names}
     marks = ((name, mark) for name in names for mark in ",;|" if mark in name)
-    if joined := next((name for name, mark in marks if {part.strip() for part in name.split(mark)} <= known), None):
+    if joined := next((name for name, mark in marks if {part.strip() for part in name.split(mark)} <= name_set), None):
         raise UserError(
             f"{where}: the label {joined!r} joins other labels. If a record has several, write lists in a .jsonl: "
             '{"labels": ["a", "c"]}; if it is the name of a class, say --regression false'
@@ -249,8 +249,8 @@ def trained_labels(
     gives_number = config.problem_type == "regression" or (len(model_names) == 1 and not is_multi_label)
     trained = "one number" if gives_number else f"{len(model_names)} labels ({', '.join(model_names)})"
     if is_number != gives_number and (is_number or class_names):
-        asked = "a number" if is_number or class_names is None else ", ".join(class_names)
-        raise UserError(f"the model was trained for {trained}, and the task asks for {asked}. Name another model")
+        expected = "a number" if is_number or class_names is None else ", ".join(class_names)
+        raise UserError(f"the model was trained for {trained}, and the task asks for {expected}. Name another model")
     names = sorted({name_of(value) for value in values if not is_missing(value)})
     if gives_number:
         return _numbers(names, "the held-out data"), None
@@ -359,12 +359,14 @@ def label_report(labels: Labels, trained: list[np.ndarray], held_out: list[np.nd
     both = " + ".join([*(["training"] if trained else []), *(["held out"] if held_out else [])])
     largest = sorted(np.argsort(-(counts + held_counts), kind="stable")[:MAX_COUNTED_CLASSES])
     columns = [*([counts] if trained else []), *([held_counts] if held_out else [])]
-    shown = [f"{names[place]} {' + '.join(f'{column[place]:,}' for column in columns)}" for place in largest]
-    more = f", and {len(names) - MAX_COUNTED_CLASSES:,} labels with fewer" if len(names) > MAX_COUNTED_CLASSES else ""
-    lines = [f"labels    {noun} of each label ({both}): {', '.join(shown)}{more}"]
+    counted = [f"{names[place]} {' + '.join(f'{column[place]:,}' for column in columns)}" for place in largest]
+    others = (
+        f", and {len(names) - MAX_COUNTED_CLASSES:,} labels with fewer" if len(names) > MAX_COUNTED_CLASSES else ""
+    )
+    lines = [f"labels    {noun} of each label ({both}): {', '.join(counted)}{others}"]
     if trained:
-        few = [f"{names[place]} ({counts[place]})" for place in np.flatnonzero((counts > 0) & (counts < MIN_RECORDS))]
-        lines += _note(f"fewer than {MIN_RECORDS} training {noun}", few)
+        rare = [f"{names[place]} ({counts[place]})" for place in np.flatnonzero((counts > 0) & (counts < MIN_RECORDS))]
+        lines += _note(f"fewer than {MIN_RECORDS} training {noun}", rare)
         lines += _note(f"no training {noun}", [names[place] for place in np.flatnonzero(counts == 0)])
     if held_out:
         lines += _note(f"no held-out {noun}", [names[place] for place in np.flatnonzero(held_counts == 0)])
@@ -374,8 +376,8 @@ def label_report(labels: Labels, trained: list[np.ndarray], held_out: list[np.nd
 def _note(problem: str, names: Sequence[str]) -> list[str]:
     if not names:
         return []
-    more = f", and {len(names) - MAX_NAMED_CLASSES:,} more" if len(names) > MAX_NAMED_CLASSES else ""
-    return [f"note      {problem}: {', '.join(names[:MAX_NAMED_CLASSES])}{more}"]
+    other_names = f", and {len(names) - MAX_NAMED_CLASSES:,} more" if len(names) > MAX_NAMED_CLASSES else ""
+    return [f"note      {problem}: {', '.join(names[:MAX_NAMED_CLASSES])}{other_names}"]
 
 
 # The text or the pair of each row (one, or one a choice), and the label (0 or 1 for each class of a set).
@@ -484,24 +486,29 @@ def encode_parts(
         kinds = {"sizes": TOKEN_IDS, "label": kind}
     numbers = dict.fromkeys(("truncated", "longest"), Value("int32"))
     features = Features({**dict.fromkeys(columns, TOKEN_IDS), **kinds, **numbers})
-    more = ("sizes",) if labels.choices else ("tags", "starts") if labels.is_token_level else ()
+    extra_columns = ("sizes",) if labels.choices else ("tags", "starts") if labels.is_token_level else ()
     for name, part in parts.items():
         table = part.encode(encode, features, (tokenizer_hash(tokenizer), length, columns), options.cache)
-        sets[name] = TokenizedDataset(table, (*columns, *more))
-        what = f"{PART_NAMES.get(name, PART_NAMES['validation'])} texts are cut at {length} tokens (max_length)"
+        sets[name] = TokenizedDataset(table, (*columns, *extra_columns))
+        texts_cut = f"{PART_NAMES.get(name, PART_NAMES['validation'])} texts are cut at {length} tokens (max_length)"
         longest = np.asarray(table.with_format("numpy")["longest"][:])
         cut = int((longest > length).sum())
-        notes += report_data_loss(True, cut, len(part), what, longest, option="max_length", config=config)
-    held = []
+        notes += report_data_loss(True, cut, len(part), texts_cut, longest, option="max_length", config=config)
+    held_out = []
     for name in sorted(parts.keys() - {"train"}):  # all columns for predictions.jsonl, where the label is a name
         suffix = name.removeprefix("validation").removeprefix(PREDICT)
         label = getattr(parts[name].reader, "label", None)
         records = parts[name].records
         records = records.remove_columns("label") if label == "label" else records
         reserved = ("prediction", "probability", "probabilities", *(("label",) if label else ()))
-        held.append(HeldOut(sets[name], [input_columns(records, *reserved)], suffix))
+        held_out.append(HeldOut(sets[name], [input_columns(records, *reserved)], suffix))
     return ExampleData(
-        train=sets.get("train"), held_out=held, labels=labels, tokenizer=tokenizer, max_length=length, notes=notes
+        train=sets.get("train"),
+        held_out=held_out,
+        labels=labels,
+        tokenizer=tokenizer,
+        max_length=length,
+        notes=notes,
     )
 
 
@@ -569,8 +576,8 @@ def class_weights(recipe: ClsRecipe, data: ExampleData) -> list[float] | None:
         changed = [name for name in ("class_weights", "focal_gamma", "label_smoothing") if getattr(recipe, name)]
         if not changed:
             return None
-        what = "numbers (regression)" if names is None else "choices" if data.labels.choices else "lists"
-        raise UserError(f"{' and '.join(changed)}: the labels are {what}, and this is for classes. Remove it")
+        noun = "numbers (regression)" if names is None else "choices" if data.labels.choices else "lists"
+        raise UserError(f"{' and '.join(changed)}: the labels are {noun}, and this is for classes. Remove it")
     train = data.train if recipe.trains else None
     if not recipe.class_weights or train is None:
         return None
@@ -581,13 +588,13 @@ def class_weights(recipe: ClsRecipe, data: ExampleData) -> list[float] | None:
             counts += times * np.bincount(each.labels, minlength=len(names))
         present = np.count_nonzero(counts)
         return np.where(counts > 0, counts.sum() / (present * np.where(counts > 0, counts, 1.0)), 1.0).tolist()
-    given = recipe.weight_of_class
-    if unknown := given.keys() - set(names):
+    weights = recipe.weight_of_class
+    if unknown := weights.keys() - set(names):
         raise UserError(
             f"class_weights: {', '.join(sorted(unknown))} is not a class of the data ({', '.join(names[:20])}"
             f"{', ...' if len(names) > 20 else ''})"
         )
-    return [given.get(name, 1.0) for name in names]
+    return [weights.get(name, 1.0) for name in names]
 
 
 def describe_weights(weights: list[float], names: tuple[str, ...]) -> str:
