@@ -13,18 +13,18 @@ from lines import CODE
 LIMITS = {  # what there is; the goal of each is behind it
     "train": 530,  # 800
     "zerofit": 108,  # cli.py
-    "zerofit/recipe": 3_234,  # 2,700
+    "zerofit/recipe": 3_238,  # 2,700
     "zerofit/model": 5_324,  # 4,700
     "zerofit/compat": 600,  # 600
-    "zerofit/data": 6_676,  # 6,000
+    "zerofit/data": 6_685,  # 6,000
     "zerofit/strategy": 4_996,  # 4,800
     "zerofit/estimate": 4_498,  # 4,700
-    "zerofit/record": 1_470,  # 4,300 with health and checkpoint
+    "zerofit/record": 1_474,  # 4,300 with health and checkpoint
     "zerofit/health": 1_320,
     "zerofit/checkpoint": 1_624,
-    "zerofit/training": 3_212,  # 2,000
+    "zerofit/training": 3_214,  # 2,000
     "zerofit/launch": 1_280,  # 1,300
-    "zerofit/tools": 10_393,  # 10,600
+    "zerofit/tools": 10_397,  # 10,600
     "benchmarks": 1_852,  # 1,800
     "tests": 25_057,  # 21,500
 }

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from zerofit.data.collate import multiple_for, round_up
-from zerofit.estimate.planned_rows import AUTO_CLASSES, MAX_LENGTH, TOKEN_CLASSIFIER, PlannedHead, PlannedRows
+from zerofit.estimate.planned_rows import MAX_LENGTH, PLANNED_CLASSES, TOKEN_CLASSIFIER, PlannedHead, PlannedRows
 from zerofit.estimate.planned_strategy import PlannedStrategy
 from zerofit.estimate.traced_steps import (
     WHOLE_MODEL,
@@ -253,7 +253,7 @@ def make_model(
     config: Any, task: str, dtype: torch.dtype, attention: str | None, traced: bool
 ) -> transformers.PreTrainedModel:
     """Return a model with random weights, on the default device. `traced`: use the attention that can be traced."""
-    name = TOKEN_CLASSIFIER if task == "cls" and has_head(config, "TokenClassification") else AUTO_CLASSES[task]
+    name = TOKEN_CLASSIFIER if task == "cls" and has_head(config, "TokenClassification") else PLANNED_CLASSES[task]
     auto_class = getattr(transformers, name)
 
     def build(attention: str | None) -> Any:
@@ -291,7 +291,7 @@ def read_planned_model(recipe: Any, task: str, on_gpu: bool) -> PlannedModel:
     Raises:
         UserError: the configuration cannot be read, or no model can be made from it.
     """
-    auto_class = getattr(transformers, AUTO_CLASSES[task])
+    auto_class = getattr(transformers, PLANNED_CLASSES[task])
     adapter = None
     architecture = getattr(recipe, "architecture", None)
     recipe = recipe.draft()

@@ -18,7 +18,7 @@ from zerofit.model.configuration import has_head
 from zerofit.model.loss import TEACHER_HIDDEN
 from zerofit.recipe.tasks import CAUSAL_TASKS
 
-AUTO_CLASSES = {
+PLANNED_CLASSES = {
     **dict.fromkeys(CAUSAL_TASKS, "AutoModelForCausalLM"),
     "cls": "AutoModelForSequenceClassification",
     "seq2seq": "AutoModelForSeq2SeqLM",

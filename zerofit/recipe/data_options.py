@@ -308,7 +308,9 @@ class BatchOptions(Recipe, phase="train"):
 
 
 FROM_MODEL = "the model"  # the source of such an option
-MODEL = "the weights are those of model_name_or_path: a hub name, a folder such as outputs/RUN/model, or an adapter's"
+TRAINED_MODEL_HINT = (
+    "the weights are those of model_name_or_path: a hub name, a folder such as outputs/RUN/model, or an adapter's"
+)
 
 
 @dataclass
@@ -381,7 +383,9 @@ class InferenceOptions(SourceOptions, ModelOptions):
     def problems(self) -> list[str]:
         problems = super().problems()
         if not self.trains and not self.model_name_or_path:
-            problems.append(f"--{'evaluate_only' if self.evaluate_only else 'predict_file'}: {MODEL}. Name it")
+            problems.append(
+                f"--{'evaluate_only' if self.evaluate_only else 'predict_file'}: {TRAINED_MODEL_HINT}. Name it"
+            )
         if self.evaluate_only and self.train_file and not self.validation_split_percentage:
             problems.append(
                 "evaluate_only: nothing is held out (validation_split_percentage = 0). Name a validation_file"

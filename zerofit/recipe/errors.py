@@ -115,7 +115,7 @@ def print_last(text: str, after_signal: bool = False, file: TextIO | None = None
 
 @dataclass
 class Exit:
-    """How this process ends: the functions that are called before it, and its exit code. `explain`: prints an
+    """The end of this process: the functions that are called before it, and its exit code. `explain`: prints an
     explanation of an error other than UserError, and returns the exit code, or None. `tell`: tells other machines the
     message and the exit code."""
 

@@ -19,7 +19,7 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import read_yaml
 from zerofit.recipe.options import TrainingRecipe
 
-GLUE_TASKS = ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli")
+GLUE_TASK_NAMES = ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2", "stsb", "wnli")
 BALANCED = "balanced"  # value of class_weights
 
 
@@ -62,7 +62,7 @@ class LabelOptions(Recipe):
     """Texts and labels"""
 
     task_name: str | None = option(
-        None, "GLUE task, which sets the columns, labels and metric.", choices=GLUE_TASKS, common=True
+        None, "GLUE task, which sets the columns, labels and metric.", choices=GLUE_TASK_NAMES, common=True
     )
     text_columns: list[str] | None = option(
         None, "Column of the text, or two columns of a pair of texts.", common=True, shapes_input=True

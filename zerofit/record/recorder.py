@@ -101,7 +101,7 @@ RESUMED: dict[str, tuple[Callable[[Any], str], Callable[[str], dict[str, Any]]]]
     "mlflow": (lambda run: run.info.run_id, lambda id: {"run_id": id}),
 }
 WANDB = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-SHOWN_CHARACTERS = 160  # of a sample of an anomaly
+ANOMALY_PREVIEW_CHARACTERS = 160  # of a sample of an anomaly
 IN_THE_FOLDER = {"wandb": "wandb/", "swanlab": "swanlog/", "aim": ".aim/", "dvclive": "dvclive/"}
 
 
@@ -211,7 +211,9 @@ class RunRecorder:
         if ranks is not None:
             parts = [part for rank in layout.loss_ranks for part in ranks[rank]]
             indices = dict.fromkeys(index for part in parts for index in part["samples"])
-            previews = {index: tokenizer.decode(samples[index]["input_ids"])[:SHOWN_CHARACTERS] for index in indices}
+            previews = {
+                index: tokenizer.decode(samples[index]["input_ids"])[:ANOMALY_PREVIEW_CHARACTERS] for index in indices
+            }
             line = {"update": anomaly.update, "reason": anomaly.reason, "action": action, **anomaly.figures}
             self.folder.anomalies.add({**line, "micro_batches": parts, "heads": previews})
 

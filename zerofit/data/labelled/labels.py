@@ -71,7 +71,7 @@ class Labels:
 
     @property
     def entities(self) -> bool:
-        """Whether the tags mark entities of several words: B-PER, I-PER, O (IOB1, IOB2, IOBES and BILOU)."""
+        """True if the tags mark entities of several words: B-PER, I-PER, O (IOB1, IOB2, IOBES and BILOU)."""
         return self.is_token_level and all(
             name == "O" or re.fullmatch("[BIESLU]-.+", name) for name in self.names or ()
         )

@@ -254,7 +254,7 @@ class MetaFolder:
         return torch.cat(shards[::copies], axis)
 
 
-MAX_FILE_BYTES = 4 * 2**30  # of a written file, which is in memory meanwhile
+MAX_META_FILE_BYTES = 4 * 2**30  # of a written file, which is in memory while it is written
 INDEX_FILE = "model.safetensors.index.json"
 LLAMA_3_THETA = 500_000.0
 LLAMA_3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -344,7 +344,7 @@ def _write_hf(meta: MetaFolder, config: LlamaConfig, tokenizer: ConvertedTokeniz
         name, shape = differing[0]
         raise RuntimeError(f"{name} of {shape} is not in both models ({len(differing)} such)")
     empty = {name: torch.empty(weight.shape, dtype=meta.dtype, device="meta") for name, weight in weights.items()}
-    files = split_torch_state_dict_into_shards(empty, max_shard_size=MAX_FILE_BYTES)
+    files = split_torch_state_dict_into_shards(empty, max_shard_size=MAX_META_FILE_BYTES)
     for file, names in tqdm(files.filename_to_tensors.items(), "convert", leave=False, disable=None):
         tensors = {name: permute_to_hf(meta.read(weights[name]), weights[name].heads).contiguous() for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})

@@ -16,7 +16,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
 from zerofit.estimate.planned_model import read_planned_model
-from zerofit.estimate.planned_rows import AUTO_CLASSES
+from zerofit.estimate.planned_rows import PLANNED_CLASSES
 from zerofit.launch.machines import read_machines
 from zerofit.model.adapter_folder import with_base_configuration
 from zerofit.model.compilation import check_float8_device, missing_compiler
@@ -291,7 +291,7 @@ def _resolve(report: DoctorReport, task: str | None, recipe: TrainingRecipe) -> 
 
 def _examine_model(report: DoctorReport, task: str, recipe: TrainingRecipe, strategy: Strategy | None) -> None:
     """Check model, layout, lengths, adapter and tokenizer, without reading weights."""
-    auto_class = getattr(transformers, AUTO_CLASSES[task])
+    auto_class = getattr(transformers, PLANNED_CLASSES[task])
     on_base, config = with_base_configuration(recipe, task, auto_class)
     with report.collected():
         check_model(task, on_base, strategy, auto_class)

@@ -21,7 +21,7 @@ MAX_VALUE_WIDTH = 18  # characters of a value
 
 @dataclass
 class DoctorOptions(TaskOption, StrategyOptions):
-    """What holds, who set it, and whether it can run here; options of the training recipe are looked at as well"""
+    """A report: the values, who set them, and whether it can run here; options of the training recipe count too"""
 
     num_processes: int | None = option(
         None, "Processes of all machines; else the YAML's, or one for each accelerator.", positive=True, common=True

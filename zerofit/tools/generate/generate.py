@@ -17,7 +17,7 @@ from zerofit.tools.tool_recipe import PRECISIONS
 
 @dataclass
 class WriterOptions(Recipe):
-    """Who writes, and what about"""
+    """The model and the prompts"""
 
     model: str = option(None, "The model: a folder, a hub name, an adapter's folder, or a run's.")
     adapter: str | None = option(None, "A LoRA adapter's folder, to be put on the model.")
@@ -56,7 +56,7 @@ class WriterOptions(Recipe):
 
 @dataclass
 class SamplingOptions(Recipe):
-    """How the next token is chosen"""
+    """The choice of the next token"""
 
     max_new_tokens: int = option(256, "Write at most this many; by default an encoder-decoder's own.", positive=True)
     num_beams: int | None = option(None, "Beams of the search; by default the model's own number.", positive=True)

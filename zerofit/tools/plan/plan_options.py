@@ -63,7 +63,7 @@ MEMORY_VARIABLE = "DEVICE_MEMORY_GB"
 
 @dataclass
 class SpeedOptions(Recipe):
-    """What the device reaches, where its maker's figures are not known or not wanted"""
+    """The device's figures, where its maker's are not known or not wanted"""
 
     peak_tflops: float | None = option(
         None, "Peak of one device's matrix products, TFLOP/s (dense, in bf16 or fp16).", positive=True
@@ -77,7 +77,7 @@ class SpeedOptions(Recipe):
 
 @dataclass
 class PlanOptions(BatchSizesOptions, SpeedOptions, StrategiesOptions):
-    """What fits and how fast, predicted without a GPU; options of the training recipe change that"""
+    """A prediction, without a GPU, of what fits and how fast it is; options of the training recipe change it"""
 
     strategies: list[str] = option(
         ["all"],

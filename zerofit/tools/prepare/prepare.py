@@ -18,9 +18,9 @@ from zerofit.tools.runs import ending_in_order
 
 KEPT_WHOLE_HINT = "remove it: documents are kept whole, as they are, in the order of the input"
 WORKERS_HINT = "remove it: the --workers, by default one per core, read parts of files"
-TOKENIZER_HINT = "say --tokenizer: a folder, a hub name, or a tokenizer.model"
+NAME_TOKENIZER_HINT = "say --tokenizer: a folder, a hub name, or a tokenizer.model"
 PREPARE_HINTS = {  # for options of Megatron's tools/preprocess_data.py and tools/merge_datasets.py
-    **dict.fromkeys(("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path"), TOKENIZER_HINT),
+    **dict.fromkeys(("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path"), NAME_TOKENIZER_HINT),
     **dict.fromkeys(("dataset_impl", "data_impl"), "remove it: the .bin and .idx of mmap are what is written"),
     **dict.fromkeys(("partitions", "chunk_size", "find_optimal_num_workers"), WORKERS_HINT),
     **dict.fromkeys(("keep_sequential_samples", "keep_newlines", "split_sentences", "lang"), KEPT_WHOLE_HINT),

@@ -23,7 +23,7 @@ from zerofit.strategy.builds import check_compiled_code
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE / "csrc"
 DEVICE = HERE / "device"
-NAME = "simgpu_c"
+EXTENSION_NAME = "simgpu_c"
 
 
 def missing() -> str | None:
@@ -56,9 +56,13 @@ def target() -> Path:
     place of the sources."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
     sources = b"".join(file.read_bytes() for file in sorted(SOURCES.iterdir()))
-    command = shlex.join(_command(Path(NAME))).replace(str(SOURCES), "")
+    command = shlex.join(_command(Path(EXTENSION_NAME))).replace(str(SOURCES), "")
     about = f"{torch.__version__} {sysconfig.get_config_var('EXT_SUFFIX')} {command}"
-    return Path(root) / NAME / f"{NAME}-{hashlib.sha256(about.encode() + sources).hexdigest()[:16]}.so"
+    return (
+        Path(root)
+        / EXTENSION_NAME
+        / f"{EXTENSION_NAME}-{hashlib.sha256(about.encode() + sources).hexdigest()[:16]}.so"
+    )
 
 
 def environment(library: Path) -> dict[str, str]:
@@ -78,7 +82,7 @@ def _command(library: Path) -> list[str]:
     return [
         _compiler() or "c++",
         *"-std=c++20 -O1 -DNDEBUG -fPIC -shared".split(),
-        f"-DTORCH_EXTENSION_NAME={NAME}",
+        f"-DTORCH_EXTENSION_NAME={EXTENSION_NAME}",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *(f"-isystem{path}" for path in headers),
         str(SOURCES / "simgpu.cpp"),
