@@ -34,8 +34,8 @@ MIN_CHECKPOINTS = 2  # if the newest is damaged, there is one before it
 
 
 class SaveReason(StrEnum):
-    """The reason for which a checkpoint is written. Requested ones stay as long as the recipe says; of the others, meant
-    only for resuming, the last two stay."""
+    """The reason for which a checkpoint is written. Requested ones stay as long as the recipe says; of the others,
+    which are only for resuming, the last two stay."""
 
     REQUESTED = "asked"
     BY_CLOCK = "clock"
