@@ -13,32 +13,32 @@ from zerofit.compat import replaced
 
 
 def with_groups(groups: Any) -> contextlib.AbstractContextManager[None]:
-    """Within this context a PipelineModule takes these process groups, and makes none. Its constructor has no argument
-    for them, and would make groups that know no tensor parallelism. Without it: no 3D parallelism."""
+    """Within this context a PipelineModule uses these process groups. Its constructor has no argument for them, and
+    creates groups without tensor parallelism. Without it: no 3D parallelism."""
     module = import_module("deepspeed.runtime.pipe.module")
     return replaced(module, "PipelineParallelGrid", lambda **_: groups)
 
 
 def initializing_with(groups: Any) -> contextlib.AbstractContextManager[None]:
-    """Within this context `deepspeed.initialize` is given these process groups (its argument `mpu`). accelerate calls
-    it, without that argument (accelerator.py, _prepare_deepspeed). Without it: DeepSpeed takes all ranks for replicas,
-    and tensor and sequence parallelism sum gradients over the wrong ranks."""
+    """Within this context `deepspeed.initialize` gets these process groups as its argument `mpu`, which accelerate
+    does not pass (accelerator.py, _prepare_deepspeed). Without it: DeepSpeed takes every rank for a replica, and
+    tensor and sequence parallelism sum gradients over the wrong ranks."""
     deepspeed = import_module("deepspeed")
     return replaced(deepspeed, "initialize", functools.partial(deepspeed.initialize, mpu=groups))
 
 
 class SplitStep:
-    """The step of a ZeRO optimizer in two parts: the norm of the gradients; then an update, or one that is left out.
-    DeepSpeed takes the norm and decides within `step` (engine.get_global_grad_norm comes after it), so that an update
-    could not be refused (`--on_anomaly skip`). ZeRO's optimizers decide by what `_update_scale` finds, and drop the
-    gradients; BF16_Optimizer, which ZeRO-1 has where data_types.grad_accum_dtype differs from bf16, asks
-    `is_invalid_grad_norm`. A norm that was taken is not taken again. All are replaced only while a step runs. Without
-    it: after a bad update a run could stop or rewind, and not leave it out.
+    """The step of a ZeRO optimizer in two parts: first the norm of the gradients, then the update, which can be
+    skipped. DeepSpeed computes the norm within `step`, and engine.get_global_grad_norm returns it only afterwards, too
+    late to refuse an update (`--on_anomaly skip`). ZeRO's optimizers skip an update, and drop the gradients, where
+    `_update_scale` reports an overflow. ZeRO-1 with a data_types.grad_accum_dtype other than bf16 has BF16_Optimizer,
+    which skips where `is_invalid_grad_norm`. These are replaced only while a step runs; the step reuses the norm.
+    Without it: after a bad update a run could stop or rewind, but not skip it.
 
     Args:
         is_sharded: whether it is the optimizer of ZeRO-3.
-        faster: makes of the optimizer's `get_grad_norm_direct`, (gradients, their parameters) -> their norm over all
-            ranks, one that takes fewer operations; used while a norm is taken.
+        faster: called with the optimizer's `get_grad_norm_direct`, which returns the norm of (gradients, their
+            parameters) over all ranks; returns a faster function, which `norm` uses in its place.
     """
 
     def __init__(self, optimizer: Any, is_sharded: bool, faster: Callable[[Any], Any]):
@@ -50,11 +50,11 @@ class SplitStep:
 
     @staticmethod
     def is_padding(gradient: torch.Tensor) -> bool:
-        """Return whether a gradient that ZeRO-1 or ZeRO-2 counts only fills a partition up, and is of no parameter."""
+        """Return whether ZeRO-1 or ZeRO-2 uses this gradient only to pad a partition; it belongs to no parameter."""
         return getattr(gradient, "_zero_padding", False)
 
     def norm(self) -> float:
-        """Return the norm of the gradients without the loss scale; nan if it is none."""
+        """Return the norm of the gradients, divided by the loss scale; nan where they are not finite."""
         utils = import_module("deepspeed.runtime.utils")
         optimizer = self.optimizer
         if self.is_bf16:
@@ -69,7 +69,7 @@ class SplitStep:
         return float(utils.combine_grad_norm_groups(norms)) / optimizer.loss_scale
 
     def run(self, step: Callable[[], None], discards: bool) -> None:
-        """Call the engine's step. `discards`: leave out the update, and drop the gradients; the loss scale stays."""
+        """Call the engine's step. `discards`: skip the update, drop the gradients and keep the loss scale."""
         optimizer = self.optimizer
         with contextlib.ExitStack() as replacements:
             if self.is_bf16:
@@ -85,8 +85,8 @@ class SplitStep:
 
 
 class Fragment(NamedTuple):
-    """Elements [start, start + numel) of a flattened parameter, which are those from `offset` on of the tensor of the
-    optimizer's group `group`."""
+    """The part of a parameter that a rank's optimizer has: elements [start, start + numel) of the flattened parameter.
+    It begins at element `offset` of the flat tensor of the optimizer's parameter group number `group`."""
 
     start: int
     numel: int
@@ -95,11 +95,11 @@ class Fragment(NamedTuple):
 
 
 def fragment_of(parameter: Any) -> Fragment | None:
-    """Return what this rank has of a parameter under ZeRO-1 and ZeRO-2; None: nothing. The public way,
-    deepspeed.utils.safe_get_full_fp32_param and safe_get_full_optimizer_state, gathers each parameter on every rank:
-    to copy all of a GPT-2 with 148 parameters took 87 times as long under ZeRO-1 and 41 times under ZeRO-2 (medians of
-    six alternating pairs; two ranks on a CPU that others used as well, gloo, torch 2.13). Without it: no checkpoints
-    under ZeRO-1 and ZeRO-2."""
+    """Return this rank's part of a parameter under ZeRO-1 and ZeRO-2; None: it has none. The public functions,
+    deepspeed.utils.safe_get_full_fp32_param and safe_get_full_optimizer_state, gather each parameter on every rank: a
+    copy of all 148 parameters of a GPT-2 took 87 times as long under ZeRO-1 and 41 times under ZeRO-2 (medians of six
+    alternating pairs; two ranks on a shared CPU, gloo, torch 2.13). Without it: no checkpoints under ZeRO-1 and
+    ZeRO-2."""
     mapping = parameter._hp_mapping
     if mapping is None:
         return None
@@ -109,18 +109,18 @@ def fragment_of(parameter: Any) -> Fragment | None:
 
 
 def step_sub_group(optimizer: Any, number: int) -> None:
-    """Let the optimizer of ZeRO-3 step one of its sub-groups, without a norm, a loss scale or new weights. It has no
-    public step of its parts, and its whole step moves weights. Without it: moments could not be made before a
-    checkpoint is read into them."""
+    """Step one sub-group of ZeRO-3's optimizer, without gradient norm and loss scale, and without an update of the
+    model's weights. Its only public step is that of all sub-groups, which updates the weights. Without it: moments
+    could not be initialized before a checkpoint is loaded into them."""
     optimizer._optimizer_step(number)
 
 
 @contextlib.contextmanager
 def swapped_in(optimizer: Any, number: int, written: bool = False) -> Iterator[None]:
-    """Within this context a sub-group of ZeRO-3's optimizer, whose state is on a disk, is in memory. The public way,
-    deepspeed.utils.safe_get_local_optimizer_state, brings the whole sub-group once for each parameter and each moment.
-    Small sub-groups are always in memory. Without it: no checkpoints with `device: nvme`. `written`: the state is
-    changed, and goes back to the disk."""
+    """Within this context a sub-group of ZeRO-3's optimizer, whose state is on a disk, is in memory. The public
+    function, deepspeed.utils.safe_get_local_optimizer_state, reads the whole sub-group once for each parameter and
+    each moment. Small sub-groups are always in memory. Without it: no checkpoints with `device: nvme`. `written`: the
+    caller changes the state, which is then written to the disk."""
     if not optimizer._swappable_optimizer_subgroup(number):
         yield
         return
@@ -133,9 +133,9 @@ def swapped_in(optimizer: Any, number: int, written: bool = False) -> Iterator[N
 
 
 def run_schedule(engine: Any, schedule: Any | None) -> None:
-    """Let a pipeline's engine carry out a schedule; None: its optimizer's step. Its public train_batch and eval_batch
-    have schedules of their own: one steps before the norm is known, the other evaluates as many micro-batches as
-    training accumulates; its `step` only raises. Without it: no pipeline."""
+    """Run a schedule on a pipeline's engine; None: only the optimizer's step. The public methods have fixed schedules:
+    train_batch steps before the norm is known, eval_batch evaluates as many micro-batches as training accumulates, and
+    `step` only raises an error. Without it: no pipeline parallelism."""
     if schedule is None:
         engine._exec_optimizer_step()
         return
@@ -145,8 +145,8 @@ def run_schedule(engine: Any, schedule: Any | None) -> None:
 
 
 def visit_modules(visitor: Any, module: Any) -> None:
-    """Put ZeRO-3's hooks on a module and those in it; they call methods of `visitor` in place of its coordinator.
-    Publicly they are put on a model as its weights are sharded, and a model that is only planned has none. Without it:
+    """Register ZeRO-3's hooks on a module and its submodules; they call methods of `visitor` instead of ZeRO-3's
+    coordinator. DeepSpeed registers them only when it shards weights, and a planned model has no weights. Without it:
     `zerofit plan` does not know in which order ZeRO-3 fetches weights."""
     offload = import_module("deepspeed.runtime.zero.parameter_offload").DeepSpeedZeRoOffload
     visitor._register_deepspeed_module = lambda child, count: offload._register_deepspeed_module(visitor, child, count)
@@ -154,16 +154,16 @@ def visit_modules(visitor: Any, module: Any) -> None:
 
 
 def without_shared_memory() -> contextlib.AbstractContextManager[None]:
-    """Within this context DeepSpeed's first process group compiles no sum over shared memory. On a CPU it does
-    (comm/torch.py, build_shm_op), for layers that its inference has; no option turns that off. Without it: the first
+    """Within this context DeepSpeed's first process group does not compile an all-reduce over shared memory. On a CPU
+    it does (comm/torch.py, build_shm_op), for layers of its inference; no option turns that off. Without it: the first
     run on a CPU compiles for some seconds, and needs a compiler."""
     return replaced(import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None)
 
 
 @contextlib.contextmanager
 def exchanging_heads_with(stand_in: Any) -> Iterator[None]:
-    """Within this context DeepSpeed's exchange of heads between ranks (Ulysses) calls another module of collectives.
-    One process has no group of several ranks. Without it: `zerofit plan` cannot trace sequence parallelism."""
+    """Within this context DeepSpeed's exchange of heads between ranks (Ulysses) takes its collectives from `stand_in`.
+    A single process has no group of several ranks. Without it: `zerofit plan` cannot trace sequence parallelism."""
     heads, layer = map(import_module, ("deepspeed.runtime.sequence_parallel.ulysses_sp", "deepspeed.sequence.layer"))
     with replaced(heads, "dist", stand_in), replaced(layer, "dist", stand_in):
         yield

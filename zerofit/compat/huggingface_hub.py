@@ -8,8 +8,8 @@ from zerofit.compat import UNTIL_THE_RUN_ENDS, replaced
 
 
 def work_offline() -> None:
-    """Let the hub's libraries read their cache alone, until the run ends. The library reads the variable
-    HF_HUB_OFFLINE when it is imported, which has happened, and has no function for it. Without it: on a host without a
-    network each file is asked for six times."""
+    """Let the hub's libraries read only their cache until the run ends. huggingface_hub reads the variable
+    HF_HUB_OFFLINE when it is imported, which has happened before, and has no function to set it. Without it: on a host
+    without a network each file is requested six times."""
     UNTIL_THE_RUN_ENDS.enter_context(replaced(constants, "HF_HUB_OFFLINE", True))
     os.environ["HF_HUB_OFFLINE"] = "1"  # for datasets, which is imported later

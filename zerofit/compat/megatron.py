@@ -10,14 +10,14 @@ from zerofit.compat import UNTIL_THE_RUN_ENDS, replaced
 
 
 def load_without_pickles(modules: Iterable[Any], numpy: Any) -> None:
-    """Let these modules of megatron-core's datasets have another numpy, until the run ends. They load an index, now or
-    later, with allow_pickle=True, and no argument forbids it. Without it: a file beside a corpus could run code in
-    whoever trains on it."""
+    """Replace numpy in these modules of megatron-core's datasets until the run ends. They load index files with
+    allow_pickle=True, and no argument forbids it. Without it: a file next to a corpus could run code on the machine
+    that trains on it. `numpy`: an object that loads without pickles."""
     for module in modules:
         UNTIL_THE_RUN_ENDS.enter_context(replaced(module, "numpy", numpy))
 
 
 def as_first_rank() -> AbstractContextManager[None]:
-    """Within this context torch.distributed.get_rank is 0: BlendedDataset asks for it, and there is no group yet.
-    Without it: samples of Megatron could be made only after the ranks have met."""
+    """Within this context torch.distributed.get_rank returns 0. BlendedDataset calls it, and there is no process group
+    yet. Without it: Megatron's samples could be read only after the process group is initialized."""
     return replaced(torch.distributed, "get_rank", lambda *_: 0)

@@ -27,23 +27,23 @@ class DispatchMode(TorchDispatchMode):
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
-    """Return a context in which tensors have shapes, dtypes and storages, and no memory; it can be entered again.
-    torch's public `torch.device("meta")` computes without memory too, but tells no CPU from a GPU. Without it:
+    """Return a context in which tensors have shapes, dtypes and storages, but no memory; it can be entered repeatedly.
+    The public `torch.device("meta")` needs no memory either, but does not distinguish CPU and GPU. Without it:
     `zerofit plan` cannot trace a step."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def number_of_tensors(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors hold this storage. torch.multiprocessing.reductions.StorageWeakRef tells only whether
-    any does. Without it: a trace could not tell what a module keeps from what it hands on."""
+    """Return how many tensors share this storage. torch.multiprocessing.reductions.StorageWeakRef tells only whether
+    any does. Without it: a trace could not tell what a module keeps from what it passes on."""
     handle: Any = storage
     return torch._C._storage_Use_Count(handle._cdata)
 
 
 def run_backward(loss: torch.Tensor) -> None:
-    """loss.backward(), with modes of functions of torch in force: layers are recomputed in it. torch.autograd.backward
-    is such a function itself, and a mode is not in force within what it meets. Without it: `zerofit plan` cannot trace
-    recomputed layers under ZeRO-3 or autocast."""
+    """Run loss.backward() with torch function modes active, also in layers that are recomputed.
+    torch.autograd.backward is such a function itself, and torch disables a mode within the functions that it
+    intercepts. Without it: `zerofit plan` cannot trace recomputed layers under ZeRO-3 or autocast."""
     engine: Any = import_module("torch.autograd.graph")
     engine._engine_run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -52,8 +52,8 @@ def run_backward(loss: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def computed_as_linear(layers: Iterable[torch.nn.Linear]) -> Iterator[None]:
-    """Within this context subclasses of torch.nn.Linear compute as it does. torchao's layers in float8 cannot be told
-    to, and FSDP2 holds on to the modules that it has sharded, so others cannot take their places. Without it: one
+    """Within this context subclasses of torch.nn.Linear compute as it does. torchao's float8 layers have no switch for
+    that, and FSDP2 keeps references to the modules that it has sharded, so these cannot be replaced. Without it: one
     scale for all rows of a batch makes the check of packed documents find a leak where there is none."""
     with contextlib.ExitStack() as stack:
         for layer in layers:
@@ -62,30 +62,30 @@ def computed_as_linear(layers: Iterable[torch.nn.Linear]) -> Iterator[None]:
 
 
 def leave_scaling_to_scaler(optimizer: torch.optim.Optimizer) -> None:
-    """Let torch's GradScaler itself divide the gradients of fp16 by the loss scale, and leave a step out. A fused
-    optimizer says that its step does both, and so does what is made from it. Without it: in fp16 the matrices of Muon
-    would step by gradients that are too large by the loss scale."""
+    """Let torch's GradScaler divide fp16 gradients by the loss scale, and skip steps. A fused optimizer declares that
+    its own step does both, and its subclasses inherit that. Without it: in fp16 Muon's matrices would be updated with
+    gradients that are multiplied by the loss scale."""
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
 
 def norms_of(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return the 2-norm of each tensor in this dtype, by one kernel for many of them. torch.nn.utils.get_total_norm
-    takes no dtype: of bf16 it rounds to bf16. Without it: a kernel for each gradient, or norms that are rounded."""
+    """Return the 2-norm of each tensor in this dtype, with one kernel for many tensors. torch.nn.utils.get_total_norm
+    has no dtype, and rounds norms of bf16 to bf16. Without it: one kernel for each gradient, or rounded norms."""
     return list(torch._foreach_norm(tensors, 2, dtype))
 
 
 def argument_names(operator: Any) -> list[tuple[str, Any]]:
-    """Return (name, default value) of each argument of an operator, as `__torch_dispatch__` meets it. Nothing public
-    tells an operator's signature. Without it: recomputation cannot tell attention that draws random numbers from
+    """Return (name, default value) of each argument of an operator that `__torch_dispatch__` gets. No public function
+    returns its signature. Without it: recomputation cannot tell attention that draws random numbers from
     attention that does not."""
     return [(argument.name, argument.default_value) for argument in operator._schema.arguments]
 
 
 def flight_record() -> dict[str, Any]:
-    """Return what torch's flight recorder has of this rank: its collectives, in `entries`, and its groups. torch's own
-    watchdog writes it (TORCH_FR_DUMP_TEMP_FILE) for NCCL alone, and only when a collective has waited for the timeout.
-    gloo's record names no groups. Without it: a run that hangs is ended, and not told which collective waits for which
-    rank."""
+    """Return the record of torch's flight recorder for this rank: its collectives (`entries`) and its groups. torch's
+    watchdog writes it (TORCH_FR_DUMP_TEMP_FILE) for NCCL only, and only after a collective has timed out. gloo's
+    record has no groups, so they are added here. Without it: a hanging run ends without a message which collective
+    waits for which rank."""
     c10d: Any = import_module("torch._C._distributed_c10d")
     of_nccl = distributed_c10d.is_initialized() and distributed_c10d.get_backend() == "nccl"
     dump = c10d._dump_nccl_trace if of_nccl else c10d._dump_fr_trace
@@ -101,8 +101,8 @@ def flight_record() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def group_timeout(timeout: timedelta) -> Iterator[None]:
-    """Within this context a process group that is made without a timeout has this one. DeepSpeed's groups and those of
-    a device mesh are made without, and NCCL's is 10 minutes then. Without it: a rank that waits longer for another, as
+    """Within this context new process groups have this timeout by default. DeepSpeed and device meshes create groups
+    without a timeout, which is 10 minutes then for NCCL. Without it: a rank that waits longer for another one, such as
     for data that it prepares, ends the run."""
     with (
         replaced(distributed_c10d, "default_pg_timeout", timeout),
@@ -112,25 +112,25 @@ def group_timeout(timeout: timedelta) -> Iterator[None]:
 
 
 def compiled_graphs() -> int:
-    """Return how many graphs torch.compile has made in this process. torch.compiler does not report it afterwards.
-    Without it: a run's last lines do not say whether blocks were compiled again and again."""
+    """Return how many graphs torch.compile has compiled in this process. torch.compiler does not report the number.
+    Without it: a run's last lines do not show whether blocks were recompiled many times."""
     return int(import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"])
 
 
 def compute_uncompiled_after_errors(is_on: bool) -> None:
-    """Let code that torch.compile fails at run as it is, with torch's warning; off: the error ends the run.
-    torch.compiler has no setting for it. Without it: a compiler that fails under `--torch_compile auto`, which nobody
-    has asked for, ends the run."""
+    """If `is_on`, run code uncompiled, with torch's warning, where torch.compile fails; else its error ends the run.
+    torch.compiler has no setting for it. Without it: with `--torch_compile auto` an error of the compiler, which the
+    user has not asked for, ends the run."""
     import_module("torch._dynamo").config.suppress_errors = is_on
 
 
 class Ring:
-    """Attention over rows of which each rank has two pieces, without dropout: ranks pass keys and values on. torch's
-    public `context_parallel` knows no kernel of the CPU, and replaces F.scaled_dot_product_attention for the whole
-    process; so the functions below it are called, with the kernels of a CPU and of a GPU. Without it: no sequence
-    parallelism over more ranks than can share the heads.
+    """Ring attention, without dropout: each rank has two pieces of every row, and ranks pass keys and values on.
+    torch's public `context_parallel` does not support the CPU's kernel, and replaces F.scaled_dot_product_attention in
+    the whole process; so its inner functions are called here, with the kernels of a CPU and of a GPU. Without it: no
+    sequence parallelism over more ranks than can share the heads.
 
-    Shapes: query (B, H, T / ranks, D), key and value alike (repeated where heads share one).
+    Shapes: query, key and value (B, H, T / ranks, D), with shared key/value heads repeated.
     """
 
     MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
@@ -138,10 +138,10 @@ class Ring:
 
     def __init__(self) -> None:
         self.module = import_module(self.MODULE)
-        self.module.set_rotate_method("alltoall")  # not all keys and values at once
+        self.module.set_rotate_method("alltoall")  # the other method gathers all keys and values at once
 
     def forward(self, group: Any, attend: Callable[..., Any], *tensors: torch.Tensor, scale: float | None) -> Any:
-        """Return (output, log of the sums of a row's weights, what a GPU's kernel hands to its backward pass)."""
+        """Return (output, log-sum-exp of the scores, and on a GPU further inputs of the kernel's backward pass)."""
         return self.module._templated_ring_attention(
             group, self.SEQUENCE, attend, *tensors, is_causal=True, scale=scale
         )
@@ -149,22 +149,22 @@ class Ring:
     def backward(self, group: Any, attend: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> Any:
         """Return the gradients of query, key and value; tensors: the output's gradient, query, key, value, output,
         sums."""
-        gradient, *others = tensors
+        gradient, *saved = tensors
         return self.module._templated_ring_attention_backward(
-            group, self.SEQUENCE, attend, gradient, "grad_out", *others, is_causal=True, **options
+            group, self.SEQUENCE, attend, gradient, "grad_out", *saved, is_causal=True, **options
         )
 
     @classmethod
     @contextlib.contextmanager
     def communicating_with(cls, stand_in: Any) -> Iterator[None]:
-        """Within this context ranks exchange through another module of collectives: `zerofit plan` has one process."""
+        """Within this context the ring takes its collectives from `stand_in`: `zerofit plan` has one process."""
         module = import_module(cls.MODULE)
         with replaced(module, "dist", stand_in), replaced(module, "ft_c", stand_in):
             yield
 
     @staticmethod
     def kernels(device: torch.device) -> tuple[Any, Any]:
-        """Return (forward, backward) of fused attention on a device."""
+        """Return the forward and backward operators of fused attention on a device."""
         aten = torch.ops.aten
         if device.type == "cuda":
             return aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward
@@ -175,25 +175,25 @@ class Ring:
 
 
 class AskingAgent(LocalElasticAgent):
-    """torchrun's agent, which asks whether it starts the processes again. torchrun counts each machine's own restarts,
-    lets an agent end others only by a timeout, and has no option for another agent. Without it: `zerofit launch`
-    restarts whatever has failed, and a finished machine waits for one that is gone."""
+    """torchrun's agent with decisions of our own about restarts. torchrun counts restarts separately on each machine,
+    ends other machines' agents only by a timeout, and has no option for another agent. Without it: `zerofit launch`
+    restarts after every failure, and a finished machine waits for one that is gone."""
 
-    waits_for_others = True  # this agent, whose processes have finished, waits for those of other machines
+    waits_for_others = True  # once its processes have finished, the agent waits for those of other machines
 
     @classmethod
     @contextmanager
     def launching(cls, rendezvous: type) -> Iterator[None]:
-        """Within this context torchrun, and so `accelerate launch`, makes this agent, and such a static rendezvous."""
+        """Within this context torchrun, and so `accelerate launch`, uses this agent and this static rendezvous."""
         with replaced(api, "LocalElasticAgent", cls), replaced(statics, "StaticTCPRendezvous", rendezvous):
             yield
 
     def restarts_left(self, allowed: int) -> int:
-        """Return how many restarts are left, as processes start. allowed: --max_restarts."""
+        """Return how many restarts are left when processes start. allowed: --max_restarts."""
         raise NotImplementedError
 
     def starts_again(self, failures: dict[int, Any], allowed: int) -> bool:
-        """Return whether the processes are started again. failures: {rank: torch's ProcessFailure}."""
+        """Return whether to restart the processes. failures: {rank: torch's ProcessFailure}."""
         raise NotImplementedError
 
     def _monitor_workers(self, worker_group: Any) -> Any:
@@ -203,7 +203,7 @@ class AskingAgent(LocalElasticAgent):
         return result
 
     def _start_workers(self, worker_group: Any) -> Any:
-        self._remaining_restarts = self.restarts_left(worker_group.spec.max_restarts)  # which the processes read
+        self._remaining_restarts = self.restarts_left(worker_group.spec.max_restarts)  # the processes read it
         return super()._start_workers(worker_group)
 
     def _exit_barrier(self) -> None:
