@@ -1,9 +1,9 @@
-"""The `zerofit` command: everything that is not a training run. One line below for each subcommand.
+"""The `zerofit` command, for everything except training itself. COMMANDS has one line for each subcommand.
 
     zerofit merge --adapter outputs/notes/model --output outputs/notes-merged
     zerofit generate --model outputs/notes-merged --prompt "Once upon a time"
 
-A subcommand's `main(argv) -> int` is imported only when it is used: `zerofit --help` is fast.
+A subcommand's `main(argv) -> int` is imported only when it is called, so `zerofit --help` is fast.
 """
 
 import atexit
@@ -15,7 +15,7 @@ import sys
 from zerofit.recipe.errors import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, nearest
 from zerofit.record.terminal import doing, log_to_stderr
 
-COMMANDS = {  # {name: (its line in the help, the module of its `main`)}
+COMMANDS = {  # {name: (line of the help, module with `main`)}
     "launch": ("Start a run on all accelerators and machines.", "zerofit.launch.command"),
     "submit": ("Write a job for Slurm, Kubernetes or SkyPilot.", "zerofit.tools.submit.submit"),
     "show": ("Runs side by side, in one table.", "zerofit.tools.show"),
@@ -29,7 +29,7 @@ COMMANDS = {  # {name: (its line in the help, the module of its `main`)}
     "evaluate": ("Tasks of lm-evaluation-harness on a model.", "zerofit.tools.evaluate.evaluate"),
     "generate": ("Let a model continue a text, or talk with it.", "zerofit.tools.generate.generate"),
 }
-WORDS_FOR_TRAINING = ("train", "run", "finetune", "fine-tune", "pretrain", "start")  # what others call it
+WORDS_FOR_TRAINING = ("train", "run", "finetune", "fine-tune", "pretrain", "start")  # names of other tools' commands
 COMMAND_LINES = "\n".join(f"  {name:<8}  {line}" for name, (line, _) in COMMANDS.items())
 HELP = f"""usage: zerofit COMMAND [--option value]
 
@@ -41,21 +41,21 @@ Training is started by accelerate launch, torchrun or zerofit launch:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand. Returns its exit code; 2 for a mistake of the user, 130 after Ctrl-C."""
+    """Run one subcommand. Return its exit code; 2 after a user error, 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         try:
             return _run(argv)
         finally:
-            sys.stdout.flush()  # here a closed pipe can still be reported
+            sys.stdout.flush()  # while BrokenPipeError can still be caught
     except UserError as error:
         log_to_stderr(error.report("nothing was done"))
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
-        print(file=sys.stderr, flush=True)  # the shell's prompt begins a line
+        print(file=sys.stderr, flush=True)  # start the shell's prompt on a new line
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python prints an error at exit
         return EXIT_BROKEN_PIPE
 
 
@@ -78,15 +78,15 @@ def _run(argv: list[str]) -> int:
         close = nearest(name, COMMANDS)
         remedy = f"Did you mean {close}?" if close else "The commands are " + ", ".join(COMMANDS)
         raise UserError(f"{name!r} is not a command of zerofit. {remedy}")
-    gc.disable()  # what libraries make as they are imported stays: to look for garbage in it takes a second
+    gc.disable()  # imports create few objects to free, and collections meanwhile take a second
     try:
         with doing() as say_now:
-            if name == "plan":  # whose libraries take seconds
+            if name == "plan":  # its imports take seconds
                 say_now("loading libraries ...")
             command = importlib.import_module(COMMANDS[name][1]).main
     finally:
         gc.enable()
-    atexit.register(gc.freeze)  # nor does the interpreter look again as it ends
+    atexit.register(gc.freeze)  # no collection at exit either
     return int(command(words))
 
 

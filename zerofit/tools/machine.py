@@ -1,5 +1,4 @@
-"""The machine that this runs on, and the environment of a rank on it, without a launcher and without processes: to
-resolve a strategy as a run would."""
+"""The description of this machine, and the environment of a rank on it, to resolve a strategy without a launch."""
 
 import os
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from zerofit.strategy.strategy import Strategy
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator. Sizes are in bytes; `has_bf16` is None where torch does not say."""
+    """An accelerator, with its memory in bytes. `has_bf16` is None where torch does not report it."""
 
     name: str
     total: int
@@ -29,12 +28,12 @@ class Device:
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine. Sizes are in bytes.
+    """A machine with its accelerators.
 
     Attributes:
-        kind: of the devices: cuda, xpu, ...; cpu where there are none.
-        memory, memory_free: of the host.
-        bf16_slowdown: times that bf16 takes of fp32 on its CPU, where that matters.
+        kind: the device type of the accelerators, such as cuda; cpu without any.
+        memory, memory_free: total and free memory of the host, in bytes.
+        bf16_slowdown: time of bf16 / time of fp32 on the CPU; None where it does not matter.
     """
 
     kind: str = "cpu"
@@ -46,7 +45,7 @@ class Machine:
 
 
 def inspect_machine() -> Machine:
-    """Return this machine. A process that calls this takes half a GiB of a GPU until it ends."""
+    """Describe this machine. The calling process then occupies half a GiB of a GPU until it ends."""
     free, total = host_memory()
     count = num_devices()
     if not count:
@@ -55,8 +54,8 @@ def inspect_machine() -> Machine:
     devices = []
     for index in range(count):
         device = torch.device(kind, index)
-        free_there, total_there = torch.accelerator.get_memory_info(index)
-        devices.append(Device(device_name(device) or kind, total_there, free_there, has_bf16(device)))
+        device_free, device_total = torch.accelerator.get_memory_info(index)
+        devices.append(Device(device_name(device) or kind, device_total, device_free, has_bf16(device)))
     return Machine(kind, tuple(devices), usable_cores(), total, free)
 
 
@@ -68,7 +67,7 @@ VARIABLES_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 def environment_of_a_rank(
     world_size: int, local_world_size: int, base: Mapping[str, str]
 ) -> AbstractContextManager[None]:
-    """The process' environment is `base`, and what torchrun adds for rank 0, until the context ends."""
+    """Within this context os.environ is `base` and the variables that torchrun sets for rank 0."""
     ranks = dict(zip(VARIABLES_OF_A_RANK, ("0", "0", str(world_size), str(local_world_size))))
     return patch.dict(os.environ, {**base, **ranks}, clear=True)
 
@@ -76,11 +75,11 @@ def environment_of_a_rank(
 def strategy_of_a_launch(
     recipe: TrainingRecipe, name: str, source: str, world_size: int, local_world_size: int
 ) -> Strategy:
-    """The strategy (a name in accelerate_configs/, or a .yaml file; `source`: the flag that names it) as a run of
-    `world_size` processes has it. The recipe adopts what it leaves open and the pair states. Raises UserError: no such
-    strategy, a contradiction between recipe, YAML and JSON, no such batch."""
+    """Return the strategy as a run of `world_size` processes would read it, and set open options of the recipe by it.
+    `name`: in accelerate_configs/, or a .yaml file; `source`: the flag that names it. Raises UserError: unknown
+    strategy, contradictions between recipe, YAML and JSON, or an impossible batch size."""
     base = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
-    base["ACCELERATE_USE_CPU"] = "true"  # a GPU that is here and that torch does not see is no matter
+    base["ACCELERATE_USE_CPU"] = "true"  # the strategy does not depend on this machine's GPUs
     with environment_of_a_rank(world_size, local_world_size, base):
         recipe.adopt("strategy", name, source)
         return read_strategy(recipe)

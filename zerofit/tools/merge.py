@@ -1,9 +1,9 @@
-r"""`zerofit merge`: a LoRA adapter folded into its base, W + scale * B A, as a plain folder that transformers loads.
+r"""`zerofit merge`: merge a LoRA adapter into its base model, W + scale * B A, and write a plain transformers folder.
 
     zerofit merge --adapter outputs/notes/model --output outputs/notes-merged
 
-The merge is checked twice: the merged model has the logits of base and adapter before anything is written, and so has
-the written folder, read back before it gets its name.
+The merge is checked twice against the logits of base and adapter: the merged model before anything is written, and the
+written folder, which is read back before it gets its final name.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A LoRA adapter folded into its base: W + scale * B A, checked before and after it is written."""
+"""The merge of a LoRA adapter into its base model, W + scale * B A, checked before and after it is written."""
 
 import json
 from collections import Counter
@@ -19,16 +19,16 @@ from zerofit.model.tokenizer import load_named_tokenizer
 from zerofit.recipe.errors import UserError, first_line
 from zerofit.recipe.files import strip_folders
 
-# Largest difference of two logits that are the same but for rounding, as a share of the logits' spread: fp32 sums in
-# another order; in bf16 and fp16 the merged weight itself is rounded, which is once more in every layer.
+# Largest difference that rounding explains, as a share of the logits' range: in fp32 sums have another order; in bf16
+# and fp16 the merged weights are rounded as well, in every layer.
 LOGIT_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 NUM_PROBE_ROWS = 3
 PROBE_LENGTH = 16
 
 
 def merge(folder: AdapterFolder, output: Path, options: Any) -> list[str]:
-    """Merge the adapter into its base and write the result to `output`: complete, or not at all. Returns notes.
-    `options`: of `zerofit merge`.
+    """Merge the adapter into its base and write the result to `output`, completely or not at all. Return lines for the
+    log. `options`: MergeOptions.
 
     Raises:
         UserError: the adapter and the base do not fit together, or cannot be loaded.
@@ -43,8 +43,8 @@ def merge(folder: AdapterFolder, output: Path, options: Any) -> list[str]:
         quantised="dequantize" if options.dequantize else "refuse",
         trust_remote_code=trust,
     )
-    option, place = ("adapter", str(folder.path)) if folder.has_tokenizer else (base.option, base.name)
-    tokenizer = load_named_tokenizer(option, place, adapted.get_base_model().config, trust)
+    option, source = ("adapter", str(folder.path)) if folder.has_tokenizer else (base.option, base.name)
+    tokenizer = load_named_tokenizer(option, source, adapted.get_base_model().config, trust)
     probe = Probe(adapted.get_base_model())
     before = probe.logits(adapted.get_base_model())
     if not before.isfinite().all():
@@ -57,7 +57,7 @@ def merge(folder: AdapterFolder, output: Path, options: Any) -> list[str]:
         for error in export_model(model, model.state_dict().items(), tokenizer, partial).values():
             raise error
         write_model_card(partial, _card(model, folder, base.name, notes))
-        del model, adapted  # there are never two models in memory
+        del model, adapted  # frees the model before the written one is loaded
         config = read_config("output", str(partial), trust)
         reading = {"precision": None, "trust_remote_code": trust}
         reloaded, missing = read_model(auto_class, "output", str(partial), config, **reading)
@@ -68,10 +68,10 @@ def merge(folder: AdapterFolder, output: Path, options: Any) -> list[str]:
 
 
 def fold(model: Any) -> PreTrainedModel:
-    """Return the plain transformers model with the adapter in its weights. `model`: a PeftModel, which is used up.
+    """Return the plain transformers model with the adapter in its weights. `model`: a PeftModel, consumed here.
 
-    A matrix that the base uses twice (its embeddings, as the head) becomes two where the adapter tells them apart, and
-    stays one where it does not.
+    Embeddings and a head that the base ties are separated where the adapter changes them differently, and stay tied
+    where it does not.
     """
     tied = model.get_base_model().config.tie_word_embeddings
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
@@ -91,10 +91,10 @@ def fold(model: Any) -> PreTrainedModel:
 
 
 class Probe:
-    """A few random rows of tokens, and the logits that a model gives for them.
+    """A few random rows of tokens, for which two models must give the same logits.
 
-    Each row goes through by itself (a classifier without a padding token takes no two), and ends with the end token
-    and has no other (BART's classifier reads there).
+    Each row is a batch of its own, since a classifier without a padding token accepts only one row. The end token is
+    the last token of each row and nowhere else, since BART's classifier reads the position of the end token.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -112,7 +112,7 @@ class Probe:
         self.has_decoder = config.is_encoder_decoder and model.get_output_embeddings() is not None
 
     def logits(self, model: PreTrainedModel) -> Tensor:
-        """Logits of all rows, flattened, in fp32."""
+        """Return the logits of all rows, flattened, in fp32."""
         with torch.no_grad():
             logits = []
             for row in self.rows:
@@ -121,26 +121,26 @@ class Probe:
         return torch.cat(logits)
 
     def compare(self, before: Tensor, model: PreTrainedModel, stage: str) -> str:
-        """A line on how the model's logits differ from those before. Raises RuntimeError: by more than rounding."""
+        """Return a line with the difference to the logits `before`. Raises RuntimeError where it exceeds rounding."""
         dtype = str(model.dtype).removeprefix("torch.")
         after = self.logits(model)
         difference = (after - before).abs().max().item() if after.shape == before.shape else float("nan")
         spread = (before.max() - before.min()).item()
-        allowed = LOGIT_TOLERANCE[dtype] * spread
-        if not difference <= allowed:
-            raise RuntimeError(f"{stage}: logits differ by {difference:.1e}, rounding explains {allowed:.1e}")
+        tolerance = LOGIT_TOLERANCE[dtype] * spread
+        if not difference <= tolerance:  # also where it is nan
+            raise RuntimeError(f"{stage}: logits differ by {difference:.1e}, rounding explains {tolerance:.1e}")
         return f"{stage:<12}  logits differ by {difference:.1e} of a spread of {spread:.1e}, in {dtype}"
 
 
 def _card(model: PreTrainedModel, folder: AdapterFolder, base: str, notes: list[str]) -> str:
     """Return the text of the merged model's README.md."""
-    of_adapter = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save", "task_type")
-    settings = json.dumps({name: folder.settings.get(name) for name in of_adapter}, indent=2)
+    shown = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save", "task_type")
+    settings = json.dumps({name: folder.settings.get(name) for name in shown}, indent=2)
     dtype = str(model.dtype).removeprefix("torch.")
     base = strip_folders(base)
     adapter = strip_folders(str(folder.path))
     path = folder.path.resolve()
-    name = path.parent.name if path.name == "model" else path.name  # of a run's model/ the run's
+    name = path.parent.name if path.name == "model" else path.name  # outputs/RUN/model: RUN
     return f"""---
 library_name: transformers
 base_model: {base}

@@ -1,4 +1,4 @@
-"""Meta's tokenizer.model as a tokenizer of transformers: sentencepiece's (Llama 1 and 2) or tiktoken's (Llama 3).
+"""The conversion of Meta's tokenizer.model, of sentencepiece (Llama 1 and 2) or tiktoken (Llama 3), to transformers.
 
 Sources of Llama 3's special tokens: tokenizer.py of github.com/meta-llama/llama3 and llama-models.
 """
@@ -20,26 +20,26 @@ from zerofit.recipe.files import read_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# -: a numbered token
+# "-" stands for a token reserved_special_token_N.
 LLAMA_3_TOKENS = ("begin_of_text end_of_text - - - - start_header_id end_header_id - eot_id").split()
 LLAMA_3_1_TOKENS = (
     "begin_of_text end_of_text - - finetune_right_pad_id - start_header_id end_header_id eom_id eot_id python_tag"
 ).split()
-NUM_LLAMA_3_SPECIAL = 256  # special tokens that all of Llama 3's models have
+NUM_LLAMA_3_SPECIAL = 256  # number of special tokens in every Llama 3 model
 END_TOKENS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
 
 
 @dataclass
 class ConvertedTokenizer:
-    """A tokenizer of transformers, or none; ids of the beginning and the end(s) of a text; notes for the terminal."""
+    """A converted tokenizer, and what the conversion of a model needs to know of it."""
 
-    tokenizer: Any
-    ends: tuple[int, int | list[int]]
-    notes: list[str]
-    source: Path | None = None
+    tokenizer: Any  # of transformers; None: --tokenizer none
+    ends: tuple[int, int | list[int]]  # token ids of the beginning of a text, and of its end (Llama 3 has several)
+    notes: list[str]  # lines for the terminal
+    source: Path | None = None  # Meta's tokenizer.model
 
     def save(self, folder: Path, positions: int) -> None:
-        """Write it, with Meta's own file: tiktoken's in original/, so that it is not read as sentencepiece's."""
+        """Write the tokenizer, and Meta's file: tiktoken's in original/, so that it is not read as sentencepiece's."""
         if self.tokenizer is None or self.source is None:
             return
         self.tokenizer.model_max_length = positions
@@ -50,7 +50,7 @@ class ConvertedTokenizer:
 
 
 def find_tokenizer(folder: Path, chosen: str | None) -> Path | None:
-    """tokenizer.model of a checkpoint, or of the folder above it, for several checkpoints. None: --tokenizer none."""
+    """Return the tokenizer.model of --tokenizer, of the folder or of the folder above it; None: --tokenizer none."""
     if chosen == "none":
         return None
     candidates = [Path(chosen).expanduser()] if chosen else [folder, folder.resolve().parent]
@@ -63,8 +63,8 @@ def find_tokenizer(folder: Path, chosen: str | None) -> Path | None:
 
 
 def convert_tokenizer(file: Path | None, vocab: int, version: str) -> ConvertedTokenizer:
-    """Convert a tokenizer file of Meta's for embeddings of `vocab` rows; Llama 3's special tokens depend on the
-    model's version (`version_of`)."""
+    """Convert a tokenizer file of Meta's for embeddings of `vocab` rows. Llama 3's special tokens depend on the
+    model's version, such as "3.1"."""
     if file is None:
         ends = (vocab - 256, vocab - 255) if version.startswith("3") else (1, 2)
         return ConvertedTokenizer(None, ends, ["warning: the folder has no tokenizer (--tokenizer none)"])
@@ -77,8 +77,8 @@ def convert_tokenizer(file: Path | None, vocab: int, version: str) -> ConvertedT
 
 
 def load_meta_tokenizer(file: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer in a tokenizer.model without a model. The params.json beside one of Llama 3 says which special
-    tokens it has; without one they are those of 3.1."""
+    """Load a tokenizer.model without a model. The params.json next to a Llama 3 tokenizer says which special tokens it
+    has; without that file they are those of Llama 3.1."""
     params = file.with_name("params.json")
     ranks = len(read_tiktoken_ranks(file) or ())
     values = json.loads(read_text(params)) if params.is_file() else {"use_scaled_rope": True}
@@ -90,7 +90,7 @@ def load_meta_tokenizer(file: Path) -> "PreTrainedTokenizerBase":
 
 
 def read_tiktoken_ranks(file: Path) -> dict[bytes, int] | None:
-    """{token: rank} of lines `base64 rank`; None: the file has another format."""
+    """Return {token: rank} of a file with lines `base64 rank`; None: the file has another format."""
     try:
         lines = [line.split() for line in file.read_bytes().splitlines() if line]
         return {base64.b64decode(token, validate=True): int(rank) for token, rank in lines} or None
@@ -106,14 +106,14 @@ def _convert_sentencepiece(file: Path) -> ConvertedTokenizer:
         pieces = SentencePieceProcessor(model_file=str(file))
     except (RuntimeError, OSError) as error:
         raise UserError(f"{file} is neither sentencepiece's nor tiktoken's: {first_line(error)}") from None
-    with tempfile.TemporaryDirectory() as folder:  # other files beside it would be read instead
+    with tempfile.TemporaryDirectory() as folder:  # otherwise other files next to it would be read
         shutil.copyfile(file, Path(folder) / "tokenizer.model")
         tokenizer = LlamaTokenizer.from_pretrained(folder, add_bos_token=True)
     return ConvertedTokenizer(tokenizer, (pieces.bos_id(), pieces.eos_id()), [], file)
 
 
 def make_special_tokens(version: str, number: int) -> list[str]:
-    """Llama 3's special tokens: the named ones, and numbered ones in between and after them."""
+    """Return the first `number` special tokens of Llama 3: named ones, with numbered ones between and after them."""
     names = LLAMA_3_1_TOKENS if version == "3.1" else LLAMA_3_TOKENS
     numbered = itertools.count()
     tokens = [f"reserved_special_token_{next(numbered)}" if name == "-" else name for name in [*names, *"-" * number]]
@@ -128,7 +128,7 @@ def _convert_tiktoken(file: Path, ranks: dict[bytes, int], vocab: int, version: 
     class Converter(TikTokenConverter):
         @staticmethod
         def load_tiktoken_bpe(_: str) -> dict[bytes, int]:
-            return ranks  # transformers' own needs the package tiktoken to read the same lines
+            return ranks  # transformers' own method needs the package tiktoken to read the same lines
 
     names = make_special_tokens(version, vocab - len(ranks))
     if len(names) < len(LLAMA_3_TOKENS):

@@ -1,4 +1,4 @@
-"""The options of tools that work on a training recipe: one command line sets those of the tool and of the recipe."""
+"""The options of tools that read a training recipe: one command line sets the tool's options and the recipe's."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 else:
     Joined = Recipe
 T = TypeVar("T", bound="TaskOption")
-# A launch whose run is not kept saves, tracks and shows nothing, and does not end early.
+# Options that a tool's trial run does not get: it saves and tracks nothing, and does not stop early.
 KEPT_RUN_OPTIONS = set(
     "output_dir overwrite_output_dir resume max_hours save_strategy save_steps save_total_limit mirror".split()
     + "metric_for_best_model early_stopping_patience load_best_model_at_end".split()
@@ -45,7 +45,7 @@ class TaskOption(Joined):
     )
 
     def settle(self) -> None:
-        """The task of the joined recipe holds where none is named."""
+        """Take the task of the joined recipe where --task is not set."""
         super().settle()
         self.task = self.task or getattr(super(), "task", self.task)
 
@@ -63,7 +63,7 @@ class StrategiesOptions(TaskOption):
 
     @property
     def names(self) -> list[str]:
-        """The names of the strategies, without duplicates."""
+        """Return the names of the strategies, without duplicates."""
         return list(dict.fromkeys(name for text in self.strategies for name in text.split(",") if name))
 
 
@@ -92,14 +92,14 @@ class BatchSizesOptions(Recipe):
 
     @property
     def micro_batches(self) -> list[int] | None:
-        """The micro-batches that were named, in order; None: auto."""
+        """Return the given micro-batches, sorted; None: auto."""
         if self.batch_sizes == ["auto"]:
             return None
         return sorted({int(text) for sizes in self.batch_sizes for text in sizes.split(",") if text})
 
 
 def read_with_recipe(tool: type[T], argv: list[str], prog: str) -> tuple[T, type[TaskRecipe]]:
-    """Return (options of the tool, which has a `task`, and of the task's recipe in one; the recipe's type)."""
+    """Return (one object with the options of the tool and of its task's recipe, the type of the recipe)."""
     task, joined = join_with_recipe(tool, argv, prog)
     options = parse_recipe(joined, argv, prog=prog, tool=True)
     cls = TASKS[task]
@@ -113,31 +113,31 @@ def read_with_recipe(tool: type[T], argv: list[str], prog: str) -> tuple[T, type
 
 
 def join_with_recipe(tool: type[T], argv: list[str], prog: str) -> tuple[str, type[T]]:
-    """Return (the task, the options of the tool and of the task's recipe in one type). Raises UserError: the task is
-    unknown; the recipe's file cannot be read. `--help` ends it: it shows the options of a task where one is named."""
+    """Return (the task, a type with the options of the tool and of the task's recipe). With `--help` and no task it
+    prints the tool's options and exits. Raises UserError: the task is unknown, or the recipe cannot be read."""
     config = flag_value(argv, "config")
     task = flag_value(argv, "task") or (task_of_recipe(recipe_file(config)) if config else None)
     if task not in TASKS:
         if wants_help(argv):
             parse_recipe(tool, argv, prog=prog, tool=True)
-        gone = [
+        problems = [
             f"--{name} is not an option: {hint}"
             for name, hint in REMOVED_OPTIONS.items()
             if f"--{name}" in argv and not hasattr(tool, name)
         ]
-        if config and not gone:
-            read_yaml(Path(recipe_file(config)))  # there is none, or it is not YAML
+        if config and not problems:
+            read_yaml(Path(recipe_file(config)))  # raises if the file is missing or not YAML
         if argv and not argv[0].startswith("--"):
-            gone.append(f"{argv[0]!r} is not an option. Name a recipe with --config {argv[0]}")
-        raise UserError(gone or f"the task is unknown: set --task to one of {', '.join(TASKS)}")
+            problems.append(f"{argv[0]!r} is not an option. Name a recipe with --config {argv[0]}")
+        raise UserError(problems or f"the task is unknown: set --task to one of {', '.join(TASKS)}")
     return task, dataclasses.make_dataclass(tool.__name__, [], bases=(tool, TASKS[task]))
 
 
 def recipe_values(
     options: TaskOption, cls: type[TaskRecipe], omit: set[str], replace: Mapping[str, object]
 ) -> dict[str, Any]:
-    """{option: value} of all options of the recipe that were set, without those in `omit`, and with the values of
-    `replace` for options that the task has."""
+    """Return {option: value} of all options of the recipe that were set, except those in `omit`. Values of `replace`
+    are added for the options that the task has."""
     names = [field.name for field in dataclasses.fields(cls)]
     values = {name: getattr(options, name) for name in names if options.source(name) and name not in omit}
     return values | {name: value for name, value in replace.items() if name in names}
