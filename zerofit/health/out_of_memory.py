@@ -193,32 +193,13 @@ def _amounts(error: BaseException, shortage: Shortage, run: "Run") -> list[str]:
 # processes was killed in all_reduce, all_gather, reduce_scatter, barrier, gather_object or broadcast_object_list), of
 # the rendezvous store, and of NCCL.
 GLOO_PATTERN = re.compile(
-    "|".join(
-        (
-            "Connection closed by peer",
-            "Connection reset by peer",
-            "Broken pipe",
-            "Socket Timeout",
-            "Timed out waiting",
-            "Application timeout caused pair closure",
-        )
-    )
+    "Connection closed by peer|Connection reset by peer|Broken pipe|Socket Timeout|Timed out waiting|"
+    "Application timeout caused pair closure"
 )
 DISTRIBUTED_PATTERN = re.compile(
-    "|".join(
-        (
-            "Connection was likely closed",
-            "failed to recv",
-            "sendBytes failed",
-            "recvValue failed",
-            "wait timeout after",
-            "remote process exited or there was a network error",
-            "ncclRemoteError",
-            "communicator was aborted",
-            "collective operation timeout",
-            "Timeout at NCCL work",
-        )
-    )
+    "Connection was likely closed|failed to recv|sendBytes failed|recvValue failed|wait timeout after|"
+    "remote process exited or there was a network error|ncclRemoteError|communicator was aborted|"
+    "collective operation timeout|Timeout at NCCL work"
 )
 
 
