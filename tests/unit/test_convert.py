@@ -70,7 +70,7 @@ def edit_params(folder: Path, **values) -> None:
 
 
 def test_metas_weights_give_transformers_logits(data, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(meta_module, "MAX_FILE_BYTES", 300_000)
+    monkeypatch.setattr(meta_module, "MAX_META_FILE_BYTES", 300_000)
     run(data("models/llama/meta"), tmp_path / "hf")
     assert "47 weights, bit for bit" in capsys.readouterr().out
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) == 4
