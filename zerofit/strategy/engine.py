@@ -1,7 +1,7 @@
-"""The prepared model and optimizer. A loop asks it for `forward_backward` and `step`, and never which strategy it is.
+"""The engine: the prepared model and optimizer. A loop calls `forward_backward` and `step` under every strategy.
 
-`Engine` is what training, evaluation, checkpoints and export see, and what all strategies have in common;
-prepare_engine.py makes one. Each strategy's own part is in engines.py, that of pipelines in pipeline_engine.py.
+`Engine` is the interface of training, evaluation, checkpoints and export, and what all strategies have in common;
+prepare_engine.py makes one. Single strategies' parts are in engines.py, those of pipelines in pipeline_engine.py.
 """
 
 import math
@@ -31,9 +31,9 @@ LossSum = Callable[[Any, "Batch"], torch.Tensor]  # (model, batch) -> the loss s
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Return {address: bytes} of the storages that the tensors lie in, each once."""
-    held = (tensor.untyped_storage() for tensor in tensors)
-    return {storage.data_ptr(): storage.nbytes() for storage in held if storage.nbytes()}
+    """Return {address: bytes} of the tensors' storages, each once."""
+    found = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,16 @@ class Bounds:
     report: Sequence[float] = ()
 
     def accept(self, loss_sum: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
-        """Return whether the optimizer steps: a boolean scalar on the device of its arguments, without a sync."""
+        """Return True if the optimizer may step: a boolean scalar on the arguments' device, without a sync."""
         fits = grad_norm.isfinite() & (loss_sum <= self.loss_sum) & (grad_norm <= self.grad_norm)
         overflows = ~grad_norm.isfinite() & self.may_overflow
         return loss_sum.isfinite() & (fits | overflows)
 
 
 class Outcome:
-    """The result of an update: the same on every rank, but for `losses`, which are this rank's.
+    """The result of an update, equal on every rank, except `losses`, which are this rank's.
 
-    Reading a figure waits for the device, which may still be at work on the step.
+    Reading a figure waits for the device, which may still compute the step.
 
     Args:
         losses: the loss sum of each micro-batch.
@@ -79,7 +79,7 @@ class Outcome:
 
     @property
     def refused(self) -> bool:
-        """True if loss or norm was out of bounds: weights, moments and step counts are as they were."""
+        """True if loss or norm was out of bounds: weights, moments and step counts are unchanged."""
         return self._read()[0]
 
     @property
@@ -95,29 +95,27 @@ class Outcome:
 
     @property
     def grad_norm(self) -> float:
-        """The 2-norm of all gradients, before clipping; 0 where the update was skipped."""
+        """The 2-norm of all gradients before clipping; 0 if the update was skipped."""
         rows = self._read()[1]
         return rows[0][1] if rows else 0.0
 
 
 class Engine:
-    """A model as a strategy trains and evaluates it. All ranks call its methods together.
+    """A model and its optimizer under a strategy. All ranks call its methods together.
 
     Attributes:
-        module: the model of transformers; of a pipeline this rank's stage of it.
-        whole: the unsharded model, for names and shapes; of pipelines and FSDP2 it has no weights.
-        model: what is called: the module, wrapped as the strategy says.
-        max_grad_norm: the norm that gradients are clipped to; 0: they are not. A loop may change it.
-        state: the optimizer's state in the form in which checkpoints have it (state.py); None where nothing is
-            trained.
-        torch_optimizer: the innermost optimizer: accelerate and DeepSpeed put theirs around it; None where nothing is
-            trained.
+        module: the model of transformers; in a pipeline, this rank's stage of it.
+        whole: the unsharded model, for names and shapes; under pipelines and FSDP2 it has no weights.
+        model: the module, wrapped as the strategy says; it is what a loss calls.
+        max_grad_norm: the norm to which gradients are clipped; 0: they are not. A loop may change it.
+        state: the optimizer's state in the form of checkpoints (state.py); None if nothing is trained.
+        torch_optimizer: the innermost optimizer, which accelerate and DeepSpeed wrap; None if nothing is trained.
         alive: watchdog heartbeat, called in long operations.
-        phase: is told what begins within an update: forward, backward.
+        phase: called with the part of an update that begins: forward, backward.
     """
 
     adds_calls = True  # the gradients of a second `forward_backward` before `step` are added to those of the first
-    _has_gradients = False  # `step` has not taken them yet
+    _has_gradients = False  # True until `step` uses them
 
     def __init__(
         self, strategy: Strategy, accelerator: Any, model: Any, recipe: OptimizerOptions, optimizer: Any
@@ -140,13 +138,13 @@ class Engine:
             self.state.start_ema()
 
     def _prepare(self, model: Any, recipe: OptimizerOptions, optimizer: Any) -> Any:
-        """Wrap and shard the module and the optimizer, on their device; set `torch_optimizer`. Returns what `model`
-        is. `optimizer`: one over the module's parameters, or accelerate's DummyOptim where DeepSpeed makes it; None
-        where nothing is trained."""
+        """Wrap and shard the module and the optimizer, on their device; set `torch_optimizer`. Returns the value of
+        `model`. `optimizer`: one over the module's parameters, or accelerate's DummyOptim if DeepSpeed makes it; None
+        if nothing is trained."""
         raise NotImplementedError
 
     def _sharing_group(self) -> Any:
-        """The process group of the ranks that shard the same weights; None: all."""
+        """Return the process group of the ranks that shard the same weights; None: all ranks."""
         return None
 
     @property
@@ -164,15 +162,15 @@ class Engine:
     def forward_backward(
         self, micro_batches: Sequence["Batch"], loss_sum: LossSum, scale: float
     ) -> list[torch.Tensor]:
-        """Forward and backward over an update's micro-batches: gradients are averaged over replicas and summed over
-        micro-batches. Raises UserError: a second call before `step`, where the strategy would lose the gradients of
-        the first.
+        """Run the forward and backward passes of an update's micro-batches: gradients are averaged over replicas and
+        summed over micro-batches. Raises UserError: a second call before `step`, if the strategy would lose the
+        gradients of the first.
 
         Args:
             loss_sum: (model, batch) -> the loss summed over the batch's targets, a scalar with a gradient.
-            scale: what losses are multiplied by before the backward pass.
+            scale: factor of the losses before the backward pass.
 
-        Returns: the loss sum of each, fp32 scalars on the device; of a pipeline zeros on all stages but the last.
+        Returns: the loss sum of each, fp32 scalars on the device; in a pipeline zeros on all stages but the last.
         """
         self._expect_gradients(micro_batches)
         losses = []
@@ -186,7 +184,7 @@ class Engine:
         return losses
 
     def _expect_gradients(self, micro_batches: Sequence["Batch"]) -> None:
-        """Note that gradients come, if there are micro-batches."""
+        """Record that there are gradients, if there are micro-batches."""
         if not micro_batches:
             return
         if self._has_gradients and not self.adds_calls:
@@ -197,9 +195,9 @@ class Engine:
         self._has_gradients = True
 
     def step(self, losses: list[torch.Tensor], bounds: Bounds) -> Outcome:
-        """Clip the gradients and let the optimizer move the weights, unless loss or norm are out of bounds; all ranks
-        decide alike. Nothing is left of the gradients. `losses`: of `forward_backward`; without any nothing is done.
-        Raises UserError: there are none, but gradients are.
+        """Clip the gradients and update the weights, unless loss or norm are out of bounds; all ranks decide alike.
+        The gradients are dropped. `losses`: the result of `forward_backward`; if it is empty, nothing is done. Raises
+        UserError: it is empty, but there are gradients.
         """
         if losses:
             self._has_gradients = False
@@ -209,12 +207,12 @@ class Engine:
         return Outcome(losses, lambda: (False, []), ())
 
     def _step(self, losses: list[torch.Tensor], bounds: Bounds) -> Outcome:
-        own = [float(sum(losses)), self.gradient_norm(), *bounds.report]
-        rows = torch.tensor(self.per_rank(own), dtype=torch.float64)
+        row = [float(sum(losses)), self.gradient_norm(), *bounds.report]
+        rows = torch.tensor(self.per_rank(row), dtype=torch.float64)
         accepted = bool(bounds.accept(rows[self.layout.loss_ranks, 0].sum(), rows[0, 1]))
         if accepted:
             self.clip_and_step()
-            if self.ema_decay and rows[0, 1].isfinite():  # else fp16 has left the weights where they were
+            if self.ema_decay and rows[0, 1].isfinite():  # if not, fp16 did not change the weights
                 self.state.update_ema(self.ema_decay)
         else:
             self.skip_step()
@@ -222,12 +220,12 @@ class Engine:
 
     @torch.no_grad()
     def losses(self, batches: Iterable["Batch"], loss_sum: LossSum) -> Iterator[tuple["Batch", torch.Tensor]]:
-        """Each batch with its loss sum, an fp32 scalar; of a pipeline 0 on all stages but the last."""
+        """Yield each batch with its loss sum, an fp32 scalar; in a pipeline 0 on all stages but the last."""
         for batch in batches:
             yield batch, loss_sum(self.model, batch).float()
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
-        """The context of a micro-batch's forward and backward pass; gradients are reduced in the `last` one."""
+        """Return the context of a micro-batch's forward and backward pass; the `last` one reduces gradients."""
         raise NotImplementedError
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -240,31 +238,31 @@ class Engine:
             group["lr"] = rate * group.get("lr_scale", 1.0)
 
     def gradient_norm(self) -> float:
-        """The 2-norm of the update's gradients over all ranks, before clipping; after `forward_backward`, once for
-        each update, on all ranks together. NaN or infinite where a gradient is."""
+        """Return the 2-norm of the update's gradients over all ranks, not clipped: NaN or infinite if a gradient is.
+        All ranks call it together, once for each update, after `forward_backward`."""
         raise NotImplementedError
 
     def clip_and_step(self) -> None:
-        """Clip by the norm that `gradient_norm` has found, step, and drop the gradients. In fp16 the weights stay
-        where the norm is infinite: the loss scale is lowered."""
+        """Clip by the norm that `gradient_norm` returned, step, and drop the gradients. In fp16 an infinite norm only
+        lowers the loss scale."""
         raise NotImplementedError
 
     def skip_step(self) -> None:
-        """Drop the gradients and do not step: weights and optimizer state stay, of DeepSpeed the loss scale too."""
+        """Drop the gradients without a step: weights, optimizer state and DeepSpeed's loss scale do not change."""
         raise NotImplementedError
 
     @property
     def learning_rate(self) -> float:
         """The optimizer's current learning rate, before any group's `lr_scale`."""
         groups = [(group["lr"], group.get("lr_scale", 1.0)) for group in self.torch_optimizer.param_groups]
-        return next((rate / scale for rate, scale in groups if scale), 0.0)  # a scale of 0: that group stands still
+        return next((rate / scale for rate, scale in groups if scale), 0.0)  # a group with scale 0 does not change
 
     def _state(self) -> OptimizerState:
-        """The optimizer's state, in the form in which checkpoints have it."""
+        """Return the optimizer's state in the form of checkpoints."""
         raise NotImplementedError
 
     def loss_scale(self) -> dict[str, Any]:
-        """fp16's loss scaling, as plain numbers; empty without it."""
+        """Return the state of fp16's loss scaling as plain numbers; empty without it."""
         return {}
 
     def continue_from(self, loss_scale: dict[str, Any]) -> None:
@@ -275,7 +273,7 @@ class Engine:
         return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
 
     def shards(self) -> list[torch.Tensor]:
-        """Return what the module has of the weights on this rank."""
+        """Return this rank's shards of the weights."""
         return [*self.module.parameters()]
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -286,11 +284,10 @@ class Engine:
             yield from ((name, buffer.cpu()) for name, buffer in self.stored_buffers().items())
 
     def stored_buffers(self) -> dict[str, torch.Tensor]:
-        """Return {name: buffer} of what is stored with the model's weights and is not a parameter; the same on every
-        rank."""
+        """Return {name: buffer} of the buffers that are stored with the model's weights, equal on every rank."""
         stored = self.whole.state_dict().keys()
-        own = dict(self.module.named_buffers())
-        return {name: own.get(name, buffer) for name, buffer in self.whole.named_buffers() if name in stored}
+        buffers = dict(self.module.named_buffers())
+        return {name: buffers.get(name, buffer) for name, buffer in self.whole.named_buffers() if name in stored}
 
     def trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, full tensor on the CPU) of the weights that are trained, as `weights` does."""
@@ -308,7 +305,7 @@ class Engine:
         }
 
     def _gathered_weights(self, parameters: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each is gathered on every rank for a moment; the main process gets a copy on the CPU."""
+        """Yield each parameter on the main process, copied to the CPU; every rank gathers it for a moment."""
         for name, full in self._in_full(parameters):
             if self.is_main:
                 yield name, full.to("cpu", copy=True)
@@ -324,7 +321,7 @@ class Engine:
         return parameter.detach()
 
     def sum_over_replicas(self, values: Iterable[float]) -> list[float]:
-        """Each value summed over all replicas: what the ranks of one replica have in common counts once."""
+        """Sum each value over all replicas; the ranks of one replica have the same values, which count once."""
         return [float(total) for total in self._gathered(values)[self.layout.loss_ranks].sum(dim=0)]
 
     def per_rank(self, values: Iterable[float]) -> list[list[float]]:
@@ -343,9 +340,9 @@ class Engine:
         """Send the main process's value to every rank, and return it there."""
         if self.layout.world_size == 1:
             return value
-        held = [value]
-        torch.distributed.broadcast_object_list(held, src=0, device=self.device)
-        return held[0]
+        values = [value]
+        torch.distributed.broadcast_object_list(values, src=0, device=self.device)
+        return values[0]
 
     def _gathered(self, values: Iterable[float]) -> torch.Tensor:
         wide = torch.float32 if self.device.type in ("mps", "hpu") else torch.float64
@@ -353,7 +350,7 @@ class Engine:
         return row if self.layout.world_size == 1 else self.accelerator.gather(row.to(self.device)).cpu()
 
     def rows_in_full(self) -> AbstractContextManager[Any]:
-        """The context without sequence parallelism: each rank computes whole sequences."""
+        """Return the context in which each rank computes whole sequences, without sequence parallelism."""
         return nullcontext() if self.split_rows is None else self.split_rows.in_full()
 
     @torch.no_grad()
@@ -381,7 +378,7 @@ class Engine:
         return written
 
     def close(self) -> None:
-        """The final barrier of the ranks; each may leave the process after it (zerofit.recipe.errors.leave)."""
+        """Wait at the final barrier; each rank may leave the process after it (zerofit.recipe.errors.leave)."""
         self.accelerator.wait_for_everyone()
         for tracker in self.accelerator.trackers:
             tracker.finish()
@@ -400,7 +397,7 @@ class Engine:
         return {"parameters": sum(weights.values()), "optimizer": sum(optimizer.values())}
 
     def effective_strategy(self) -> dict[str, Any]:
-        """Return the strategy with every value that is in force, as strategy.yaml has it."""
+        """Return the content of strategy.yaml: the strategy with all of its effective values."""
         launch = self.strategy.launch
         state = self.accelerator.state
         batches = self.strategy.batches

@@ -1,12 +1,12 @@
-"""The engines: one process or DDP, FSDP2, ZeRO. Pipelines: pipeline_engine.py.
+"""The engines of one process and DDP, of FSDP2, and of ZeRO. That of pipelines is in pipeline_engine.py.
 
-FSDP2: torch's fully_shard shards weights, gradients and optimizer state, block by block.
+FSDP2 is torch's fully_shard: it shards weights, gradients and optimizer state, block by block.
 
-Groups of weights that are gathered and reduced together: each block; the embedding, and the final norm with the head,
-where these are not tied, so that they travel while blocks compute; what is in none of these.
+These groups of weights are gathered and reduced together: each block; the embedding, and the final norm with the head,
+if they are not tied, so that they are exchanged while blocks compute; and the remaining weights.
 
-accelerate's own FSDP does not engage on a host without a GPU (1.15: DistributedType is NO there, and each rank is
-alone, or MULTI_CPU), and it loads the full model before it shards it. So the engine calls torch itself.
+accelerate's own FSDP does nothing on a host without a GPU (1.15: DistributedType is NO there, and each rank trains
+alone, or MULTI_CPU), and it loads the full model before it shards it. So the engine calls torch directly.
 """
 
 import contextlib
@@ -46,16 +46,16 @@ from zerofit.strategy.state import (
 
 
 def gradient_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of all gradients together, a scalar; of gradients in half precision it is not rounded to that. On a
-    CPU the squares are added up in fp64: torch's fp32 norm adds them one after another there, and is too small by 5e-5
-    for a tensor of 0.8 M elements and by 0.4 % for one of 50 M."""
+    """Return the 2-norm of all gradients together, a scalar in fp32, even of gradients in half precision. On a CPU the
+    squares are summed in fp64: torch's fp32 norm adds them one after another there, and is too small by 5e-5 for a
+    tensor of 0.8 M elements and by 0.4 % for one of 50 M."""
     wide = torch.float64 if gradients and gradients[0].device.type == "cpu" else torch.float32
     norms = norms_of(gradients, wide)
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
 
 
 class TorchEngine(Engine):
-    """Engine of one process, or of DDP."""
+    """The engine of one process, and of DDP."""
 
     optimizer: Any  # accelerate's wrapper
 
@@ -65,7 +65,7 @@ class TorchEngine(Engine):
         self.torch_optimizer = self.optimizer.optimizer
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.layout.world_size > 1:
-            # Gradients become views of DDP's buckets in a backward pass that yields zeros. Else those of the first
+            # A backward pass of zeros makes gradients views of DDP's buckets. Without it, the gradients of the first
             # micro-batches would take extra memory until the all-reduce.
             zeros: Any = sum(0.0 * parameter.sum() for parameter in self.parameters)
             model.reducer.prepare_for_backward([zeros])
@@ -73,7 +73,7 @@ class TorchEngine(Engine):
         return model
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
-        # The forward pass as well: it is there that DDP decides whether the backward pass brings the ranks together.
+        # It includes the forward pass, in which DDP decides whether the backward pass reduces gradients.
         return contextlib.nullcontext() if last else self.accelerator.no_sync(self.model)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -81,15 +81,15 @@ class TorchEngine(Engine):
 
     @property
     def decides_on_device(self) -> bool:
-        """True if the optimizer's step itself leaves out a refused update: torch's fused AdamW does."""
+        """True if the optimizer's kernel itself skips a refused update, as torch's fused AdamW does."""
         optimizer = self.torch_optimizer
         fused = type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"]
         has_fp64 = self.device.type not in ("mps", "hpu")
         return bool(fused and has_fp64 and self.accelerator.scaler is None and not self.ema_decay)
 
     def _step(self, losses: list[torch.Tensor], bounds: Bounds) -> Outcome:
-        """Decide about an update without a wait for the device, where the optimizer leaves out a refused one: loss,
-        norm and verdict are read while it steps."""
+        """Decide about an update on the device, if the optimizer's kernel can skip it: the host reads loss, norm and
+        verdict while the optimizer steps."""
         if not self.decides_on_device:
             return super()._step(losses, bounds)
         norm = self._global_norm()
@@ -100,12 +100,12 @@ class TorchEngine(Engine):
         refused = (~bounds.accept(rows[:, 0].sum(), norm)).float()
         # 1 / the clipping factor. Nothing is clipped here: the fused kernel divides gradients by it as it steps.
         divisor = ((norm + 1e-6) / self.max_grad_norm).clamp(min=1.0).float() if self.max_grad_norm > 0 else None
-        found = torch.cat([refused.double()[None], rows.flatten()]).to("cpu", non_blocking=True)
+        figures = torch.cat([refused.double()[None], rows.flatten()]).to("cpu", non_blocking=True)
         copied = torch.Event(self.device.type) if self.device.type != "cpu" else None
         if copied is not None:
             copied.record()
         optimizer = self.torch_optimizer
-        # what torch.amp.GradScaler gives an optimizer
+        # torch.amp.GradScaler sets these two
         optimizer.found_inf = refused
         optimizer.grad_scale = divisor
         optimizer.step()
@@ -115,19 +115,19 @@ class TorchEngine(Engine):
         def read() -> tuple[bool, list[list[float]]]:
             if copied is not None:
                 copied.synchronize()
-            return bool(found[0]), found[1:].view(rows.shape).tolist()
+            return bool(figures[0]), figures[1:].view(rows.shape).tolist()
 
         return Outcome(losses, read, self.layout.loss_ranks)
 
     def trained(self) -> list[torch.Tensor]:
-        """This rank's shard of the trainable parameters, with gradients."""
+        """Return this rank's shards of the trainable parameters, with their gradients."""
         return self.parameters
 
     def gradients(self) -> list[torch.Tensor]:
         return [each.grad for each in self.trained() if each.grad is not None]
 
     def _global_norm(self) -> torch.Tensor:
-        """The 2-norm of all gradients, a scalar on the device, the same on all ranks."""
+        """Return the 2-norm of all gradients: a scalar on the device, equal on all ranks."""
         self.accelerator.unscale_gradients()
         return gradient_norm(self.gradients())
 
@@ -143,11 +143,11 @@ class TorchEngine(Engine):
 
     def skip_step(self) -> None:
         if self.accelerator.scaler is not None:
-            self.accelerator.scaler.update()  # else the next unscale_ raises; to the scaler this was a step
+            self.accelerator.scaler.update()  # without it the next unscale_ raises: the scaler counts this as a step
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        # Of DDP, gradients are views of its buckets, and stay so.
+        # Under DDP, gradients are views of its buckets, and stay views.
         self.optimizer.zero_grad(set_to_none=self.layout.world_size == 1)
 
     def _state(self) -> OptimizerState:
@@ -164,13 +164,13 @@ class TorchEngine(Engine):
 
 
 class FullyShardedEngine(TorchEngine):
-    """Engine of FSDP2: weights, gradients and optimizer state are sharded by rows.
+    """The engine of FSDP2: weights, gradients and optimizer state are sharded by rows.
 
     Attributes:
-        sharded: {name: parameter} of the module, each a DTensor; the module itself may have one in full for a while.
-        experts: those of the parameters that are never gathered, as tokens travel to them.
-        rows: {parameter that is trained: this rank's rows of it, a plain tensor in the same memory}. The optimizer has
-            these: torch's fused step does not take `found_inf` and `grad_scale` together with DTensors.
+        sharded: {name: parameter} of the module, each a DTensor; the module itself has some in full at times.
+        experts: the parameters that are never gathered: tokens are sent to them.
+        rows: {trainable parameter: its rows here, a plain tensor in the same memory}. The optimizer has these:
+            torch's fused step does not take `found_inf` and `grad_scale` together with DTensors.
     """
 
     def _prepare(self, model: Any, recipe: OptimizerOptions, optimizer: Any) -> Any:
@@ -193,8 +193,8 @@ class FullyShardedEngine(TorchEngine):
         return model
 
     def _shard(self, model: Any, experts: list[torch.nn.Module]) -> None:
-        """Shard each block, and what is in none of them; divide the experts. The rows that this rank has are put in
-        their place, so that no weight has to be there in full."""
+        """Shard each block, and the weights outside of blocks; divide the experts. This rank's rows replace the
+        weights, so that no weight is materialized in full."""
         half = self.strategy.compute_dtype if self.strategy.precision != "fp32" else None
         reduced = torch.bfloat16 if self.strategy.reduces_in_half else torch.float32 if half else None
         policy = MixedPrecisionPolicy(half, reduced, cast_forward_inputs=False)
@@ -202,7 +202,7 @@ class FullyShardedEngine(TorchEngine):
         replicas = self.layout.dp_replicate
         if replicas == 1:
             mesh = init_device_mesh(self.device.type, (shards,))
-        else:  # ranks that share a replica's weights stand side by side
+        else:  # neighbouring ranks share a replica's weights
             mesh = init_device_mesh(self.device.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
         rows = {name: self._rows(parameter) for name, parameter in model.named_parameters()}
         replace_parameters(model, meta_parameters(model))
@@ -216,14 +216,14 @@ class FullyShardedEngine(TorchEngine):
         if last:
             fully_shard(last, reshard_after_forward=False, **common)  # the backward pass begins with it
         for table in embedding:
-            cast(FSDPModule, table).set_unshard_in_backward(False)  # its gradient needs the tokens only
+            cast(FSDPModule, table).set_unshard_in_backward(False)  # its gradient needs only the tokens
         fully_shard(model, **common)
         if experts:
-            # This rank alone. Each call makes a process group for every rank.
+            # A mesh of this rank alone. Each call makes a process group for every rank.
             alone = init_device_mesh(mesh.device_type, (mesh.size(), 1), mesh_dim_names=("expert", "shared"))["shared"]
             for module in experts:
                 dispatch(module, mesh, alone, half)
-            # The host waits for the tokens' numbers in each block: what comes next must be under way before.
+            # The host waits for the numbers of tokens in each block: the next gather must start before that.
             for block, following in itertools.pairwise(blocks):
                 cast(FSDPModule, block).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
                 cast(FSDPModule, following).set_modules_to_backward_prefetch([cast(FSDPModule, block)])
@@ -236,7 +236,7 @@ class FullyShardedEngine(TorchEngine):
             )
             own[id(each)] = torch.nn.Parameter(shard, each.requires_grad)
         replace_parameters(model, own)
-        # Else the first block that is called becomes a root: `generate` calls an encoder before the model.
+        # Without it, the first block that is called becomes a root: `generate` calls an encoder before the model.
         cast(Any, fully_shard).state(model)._lazy_init()
 
     def _sharing_group(self) -> Any:
@@ -244,7 +244,7 @@ class FullyShardedEngine(TorchEngine):
         return mesh.get_group(mesh.ndim - 1)
 
     def _rows(self, parameter: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a parameter, in memory of their own."""
+        """Return a copy of this rank's rows of a parameter."""
         if hasattr(parameter, "cut"):
             return parameter.detach()
         start, stop = shard_rows(len(parameter), self.layout.shard_rank, self.layout.shard_size)
@@ -253,11 +253,11 @@ class FullyShardedEngine(TorchEngine):
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         if not self.strategy.syncs_each_batch:
             self.module.set_requires_gradient_sync(last)
-        elif self.layout.dp_replicate > 1:  # sharded gradients are summed up, and travel between machines once
+        elif self.layout.dp_replicate > 1:  # shards are summed, and reduced between machines once
             self.module.set_requires_all_reduce(last)
         return contextlib.nullcontext()
 
-    @torch.no_grad()  # with it DTensor.to_local starts an autograd function each time
+    @torch.no_grad()  # otherwise DTensor.to_local runs an autograd function each time
     def trained(self) -> list[torch.Tensor]:
         for parameter, rows in self.rows.items():
             rows.grad = parameter.grad.to_local() if parameter.grad is not None else None
@@ -266,10 +266,10 @@ class FullyShardedEngine(TorchEngine):
     @torch.no_grad()
     def _global_norm(self) -> torch.Tensor:
         self.forget_gathered()  # a script may have called the model without a backward pass
-        for parameter in self.experts:  # of all ranks' samples: a sum, where fully_shard has made means
+        for parameter in self.experts:  # a sum over all ranks; fully_shard makes means
             if parameter.grad is not None:
                 parameter.grad.to_local().div_(self.layout.world_size)
-        square = super()._global_norm() ** 2  # of a replica's ranks together
+        square = super()._global_norm() ** 2  # this rank's share
         torch.distributed.all_reduce(square)
         return (square / self.layout.dp_replicate).sqrt()
 
@@ -281,7 +281,7 @@ class FullyShardedEngine(TorchEngine):
         return RowState(self)
 
     def forget_gathered(self) -> None:
-        """Free the weights that are in full here: after a forward pass without a backward one there are some."""
+        """Free gathered weights: a forward pass without a backward pass leaves some."""
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -298,7 +298,7 @@ class FullyShardedEngine(TorchEngine):
     def generate(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor:
-        self.module.unshard()  # what is in no block: generate calls an encoder past the model's own forward
+        self.module.unshard()  # weights outside of blocks: generate calls an encoder without the model's forward
         try:
             return super().generate(input_ids, attention_mask, **kwargs)
         finally:
@@ -321,8 +321,8 @@ class FullyShardedEngine(TorchEngine):
 def norm_at_once(combine: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return a faster `get_grad_norm_direct`: one call for a group of gradients, not one for each gradient. `combine`:
     the method of a ZeRO optimizer, (gradients, their parameters) -> the norm over all ranks; it gets the norm of each
-    group in place of its gradients, with one parameter of the group. A group has the parameters that DeepSpeed treats
-    alike when it counts each weight once: split by tensor parallelism or not, held by several stages or not."""
+    group instead of its gradients, with one parameter of the group. A group has the parameters that DeepSpeed treats
+    alike to count each weight once: split by tensor parallelism or not, in several stages or not."""
     from deepspeed.runtime.utils import is_model_parallel_parameter
 
     def norm(gradients: list[torch.Tensor], parameters: list[Any], **kwargs: Any) -> torch.Tensor:
@@ -338,16 +338,16 @@ def norm_at_once(combine: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
 
 
 class DeepSpeedEngine(Engine):
-    """Engine of ZeRO of any stage, with or without offload."""
+    """The engine of ZeRO, any stage, with or without offload."""
 
-    _folder: Path | None = None  # of this process, for an optimizer on a disk
+    _folder: Path | None = None  # this process's, for an optimizer on a disk
 
     def _prepare(self, model: Any, recipe: OptimizerOptions, optimizer: Any) -> Any:
         config = self.accelerator.deepspeed_plugin.deepspeed_config
         zero = config["zero_optimization"]
-        if isinstance(optimizer, torch.optim.Optimizer):  # the script's own: it takes the place of the file's
+        if isinstance(optimizer, torch.optim.Optimizer):  # the script's own replaces the file's
             config.pop("optimizer", None)
-            config.setdefault("zero_force_ds_cpu_optimizer", False)  # with offload any other is refused
+            config.setdefault("zero_force_ds_cpu_optimizer", False)  # with offload DeepSpeed refuses others
         fill_bucket_size(zero, model)
         if self.strategy.optimizer_device == "nvme":
             self._folder = own_folder(zero["offload_optimizer"]["nvme_path"])
@@ -355,7 +355,7 @@ class DeepSpeedEngine(Engine):
         with initializing_deepspeed(self.layout):
             self.engine = self.accelerator.prepare(model, optimizer)[0]
         self.torch_optimizer = self.engine.optimizer.optimizer
-        self.adds_calls = self.strategy.shards_parameters  # other stages reduce gradients into memory that they clear
+        self.adds_calls = self.strategy.shards_parameters  # other stages clear what they reduced before
         self._split = SplitStep(self.engine.optimizer, self.strategy.shards_parameters, norm_at_once)
         return self.engine
 
@@ -371,7 +371,7 @@ class DeepSpeedEngine(Engine):
 
     def gradient_norm(self) -> float:
         if self.strategy.offloads_optimizer and torch.accelerator.is_available():
-            torch.accelerator.synchronize()  # gradients are on their way to the host
+            torch.accelerator.synchronize()  # gradients are copied to the host
         return self._split.norm()
 
     def clip_and_step(self) -> None:
@@ -405,8 +405,8 @@ class DeepSpeedEngine(Engine):
             vars(self.engine.optimizer.loss_scaler).update(loss_scale)
 
     def _in_full(self, parameters: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        # ZeRO-3 fetches ahead, and with recomputed activations it fetches more than the last pass of an evaluation
-        # uses; weights on their way cannot be put away again ("Cannot partition a param in flight").
+        # ZeRO-3 prefetches, and with recomputed activations it prefetches more than the last pass of an evaluation
+        # uses; weights in flight cannot be released ("Cannot partition a param in flight").
         if self.strategy.shards_parameters:
             self.engine.empty_partition_cache()
         yield from super()._in_full(parameters)

@@ -1,7 +1,7 @@
-"""The recipe's optimizer: AdamW, Muon (muon.py), or one that keeps less of each parameter, and its state.
+"""The recipe's optimizer: AdamW, Muon (muon.py), or one with a smaller state, and its state in checkpoints.
 
-Adafactor is that of transformers: its learning rate is absolute, as AdamW's is and the schedule says. In torch's it is
-relative to the size of each weight. 8 bits are bitsandbytes' (blocks of 256 elements, each with a scale).
+Adafactor is transformers': its learning rate is absolute, as AdamW's and the schedule's is. In torch's Adafactor it is
+relative to the size of each weight. 8-bit AdamW is bitsandbytes' (blocks of 256 elements, each with a scale).
 """
 
 import math
@@ -23,17 +23,17 @@ from zerofit.strategy.state import ReadWhole, ReplicatedState
 if TYPE_CHECKING:
     from zerofit.strategy.strategy import Strategy
 
-# {optim: what it keeps of a parameter, beside the count of its steps}. AdamW's moments have the parameter's own shape.
+# {optim: the tensors of its state for a parameter, besides the count of steps}. AdamW's have the parameter's shape.
 STATE_TENSORS = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "adamw_8bit": ("state1", "state2", "absmax1", "absmax2"),
-    "muon": ("exp_avg",),  # of a matrix; of the rest what AdamW keeps
+    "muon": ("exp_avg",),  # for matrices; for others AdamW's
     "adafactor": ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"),
 }
 # Optimizers of torch and others, by name, that compute with whole matrices or with all weights at once.
 UNSHARDABLE = ("Adafactor", "LAMB", "Lamb", "LARS", "LBFGS", "Muon", "Shampoo", "SOAP")
-SHARDABLE = ("adamw", "muon")  # what they keep has the parameter's shape, so that ranks may keep parts of it
-# elements (bitsandbytes/optim/optimizer.py: init_state, min_8bit_size)
+SHARDABLE = ("adamw", "muon")  # their state has the parameter's shape, so it can be sharded with it
+# bitsandbytes/optim/optimizer.py: init_state, min_8bit_size
 BLOCK_ELEMENTS = 256
 MIN_8_BIT_ELEMENTS = 4096
 
@@ -41,12 +41,12 @@ MIN_8_BIT_ELEMENTS = 4096
 def make_optimizer(
     model: torch.nn.Module, recipe: OptimizerOptions, device: torch.device, strategy: "Strategy | None" = None
 ) -> Any:
-    """The optimizer that `optim` names, over the model's trained parameters. Where the strategy's DeepSpeed JSON has
-    an `optimizer` block, accelerate's DummyOptim, for which DeepSpeed makes that one; None where nothing is trained.
-    `device`: where the weights will be: a fused step is made for some devices only."""
+    """Return the optimizer that `optim` names, over the model's trainable parameters; accelerate's DummyOptim if the
+    strategy's DeepSpeed JSON has an `optimizer` block, which DeepSpeed then makes; None if nothing is trained.
+    `device`: where the weights will be: only some devices have a fused step."""
     if not recipe.trains:
         return None
-    if recipe.optim == "muon":  # a block that names AdamW is taken out for it
+    if recipe.optim == "muon":  # it replaces a block that names AdamW
         return Muon(model, recipe, has_fused_adamw(device))
     groups = parameter_groups(model, recipe)
     rate = recipe.learning_rate
@@ -75,7 +75,7 @@ def parameter_groups(model: torch.nn.Module, recipe: OptimizerOptions) -> list[d
 
 
 def check_own(optimizer: Any, strategy: "Strategy") -> None:
-    """Raises UserError for what a script gives as its optimizer: it is none, or the strategy shards the matrices that
+    """Check the optimizer that a script made. Raises UserError: it is a list, or the strategy shards the matrices that
     it needs in full."""
     if isinstance(optimizer, (list, tuple)):
         raise UserError("the optimizer is several: give one over all weights, whose groups differ by their lr")
@@ -98,7 +98,7 @@ def rates_of(scheduler: LambdaLR) -> Callable[[int], float]:
 
 def keep_group_rates(optimizer: torch.optim.Optimizer, recipe: OptimizerOptions, schedule: Any) -> str | None:
     """Let groups with an `lr` of their own keep it in proportion (by `lr_scale`), since a schedule sets all rates.
-    Returns a warning where the optimizer's own `lr` is not the rate that the recipe's schedule follows."""
+    Returns a warning if the optimizer's own `lr` is not the rate of the recipe's schedule."""
     common = float(optimizer.defaults.get("lr", 0.0))
     peak = recipe.learning_rate
     rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]  # a scheduler changes lr
@@ -112,14 +112,14 @@ def keep_group_rates(optimizer: torch.optim.Optimizer, recipe: OptimizerOptions,
 
 
 def check_kept(optimizer: torch.optim.Optimizer | None) -> None:
-    """Raises UserError, after a step, where an optimizer that a script has chosen keeps something else of a weight
-    than the two moments of AdamW, which checkpoints have."""
+    """Check, after a step, the state of an optimizer that a script has chosen. Raises UserError: it is not the two
+    moments of AdamW, which checkpoints have."""
     if optimizer is None:
         return
     kept = {name for state in optimizer.state.values() for name in state} - {"step", "ema"}  # ema: of state.py
     moments = set(STATE_TENSORS["adamw"])
     name = type(optimizer).__name__
-    if kept - moments or (kept != moments and "Adam" not in name):  # what a rank has of an Adam may be nothing
+    if kept - moments or (kept != moments and "Adam" not in name):  # a rank's shard of an Adam may be empty
         raise UserError(
             f"{name} keeps {', '.join(sorted(kept)) or 'nothing'} of each weight, and checkpoints have exp_avg and "
             "exp_avg_sq: it could not be resumed. Say --save_strategy no, or choose another optimizer"
@@ -127,8 +127,8 @@ def check_kept(optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def state_bytes(optim: str, shape: Sequence[int]) -> int:
-    """Bytes that an optimizer keeps of a parameter of this shape, whose gradient is fp32; without constants, and
-    counts of steps."""
+    """Return the bytes of an optimizer's state for a parameter of this shape with an fp32 gradient, without constants
+    and counts of steps."""
     size = math.prod(shape)
     if optim == "muon":
         return 4 * size
@@ -142,7 +142,7 @@ def state_bytes(optim: str, shape: Sequence[int]) -> int:
 
 
 class ReplicatedOptimizerState(ReplicatedState):
-    """The state of an optimizer that is not SHARDABLE: the same on all ranks, and the first one writes it."""
+    """The state of an optimizer that is not SHARDABLE: equal on all ranks; the first rank writes it."""
 
     kinds = ("weight",)
 
@@ -175,7 +175,7 @@ class ReplicatedOptimizerState(ReplicatedState):
 
 
 def check_optimizer_installed(recipe: OptimizerOptions) -> None:
-    """Raises UserError where the package of `optim` is not here."""
+    """Check that the package of `optim` is installed. Raises UserError: it is not."""
     if recipe.optim == "adamw_8bit" and find_spec("bitsandbytes") is None:
         raise UserError(
             "optim = adamw_8bit needs bitsandbytes, which is not installed: pip install bitsandbytes, or say --optim "
