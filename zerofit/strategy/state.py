@@ -1,10 +1,9 @@
-"""The state of an optimizer, in shards of whole parameters: the same form under every strategy.
+"""The state of an optimizer as shards of whole parameters: the same form under every strategy.
 
-A checkpoint keeps for each trained parameter its value in fp32 (`weight`), AdamW's two moments, or Muon's one, and
-with `ema_decay` the mean of its values (`ema`), which lies beside the moments. Each rank holds shards of these: all of
-them under DDP, a part under ZeRO. A shard is named by its parameter, by the share of it that tensor parallelism has
-cut out, if it has, and by the range of the flattened share (or parameter) that it covers. So what N ranks wrote under
-one strategy, M ranks read under another.
+A checkpoint has for each trained parameter its value in fp32 (`weight`), AdamW's two moments, or Muon's one, and with
+`ema_decay` the mean of its values (`ema`), stored with the moments. Each rank has shards of these: all of them under
+DDP, a part under ZeRO. A shard is identified by its parameter, by its cut under tensor parallelism, and by its range
+of the flattened parameter (or cut). So M ranks under one strategy can read what N ranks wrote under another.
 """
 
 import contextlib
@@ -29,16 +28,16 @@ from zerofit.recipe.errors import UserError
 from zerofit.recipe.files import open_without_links
 from zerofit.strategy.muon import Muon, flat
 
-# What AdamW keeps has the shape of the parameter, and so has Muon's mean; what other optimizers keep
-# (optimizers.py) has not, and is not cut.
+# AdamW's moments and Muon's have the shape of the parameter. The state of other optimizers (optimizers.py) has another
+# shape, and is not sharded.
 STATE_KINDS = ("weight", "exp_avg", "exp_avg_sq")
 EMA = "ema"
-MAX_SAMPLED = 16  # of a parameter
+MAX_SAMPLED = 16  # elements of a parameter
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Elements [start, stop) of a flattened parameter of this shape; with a cut, of the flattened share."""
+    """Elements [start, stop) of a flattened parameter of this shape, or of its flattened cut."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,8 +46,8 @@ class Shard:
     cut: Cut | None = None
 
     def runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (first elements in the flattened parameter, first elements in the shard, lengths) of what is
-        contiguous in both, in ascending order."""
+        """Return (first elements in the flattened parameter, first elements in the shard, lengths) of the runs that
+        are contiguous in both, in ascending order."""
         if self.cut is None:
             first, last, length = (np.array([value]) for value in (self.start, 0, self.stop - self.start))
             return first, last, length
@@ -70,12 +69,12 @@ class Shard:
 
 
 def sampled_elements(num_elements: int) -> np.ndarray:
-    """Elements of a flattened parameter, the first and the last included, by whose values a checkpoint is checked."""
+    """Return the indices of the elements, the first and the last included, whose values check a checkpoint."""
     return np.linspace(0, num_elements - 1, min(num_elements, MAX_SAMPLED)).astype(np.int64)
 
 
 def overlaps(one: Shard, other: Shard) -> Iterator[tuple[int, int, int]]:
-    """Yield (first element in the one, first in the other, length) of what two shards have in common."""
+    """Yield (first element in one shard, first in the other, length) of the runs that two shards have in common."""
     a, in_a, of_a = one.runs()
     b, in_b, of_b = other.runs()
     i = j = 0
@@ -90,7 +89,7 @@ def overlaps(one: Shard, other: Shard) -> Iterator[tuple[int, int, int]]:
             j += 1
 
 
-ReadWhole = Callable[[str], torch.Tensor]  # (name) -> what `whole_tensors` had of that name
+ReadWhole = Callable[[str], torch.Tensor]  # (name) -> the tensor of this name in `whole_tensors`
 Read = Callable[[str, Shard], torch.Tensor]  # (kind, shard) -> (stop - start,) fp32 on the CPU
 
 
@@ -103,24 +102,24 @@ class OptimizerState:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.optimizer = engine.torch_optimizer
-        self.parameters: dict[str, Any] = _trained(engine.module)  # with what DeepSpeed hangs on them
-        self.whole = _trained(engine.whole)  # of all stages of a pipeline
+        self.parameters: dict[str, Any] = _trained(engine.module)  # DeepSpeed adds attributes to them
+        self.whole = _trained(engine.whole)  # those of all pipeline stages
         self.matrices = self.optimizer.matrices if isinstance(self.optimizer, Muon) else {}
 
     def kinds_of(self, name: str) -> tuple[str, ...]:
-        """Names of what is kept of a parameter: its value, and moments."""
+        """Return the kinds of tensors of a parameter's state: its value and its moments."""
         return tuple(kind for kind in self.kinds if kind != "exp_avg_sq" or name not in self.matrices)
 
     def bytes_of_own(self) -> int:
-        """Bytes that this rank writes into a checkpoint."""
+        """Return the bytes that this rank writes to a checkpoint."""
         return 4 * sum(len(self.kinds_of(shard.name)) * (shard.stop - shard.start) for shard in self.own())
 
     def bytes_of_all(self) -> int:
-        """Bytes that all ranks write into a checkpoint together."""
+        """Return the bytes that all ranks together write to a checkpoint."""
         return 4 * sum(len(self.kinds_of(name)) * true_numel(parameter) for name, parameter in self.whole.items())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return what this rank writes of its shards, in fp32: views of the optimizer's tensors where that can be."""
+        """Return the shards that this rank writes, in fp32: views of the optimizer's tensors if possible."""
         return {
             f"{kind}/{shard.name}": self.get(kind, shard).float()
             for shard in self.own()
@@ -128,12 +127,12 @@ class OptimizerState:
         }
 
     def whole_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that this rank writes beside its shards, each as it is."""
+        """Return the tensors that this rank writes besides its shards, unchanged."""
         return {}
 
     def samples(self, tensors: dict[str, torch.Tensor] | None = None) -> dict[tuple[str, int], float]:
-        """{(parameter, which of its sampled elements ): value} of the weights that this rank writes. `tensors`: what
-        `tensors` has returned; None: look at what the optimizer holds now."""
+        """Return {(parameter, number of a sampled element): value} of the weights that this rank writes. `tensors`:
+        the result of `tensors()`; None: the optimizer's present tensors."""
         given = tensors and ((shard, tensors[f"weight/{shard.name}"]) for shard in self.own())
         found: dict[tuple[str, int], float] = {}
         for shard, values in given or ((each, self.get("weight", each)) for each in self._in_memory(self.own())):
@@ -143,33 +142,33 @@ class OptimizerState:
         return found
 
     def _in_memory(self, shards: list[Shard], written: bool = False) -> Iterator[Shard]:
-        """Yield the shards, each while what the optimizer keeps of it is in memory. All of them must be asked for.
-        `written`: it is changed meanwhile."""
+        """Yield the shards, each while its state is in memory. The caller must iterate to the end. `written`: the
+        caller changes the state."""
         yield from shards
 
     def held(self) -> list[Shard]:
-        """Return the shards that this rank holds, and so has to read."""
+        """Return the shards that this rank has, and so must read."""
         ranges = [(name, *self._range(parameter)) for name, parameter in self.parameters.items()]
         return [self.shard(name, start, stop) for name, start, stop in ranges if start < stop]
 
     def _range(self, parameter: Any) -> tuple[int, int]:
-        """The elements [start, stop) of a parameter, or of this replica's share of it, that this rank holds."""
+        """Return this rank's elements [start, stop) of a parameter, or of its cut."""
         raise NotImplementedError
 
     def place(self, name: str) -> tuple[torch.Tensor, int, int, int]:
-        """Return (tensor, offset, start, stop) of a matrix, for Muon: its elements [start, stop), which this rank has,
-        begin at `offset` in the optimizer's flat `tensor`."""
+        """Return (tensor, offset, start, stop) of a matrix, for Muon: this rank's elements [start, stop) begin at
+        `offset` in the optimizer's flat `tensor`."""
         parameter = self.parameters[name]
         return (*self._held_in(parameter), *self._range(parameter))
 
     def _held_in(self, parameter: Any) -> tuple[torch.Tensor, int]:
-        """Return (the optimizer's tensor that what this rank holds of a parameter is in, its first element there)."""
+        """Return (the optimizer's tensor with this rank's shard of a parameter, the shard's first element in it)."""
         return parameter, 0
 
     def own(self) -> list[Shard]:
-        """Return the shards that this rank writes: of all ranks together, every element once. What tensor parallelism
-        does not cut is the same on all ranks that share a layer, and the first writes it; so is a tied weight on a
-        pipeline's ends."""
+        """Return the shards that this rank writes: all ranks together write every element once. The first of the ranks
+        that share a layer writes what tensor parallelism does not cut; the first stage of a pipeline writes a tied
+        weight."""
         is_first = self.engine.layout.tensor_rank == 0
         return [
             shard
@@ -179,22 +178,22 @@ class OptimizerState:
         ]
 
     def shard(self, name: str, start: int, stop: int) -> Shard:
-        """A range of what this rank's replica has of a parameter."""
+        """Return the shard with this range of a parameter, or of its cut."""
         parameter = self.parameters[name]
         return Shard(name, tuple(true_shape(parameter)), start, stop, getattr(parameter, "cut", None))
 
     def get(self, kind: str, shard: Shard) -> torch.Tensor:
-        """The values of a shard: flat, fp32, a view of what the optimizer holds."""
+        """Return the values of a shard: flat, fp32, a view of the optimizer's tensor."""
         parameter = self.parameters[shard.name]
         tensor, offset = self._held_in(parameter)
-        held = tensor if kind == "weight" else self.optimizer.state[tensor][kind]
+        values = tensor if kind == "weight" else self.optimizer.state[tensor][kind]
         first = offset + shard.start - self._range(parameter)[0]
-        return flat(held)[first : first + shard.stop - shard.start]
+        return flat(values)[first : first + shard.stop - shard.start]
 
     @torch.no_grad()
     def load(self, read: Read, steps: int, read_whole: ReadWhole | None = None) -> None:
-        """Take everything from a checkpoint. `steps`: updates that the optimizer has made (fp16's skipped ones not
-        counted). `read_whole`: of an optimizer that keeps other tensors than AdamW."""
+        """Load all state from a checkpoint. `steps`: updates that the optimizer has made, without those that fp16
+        skipped. `read_whole`: set for optimizers whose state differs from AdamW's."""
         self.initialize_moments()
         for shard in self._in_memory(self.held(), written=True):
             for kind in self.kinds_of(shard.name):
@@ -204,12 +203,13 @@ class OptimizerState:
         self._weights_follow()
 
     def initialize_moments(self) -> None:
-        """Let the optimizer make its moments, which it does at its first step only: a step that moves nothing."""
+        """Make the optimizer allocate its moments, which it does at its first step: take one that changes no
+        weight."""
         if any(True for _ in self._step_holders()):
             return
-        held = self._optimized()
+        tensors = self._optimized()
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        made = [tensor for tensor in held if tensor.grad is None]
+        made = [tensor for tensor in tensors if tensor.grad is None]
         for tensor in made:
             tensor.grad = torch.zeros_like(tensor)
         for group in self.optimizer.param_groups:
@@ -222,7 +222,7 @@ class OptimizerState:
         self._set_steps(0)
 
     def _optimized(self) -> list[torch.Tensor]:
-        """The tensors that the optimizer moves."""
+        """Return the tensors that the optimizer updates."""
         return [tensor for group in self.optimizer.param_groups for tensor in group["params"]]
 
     def _step(self) -> None:
@@ -230,7 +230,7 @@ class OptimizerState:
 
     @property
     def steps(self) -> int:
-        """Updates that the optimizer has made."""
+        """The number of updates that the optimizer has made."""
         counts = [entry["step"] for entry in self._step_holders()]
         return int(counts[0]) if counts else 0
 
@@ -242,34 +242,34 @@ class OptimizerState:
                 holder["step"] = steps
 
     def _step_holders(self) -> Iterator[dict[str, Any]]:
-        """Return where the optimizer counts: in the state of each tensor, or (DeepSpeed's fused Adam) in its
-        groups."""
+        """Yield the dictionaries with the optimizer's step counts: the state of each tensor, or (DeepSpeed's fused
+        Adam) its groups."""
         for holder in (*self.optimizer.state.values(), *self.optimizer.param_groups):
             if "step" in holder:
                 yield holder
 
     def _load_whole(self, read_whole: ReadWhole | None) -> None:
-        """Take what `whole_tensors` had."""
+        """Load the tensors of `whole_tensors`."""
 
     def _weights_follow(self) -> None:
-        """Give the model the weights that the optimizer has now, where it has its own copy of them."""
+        """Copy the optimizer's weights to the model, if the model has its own copy."""
 
     def start_ema(self) -> None:
-        """Keep an exponential mean of the weights from now on, beside the moments: these come first, since an
-        optimizer makes them where it finds nothing."""
+        """Keep an exponential mean of the weights from now on, next to the moments. The moments are made first, since
+        an optimizer makes them only in an empty state."""
         self.kinds = (*self.kinds, EMA)
         self.initialize_moments()
         for tensor in self._optimized():
             self.optimizer.state[tensor][EMA] = tensor.detach().clone()
 
     def update_ema(self, decay: float) -> None:
-        """Move the mean towards the weights: `decay` of it stays."""
+        """Update the mean: ema = decay * ema + (1 - decay) * weights."""
         for tensor in self._optimized():
             flat(self.optimizer.state[tensor][EMA]).lerp_(flat(tensor), 1 - decay)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within this context the model has the mean in the place of its weights. All ranks enter it together."""
+        """Replace the model's weights by their mean within this context. All ranks enter it together."""
         self._swap_ema()
         try:
             yield
@@ -292,7 +292,7 @@ def _trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 class ReplicatedState(OptimizerState):
-    """One process, or DDP: every rank holds everything, and writes a part."""
+    """The state under one process or DDP: every rank has all of it, and writes a part."""
 
     def _range(self, parameter: Any) -> tuple[int, int]:
         return 0, parameter.numel()
@@ -305,7 +305,7 @@ class ReplicatedState(OptimizerState):
 
 
 class RowState(OptimizerState):
-    """FSDP2: each rank holds some rows of each parameter; of several replicas the first one writes."""
+    """The state under FSDP2: each rank has some rows of each parameter; the first replica writes."""
 
     def own(self) -> list[Shard]:
         return super().own() if self.engine.layout.rank < self.engine.layout.shard_size else []
@@ -324,7 +324,7 @@ class RowState(OptimizerState):
 
 
 class FlatState(OptimizerState):
-    """ZeRO-1 and ZeRO-2: each rank holds a range of all parameters laid end to end."""
+    """The state under ZeRO-1 and ZeRO-2: each rank has a range of the concatenated parameters."""
 
     def _range(self, parameter: Any) -> tuple[int, int]:
         fragment = fragment_of(parameter)
@@ -332,7 +332,7 @@ class FlatState(OptimizerState):
 
     def _held_in(self, parameter: Any) -> tuple[torch.Tensor, int]:
         fragment = fragment_of(parameter)
-        if fragment is None:  # this rank takes part in the exchange of a matrix of which it holds nothing
+        if fragment is None:  # this rank has nothing of the matrix, and takes part in its exchange
             return next(group["params"][0] for group in self.optimizer.param_groups if group["muon"]), 0
         return self.optimizer.param_groups[fragment.group]["params"][0], fragment.offset
 
@@ -341,7 +341,7 @@ class FlatState(OptimizerState):
 
 
 class ShardedState(OptimizerState):
-    """ZeRO-3: each rank holds an equal shard of each parameter, the last one's filled up."""
+    """The state under ZeRO-3: each rank has an equal shard of each parameter; the last one is padded."""
 
     def _range(self, parameter: Any) -> tuple[int, int]:
         shard = parameter.ds_tensor.numel()
@@ -367,7 +367,7 @@ class ShardedState(OptimizerState):
         self.engine.engine.empty_partition_cache()
         for shard in self._in_memory(self.held()):
             self.parameters[shard.name].ds_tensor[: shard.stop - shard.start].copy_(self.get("weight", shard))
-        self._zero.invalidate_secondary_tensor()  # ZeRO++: copies within a machine, of the weights that were there
+        self._zero.invalidate_secondary_tensor()  # ZeRO++: copies of the old weights within a machine
         if persistent := self._zero.persistent_parameters:
             persistent[0].all_gather(persistent)
 
@@ -378,30 +378,33 @@ _LOCKS: list[int] = []  # file descriptors, open as long as this process lives
 
 
 def check_async_io() -> None:
-    """Raises UserError where DeepSpeed cannot build what reads and writes an NVMe disk."""
+    """Check that DeepSpeed can build its reader and writer of NVMe disks. Raises UserError: it cannot."""
     from deepspeed.git_version_info import installed_ops
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not installed_ops.get("async_io") and not AsyncIOBuilder().is_compatible(verbose=False):
         raise UserError(
             'zero_optimization.offload_optimizer.device = "nvme": DeepSpeed compiles async_io against libaio, whose '
-            "headers are not here. Install them (apt install libaio-dev), or use --strategy zero3_offload"
+            "headers are not installed. Install them (apt install libaio-dev), or use --strategy zero3_offload"
         )
 
 
 def own_folder(below: str) -> Path:
-    """A new folder of this process; those of processes that were killed are removed. DeepSpeed names its files after
-    parameters and ranks alone: two runs in one folder would read each other's state. A process holds a lock beside its
-    folder, which the system drops when it ends, however it ends. On a file system without locks nothing is removed."""
+    """Make a folder for this process, and remove those of killed processes. DeepSpeed names its files only after
+    parameters and ranks: two runs in one folder would read each other's state. A process holds a lock next to its
+    folder, which the system drops when the process ends. On a file system without locks nothing is removed."""
     base = Path(below).expanduser().resolve()
     base.mkdir(parents=True, exist_ok=True)
     for lock in base.glob(f"{FOLDER_PREFIX}*.lock"):
-        with suppress(OSError), open(lock, "a", opener=open_without_links) as file:  # it is held, or not ours
+        with (
+            suppress(OSError),
+            open(lock, "a", opener=open_without_links) as file,
+        ):  # another process holds it, or it is not ours
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
             lock.unlink(missing_ok=True)
     handle, name = tempfile.mkstemp(dir=base, prefix=FOLDER_PREFIX, suffix=".partial")
-    with suppress(OSError):  # some network file systems have none
+    with suppress(OSError):  # some network file systems have no locks
         fcntl.flock(handle, fcntl.LOCK_EX)  # before others see it as a lock
     _LOCKS.append(handle)
     folder = Path(name).rename(Path(name).with_suffix(".lock")).with_suffix("")
@@ -410,14 +413,14 @@ def own_folder(below: str) -> Path:
 
 
 def remove_disk_folder(folder: Path) -> None:
-    """Remove such a folder, and its lock."""
+    """Remove a folder of `own_folder`, and its lock."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.with_suffix(".lock").unlink(missing_ok=True)
 
 
 class DiskState(ShardedState):
-    """The state of ZeRO-3's optimizer on a disk, of which DeepSpeed has one sub-group in memory at a time. `folder`:
-    of this process, on the disk. What a checkpoint is written from lies in a file there, not in memory."""
+    """The state under ZeRO-3 with the optimizer on a disk: DeepSpeed has one sub-group in memory at a time. `folder`:
+    this process's, on the disk. The copy from which a checkpoint is written is a file there."""
 
     def __init__(self, engine: Any, folder: Path) -> None:
         super().__init__(engine)
@@ -427,14 +430,14 @@ class DiskState(ShardedState):
         shards = self.own()
         size = len(self.kinds) * sum(shard.stop - shard.start for shard in shards)
         file = self.folder / SAVED_FILE
-        file.unlink(missing_ok=True)  # a save under way keeps what it has
-        room = torch.from_file(str(file), shared=True, size=size) if size else torch.empty(0)
+        file.unlink(missing_ok=True)  # a save in progress keeps its open file
+        copies = torch.from_file(str(file), shared=True, size=size) if size else torch.empty(0)
         saved = {}
         start = 0
         for shard in self._in_memory(shards):
             for kind in self.kinds:
                 values = self.get(kind, shard)
-                saved[f"{kind}/{shard.name}"] = room[start : start + len(values)].copy_(values)
+                saved[f"{kind}/{shard.name}"] = copies[start : start + len(values)].copy_(values)
                 start += len(values)
         return saved
 
