@@ -227,15 +227,15 @@ class FullyShardedEngine(TorchEngine):
             for block, following in itertools.pairwise(blocks):
                 cast(FSDPModule, block).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
                 cast(FSDPModule, following).set_modules_to_backward_prefetch([cast(FSDPModule, block)])
-        own: dict[int, Any] = {}
+        sharded: dict[int, Any] = {}
         placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-        for name, each in model.named_parameters():
+        for name, parameter in model.named_parameters():
             local = rows[name].to(self.device)
             shard = DTensor.from_local(
-                local, mesh, placements, run_check=False, shape=each.shape, stride=each.stride()
+                local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
             )
-            own[id(each)] = torch.nn.Parameter(shard, each.requires_grad)
-        replace_parameters(model, own)
+            sharded[id(parameter)] = torch.nn.Parameter(shard, parameter.requires_grad)
+        replace_parameters(model, sharded)
         # Without it, the first block that is called becomes a root: `generate` calls an encoder before the model.
         cast(Any, fully_shard).state(model)._lazy_init()
 

@@ -396,10 +396,7 @@ def own_folder(below: str) -> Path:
     base = Path(below).expanduser().resolve()
     base.mkdir(parents=True, exist_ok=True)
     for lock in base.glob(f"{FOLDER_PREFIX}*.lock"):
-        with (
-            suppress(OSError),
-            open(lock, "a", opener=open_without_links) as file,
-        ):  # another process holds it, or it is not ours
+        with suppress(OSError), open(lock, "a", opener=open_without_links) as file:  # another process may hold it
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
             lock.unlink(missing_ok=True)
