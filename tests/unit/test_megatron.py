@@ -12,8 +12,8 @@ from transformers import LlamaConfig
 from zerofit.cli import main as zerofit
 from zerofit.recipe import ClmRecipe, parse_recipe
 from zerofit.recipe.options import make_schedule
-from zerofit.tools.convert.megatron_args.pretrain import convert_pretraining, pair_of
-from zerofit.tools.convert.megatron_args.shape import MegatronArgsOptions, call_of
+from zerofit.tools.convert.megatron_args.pretrain import convert_pretraining, make_pair
+from zerofit.tools.convert.megatron_args.shape import MegatronArgsOptions, read_call
 from zerofit.tools.plan.plan_options import PlanOptions
 from zerofit.tools.tool_recipe import read_with_recipe
 
@@ -58,7 +58,7 @@ def llama(tmp_path, monkeypatch):
 
 
 def typed(words: str, **options):
-    return convert_pretraining(call_of(shlex.split(words)), MegatronArgsOptions(**options))
+    return convert_pretraining(read_call(shlex.split(words)), MegatronArgsOptions(**options))
 
 
 def statuses(done) -> dict[str, str]:
@@ -69,7 +69,7 @@ def statuses(done) -> dict[str, str]:
 
 
 def test_a_llama_becomes_this_recipe(llama):
-    done = convert_pretraining(call_of(llama), MegatronArgsOptions())
+    done = convert_pretraining(read_call(llama), MegatronArgsOptions())
     assert not done.problems
     assert done.recipe == {
         "config_name": "llama-2-7b",
@@ -88,7 +88,7 @@ def test_a_llama_becomes_this_recipe(llama):
 
 
 def test_no_flag_is_lost(llama):
-    done = convert_pretraining(call_of(llama), MegatronArgsOptions())
+    done = convert_pretraining(read_call(llama), MegatronArgsOptions())
     found = statuses(done)
     assert len(found) > 50
     typed_in = re.findall(r"(--[a-z][\w-]+)", LLAMA[LLAMA.index("pretrain_gpt.py") :])
@@ -175,7 +175,7 @@ def test_degrees_go_into_the_pair(flags, strategy, degrees, tmp_path):
     assert done.layout.strategy == strategy
     sizes = [next(iter(one.values())) if isinstance(one, dict) else one for one in degrees.values()]
     assert (done.layout.replicas, done.recipe["per_device_train_batch_size"]) == (8 // math.prod(sizes), 2)
-    config = json.loads(pair_of(done.layout, tmp_path)["deepspeed.json"])
+    config = json.loads(make_pair(done.layout, tmp_path)["deepspeed.json"])
     assert {name: config[name] for name in degrees} == degrees
     assert config["zero_optimization"]["stage"] == (3 if strategy == "sp" else 2 if "zero2" in strategy else 1)
     found = statuses(done)

@@ -1,11 +1,11 @@
-"""Megatron's flags that no part of the converter reads: always so here, or without a counterpart, and why."""
+"""The status of Megatron's flags that the converter does not carry over, and the reason for each."""
 
 import re
 
-DATA_PARALLEL = "its processes are data-parallel ones here"
-DEGREE = f"{DATA_PARALLEL}, and ZeRO-3 shards the weights over them (--config_file accelerate_configs/zero3.yaml)"
-# What is always so here, or decided by the model, the strategy or the GPU's kernels.
-SATISFIED = (
+REPLICAS_NOTE = "its processes are data-parallel ones here"
+ZERO3_NOTE = f"{REPLICAS_NOTE}, and ZeRO-3 shards the weights over them (--config_file accelerate_configs/zero3.yaml)"
+# These hold always, or the model, the strategy or the GPU's kernels decide them.
+SATISFIED_FLAGS = (
     "sequence_parallel distribute_saved_activations distribute_checkpointed_activations partition_activations "
     "swiglu activation_func_type use_rotary_position_embeddings no_position_embedding disable_bias_linear no_bias "
     "untie_embeddings_and_output_weights normalization layernorm_type position_embedding_type "
@@ -20,10 +20,10 @@ SATISFIED = (
     "no_bias_swiglu_fusion no_rope_fusion no_persist_layer_norm no_async_tensor_model_parallel_allreduce "
     "disable_mem_efficient_ln eod_mask_loss"
 ).split()
-OWN_FIGURES = "metrics.jsonl has loss, gradient norm, rate, tokens/s, FLOP/s and memory of every update"
-NO_EXPERTS = "there are no experts"
-TEACHER = "train/distill.py learns from a teacher"
-NONE = {  # {why it is not supported: the flags}
+METRICS_NOTE = "metrics.jsonl has loss, gradient norm, rate, tokens/s, FLOP/s and memory of every update"
+NO_EXPERTS_NOTE = "there are no experts"
+DISTILLATION_NOTE = "train/distill.py learns from a teacher"
+UNSUPPORTED_FLAGS = {  # {reason: names of flags}
     "the launcher, the strategy or the libraries decide it": (
         "distributed_backend local_rank use_cpu_initialization no_initialization init_model_with_meta_device "
         "vocab_size vocab_extra_ids tiktoken_pattern no_mmap_bin_files mmap_warmup data_parallel_random_init "
@@ -57,20 +57,20 @@ NONE = {  # {why it is not supported: the flags}
         "num_layers_per_virtual_pipeline_stage standalone_embedding_stage pipeline_model_parallel_split_rank "
         "overlap_p2p_communication"
     ),
-    NO_EXPERTS: "create_moe_param_group mlp_type",
-    OWN_FIGURES: "logging_level synchronize_each_layer",
+    NO_EXPERTS_NOTE: "create_moe_param_group mlp_type",
+    METRICS_NOTE: "logging_level synchronize_each_layer",
 }
-FAMILIES = (  # by their prefix
+UNSUPPORTED_PREFIXES = (  # (prefix or prefixes of flags, reason)
     ("fp8", "float8 is --float8 here, through torchao, with a scale of its own for each tensor"),
-    ("moe", NO_EXPERTS),
+    ("moe", NO_EXPERTS_NOTE),
     ("retro", "no retrieval"),
-    (("log_", "no_log_", "timing_"), OWN_FIGURES),
+    (("log_", "no_log_", "timing_"), METRICS_NOTE),
     ("tensorboard_", "say --with_tracking --report_to tensorboard; it gets every figure of metrics.jsonl"),
     (("profile", "nvtx"), "say --profile N:M, the updates that torch's profiler records"),
     ("tp_comm", "tensor-parallel processes wait for each other; nothing is overlapped"),
     ("enable_zbh1", "forward and backward passes take turns (1F1B)"),
     ("ds_sequence_parallel", "rows are split in one way (accelerate_configs/sp.yaml)"),
-    (("kd", "mos"), TEACHER),
+    (("kd", "mos"), DISTILLATION_NOTE),
     (("fsdp", "ddp_"), "the strategy's own settings"),
     (("use_nccl", "nccl"), "NCCL's settings are its environment variables"),
     ("overlap_", "communication overlaps computation by default (overlap_comm in the DeepSpeed JSON)"),
@@ -78,18 +78,18 @@ FAMILIES = (  # by their prefix
     ("inference_", "a run trains"),
     ("bert_", "no part of GPT"),
 )
-SHAPING = re.compile(  # parts of names of flags that change the model
+MODEL_FLAG_PARTS = re.compile(  # matches names of flags that change the model
     r"norm|rms|activation|gelu|glu|relu|bias|position|rotary|rope|alibi|embed|layer|hidden|head|kv|quer|attention|attn|ffn|"
     r"mlp|expert|residual|window|channels|tie|spec|sink|mamba|ssm|conv"
 )
 
 
 def flag_status(name: str) -> tuple[str, str]:
-    """Return (satisfied, no counterpart or unknown; why) of a flag that is not carried over."""
-    if name in SATISFIED:
+    """Return (status, reason) of a flag that is not carried over: satisfied, no counterpart or unknown."""
+    if name in SATISFIED_FLAGS:
         return "satisfied", "it is always so, or the model, the strategy or the GPU's kernels decide it"
     if name.endswith("_teacher"):
-        return "no counterpart", TEACHER
-    why = next((why for why, names in NONE.items() if name in names.split()), None)
-    why = why or next((why for start, why in FAMILIES if name.startswith(start)), None)
-    return ("no counterpart", why) if why else ("unknown", "not a known flag: check whether it matters")
+        return "no counterpart", DISTILLATION_NOTE
+    reason = next((reason for reason, names in UNSUPPORTED_FLAGS.items() if name in names.split()), None)
+    reason = reason or next((reason for prefix, reason in UNSUPPORTED_PREFIXES if name.startswith(prefix)), None)
+    return ("no counterpart", reason) if reason else ("unknown", "not a known flag: check whether it matters")

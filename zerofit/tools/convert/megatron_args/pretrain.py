@@ -1,4 +1,4 @@
-"""pretrain_gpt.py's flags as a recipe (model, data, length, schedule, evaluation, checkpoints) and a strategy.
+"""The conversion of pretrain_gpt.py's flags to a recipe and a strategy.
 
 Sources: megatron/arguments.py and megatron/training.py of Megatron-LM and Megatron-DeepSpeed, also for the defaults;
 megatron/core/optimizer_param_scheduler.py, get_lr.
@@ -15,47 +15,47 @@ import yaml
 
 from zerofit.recipe.files import parse_json, place, read_text, read_yaml
 from zerofit.strategy.layout import PIPELINE_KEY, SEQUENCE_KEY, TENSOR_KEY, with_degrees
-from zerofit.tools.convert.megatron_args.flags import DATA_PARALLEL, DEGREE, SHAPING, flag_status
+from zerofit.tools.convert.megatron_args.flags import MODEL_FLAG_PARTS, REPLICAS_NOTE, ZERO3_NOTE, flag_status
 from zerofit.tools.convert.megatron_args.shape import (
-    MACHINES,
-    OPTIONS,
-    PROCESSES,
-    SAME,
-    SEARCH,
-    Call,
+    CONFIG_OPTIONS,
+    FLAG_SYNONYMS,
+    MACHINE_OPTIONS,
+    PROCESS_OPTIONS,
+    SEARCH_PROGRAM,
     FlagLedger,
     FlagRow,
     MegatronArgsOptions,
-    Shape,
-    of_weights,
+    MegatronCall,
+    MegatronShape,
+    compare_with_weights,
     positive_number,
     read_shape,
 )
 
-SPLITTING = {  # {flag: (the degree of the layout, its key in the pair's JSON)}
+DEGREE_FLAGS = {  # {flag: (attribute of ConvertedLayout, its key in the pair's JSON)}
     "tensor_model_parallel_size": ("tensor", f"{TENSOR_KEY}.autotp_size"),
     "pipeline_model_parallel_size": ("pipeline", f"{PIPELINE_KEY}.stages"),
     "context_parallel_size": ("sequence", SEQUENCE_KEY),
     "ds_sequence_parallel_size": ("sequence", SEQUENCE_KEY),
 }
-DEGREES = (*SPLITTING, "expert_model_parallel_size", "moe_expert_parallel_size")
-FALLBACK = 8  # processes, where the script does not say
-OWNED = {  # keys of the JSON, and the flags that must agree
+ALL_DEGREES = (*DEGREE_FLAGS, "expert_model_parallel_size", "moe_expert_parallel_size")
+DEFAULT_PROCESSES = 8  # of a machine, if the script does not say it
+JSON_KEY_FLAGS = {  # {key of the DeepSpeed JSON: the flag that must agree with it}
     "train_batch_size": "global_batch_size",
     "train_micro_batch_size_per_gpu": "micro_batch_size",
     "gradient_clipping": "clip_grad",
 }
-DEFAULTS = {"clip_grad": 1.0}  # Megatron's
 
 
 @dataclass
-class Layout:
-    """Processes and strategy.
+class ConvertedLayout:
+    """The processes and the strategy of the converted run.
 
     Attributes:
-        split: processes of one copy of the model in Megatron; tensor, pipeline, sequence: degrees carried over.
-        stage, zero: of ZeRO (0: DDP); zero_optimization of the script's DeepSpeed JSON.
-        rank, address, port: of this machine and of machine 0.
+        world: number of processes on all machines. split: processes per copy of the model in Megatron.
+        tensor, pipeline, sequence: degrees that are carried over.
+        stage: of ZeRO (0: DDP). zero: zero_optimization of the script's DeepSpeed JSON.
+        rank: of this machine. address, port: of machine 0.
     """
 
     world: int
@@ -72,7 +72,7 @@ class Layout:
 
     @property
     def replica_size(self) -> int:
-        """Processes of one copy of the model."""
+        """The number of processes per copy of the model."""
         return self.tensor * self.pipeline * self.sequence
 
     @property
@@ -90,33 +90,33 @@ class Layout:
         return f"zero{self.stage}" if self.stage else "single" if self.world == 1 else "ddp"
 
 
-def layout_of_call(flags: FlagLedger, call: Call, processes: int | None) -> Layout:
-    """Processes and machines; one kind of parallelism, that of data."""
+def read_processes(flags: FlagLedger, call: MegatronCall, processes: int | None) -> ConvertedLayout:
+    """Return the layout of the launcher's processes and machines, data-parallel only."""
     machines = call.machines
     remedy = "Set --num_processes N, of all machines"
-    world = processes or (call.processes or FALLBACK) * machines
-    for what, names in (("processes", PROCESSES), ("machines", MACHINES)):
-        said = call.of_launcher(names)
-        if said is not None and not processes and positive_number(said) is None:
-            flags.wrong("", f"the number of {what}: a number was expected, and the launcher has {said!r}. {remedy}")
+    world = processes or (call.processes or DEFAULT_PROCESSES) * machines
+    for noun, names in (("processes", PROCESS_OPTIONS), ("machines", MACHINE_OPTIONS)):
+        number = call.launcher_option(names)
+        if number is not None and not processes and positive_number(number) is None:
+            flags.refuse("", f"the number of {noun}: a number was expected, and the launcher has {number!r}. {remedy}")
     if not processes and call.processes is None:
         words = f"num_processes: {world}, a guess: the launcher does not say. {remedy}"
         flags.rows["=processes"] = FlagRow("(processes)", "carried over", words)
     named = {"rank": "node_rank", "address": "master_addr", "port": "master_port"}
-    given: dict[str, Any] = {name: value for name, option in named.items() if (value := call.of_launcher((option,)))}
-    layout = Layout(world, machines if world % machines == 0 else 1, **given)
+    given: dict[str, Any] = {name: value for name, flag in named.items() if (value := call.launcher_option((flag,)))}
+    layout = ConvertedLayout(world, machines if world % machines == 0 else 1, **given)
     if not layout.port.isdigit():
-        flags.wrong("", f"the port of machine 0: a number was expected, and the launcher has {layout.port}")
+        flags.refuse("", f"the port of machine 0: a number was expected, and the launcher has {layout.port}")
     return layout
 
 
-def read_layout(flags: FlagLedger, call: Call, processes: int | None) -> Layout:
-    """Processes, degrees and ZeRO stage. Degrees that are not carried over become ZeRO-3."""
-    layout = layout_of_call(flags, call, processes)
+def read_layout(flags: FlagLedger, call: MegatronCall, processes: int | None) -> ConvertedLayout:
+    """Return the layout: processes, degrees and ZeRO stage. Degrees that are not carried over become ZeRO-3."""
+    layout = read_processes(flags, call, processes)
     refused: dict[str, str] = {}
-    for name in filter(flags.has, DEGREES):
+    for name in filter(flags.has, ALL_DEGREES):
         degree = flags.number(name, default=1)
-        kind, _ = SPLITTING.get(name, ("", ""))
+        kind, _ = DEGREE_FLAGS.get(name, ("", ""))
         size = layout.replica_size * degree
         layout.split *= degree if kind else 1
         if degree == 1:
@@ -130,65 +130,66 @@ def read_layout(flags: FlagLedger, call: Call, processes: int | None) -> Layout:
         else:
             setattr(layout, kind, degree)
     _read_zero(flags, layout)
-    _stage(flags, layout, bool(refused.keys() & SPLITTING.keys()))
-    for name in filter(flags.has, DEGREES):
+    _choose_stage(flags, layout, bool(refused.keys() & DEGREE_FLAGS.keys()))
+    for name in filter(flags.has, ALL_DEGREES):
         if name in refused:
-            flags.none(name, f"{refused[name]}{DEGREE if layout.stage == 3 else DATA_PARALLEL}")
+            flags.unsupported(name, f"{refused[name]}{ZERO3_NOTE if layout.stage == 3 else REPLICAS_NOTE}")
         elif name not in flags.rows:
-            flags.carried(name, f"the pair: {layout.strategy}, {SPLITTING[name][1]}: {flags.text(name)}")
+            flags.carried(name, f"the pair: {layout.strategy}, {DEGREE_FLAGS[name][1]}: {flags.text(name)}")
     if layout.tensor == 1:
-        flags.none("sequence_parallel", "it splits activations among tensor-parallel processes, and there are none")
+        flags.unsupported("sequence_parallel", "it splits activations over tensor-parallel processes; there are none")
     return layout
 
 
-def _stage(flags: FlagLedger, layout: Layout, in_place_of_others: bool) -> None:
+def _choose_stage(flags: FlagLedger, layout: ConvertedLayout, replaces_degrees: bool) -> None:
     block = layout.zero.get("stage")
     stage = flags.number("zero_stage", default=None)
     if None not in (block, stage) and block != stage:
-        flags.wrong("zero_stage", f"the DeepSpeed JSON says stage {block}: keep one of the two")
+        flags.refuse("zero_stage", f"the DeepSpeed JSON says stage {block}: keep one of the two")
     stage = block if block is not None else stage
     stage = int(flags.has("use_distributed_optimizer")) if stage is None else stage
     if stage not in (0, 1, 2, 3):
-        flags.wrong("zero_stage", "0, 1, 2 or 3 was expected")
+        flags.refuse("zero_stage", "0, 1, 2 or 3 was expected")
         return
-    min_stage = 3 if in_place_of_others else 1 if layout.replica_size > 1 else stage
+    min_stage = 3 if replaces_degrees else 1 if layout.replica_size > 1 else stage
     layout.stage = max(min_stage, stage) if layout.sequence == 1 else 2 if stage == 2 else 3
     if layout.pipeline > 1:
         layout.stage = 1
-    instead = " instead of other kinds of parallelism" if in_place_of_others else ""
+    instead = " instead of other kinds of parallelism" if replaces_degrees else ""
     for name in ("zero_stage", "deepspeed", "use_distributed_optimizer"):
         flags.carried(name, f"the pair: {layout.strategy}{instead}")
 
 
-def _read_zero(flags: FlagLedger, layout: Layout) -> None:
-    """Read zero_optimization of the DeepSpeed JSON that the command line names. Its other keys are the recipe's."""
+def _read_zero(flags: FlagLedger, layout: ConvertedLayout) -> None:
+    """Read zero_optimization of the DeepSpeed JSON that the command line names. The flags decide its other keys."""
     name = flags.text("deepspeed_config")
     if name is None:
         return
     if not Path(name).is_file():
-        flags.none("deepspeed_config", "there is no such file here: nothing of it is carried over")
+        flags.unsupported("deepspeed_config", "there is no such file here: nothing of it is carried over")
         return
     try:
         config = parse_json(read_text(Path(name)))
     except json.JSONDecodeError as error:
-        flags.wrong("deepspeed_config", f"{name} is not valid JSON: {error}")
+        flags.refuse("deepspeed_config", f"{name} is not valid JSON: {error}")
         return
     if not isinstance(config, dict) or not isinstance(config.get("zero_optimization", {}), dict):
-        flags.wrong("deepspeed_config", f"{name} and its zero_optimization must be JSON objects")
+        flags.refuse("deepspeed_config", f"{name} and its zero_optimization must be JSON objects")
         return
     layout.zero = config.pop("zero_optimization", {})
     flags.carried("deepspeed_config", "deepspeed.json: its zero_optimization")
     for key, value in config.items():
-        flag = OWNED.get(key)
-        if flag and value not in ("auto", flags.number(flag, float, DEFAULTS.get(flag, value))):
-            flags.wrong(flag, f"the DeepSpeed JSON says {key} = {value}: make them agree")
+        flag = JSON_KEY_FLAGS.get(key)
+        default = 1.0 if flag == "clip_grad" else value  # Megatron's
+        if flag and value not in ("auto", flags.number(flag, float, default)):
+            flags.refuse(flag, f"the DeepSpeed JSON says {key} = {value}: make them agree")
         if key in ("bf16", "fp16") and isinstance(value, dict) and value.get("enabled") is True and not flags.has(key):
-            flags.wrong("", f"the DeepSpeed JSON has {key} on, and there is no --{key}: make them agree")
+            flags.refuse("", f"the DeepSpeed JSON has {key} on, and there is no --{key}: make them agree")
         flags.rows[f"json.{key}"] = FlagRow(f'  "{key}"', "no counterpart", "the flags and the pair decide it")
 
 
-def pair_of(layout: Layout, folder: Path) -> dict[str, str]:
-    """{file name: text} of the pair: an accelerate YAML, and under ZeRO a DeepSpeed JSON."""
+def make_pair(layout: ConvertedLayout, folder: Path) -> dict[str, str]:
+    """Return {file name: text} of the pair: an accelerate YAML, and under ZeRO a DeepSpeed JSON."""
     files = {}
     settings = read_yaml(place(f"accelerate_configs/{layout.strategy}.yaml"))
     settings |= {"num_machines": layout.machines, "num_processes": layout.world}
@@ -206,16 +207,16 @@ def pair_of(layout: Layout, folder: Path) -> dict[str, str]:
 
 GPT2_VOCABULARY = 50257
 LLAMA_VOCABULARY = 32000
-SENTENCEPIECE = ("GPTSentencePieceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer")
-STYLES = ("linear", "cosine", "constant", "wsd")
-SELECTIVE = "linear layers' products and attention are kept, and all else is recomputed"
-RECOMPUTATION = (
+SENTENCEPIECE_TYPES = ("GPTSentencePieceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer")
+LR_DECAY_STYLES = ("linear", "cosine", "constant", "wsd")
+SELECTIVE_NOTE = "linear layers' products and attention are kept, and all else is recomputed"
+RECOMPUTATION_FLAGS = (
     "recompute_granularity recompute_activations checkpoint_activations deepspeed_activation_checkpointing "
     "activations_checkpoint_method"
 ).split()
-CHOSEN = (*DEGREES, "data_parallel_size", "sequence_parallel", "use_distributed_optimizer", "zero_stage")
-KNOWN = ("pretrain_gpt.py", "pretrain_llama.py", SEARCH)
-PLAIN: dict[str, tuple[str, type, Any]] = {  # {flag: (its option, type, Megatron's default where ours differs)}
+SEARCHED_FLAGS = (*ALL_DEGREES, "data_parallel_size", "sequence_parallel", "use_distributed_optimizer", "zero_stage")
+KNOWN_PROGRAMS = ("pretrain_gpt.py", "pretrain_llama.py", SEARCH_PROGRAM)
+SIMPLE_FLAGS: dict[str, tuple[str, type, Any]] = {  # {flag: (option, type, Megatron's default if ours differs)}
     "seq_length": ("block_size", int, None),
     "reset_position_ids": ("reset_position_ids", bool, None),
     "reset_attention_mask": ("reset_attention_mask", bool, None),
@@ -236,23 +237,23 @@ PLAIN: dict[str, tuple[str, type, Any]] = {  # {flag: (its option, type, Megatro
 
 @dataclass
 class ConvertedScript(FlagLedger):
-    """A recipe, with the flags that it is made of.
+    """The recipe of a Megatron script, and the ledger of the script's flags.
 
     Attributes:
         recipe: {option: value} in the order in which it is written.
         batch: samples of an update.
-        vocabulary: tokens before padding, where that is known without the tokenizer's files.
+        vocabulary: number of tokens before padding, if it is known without the tokenizer's files.
     """
 
     recipe: dict[str, Any] = field(default_factory=dict)
-    layout: Layout = field(default_factory=lambda: Layout(1, 1))
-    shape: Shape | None = None
+    layout: ConvertedLayout = field(default_factory=lambda: ConvertedLayout(1, 1))
+    shape: MegatronShape | None = None
     batch: int = 1
     vocabulary: int | None = None
     notes: list[str] = field(default_factory=list)
 
     def carry(self, flag: str, option: str, value: Any, note: str = "", *, default: Any = None) -> None:
-        """Set an option of the recipe; `default` is Megatron's of the flag, for a row where it is not given."""
+        """Set an option of the recipe. `default` is Megatron's; it gets a row if the flag is not given."""
         self.recipe[option] = value
         words = f"{option}: {value}{note}"
         if default is not None and not self.has(flag):
@@ -260,244 +261,244 @@ class ConvertedScript(FlagLedger):
         self.carried(flag, words)
 
 
-def in_updates(done: ConvertedScript, what: str, option: str) -> int | None:
-    """The smallest of --WHAT-iters, --WHAT-samples and --WHAT-tokens, as updates."""
-    batch = done.batch
-    units = {"iters": 1, "samples": batch, "tokens": batch * done.recipe.get("block_size", 1)}
+def length_in_updates(script: ConvertedScript, prefix: str, option: str) -> int | None:
+    """Return the smallest of --PREFIX-iters, --PREFIX-samples and --PREFIX-tokens, in updates; None without any."""
+    batch = script.batch
+    units = {"iters": 1, "samples": batch, "tokens": batch * script.recipe.get("block_size", 1)}
     lengths = {}
     for unit, size in units.items():
-        name = f"{what}_{unit}"
-        if done.has(name):
-            number = done.number(name, default=0)
+        name = f"{prefix}_{unit}"
+        if script.has(name):
+            number = script.number(name, default=0)
             round_down = name == "train_samples"  # Megatron drops an incomplete global batch
             lengths[name] = number // size if round_down else -(-number // size)
-            done.carried(name, f"{option}: {lengths[name]}")
+            script.carried(name, f"{option}: {lengths[name]}")
     smallest = min(lengths.values(), default=None)
     for name, updates in lengths.items():
         if updates != smallest:
-            done.satisfied(name, f"{updates} updates: the run ends before, after {smallest}")
+            script.satisfied(name, f"{updates} updates: the run ends before, after {smallest}")
     return smallest
 
 
-def convert_pretraining(call: Call, options: MegatronArgsOptions) -> ConvertedScript:
-    """The recipe of a call of pretrain_gpt.py, with the result for each flag."""
-    done = ConvertedScript.of(call)
-    searched = call.program == SEARCH
-    done.layout = (_job if searched else read_layout)(done, call, options.num_processes)
-    if call.program not in KNOWN:
-        done.wrong("", f"{call.program} is not read: give its line after --, with pretrain_gpt.py in its place")
-    done.shape = read_shape(done, call.program)
-    for name, (option, kind, default) in PLAIN.items():
-        value: str | float | None = done.has(name) or None
+def convert_pretraining(call: MegatronCall, options: MegatronArgsOptions) -> ConvertedScript:
+    """Convert a call of pretrain_gpt.py: return its recipe, with the status of each flag."""
+    script = ConvertedScript.from_call(call)
+    searched = call.program == SEARCH_PROGRAM
+    script.layout = (_read_search_layout if searched else read_layout)(script, call, options.num_processes)
+    if call.program not in KNOWN_PROGRAMS:
+        script.refuse("", f"{call.program} is not read: give its line after --, with pretrain_gpt.py instead")
+    script.shape = read_shape(script, call.program)
+    for name, (option, kind, default) in SIMPLE_FLAGS.items():
+        value: str | float | None = script.has(name) or None
         if kind is not bool:
-            value = done.text(name) if kind is str else done.number(name, kind, default)
+            value = script.text(name) if kind is str else script.number(name, kind, default)
         if value is not None:
-            done.carry(name, option, value, default=default)
+            script.carry(name, option, value, default=default)
     if options.model_name_or_path:
-        done.recipe["model_name_or_path"] = options.model_name_or_path
-        of_weights(done, done.shape, options.model_name_or_path)
-    elif done.shape:
-        done.recipe["config_name"] = done.shape.family
-        done.recipe["config_overrides"] = done.shape.overrides()
+        script.recipe["model_name_or_path"] = options.model_name_or_path
+        compare_with_weights(script, script.shape, options.model_name_or_path)
+    elif script.shape:
+        script.recipe["config_name"] = script.shape.family
+        script.recipe["config_overrides"] = script.shape.overrides()
         name = "make_vocab_size_divisible_by"
-        tensor = done.number("tensor_model_parallel_size", default=1)
+        tensor = script.number("tensor_model_parallel_size", default=1)
         why = f" (times the {tensor} tensor-parallel processes, as in Megatron)" if tensor > 1 else ""
-        done.carry(name, name, done.number(name, default=128) * tensor, why, default=128)
-    _tokenizer(done, options)
-    _data(done)
-    (_searched_batches if searched else _batches)(done)
-    updates = done.recipe["max_train_steps"] = in_updates(done, "train", "max_train_steps")
-    if not (updates or done.problems):
-        done.wrong("", "the length of the run is unknown: --train-iters, --train-samples or --train-tokens")
-    if minutes := done.number("exit_duration_in_mins"):
-        done.carry("exit_duration_in_mins", "max_hours", round(minutes / 60, 4))
-    batches = max(1, done.number("eval_iters", default=100))  # an evaluation cannot be left out
-    done.carry("eval_interval", "eval_steps", done.number("eval_interval", default=1000), default=1000)
-    note = f", {batches} global batches of {done.batch}; the same samples each time, Megatron uses different ones"
-    done.carry("eval_iters", "max_eval_samples", batches * done.batch, note, default=100)
-    _optimizer(done)
-    _precision_and_memory(done)
-    _checkpoints_and_trackers(done, options)
-    for name in done.flags:
-        is_read = name in {*done.rows, *OPTIONS, *SAME}
-        if not is_read and flag_status(name)[0] == "unknown" and SHAPING.search(name):
-            done.wrong(name, "not a known flag, and by its name it changes the model. Remove it if it does not")
-    return done
+        script.carry(name, name, script.number(name, default=128) * tensor, why, default=128)
+    _convert_tokenizer(script, options)
+    _convert_data(script)
+    (_convert_search_batches if searched else _convert_batches)(script)
+    updates = script.recipe["max_train_steps"] = length_in_updates(script, "train", "max_train_steps")
+    if not (updates or script.problems):
+        script.refuse("", "the length of the run is unknown: --train-iters, --train-samples or --train-tokens")
+    if minutes := script.number("exit_duration_in_mins"):
+        script.carry("exit_duration_in_mins", "max_hours", round(minutes / 60, 4))
+    batches = max(1, script.number("eval_iters", default=100))  # an evaluation cannot be left out
+    script.carry("eval_interval", "eval_steps", script.number("eval_interval", default=1000), default=1000)
+    note = f", {batches} global batches of {script.batch}; the same samples each time, Megatron uses different ones"
+    script.carry("eval_iters", "max_eval_samples", batches * script.batch, note, default=100)
+    _convert_optimizer(script)
+    _convert_precision_and_memory(script)
+    _convert_checkpoints_and_trackers(script, options)
+    for name in script.flags:
+        is_read = name in {*script.rows, *CONFIG_OPTIONS, *FLAG_SYNONYMS}
+        if not is_read and flag_status(name)[0] == "unknown" and MODEL_FLAG_PARTS.search(name):
+            script.refuse(name, "not a known flag, and by its name it changes the model. Remove it if it does not")
+    return script
 
 
-def _tokenizer(done: ConvertedScript, options: MegatronArgsOptions) -> None:
+def _convert_tokenizer(script: ConvertedScript, options: MegatronArgsOptions) -> None:
     names = ("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path", "vocab_file", "merge_file")
-    kind = done.text("tokenizer_type") or ("GPT2BPETokenizer" if done.has("vocab_file") else "")
-    file = done.text("tokenizer_model")
-    folder = options.tokenizer_name or done.text("tokenizer_name_or_path") or file
-    if kind in SENTENCEPIECE and not options.tokenizer_name:
-        done.vocabulary = LLAMA_VOCABULARY
+    kind = script.text("tokenizer_type") or ("GPT2BPETokenizer" if script.has("vocab_file") else "")
+    file = script.text("tokenizer_model")
+    folder = options.tokenizer_name or script.text("tokenizer_name_or_path") or file
+    if kind in SENTENCEPIECE_TYPES and not options.tokenizer_name:
+        script.vocabulary = LLAMA_VOCABULARY
         folder = (os.path.dirname(file) or ".") if file else None
         if file and Path(file).name != "tokenizer.model":
-            done.wrong("tokenizer_model", "put it into a folder as tokenizer.model, and say --tokenizer_name FOLDER")
+            script.refuse("tokenizer_model", "copy it to FOLDER/tokenizer.model, and set --tokenizer_name FOLDER")
     if kind == "GPT2BPETokenizer" and not options.tokenizer_name:
-        done.vocabulary = GPT2_VOCABULARY
+        script.vocabulary = GPT2_VOCABULARY
         for name in ("vocab_file", "merge_file"):
-            done.carry(name, name, done.text(name))
-        if not all(map(done.text, ("vocab_file", "merge_file"))):
-            done.wrong("", "GPT2BPETokenizer reads --vocab-file and --merge-file: name both")
-        done.satisfied("tokenizer_type", "vocab_file and merge_file are of that kind")
+            script.carry(name, name, script.text(name))
+        if not all(map(script.text, ("vocab_file", "merge_file"))):
+            script.refuse("", "GPT2BPETokenizer reads --vocab-file and --merge-file: name both")
+        script.satisfied("tokenizer_type", "vocab_file and merge_file are of that kind")
     elif folder:
-        done.recipe["tokenizer_name"] = folder
+        script.recipe["tokenizer_name"] = folder
         for name in names:
-            done.carried(name, f"tokenizer_name: {folder}")
+            script.carried(name, f"tokenizer_name: {folder}")
     else:
-        done.wrong("tokenizer_type", "the tokenizer is not named: say --tokenizer_name FOLDER")
+        script.refuse("tokenizer_type", "the tokenizer is not named: say --tokenizer_name FOLDER")
 
 
-def _data(done: ConvertedScript) -> None:
-    paths = done.flags.get("data_path")
+def _convert_data(script: ConvertedScript) -> None:
+    paths = script.flags.get("data_path")
     if paths:
-        done.carry("data_path", "data_path", paths if len(paths) > 1 else paths[0])
-        done.carry("split", "split", (done.text("split") or "969,30,1").replace(" ", ""))
-    elif not done.problems:
-        done.wrong("data_path", "there is no --data-path: training and evaluation come from one, by --split")
-    if done.text("data_impl") not in (None, "mmap", "infer"):
-        done.wrong("data_impl", "only mmap's .bin and .idx are read: prepare the corpus again with zerofit prepare")
+        script.carry("data_path", "data_path", paths if len(paths) > 1 else paths[0])
+        script.carry("split", "split", (script.text("split") or "969,30,1").replace(" ", ""))
+    elif not script.problems:
+        script.refuse("data_path", "there is no --data-path: training and evaluation come from one, by --split")
+    if script.text("data_impl") not in (None, "mmap", "infer"):
+        script.refuse("data_impl", "only mmap's .bin and .idx are read: prepare the corpus again with zerofit prepare")
 
 
-def _batches(done: ConvertedScript) -> None:
-    layout = done.layout
-    micro = done.number("micro_batch_size", default=0)
+def _convert_batches(script: ConvertedScript) -> None:
+    layout = script.layout
+    micro = script.number("micro_batch_size", default=0)
     if not micro:
-        done.wrong("micro_batch_size", "there is no --micro-batch-size")
+        script.refuse("micro_batch_size", "there is no --micro-batch-size")
         return
-    total = done.number("global_batch_size", default=micro * max(1, layout.world // layout.split))
-    if not done.has("global_batch_size"):
-        done.default("--global-batch-size", f"global_batch_size: {total}, micro-batch * data-parallel processes")
+    total = script.number("global_batch_size", default=micro * max(1, layout.world // layout.split))
+    if not script.has("global_batch_size"):
+        script.default("--global-batch-size", f"global_batch_size: {total}, micro-batch * data-parallel processes")
     replicas = max(count for count in range(1, layout.replicas + 1) if total % count == 0)
     if replicas < layout.replicas:
-        each = "processes" if layout.replica_size == 1 else f"replicas of {layout.replica_size} processes"
-        done.notes.append(f"the global batch of {total} is divided by {replicas} {each}, not {layout.replicas}")
+        noun = "processes" if layout.replica_size == 1 else f"replicas of {layout.replica_size} processes"
+        script.notes.append(f"the global batch of {total} is divided by {replicas} {noun}, not {layout.replicas}")
         layout.world = replicas * layout.replica_size
         layout.machines = layout.machines if layout.world % layout.machines == 0 else 1
-    ours = max(size for size in range(1, micro + 1) if (total // replicas) % size == 0)
-    note = f", accumulation {total // replicas // ours}"
-    done.carry("micro_batch_size", "per_device_train_batch_size", ours, note)
-    done.carry("global_batch_size", "global_batch_size", total)
-    done.batch = total
-    done.recipe["per_device_eval_batch_size"] = ours
+    micro_batch = max(size for size in range(1, micro + 1) if (total // replicas) % size == 0)
+    note = f", accumulation {total // replicas // micro_batch}"
+    script.carry("micro_batch_size", "per_device_train_batch_size", micro_batch, note)
+    script.carry("global_batch_size", "global_batch_size", total)
+    script.batch = total
+    script.recipe["per_device_eval_batch_size"] = micro_batch
 
 
-def _optimizer(done: ConvertedScript) -> None:
-    peak = done.number("lr", float)
+def _convert_optimizer(script: ConvertedScript) -> None:
+    peak = script.number("lr", float)
     if not peak:
-        done.wrong("lr", "there is no --lr")
+        script.refuse("lr", "there is no --lr")
         return
-    done.carry("lr", "learning_rate", peak)
-    if done.has("min_lr"):
-        done.carry("min_lr", "min_lr_ratio", done.number("min_lr", float, 0.0) / peak, f", of {peak:g}")
-    if done.text("optimizer") not in (None, "adam"):
-        done.wrong("optimizer", "AdamW is the only optimizer here")
-    if done.text("weight_decay_incr_style") not in (None, "constant"):
-        done.wrong("weight_decay_incr_style", "weight decay is constant here")
-    shape = (done.text("lr_decay_style") or "linear").lower()
-    if shape not in STYLES:
-        done.wrong("lr_decay_style", f"there are {', '.join(STYLES)}")
+    script.carry("lr", "learning_rate", peak)
+    if script.has("min_lr"):
+        script.carry("min_lr", "min_lr_ratio", script.number("min_lr", float, 0.0) / peak, f", of {peak:g}")
+    if script.text("optimizer") not in (None, "adam"):
+        script.refuse("optimizer", "AdamW is the only optimizer here")
+    if script.text("weight_decay_incr_style") not in (None, "constant"):
+        script.refuse("weight_decay_incr_style", "weight decay is constant here")
+    shape = (script.text("lr_decay_style") or "linear").lower()
+    if shape not in LR_DECAY_STYLES:
+        script.refuse("lr_decay_style", f"there are {', '.join(LR_DECAY_STYLES)}")
         return
-    decay = in_updates(done, "lr_decay", "lr_decay_steps")
-    warmup = in_updates(done, "lr_warmup", "num_warmup_steps") or 0
-    length = decay or done.recipe["max_train_steps"] or 1
-    if done.has("lr_warmup_fraction"):
-        warmup = math.ceil(round(done.number("lr_warmup_fraction", float, 0.0) * length, 6))
-        done.carried("lr_warmup_fraction", f"num_warmup_steps: {warmup}")
+    decay = length_in_updates(script, "lr_decay", "lr_decay_steps")
+    warmup = length_in_updates(script, "lr_warmup", "num_warmup_steps") or 0
+    length = decay or script.recipe["max_train_steps"] or 1
+    if script.has("lr_warmup_fraction"):
+        warmup = math.ceil(round(script.number("lr_warmup_fraction", float, 0.0) * length, 6))
+        script.carried("lr_warmup_fraction", f"num_warmup_steps: {warmup}")
     if shape == "constant" and warmup:
         shape = "constant_with_warmup"
-    done.carry("lr_decay_style", "lr_scheduler_type", shape, default="linear")
+    script.carry("lr_decay_style", "lr_scheduler_type", shape, default="linear")
     if warmup:
-        done.recipe["num_warmup_steps"] = warmup
+        script.recipe["num_warmup_steps"] = warmup
     if shape.startswith("constant"):
-        done.recipe.pop("min_lr_ratio", None)
+        script.recipe.pop("min_lr_ratio", None)
         for name in ("min_lr", "lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"):
-            done.satisfied(name, "a constant rate does not decay")
+            script.satisfied(name, "a constant rate does not decay")
     elif decay:
-        done.recipe["lr_decay_steps"] = decay
+        script.recipe["lr_decay_steps"] = decay
     if shape == "wsd":
-        updates = in_updates(done, "lr_wsd_decay", "wsd_decay_ratio, updates")
-        if not updates or done.text("lr_wsd_decay_style") != "linear":
-            done.wrong("lr_decay_style", "give --lr-wsd-decay-iters, and say --lr-wsd-decay-style linear")
+        updates = length_in_updates(script, "lr_wsd_decay", "wsd_decay_ratio, updates")
+        if not updates or script.text("lr_wsd_decay_style") != "linear":
+            script.refuse("lr_decay_style", "give --lr-wsd-decay-iters, and say --lr-wsd-decay-style linear")
             return
-        done.satisfied("lr_wsd_decay_style", "wsd ends in a straight line")
-        done.recipe["wsd_decay_ratio"] = updates / length
+        script.satisfied("lr_wsd_decay_style", "wsd ends in a straight line")
+        script.recipe["wsd_decay_ratio"] = updates / length
 
 
-def _precision_and_memory(done: ConvertedScript) -> None:
-    both = [name for name in ("fp16", "bf16") if done.has(name)]
-    if len(both) == 2:
-        done.wrong("fp16", "--bf16 is there as well: keep one of the two")
-    done.recipe["precision"] = both[0] if both else "fp32"
-    for name in both:
-        done.carried(name, f"precision: {name}")
-    if not both:
-        done.default("neither --bf16 nor --fp16", "precision: fp32")
+def _convert_precision_and_memory(script: ConvertedScript) -> None:
+    given = [name for name in ("fp16", "bf16") if script.has(name)]
+    if len(given) == 2:
+        script.refuse("fp16", "--bf16 is there as well: keep one of the two")
+    script.recipe["precision"] = given[0] if given else "fp32"
+    for name in given:
+        script.carried(name, f"precision: {name}")
+    if not given:
+        script.default("neither --bf16 nor --fp16", "precision: fp32")
     # Recomputation: Megatron's --recompute-activations sets the granularity; its older flags mean full layers.
     value: str | bool = True
     note = ""
-    if done.has("recompute_activations") or done.text("recompute_granularity") == "selective":
+    if script.has("recompute_activations") or script.text("recompute_granularity") == "selective":
         value = "selective"
-        note = f" ({SELECTIVE})"
-    for name in filter(done.has, RECOMPUTATION):
-        done.carry(name, "gradient_checkpointing", value, note)
-    if done.text("recompute_method") == "block":
-        done.none("recompute_method", "all layers are recomputed")
-    if done.has("checkpoint_in_cpu"):
-        if "gradient_checkpointing" in done.recipe:
-            done.carry("checkpoint_in_cpu", "activation_offload", True)
+        note = f" ({SELECTIVE_NOTE})"
+    for name in filter(script.has, RECOMPUTATION_FLAGS):
+        script.carry(name, "gradient_checkpointing", value, note)
+    if script.text("recompute_method") == "block":
+        script.unsupported("recompute_method", "all layers are recomputed")
+    if script.has("checkpoint_in_cpu"):
+        if "gradient_checkpointing" in script.recipe:
+            script.carry("checkpoint_in_cpu", "activation_offload", True)
         else:
-            done.satisfied("checkpoint_in_cpu", "no layer is recomputed")
+            script.satisfied("checkpoint_in_cpu", "no layer is recomputed")
 
 
-def _checkpoints_and_trackers(done: ConvertedScript, options: MegatronArgsOptions) -> None:
-    load = done.text("load")
+def _convert_checkpoints_and_trackers(script: ConvertedScript, options: MegatronArgsOptions) -> None:
+    load = script.text("load")
     model = options.model_name_or_path
     if load and model:
-        done.satisfied("load", f"model_name_or_path: {model}, from the option")
-    elif load and load == done.text("save") and not done.has("finetune"):
-        done.satisfied("load", "the same command resumes from the newest checkpoint of output_dir (resume: auto)")
+        script.satisfied("load", f"model_name_or_path: {model}, from the option")
+    elif load and load == script.text("save") and not script.has("finetune"):
+        script.satisfied("load", "the same command resumes from the newest checkpoint of output_dir (resume: auto)")
     elif load:
-        done.wrong("load", "Megatron's checkpoints are not read: set --model_name_or_path to a folder")
-    elif done.has("finetune") and not model:
-        done.wrong("finetune", "weights to begin with are not named: say --model_name_or_path FOLDER")
+        script.refuse("load", "Megatron's checkpoints are not read: set --model_name_or_path to a folder")
+    elif script.has("finetune") and not model:
+        script.refuse("finetune", "weights to begin with are not named: say --model_name_or_path FOLDER")
     trackers = {"wandb_project": "wandb", "tensorboard_dir": "tensorboard"}
-    if found := [tracker for flag, tracker in trackers.items() if done.has(flag)]:
-        done.recipe |= {"with_tracking": True, "report_to": found[0] if len(found) == 1 else "all"}
-    done.carried("tensorboard_dir", "report_to: tensorboard; its files lie in the run's folder")
-    if "wandb" in found:
-        done.carry("wandb_project", "report_name", done.text("wandb_project"))
+    if given := [tracker for flag, tracker in trackers.items() if script.has(flag)]:
+        script.recipe |= {"with_tracking": True, "report_to": given[0] if len(given) == 1 else "all"}
+    script.carried("tensorboard_dir", "report_to: tensorboard; its files lie in the run's folder")
+    if "wandb" in given:
+        script.carry("wandb_project", "report_name", script.text("wandb_project"))
 
 
-def _job(flags: FlagLedger, call: Call, processes: int | None) -> Layout:
-    """Processes and machines; --world-size and --local-world-size name those of a job that is not started yet."""
+def _read_search_layout(flags: FlagLedger, call: MegatronCall, processes: int | None) -> ConvertedLayout:
+    """Return the layout of a job that SEARCH_PROGRAM plans: --world-size and --local-world-size are its processes."""
     total = flags.number("world_size")
-    layout = layout_of_call(flags, call, processes or total)
+    layout = read_processes(flags, call, processes or total)
     flags.carried("world_size", f"zerofit plan --num_gpus {total}")
     local = flags.number("local_world_size")
     flags.carried("local_world_size", f"zerofit plan --gpus_per_node {local}")
     if local and layout.world % local == 0:
         layout.machines = layout.world // local
-    for name in CHOSEN:
-        flags.none(name, "zerofit plan tries degrees and stages, and chooses")
+    for name in SEARCHED_FLAGS:
+        flags.unsupported(name, "zerofit plan tries degrees and stages, and chooses")
     if (flags.text("task_type") or "GPT").endswith("GPT"):
         flags.satisfied("task_type", "the models of its flags are converted")
     else:
-        flags.wrong("task_type", "only llmacc.megatron.GPT is converted")
+        flags.refuse("task_type", "only llmacc.megatron.GPT is converted")
     return layout
 
 
-def _searched_batches(done: ConvertedScript) -> None:
-    """The global batch, or the largest one that is allowed."""
-    name = done.first("global_batch_size", "max_global_batch_size")
-    done.batch = done.number(name, default=1)
-    if not done.has(name):
-        done.wrong("", "there is neither --max-global-batch-size nor --global-batch-size")
+def _convert_search_batches(script: ConvertedScript) -> None:
+    """Read the global batch, or the largest one that is allowed."""
+    name = script.first_of("global_batch_size", "max_global_batch_size")
+    script.batch = script.number(name, default=1)
+    if not script.has(name):
+        script.refuse("", "there is neither --max-global-batch-size nor --global-batch-size")
     elif name == "global_batch_size":
-        done.carry(name, name, done.batch)
+        script.carry(name, name, script.batch)
     else:
-        done.carried(name, f"zerofit plan --max_global_batch_size {done.batch}")
-        done.notes.append(f"lengths in samples or tokens are counted in updates of {done.batch} samples")
-    done.none("micro_batch_size", "zerofit plan chooses it")
+        script.carried(name, f"zerofit plan --max_global_batch_size {script.batch}")
+        script.notes.append(f"lengths in samples or tokens are counted in updates of {script.batch} samples")
+    script.unsupported("micro_batch_size", "zerofit plan chooses it")
