@@ -28,7 +28,7 @@ def export(tmp_path):
     ("change", "said"),
     [
         (None, None),
-        ("another weight", "weights that its model has not: score.weight"),
+        ("another weight", "weights that its model does not have: score.weight"),
         ("the head", "lm_head.weight is stored, and config.json ties it"),
         ("no tokenizer", "there is no tokenizer"),
     ],
