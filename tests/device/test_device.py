@@ -61,7 +61,7 @@ def test_out_of_memory_on_one_rank(runs, tmp_path):
     assert "exitcode  : 87" in done.stderr
     said = done.stderr
     assert re.search(r"out of memory: rank 1 of 2, \w+ of update 2, the device's memory \(ddp, fp32\)", said), said
-    assert "rank 0 leaves in phase" in said
+    assert "rank 0 leaves in phase" in said, said
     assert "[rank1]: Traceback" not in said
     asked, free, total = (
         bytes_of(amount) for amount in re.search(r"asked for (.*?); (.*?) of (.*?) free", said).groups()
