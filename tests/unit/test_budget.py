@@ -16,17 +16,17 @@ LIMITS = {  # what there is; the goal of each is behind it
     "zerofit/recipe": 3_238,  # 2,700
     "zerofit/model": 5_324,  # 4,700
     "zerofit/compat": 600,  # 600
-    "zerofit/data": 6_685,  # 6,000
+    "zerofit/data": 6_680,  # 6,000
     "zerofit/strategy": 4_993,  # 4,800
     "zerofit/estimate": 4_498,  # 4,700
     "zerofit/record": 1_474,  # 4,300 with health and checkpoint
     "zerofit/health": 1_301,
     "zerofit/checkpoint": 1_624,
-    "zerofit/training": 3_214,  # 2,000
+    "zerofit/training": 3_213,  # 2,000
     "zerofit/launch": 1_280,  # 1,300
     "zerofit/tools": 10_396,  # 10,600
     "benchmarks": 1_852,  # 1,800
-    "tests": 25_057,  # 21,500
+    "tests": 25_059,  # 21,500
 }
 
 
@@ -36,7 +36,9 @@ def test_no_package_grows():
     for path in map(PurePath, listed.stdout.splitlines()):
         depth = 2 if path.parts[0] == "zerofit" and len(path.parts) > 2 else 1
         if path.suffix in CODE and (ROOT / path).is_file():
-            lines["/".join(path.parts[:depth])] += (ROOT / path).read_bytes().count(b"\n")
+            length = (ROOT / path).read_bytes().count(b"\n")
+            assert length <= 600 or path.parts[0] not in ("zerofit", "train"), f"{path} is longer than a file may be"
+            lines["/".join(path.parts[:depth])] += length
     assert len(lines) >= 10
     assert {name: count for name in LIMITS if (count := lines[name]) > LIMITS[name]} == {}
     assert {name for name in lines if name.startswith(("zerofit", "train"))} <= LIMITS.keys(), "a package without one"

@@ -338,10 +338,9 @@ class Run:
     def _begin(self, evaluate: Callable[[], dict[str, float]] | None) -> None:
         """Start the loop at the next update; evaluate before the first one, if `eval_on_start` is set."""
         state = self.state
-        recipe = self.recipe
         self.detector.begin(state.anomaly_history)
         self.recorder.bar.begin(state.updates)
-        if recipe.eval_on_start and not state.updates and evaluate is not None and self.data.num_held_out:
+        if self.recipe.eval_on_start and not state.updates and evaluate is not None and self.data.num_held_out:
             self.begin_evaluation(0)
             figures = evaluate()
             timing = self.end_evaluation(self.data.num_held_out)
@@ -501,9 +500,8 @@ class Run:
     def should_evaluate(self, update: Update) -> bool:
         """Return True if an evaluation is due after this update. If so, its time begins."""
         steps = self.recipe.eval_steps
-        is_due = self.length.is_last(update.number) or self.length.is_due(
-            None if steps else "epoch", steps, update.number
-        )
+        strategy = None if steps else "epoch"
+        is_due = self.length.is_last(update.number) or self.length.is_due(strategy, steps, update.number)
         if self._now.is_abandoned or self.measurement or not self.data.num_held_out or not is_due:
             return False
         self.begin_evaluation(update.number)
@@ -575,8 +573,9 @@ class Run:
             return SaveReason.REQUESTED
         if self.length.is_last(update):  # the last update's weights are exported
             return None
-        reason = SaveReason.BEFORE_EXIT if self._now.stop_reason else None
-        return reason or (SaveReason.BY_CLOCK if self._now.checkpoint_is_due else None)
+        if self._now.stop_reason:
+            return SaveReason.BEFORE_EXIT
+        return SaveReason.BY_CLOCK if self._now.checkpoint_is_due else None
 
     # --------------------------------------------------------------------------------------------- phases and failures
 

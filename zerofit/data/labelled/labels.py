@@ -47,7 +47,7 @@ class Labels:
     choices: bool = False  # multiple choice: the classes are the choices of an example, by their numbers
     number: str = "number"  # the name of the label column, and of the number in a regression
     is_token_level: bool = False  # token classification: each word of an example has a class, its tag
-    is_multi_label: bool = False  # a record has any number of the classes (multi-label)
+    is_multi_label: bool = False  # a record has any number of the classes
     decimal_comma: bool = False  # the numbers of a regression are written 0,5
     notes: tuple[str, ...] = field(default=(), repr=False, compare=False)  # for the log
 
@@ -82,13 +82,8 @@ class Labels:
             return "each label is a number (regression)"
         if self.choices:
             return f"multiple choice, one of {len(self.names)}"
-        noun = (
-            "tags of words"
-            if self.is_token_level
-            else "labels, any number a record"
-            if self.is_multi_label
-            else "labels"
-        )
+        noun = "labels, any number a record" if self.is_multi_label else "labels"
+        noun = "tags of words" if self.is_token_level else noun
         more = ", ..." if len(self.names) > 10 else ""
         shown = f"{len(self.names)} {noun}: {', '.join(self.names[:10])}{more}"
         if self.is_multi_label:
